@@ -45,6 +45,7 @@ ROWS = (
     TOOLS,
     {"simulation"},
     {"planning"},
+    {"anywhere"},
     {"cli", "recipes", "__init__"},
 )
 """Packages from the ground up. A package imports from rows below its own; along a row only as the next table says."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from accel_train.anywhere import flags as anywhere
 from accel_train.cli.arguments import build_parser
 from accel_train.planning import flags as planning
 from accel_train.rerun import arguments as rerun
@@ -58,6 +59,8 @@ def _main(argv: Sequence[str]) -> int:
         from accel_train.watching.report import report
 
         return report(arguments.runs, arguments.output)
+    if arguments.command == "run":
+        return _run(arguments)
     if arguments.command == "simulate":
         return _simulate(arguments)
     if arguments.command == "plan":
@@ -122,6 +125,13 @@ def _launch(arguments: argparse.Namespace) -> int:
 
         return run(request, ignored=arguments.ignore, as_json=arguments.json, fix=arguments.fix)
     return launch(request, rehearsal=arguments.command == "rehearse")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    request = anywhere.request_of(arguments)
+    from accel_train.anywhere.supervisor import run_anywhere
+
+    return run_anywhere(request)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:

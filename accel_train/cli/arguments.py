@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping
 
 from accel_train import __version__
+from accel_train.anywhere import flags as anywhere
 from accel_train.planning import flags as planning
 from accel_train.rerun import arguments as rerun
 from accel_train.simulation.flags import add_flags
@@ -37,6 +38,9 @@ def build_parser(
         if name == "check":
             _add_check(launch)
         _add_recipe(launch, recipes)
+    run = commands.add_parser("run", help=anywhere.HELP, description=anywhere.HELP)
+    anywhere.add_flags(run)
+    _add_recipe(run, recipes)
     text = "memory, collectives and FLOPs of a recipe's step at any number of processes, without any of them"
     simulate = commands.add_parser("simulate", help=text, description=text)
     add_flags(simulate)

@@ -1,0 +1,1 @@
+"""``accel-train run --anywhere``: one run on whatever devices there are, while they come and go."""

@@ -1,0 +1,81 @@
+"""How many devices there are now."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Protocol
+
+from accel_train.config import UsageError, expand_path
+
+LARGEST = 1024
+COUNT = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
+SECONDS_BETWEEN_COUNTS = 60.0
+
+
+class Devices(Protocol):
+    """A source of the number of devices."""
+
+    def count(self) -> int:
+        """Return the number of devices now. Cheap: it is called every second."""
+        ...
+
+
+class ListedDevices:
+    """As many as a file says, which a scheduler, a hook or a person writes."""
+
+    def __init__(self, path: str) -> None:
+        """Read the file for the first time. Raises ``UsageError`` if it holds no number."""
+        self.path = expand_path(path)
+        found = _number_in(self.path)
+        if found is None:
+            raise UsageError(
+                f"devices: {self.path}: a file with one number from 0 to {LARGEST} is required, the devices to use; "
+                f"write it, as with: echo 4 > {self.path}"
+            )
+        self._last = found
+
+    def count(self) -> int:
+        """Return the number in the file. While it is absent or half written, the last number stands."""
+        found = _number_in(self.path)
+        if found is not None:
+            self._last = found
+        return self._last
+
+
+def _number_in(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    # isdigit alone accepts digits that int refuses.
+    if not text.isascii() or not text.isdigit() or int(text) > LARGEST:
+        return None
+    return int(text)
+
+
+class VisibleDevices:
+    """The accelerators that torch sees, or one CPU where there has never been one."""
+
+    def __init__(self) -> None:
+        self._last = _visible()
+        self._is_cpu = self._last == 0
+        self._counted = time.monotonic()
+
+    def count(self) -> int:
+        """Return the number of accelerators, counted once a minute. A machine without any counts as 1."""
+        if self._is_cpu:
+            return 1
+        if time.monotonic() - self._counted > SECONDS_BETWEEN_COUNTS:
+            self._last = _visible()
+            self._counted = time.monotonic()
+        return self._last
+
+
+def _visible() -> int:
+    # In a process of its own: a driver tells one process always the same number, and its memory is the run's.
+    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=False)
+    lines = done.stdout.split()
+    return int(lines[-1]) if lines and lines[-1].isdigit() else 0

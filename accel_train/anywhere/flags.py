@@ -1,0 +1,95 @@
+"""Flags of ``accel-train run``, given before the recipe. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from accel_train.config import UsageError
+
+HELP = "train on the devices that are there, and go on with another layout when their number changes"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to run and what it may use."""
+
+    recipe: str
+    arguments: tuple[str, ...]
+    config_files: tuple[str, ...] = ()
+    """Launch files, each for as many devices as it names. Empty: a layout is chosen for the number of devices."""
+    devices: str | None = None
+    """File with the number of devices. None: the accelerators that torch sees."""
+    vram_gib: float | None = None
+    """Memory of a GPU, for the plan. None: without a plan."""
+    rehearse: bool = False
+    """CPU processes take the place of the devices."""
+    max_restarts: int = 3
+    grace_seconds: float = 300.0
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the command's own flags."""
+    parser.add_argument(
+        "--anywhere",
+        action="store_true",
+        help="required: it allows the layout to change between starts. `accel-train launch` keeps one",
+    )
+    parser.add_argument(
+        "--config_file",
+        dest="config_files",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="launch file; may be repeated. The one with the most processes that fit the devices is used. "
+        "Default: one process for each device, DDP or what the plan says",
+    )
+    parser.add_argument(
+        "--devices",
+        metavar="FILE",
+        help="file with the number of devices to use, read every second; default: the accelerators that torch sees",
+    )
+    parser.add_argument(
+        "--vram_gib",
+        type=float,
+        help="memory of one GPU in GiB: `accel-train plan` then chooses strategy, micro-batch and activation "
+        "checkpointing for each number of devices",
+    )
+    parser.add_argument("--rehearse", action="store_true", help="CPU processes in the place of the devices")
+    parser.add_argument(
+        "--max_restarts", type=int, default=3, help="failed starts in a row without a new checkpoint; default: 3"
+    )
+    parser.add_argument(
+        "--grace_seconds",
+        type=float,
+        default=300.0,
+        help="time for a run to save after it was asked to stop; then it is killed. Default: 300",
+    )
+
+
+def request_of(arguments: Any) -> Request:
+    """Return the request of parsed arguments. Raises ``UsageError``."""
+    if not arguments.anywhere:
+        raise UsageError(
+            "run: --anywhere is required, because the layout may then change between starts; add it, or use "
+            f"`accel-train launch {arguments.recipe}`, which keeps the layout of its launch file"
+        )
+    for name, low in (("max_restarts", 0), ("grace_seconds", 1)):
+        value = getattr(arguments, name)
+        if not value >= low:
+            raise UsageError(f"{name}: {value:g}: {low} or more is required; give --{name} {low} or more")
+    if arguments.vram_gib is not None and not arguments.vram_gib > 0:
+        raise UsageError(f"vram_gib: {arguments.vram_gib:g}: the memory of one GPU in GiB is required; give 80")
+    if arguments.vram_gib is not None and arguments.config_files:
+        raise UsageError("vram_gib with --config_file: a plan writes its own launch files; leave one of the two out")
+    return Request(
+        recipe=arguments.recipe,
+        arguments=tuple(arguments.arguments),
+        config_files=tuple(arguments.config_files),
+        devices=arguments.devices,
+        vram_gib=arguments.vram_gib,
+        rehearse=arguments.rehearse,
+        max_restarts=arguments.max_restarts,
+        grace_seconds=arguments.grace_seconds,
+    )

@@ -1,0 +1,200 @@
+"""The record of a run over its starts, and whether they make up one trajectory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel_train.metrics.records import last_pass, read_metrics, write_json
+from accel_train.store.names import METRICS_FILE, REPORT
+
+RECORD_FILE = "anywhere.json"
+PAGE = "anywhere.md"
+TOLERANCE = 1e-5
+"""Largest relative difference of a loss in fp32 between two layouts."""
+
+REACHED = ("train", "checkpoint", "end")
+"""Events whose step has been trained."""
+
+Line = Mapping[str, Any]
+Losses = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One start, from its first to its last step."""
+
+    layout: str
+    processes: int
+    ended: str
+    """Why: finished, stopped, a change of devices, or a failure with its exit code."""
+    run_id: str | None
+    """None if the start failed before it had a run directory."""
+    resumed_from: int | None
+    """Step of the checkpoint that it began with, 0 for none. None if it did not get as far as training."""
+    last_step: int | None
+    """Last step that the log knows of, by a training line, a checkpoint or its end."""
+    seconds: float
+    repeated: Mapping[int, float] = field(default_factory=dict[int, float])
+    """Relative difference of the loss, by step that an earlier start had logged as well."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the log of a run said at one moment."""
+
+    starts: int = 0
+    losses: Losses = field(default_factory=dict[int, float])
+
+    @staticmethod
+    def read(directory: Path) -> Observed:
+        """Read ``metrics.jsonl``. Empty if there is none."""
+        records = _records(directory)
+        starts = sum(record.get("event") == "environment" for record in records)
+        return Observed(starts, losses_of(records))
+
+
+def losses_of(records: Sequence[Line]) -> dict[int, float]:
+    """Return the logged losses by step. Of a step repeated after a restart, the last counts."""
+    lines = last_pass(records, "train")
+    return {line["step"]: float(line["loss"]) for line in lines if isinstance(line.get("loss"), (int, float))}
+
+
+def segment_of(
+    directory: Path, before: Observed, *, layout: str, processes: int, ended: str, seconds: float
+) -> Segment:
+    """Describe the start that has just ended. ``before`` was read before it began."""
+    records = _records(directory)
+    beginnings = [number for number, record in enumerate(records) if record.get("event") == "environment"]
+    resumed: int | None = None
+    last: int | None = None
+    repeated: dict[int, float] = {}
+    # A start that failed early has written nothing, and the newest lines are of an earlier one.
+    if len(beginnings) > before.starts:
+        own = records[beginnings[-1] :]
+        resumed = next((int(record["step"]) for record in own if record.get("event") == "resume"), 0)
+        losses = losses_of(own)
+        # Not every step has a training line.
+        last = max([resumed, *(int(line["step"]) for line in own if line.get("event") in REACHED)])
+        repeated = {step: _difference(before.losses[step], losses[step]) for step in losses if step in before.losses}
+    return Segment(layout, processes, ended, run_id(directory), resumed, last, seconds, repeated)
+
+
+def _difference(first: float, second: float) -> float:
+    # A loss may be 0, as that of a term that a step does not train.
+    scale = max(abs(first), 1e-30)
+    return abs(first - second) / scale
+
+
+def run_id(directory: Path) -> str | None:
+    """Return the id in ``run.json``, or None without a readable one."""
+    try:
+        found = json.loads((directory / "run.json").read_text()).get("run_id")
+    except (OSError, ValueError, AttributeError):
+        # A start repairs a damaged file, or refuses it with what to do.
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _records(directory: Path) -> list[dict[str, Any]]:
+    path = directory / METRICS_FILE
+    return read_metrics(path) if path.is_file() else []
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the starts make up one trajectory, with what was compared."""
+
+    problems: tuple[str, ...]
+    """Empty: it is one."""
+    steps: int
+    """Last step reached."""
+    layouts: tuple[str, ...]
+    """Different ones, in order of first use."""
+    repeated: int
+    """Logged steps that were trained more than once, after a failure."""
+    largest_difference: float
+    """Of the losses of a repeated step, relative."""
+
+
+def judge(segments: Sequence[Segment], precision: str) -> Verdict:
+    """Check that every start continued the same run from a step that an earlier one had reached."""
+    trained = [segment for segment in segments if segment.resumed_from is not None]
+    problems: list[str] = []
+    reached = 0
+    for number, segment in enumerate(trained, start=1):
+        begin = segment.resumed_from or 0
+        if number > 1 and segment.run_id != trained[number - 2].run_id:
+            problems.append(f"start {number} belongs to another run, {segment.run_id}")
+        # The run may be older than this command, which then vouches for what follows.
+        if number == 1:
+            reached = begin
+        if begin > reached:
+            problems.append(f"start {number} began at step {begin}, and no start before it got beyond {reached}")
+        reached = max(reached, segment.last_step or 0)
+    differences = [value for segment in trained for value in segment.repeated.values()]
+    largest = max(differences, default=0.0)
+    # In a lower precision the layout decides how sums are rounded, and only the figure is given.
+    if precision == "fp32" and largest > TOLERANCE:
+        problems.append(f"a repeated step has another loss: {largest:.1e} relative, and at most {TOLERANCE:.0e} is due")
+    layouts = tuple(dict.fromkeys(segment.layout for segment in trained))
+    return Verdict(tuple(problems), reached, layouts, len(differences), largest)
+
+
+def load(directory: Path) -> list[Segment]:
+    """Return the segments of earlier calls of the command for the same run, or none."""
+    try:
+        content = json.loads((directory / RECORD_FILE).read_text())
+        segments = [Segment(**_with_steps(entry)) for entry in content["segments"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        # Only the account of earlier starts is lost, and a run must not end for it.
+        return []
+    # Of a run that --overwrite has replaced since.
+    present = run_id(directory)
+    return [segment for segment in segments if segment.run_id in (present, None)]
+
+
+def _with_steps(entry: Line) -> dict[str, Any]:
+    # The keys of a JSON object are texts.
+    return {**entry, "repeated": {int(step): value for step, value in entry["repeated"].items()}}
+
+
+def save(directory: Path, segments: Sequence[Segment], precision: str) -> Verdict:
+    """Write the record and its page below ``directory``, which must exist, and return the verdict."""
+    verdict = judge(segments, precision)
+    write_json(
+        directory / RECORD_FILE,
+        {"verdict": asdict(verdict), "segments": [asdict(segment) for segment in segments]},
+    )
+    report = directory / REPORT
+    report.mkdir(exist_ok=True)
+    (report / PAGE).write_text(page(segments, verdict))
+    return verdict
+
+
+def page(segments: Sequence[Segment], verdict: Verdict) -> str:
+    """Return the page about a run's starts, in Markdown."""
+    rows = ["| start | layout | from step | to step | minutes | ended |", "|---|---|---|---|---|---|"]
+    for number, segment in enumerate(segments, start=1):
+        first = "-" if segment.resumed_from is None else str(segment.resumed_from)
+        last = "-" if segment.last_step is None else str(segment.last_step)
+        minutes = f"{segment.seconds / 60:.1f}"
+        rows.append(f"| {number} | {segment.layout} | {first} | {last} | {minutes} | {segment.ended} |")
+    table = "\n".join(rows)
+    return f"# One run over {len(segments)} start(s)\n\n{describe(verdict)}\n\n{table}\n"
+
+
+def describe(verdict: Verdict) -> str:
+    """Return the verdict in one sentence or one line for each problem."""
+    if verdict.problems:
+        return "Not one trajectory: " + "; ".join(verdict.problems) + "."
+    text = f"One trajectory of {verdict.steps} steps on {len(verdict.layouts)} layout(s)"
+    if verdict.repeated:
+        text += (
+            f"; {verdict.repeated} logged step(s) were trained again after a failure, with losses equal within "
+            f"{verdict.largest_difference:.1e}"
+        )
+    return text + "."

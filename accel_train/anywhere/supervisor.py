@@ -1,0 +1,244 @@
+"""Starts a run again and again: with another layout when the devices change, with the same one after a failure.
+
+torchrun inside each start watches its own processes. This one watches the number of devices and the checkpoints, so
+that a run stops with a save while it can, and continues with what is left.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accel_train.anywhere import record
+from accel_train.anywhere.devices import Devices, ListedDevices, VisibleDevices
+from accel_train.anywhere.flags import Request
+from accel_train.anywhere.layouts import Layout, Layouts
+from accel_train.commands.bundled import find_recipe
+from accel_train.compare.runs import read_config
+from accel_train.config import expand_path
+from accel_train.launch_files.parents import end_with_parent
+from accel_train.runtime.exiting import EXIT_PREEMPTED, STARTED_AGAIN_VARIABLE
+from accel_train.store import manifest
+
+SECONDS_BETWEEN_LOOKS = 1.0
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def run_anywhere(request: Request) -> int:
+    """Train to the end and return the exit code: 0 done, 2 usage error, 75 stopped, else that of the last failure."""
+    recipe = find_recipe(request.recipe)
+    options = read_config(recipe, request.arguments)
+    devices = VisibleDevices() if request.devices is None else ListedDevices(request.devices)
+    with tempfile.TemporaryDirectory(prefix="accel-train-run-") as folder, Stops() as stops:
+        layouts = Layouts(request, options, Path(folder), on_cpu=_has_no_accelerator())
+        supervisor = Supervisor(
+            request, layouts, devices, stops, expand_path(str(options["output_dir"])), str(options["precision"])
+        )
+        return supervisor.run()
+
+
+def _has_no_accelerator() -> bool:
+    import torch
+
+    return not torch.accelerator.is_available()
+
+
+class Stops:
+    """Notes a signal to this process. The child gets SIGTERM from ``Supervisor``, which saves and exits with 75."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> Stops:
+        self._before = {number: signal.signal(number, self._note) for number in STOPS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, *_: object) -> None:
+        # No more than that: a handler may interrupt a start half made.
+        self.requested = True
+
+
+@dataclass(frozen=True)
+class _Ended:
+    code: int
+    reason: str
+    changed: bool
+    """It was asked to stop because the devices changed."""
+
+
+@dataclass
+class Supervisor:
+    """One run over all its starts."""
+
+    request: Request
+    layouts: Layouts
+    devices: Devices
+    stops: Stops
+    directory: Path
+    precision: str
+    segments: list[record.Segment] = field(default_factory=list[record.Segment])
+    _failures: int = 0
+    _newest: int = -1
+    """Newest checkpoint at the last failure."""
+    _before: str | None = None
+    """Id of the run in the directory before this command, which --overwrite may replace."""
+
+    def run(self) -> int:
+        """Start until the run is finished, stopped or given up."""
+        self._before = record.run_id(self.directory)
+        self.segments = record.load(self.directory)
+        while True:
+            count = self._wait_for_devices()
+            if self.stops.requested:
+                return EXIT_PREEMPTED
+            ended = self._start(self.layouts.choose(count))
+            # Whatever ended, the devices are counted anew: they may be the reason.
+            code = self._code_to_return(ended)
+            if code is not None:
+                return code
+
+    def _wait_for_devices(self) -> int:
+        count = self.devices.count()
+        if self.layouts.processes(count) == 0:
+            _say(f"{count} device(s), and {self.layouts.least} are required; waiting for more")
+        while self.layouts.processes(count) == 0 and not self.stops.requested:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+            count = self.devices.count()
+        return count
+
+    def _start(self, layout: Layout) -> _Ended:
+        """Launch once, wait for the end and record it."""
+        # A resume removes the lines that it is going to repeat, so they are read before.
+        seen = record.Observed.read(self.directory)
+        _say(f"starting {layout}")
+        began = time.monotonic()
+        child = subprocess.Popen(
+            self._command(layout),
+            env=os.environ | self._environment(),
+            # Ctrl-C reaches this process alone, and the group can be ended as a whole.
+            start_new_session=True,
+            # Its launcher saves on SIGTERM, should this process be killed.
+            preexec_fn=end_with_parent,
+        )
+        ended = self._watch(child, layout)
+        segment = record.segment_of(
+            self.directory,
+            seen,
+            layout=str(layout),
+            processes=layout.processes,
+            ended=ended.reason,
+            seconds=time.monotonic() - began,
+        )
+        self._record(segment)
+        return ended
+
+    def _command(self, layout: Layout) -> list[str]:
+        command = "rehearse" if self.request.rehearse else "launch"
+        launcher = [sys.executable, "-m", "accel_train.cli", command, "--config_file", str(layout.file)]
+        return [*launcher, "--num_processes", str(layout.processes), self.request.recipe, *layout.arguments]
+
+    def _environment(self) -> dict[str, str]:
+        """Say that --overwrite is obeyed, once it is: the directory then holds another run than before."""
+        present = record.run_id(self.directory)
+        if present is None or present == self._before:
+            return {}
+        return {STARTED_AGAIN_VARIABLE: "1"}
+
+    def _watch(self, child: subprocess.Popen[bytes], layout: Layout) -> _Ended:
+        """Wait for the end of ``child``, and ask it to stop when that is wanted."""
+        asked: str | None = None
+        deadline = math.inf
+        candidate = layout.processes
+        while True:
+            # Suppressed is only that it has not ended yet.
+            with suppress(subprocess.TimeoutExpired):
+                code = child.wait(SECONDS_BETWEEN_LOOKS)
+                return _Ended(code, _reason(code, asked), changed=asked is not None and not self.stops.requested)
+            if time.monotonic() > deadline:
+                _say(f"it has not ended {self.request.grace_seconds:g} s after it was asked to stop; killing it")
+                _kill(child)
+            if asked is not None:
+                continue
+            wanted = self.layouts.processes(self.devices.count())
+            if self.stops.requested:
+                asked = "stopped"
+            elif wanted == candidate != layout.processes:
+                # Twice the same, because devices may come or go one after the other.
+                asked = f"stopped for {wanted} process(es)"
+            candidate = wanted
+            if asked is not None:
+                _say(f"asking it to save and stop: {asked}")
+                deadline = time.monotonic() + self.request.grace_seconds
+                child.send_signal(signal.SIGTERM)
+
+    def _record(self, segment: record.Segment) -> None:
+        # --overwrite has replaced the run of the earlier ones.
+        if segment.run_id != self._before and all(old.run_id == self._before for old in self.segments):
+            self.segments = []
+        self.segments.append(segment)
+        # A start that was refused may have made no directory.
+        if self.directory.is_dir():
+            record.save(self.directory, self.segments, self.precision)
+
+    def _code_to_return(self, ended: _Ended) -> int | None:
+        """Return the exit code of the command, or None to start again."""
+        if ended.code == 0:
+            return self._finish()
+        if self.stops.requested or (ended.code == EXIT_PREEMPTED and not ended.changed):
+            return EXIT_PREEMPTED
+        # The same words would be refused again.
+        if ended.code == 2:
+            return 2
+        if ended.code == EXIT_PREEMPTED:
+            return None
+        # A run that gets on between failures is worth a new start, however many there were.
+        newest = max((step for step, _ in manifest.committed(self.directory / "checkpoints")), default=-1)
+        self._failures = 1 if newest > self._newest else self._failures + 1
+        self._newest = newest
+        if self._failures > self.request.max_restarts:
+            _say(f"failed {self._failures} times in a row without a new checkpoint (--max_restarts)")
+            return ended.code if ended.code > 0 else 1
+        _say(f"exit code {ended.code}; starting again from the newest checkpoint")
+        return None
+
+    def _finish(self) -> int:
+        verdict = record.save(self.directory, self.segments, self.precision)
+        _say(f"{record.describe(verdict)} {self.directory / record.REPORT / record.PAGE}")
+        return 1 if verdict.problems else 0
+
+
+def _reason(code: int, asked: str | None) -> str:
+    if code == 0:
+        return "finished"
+    if code == EXIT_PREEMPTED:
+        return asked or "stopped"
+    if code < 0:
+        return f"killed by signal {-code}"
+    return f"failed with exit code {code}"
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """End the launcher with everything that it started. Only descendants of this process."""
+    import psutil
+
+    with suppress(psutil.Error):
+        for process in psutil.Process(child.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                process.kill()
+    child.kill()
+
+
+def _say(text: str) -> None:
+    print(f"accel-train run: {text}", file=sys.stderr, flush=True)
