@@ -43,7 +43,7 @@ ROWS = (
     {"export"},
     {"loading"},
     TOOLS,
-    {"simulation"},
+    {"drill", "simulation"},
     {"planning"},
     {"anywhere"},
     {"cli", "recipes", "__init__"},

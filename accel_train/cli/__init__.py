@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from accel_train.anywhere import flags as anywhere
 from accel_train.cli.arguments import build_parser
+from accel_train.drill import command as drilling
 from accel_train.planning import flags as planning
 from accel_train.rerun import arguments as rerun
 from accel_train.runtime.exiting import exit_with
@@ -32,6 +33,8 @@ def _main(argv: Sequence[str]) -> int:
         return rerun.run(arguments)
     if arguments.command == "verify":
         return verification.run(arguments)
+    if arguments.command == "drill":
+        return drilling.run(arguments)
     if arguments.command == "sample":
         from accel_train.commands.sample import sample
 

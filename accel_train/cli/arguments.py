@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from accel_train import __version__
 from accel_train.anywhere import flags as anywhere
+from accel_train.drill import flags as drilling
 from accel_train.planning import flags as planning
 from accel_train.rerun import arguments as rerun
 from accel_train.simulation.flags import add_flags
@@ -54,6 +55,9 @@ def build_parser(
     verify = commands.add_parser("verify", help=verification.HELP, description=verification.HELP)
     verification.add_options(verify)
     _add_recipe(verify, recipes)
+    drill = commands.add_parser("drill", help=drilling.HELP, description=drilling.HELP)
+    drilling.add_flags(drill)
+    _add_recipe(drill, recipes)
     text = "copy a bundled recipe, or begin a new one, with presets and launch files"
     _add_init(commands.add_parser("init", help=text, description=text))
     text = "sample from a trained model: a run, checkpoint, export or hub:org/name; its flags follow the place"

@@ -64,10 +64,10 @@ def write_receipt(
         "reasons_for_other_bits": list(result.reasons),
         "tolerance": result.tolerance,
         "first_differing_step": None if first is None else first.step,
-        "steps": [_describe_row(row) for row in result.rows],
-        "checkpoints": [_describe_weights(weights) for weights in result.weights],
+        "steps": [describe_row(row) for row in result.rows],
+        "checkpoints": [describe_weights(weights) for weights in result.weights],
     }
-    content |= {side: [_environment(start) for start in found] for side, found in starts.items()}
+    content |= {side: [describe_environment(start) for start in found] for side, found in starts.items()}
     atomic_files.replace_json(path, strict_json.sealed(content))
 
 
@@ -79,7 +79,8 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _describe_row(row: Row) -> dict[str, Any]:
+def describe_row(row: Row) -> dict[str, Any]:
+    """Return both sides of a row, each value in hexadecimal."""
     values: dict[str, Any] = {}
     for name, (recorded, replayed) in row.values.items():
         # Decimal digits would need a rule for rounding, and JSON has no NaN.
@@ -87,9 +88,11 @@ def _describe_row(row: Row) -> dict[str, Any]:
     return {"step": row.step, "identical": not row.differing, "values": values}
 
 
-def _describe_weights(weights: Weights) -> dict[str, Any]:
+def describe_weights(weights: Weights) -> dict[str, Any]:
+    """Return the result of comparing a checkpoint."""
     return {"name": weights.name, "identical": weights.identical, "collections": list(weights.lines)}
 
 
-def _environment(start: Start) -> dict[str, Any]:
+def describe_environment(start: Start) -> dict[str, Any]:
+    """Return the fields of a start's environment that tell nothing about the user."""
     return {name: start.environment[name] for name in ENVIRONMENT if name in start.environment}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_train.config import UsageError
-from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.verification.facts import Deviation, Outcome, Spec
+
+if TYPE_CHECKING:
+    from accel_train.launch_files.machine_config import MachineConfig
 
 LARGEST_BATCH = 15
 """Samples of a step. Odd, for unequal shares of two processes: one repeats a sample with weight 0."""

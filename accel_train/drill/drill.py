@@ -1,0 +1,134 @@
+"""``accel-train drill``: one fault after another in short runs of a recipe, each resumed by the same command."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from accel_train.checkpoints.policy import CheckpointConfig
+from accel_train.commands.bundled import find_recipe
+from accel_train.compare.runs import InterruptedRunError, RunFailedError, read_config, stop_signals_raise
+from accel_train.config import UsageError, expand_path
+from accel_train.drill import faults, layout, report
+from accel_train.drill.faults import Fault, Sizes
+from accel_train.drill.flags import Options
+from accel_train.drill.interval import HOUR, Costs, Present, Recommendation
+from accel_train.drill.trials import Trials, Undisturbed
+
+if TYPE_CHECKING:
+    from accel_train.drill.judging import Result
+
+READ_HERE = ("checkpoints.save_every", "optimizer.max_grad_norm", "schedule.kind", "global_batch_size", "precision")
+
+
+def drill(recipe: str, arguments: Sequence[str], options: Options) -> int:
+    """Make the runs, print the table and write the receipt. Return 1 if a fault shows a failure, else 0.
+
+    Main thread only: it handles signals. Raises ``UsageError``.
+    """
+    faults.refuse_options_set_here(arguments)
+    chosen = faults.choose(options.faults)
+    with stop_signals_raise():
+        try:
+            return _drill(find_recipe(recipe), recipe, arguments, options, chosen)
+        except RunFailedError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        except InterruptedRunError as signal_name:
+            print(f"interrupted by {signal_name}: the runs are stopped, no result", file=sys.stderr, flush=True)
+    return 1
+
+
+def _drill(recipe: Path, named: str, arguments: Sequence[str], options: Options, chosen: Sequence[Fault]) -> int:
+    config = read_config(recipe, arguments)
+    absent = [name for name in READ_HERE if name not in config]
+    if absent:
+        raise UsageError(
+            f"recipe {named!r}: it has no option {absent[0]}; a drill needs the options of every recipe, so let its "
+            "Config extend accel_train.experiment.ExperimentConfig"
+        )
+    with _folder(options) as folder:
+        place = layout.choose_layout(named, options, Path(folder))
+        for fault in chosen:
+            reason = faults.obstacle(fault, config, place.processes)
+            # Asked for by name, so it is not left out in silence.
+            if reason is not None and options.faults:
+                raise UsageError(f"--faults {fault.name}: {reason}, or leave it out")
+        # Nothing has been trained up to here: wrong usage is refused first.
+        trials = Trials(recipe, arguments, config, Sizes(options.steps), place, Path(folder))
+        undisturbed = trials.undisturbed()
+        print(f"undisturbed: done in {undisturbed.ended.seconds:.0f} s", file=sys.stderr, flush=True)
+        results = [_tried(trials, undisturbed, fault) for fault in chosen]
+        found, measured = _recommend(config, options, undisturbed, results)
+        facts = {
+            "command": shlex.join([named, *arguments]),
+            "layout": place.description,
+            "steps": options.steps,
+            "save_every": trials.sizes.save_every,
+        }
+        content = report.as_json(results, facts, found, measured)
+        receipt = expand_path(options.receipt or f"drill-{recipe.stem}.json")
+        report.write_receipt(receipt, recipe, content, results, undisturbed.run.last_start())
+    if options.as_json:
+        print(json.dumps(content, indent=1), flush=True)
+    else:
+        head = f"{facts['command']}: {options.steps} steps, a save every {facts['save_every']}, {place.description}"
+        table = report.text(results, found.costs.step_seconds)
+        print("\n".join([head, "", *table, "", *report.advice(found, measured), f"receipt: {receipt}"]), flush=True)
+    return 1 if any(result.verdict == "FAILED" for result in results) else 0
+
+
+def _folder(options: Options) -> AbstractContextManager[str]:
+    if options.keep is None:
+        # A run that is being killed may still create files while they are deleted.
+        return tempfile.TemporaryDirectory(prefix="accel-train-drill-", ignore_cleanup_errors=True)
+    path = expand_path(options.keep)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UsageError(f"--keep {path} is not empty; give another directory, or delete it first")
+    path.mkdir(parents=True, exist_ok=True)
+    return nullcontext(str(path))
+
+
+def _tried(trials: Trials, undisturbed: Undisturbed, fault: Fault) -> Result:
+    result = trials.strike(fault, undisturbed)
+    print(f"{fault.name}: {result.verdict}", file=sys.stderr, flush=True)
+    return result
+
+
+def _recommend(
+    config: Mapping[str, Any], options: Options, undisturbed: Undisturbed, results: Sequence[Result]
+) -> tuple[Recommendation, dict[str, bool]]:
+    """Return the recommended interval, and for each figure whether it was measured."""
+    restarts = [result.restart_seconds for result in results if result.restart_seconds is not None]
+    # Without a resume, the first start is the nearest that was measured.
+    restart = median(restarts) if restarts else undisturbed.ended.first_step or 0.0
+    given = options.save_seconds
+    costs = Costs(
+        step_seconds=options.step_seconds or undisturbed.step_seconds,
+        save_seconds=given or undisturbed.save_seconds,
+        # Of another machine nothing more is known than that it is not shorter.
+        commit_seconds=given or undisturbed.commit_seconds,
+        restart_seconds=restart,
+        mtbf_seconds=options.mtbf_hours * HOUR,
+    )
+    measured = {"step_seconds": options.step_seconds is None, "save_seconds": given is None}
+    return Recommendation(costs, present_interval(config, costs.step_seconds)), measured
+
+
+def present_interval(config: Mapping[str, Any], step_seconds: float) -> Present:
+    """Return how often the config saves."""
+    prefix = "checkpoints."
+    names = ("save_every", "save_every_minutes", "save_every_epochs")
+    saving = CheckpointConfig(**{name: config[prefix + name] for name in names})
+    if saving.save_every:
+        return Present(f"checkpoints.save_every {saving.save_every}", saving.save_every * step_seconds)
+    # As the saver itself decides, with its default of 10 minutes where nothing is set.
+    if saving.minutes:
+        return Present(f"a save every {saving.minutes:g} minutes", 60 * saving.minutes)
+    return Present(f"checkpoints.save_every_epochs {saving.save_every_epochs:g}", None)

@@ -1,0 +1,138 @@
+"""The faults of a drill, and the runs in which they happen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from accel_train.config import UsageError
+from accel_train.drill.inside.request import Action
+from accel_train.verification import plan as verification
+from accel_train.wording import did_you_mean, nearest
+
+Ending = Literal["killed", "stopped", "error", "trained"]
+"""How the run has to end: by the signal, with exit code 75, 1, or 0 because training goes on."""
+
+SET_HERE = (
+    *("output_dir", "max_steps", "max_epochs", "resume", "overwrite", "evaluate_only", "init_from"),
+    *("checkpoints.save_every", "checkpoints.save_every_minutes", "checkpoints.save_every_epochs"),
+    *("evaluation.every", "log.log_every", "hub.repo_id"),
+)
+"""Options set by the runs of a drill."""
+HANG_SECONDS = 30
+"""``collective_timeout_seconds`` of the run with a hanging process, unless the user gives it."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, injected into one run."""
+
+    name: str
+    title: str
+    action: Action
+    ending: Ending
+    failpoint: str = ""
+
+    @property
+    def in_evaluation(self) -> bool:
+        return self.action.endswith("_in_evaluation")
+
+
+FAULTS = (
+    Fault("kill_in_step", "SIGKILL in a training step", "kill", "killed"),
+    Fault("sigterm_in_training", "SIGTERM in training", "stop", "stopped"),
+    Fault("sigterm_in_evaluation", "SIGTERM in an evaluation", "stop_in_evaluation", "stopped"),
+    Fault("kill_in_save", "SIGKILL in a save", "failpoint", "killed", "before_seal=kill"),
+    Fault("full_disk_in_save", "disk full in a save", "failpoint", "error", "before_seal=ENOSPC"),
+    Fault("hub_down", "the Hub is gone after the start", "hub_down", "trained"),
+    Fault("hanging_rank", "a process hangs in a step", "hang", "error"),
+    Fault("failing_evaluation", "an evaluation that raises", "raise_in_evaluation", "error"),
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Steps of the runs."""
+
+    steps: int
+
+    @property
+    def save_every(self) -> int:
+        """Two saves before the last step, with steps between and behind them."""
+        return (self.steps - 2) // 2
+
+    @property
+    def struck(self) -> int:
+        """Steps done at a fault in a step: one more than the first save has."""
+        return self.save_every + 1
+
+
+def refuse_options_set_here(arguments: Sequence[str]) -> None:
+    """Raise ``UsageError`` for a flag that the runs would override."""
+    for name in verification.given_flags(arguments):
+        if name in SET_HERE:
+            remedy = "give --steps N instead" if name == "max_steps" else "leave it out"
+            raise UsageError(f"--{name}: `accel-train drill` sets it in each of its runs; {remedy}")
+
+
+def choose(names: Sequence[str]) -> list[Fault]:
+    """Return the faults by their names, all without names. Raises ``UsageError`` for an unknown one."""
+    known = [fault.name for fault in FAULTS]
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(nearest(name, known))
+            raise UsageError(f"--faults {name}: no such fault; the faults are {', '.join(known)}{hint}")
+    return [fault for fault in FAULTS if not names or fault.name in names]
+
+
+def obstacle(fault: Fault, options: Mapping[str, Any], processes: int) -> str | None:
+    """Return why a fault cannot happen in this recipe on this layout, or None."""
+    if fault.name == "hanging_rank" and processes < 2:
+        return "it needs two processes that wait for each other; give --num_processes 2"
+    if fault.name == "hub_down" and "hub.repo_id" not in options:
+        return "the recipe has no option hub.repo_id: it pushes nothing"
+    return None
+
+
+def adapt(fault: Fault, options: Mapping[str, Any]) -> Fault:
+    """Return the fault with the ending that the config asks for."""
+    if fault.name == "full_disk_in_save" and options["checkpoints.on_error"] == "continue":
+        return replace(fault, ending="trained")
+    return fault
+
+
+def run_flags(options: Mapping[str, Any], arguments: Sequence[str], sizes: Sizes, *, on_devices: bool) -> list[str]:
+    """Return the words behind the user's own that every run gets: a few steps of a small batch, two saves."""
+    batch = verification.choose_sizes(options, arguments, sizes.steps)
+    flags = verification.common_flags(options, arguments, batch)
+    # At the same steps on every machine, whatever the config says.
+    every = str(sizes.save_every)
+    flags |= {
+        "checkpoints.save_every": every,
+        # By the clock, a save could come at any step.
+        "checkpoints.save_every_minutes": "0",
+        "checkpoints.save_every_epochs": "0",
+    }
+    if "evaluation.every" in options:
+        # In the middle of the run, because behind the last step a fault has nothing left to disturb.
+        flags["evaluation.every"] = every
+    if on_devices:
+        # What the CPU asks for is not what the devices are for.
+        flags.pop("precision", None)
+    return ["--smoke", *_words(flags)]
+
+
+def fault_flags(fault: Fault, arguments: Sequence[str], repository: str) -> list[str]:
+    """Return the words that only the runs of one fault get."""
+    if fault.name == "hub_down":
+        # One round of the queue at the end, which cannot succeed.
+        return _words({"hub.repo_id": repository, "hub.push": "every", "hub.finish_minutes": "0.02"})
+    given = verification.given_flags(arguments)
+    if fault.name == "hanging_rank" and "collective_timeout_seconds" not in given:
+        return _words({"collective_timeout_seconds": str(HANG_SECONDS)})
+    return []
+
+
+def _words(flags: Mapping[str, str]) -> list[str]:
+    return [word for name, value in flags.items() for word in (f"--{name}", *value.split())]
