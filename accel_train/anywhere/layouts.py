@@ -77,13 +77,13 @@ class Layouts:
         return self._planned[processes]
 
     def _plain(self, processes: int) -> Layout:
-        strategy = "single" if processes == 1 else "ddp"
+        strategy, cpu_type = "ddp", "MULTI_CPU"
+        if processes == 1:
+            strategy, cpu_type = "single", "NO"
+        text = launch_text(strategy, processes)
         # The bundled files are for GPUs, and a rehearsal adapts them.
         if self._on_cpu and not self._request.rehearse:
-            kind = "NO" if processes == 1 else "MULTI_CPU"
-            text = CPU_FILE.format(kind=kind, processes=processes)
-        else:
-            text = launch_text(strategy, processes)
+            text = CPU_FILE.format(kind=cpu_type, processes=processes)
         path = self._folder / f"{strategy}_{processes}.yaml"
         path.write_text(text)
         return Layout(path, strategy, processes, self._request.arguments)

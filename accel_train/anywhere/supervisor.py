@@ -209,7 +209,8 @@ class Supervisor:
         self._newest = newest
         if self._failures > self.request.max_restarts:
             _say(f"failed {self._failures} times in a row without a new checkpoint (--max_restarts)")
-            return ended.code if ended.code > 0 else 1
+            # Of a process that was killed, the code is the negative signal.
+            return max(ended.code, 1)
         _say(f"exit code {ended.code}; starting again from the newest checkpoint")
         return None
 

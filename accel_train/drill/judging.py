@@ -137,22 +137,29 @@ def judge(
 def _of_the_end(fault: Fault, struck: Ended) -> list[str]:
     if struck.timed_out:
         return [f"the run did not end: it was killed after {struck.seconds:.0f} s\n{struck.last_lines}"]
+    was_killed = struck.code not in NOT_KILLED
     happened = struck.was_struck
-    if fault.action == "failpoint":
+    if fault.action == "failpoint" and fault.ending == "killed":
         # A writer that is killed says nothing, so its end has to tell.
-        happened = "(failpoint " in struck.output if fault.ending != "killed" else struck.code not in NOT_KILLED
+        happened = was_killed
+    elif fault.action == "failpoint":
+        happened = "(failpoint " in struck.output
     said = f"exit code {struck.ending}\n{struck.last_lines}"
     if not happened and fault.ending == "stopped":
         return [f"the stop request did not arrive: {said}"]
     if not happened:
         return [f"the fault did not happen: {said}"]
+    if fault.ending == "killed" and not was_killed:
+        return [f"the run did not end by the signal: {said}"]
     if fault.ending == "killed":
-        return [] if struck.code not in NOT_KILLED else [f"the run did not end by the signal: {said}"]
+        return []
     asked = struck.steps("fault")
     if fault.ending == "stopped" and steps_done(struck) > asked[0] + STEPS_TO_STOP:
         return [f"asked to stop after step {asked[0]}, the run went on to step {steps_done(struck)}"]
     expected = CODES[fault.ending]
-    return [] if struck.code == expected else [f"exit code {expected} was expected: {said}"]
+    if struck.code != expected:
+        return [f"exit code {expected} was expected: {said}"]
+    return []
 
 
 def took_too_long(struck: Ended, timeout_seconds: float) -> list[str]:
@@ -217,4 +224,6 @@ def waiting_for_the_hub(directory: Path, last: int) -> list[str]:
     # Older checkpoints give way to the newest one, which alone has to wait there.
     pending = saved.get("hub", {}).get("pending", [])
     name = manifest.checkpoint_name(last)
-    return [] if name in pending else [f"{name} does not wait for the Hub; the queue has {pending or 'nothing'}"]
+    if name not in pending:
+        return [f"{name} does not wait for the Hub; the queue has {pending or 'nothing'}"]
+    return []
