@@ -33,7 +33,7 @@ class Following:
     first: int
     changes: Sequence[int]
     """Devices from then on, one number for each start but the last."""
-    saves: int = 2
+    saves: int = 1
     """Steps saved by a start before the change."""
     lost: int = 0
     """Processes killed."""
@@ -105,7 +105,7 @@ def test_a_run_goes_on_with_fewer_devices(tmp_path: Path, capfd: pytest.CaptureF
     assert [segment["layout"] for segment in content["segments"]] == ["ddp on 2 processes", "single on 1 process"]
     first, second = content["segments"]
     # The stop has saved, so nothing was trained twice.
-    assert first["last_step"] == second["resumed_from"] >= 2
+    assert first["last_step"] == second["resumed_from"] >= 1
     assert second["repeated"] == {}
     assert "One trajectory of 150 steps on 2 layout(s). " in capfd.readouterr().err
     undisturbed = losses(follow([], "undisturbed"))
@@ -113,8 +113,9 @@ def test_a_run_goes_on_with_fewer_devices(tmp_path: Path, capfd: pytest.CaptureF
 
 
 CHANGES = [2, 1, 4, -4, 1, 2, -2, 4, 1, 4]
-STEPS = 40
-"""Few: differences in the last bit, which a layout makes, grow with every step."""
+STEPS = 50
+COMPARED = 40
+"""Steps with losses within 1e-6: differences in the last bit, which a layout makes, grow with every step."""
 
 
 @pytest.mark.slow
@@ -140,8 +141,10 @@ def test_ten_changes_leave_the_trajectory(tmp_path: Path) -> None:
     disturbed, following = run("disturbed", lambda directory: Following(directory, 4, CHANGES))
     undisturbed, _ = run("undisturbed", lambda directory: Following(directory, 1, []))
     assert following.lost == 2
-    assert losses(disturbed) == pytest.approx(losses(undisturbed), rel=1e-6)
-    assert len(losses(disturbed)) == STEPS
+    found, expected = losses(disturbed), losses(undisturbed)
+    assert found[:COMPARED] == pytest.approx(expected[:COMPARED], rel=1e-6)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert len(found) == STEPS
     content = json.loads((disturbed / "anywhere.json").read_text())
     assert content["verdict"]["problems"] == []
     segments = content["segments"]

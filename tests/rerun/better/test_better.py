@@ -45,7 +45,7 @@ def record(recipe: str, directory: Path) -> Finished:
     return run_recipe(Layout("single", 1, recipe), directory, *FLAGS[recipe], "--max_steps", "12", *SAMPLES)
 
 
-def worse(run: Finished, directory: Path) -> Finished:
+def worse(run: Finished, directory: Path, factor: float) -> Finished:
     """A copy of a run whose newest weights are no longer what was trained, with all hashes written anew."""
     copy = recording.copied(run, directory)
     newest = copy.checkpoint(12)
@@ -55,7 +55,7 @@ def worse(run: Finished, directory: Path) -> Finished:
         tensors = load_file(path)
         for name, tensor in tensors.items():
             # By the size of the weights, which is that of what training has made of them.
-            tensors[name] = tensor + 2 * tensor.float().square().mean().sqrt() * torch.randn_like(tensor)
+            tensors[name] = tensor + factor * tensor.float().square().mean().sqrt() * torch.randn_like(tensor)
         save_file(tensors, path, {"format": "pt"})
         files[path.name] = commit.seal_file(path)
     commit.rewrite_manifest(newest, {"files": files})
@@ -83,7 +83,8 @@ def assert_the_better_one_is_named(
 ) -> dict[str, Any]:
     """Compare a run with a damaged copy, and with itself under another seed. Return the first result."""
     before = recording.tree(run.directory)
-    other = worse(run, tmp_path / "worse")
+    # Adapters of 12 steps are near zero, and so is what twice their size does to the base.
+    other = worse(run, tmp_path / "worse", factor=50 if recipe == "lora" else 2)
     code, found = judged(other.directory, run.directory, capsys)
     assert (code, found["winner"]) == (0, "B"), found
     # Noise is keyed by the seed, and both are evaluated with that of A.
@@ -91,7 +92,8 @@ def assert_the_better_one_is_named(
     code, equal = judged(run.directory, same, capsys, "--recipe", recipe)
     assert (code, equal["winner"]) == (0, "equal")
     assert {one["difference"] for one in equal["metrics"]} == {0.0}
-    assert {one["half_width"] for one in equal["metrics"]} == {0.0}
+    # Metrics of few samples, such as a handful of rollouts, have no interval.
+    assert {one["half_width"] for one in equal["metrics"]} <= {0.0, None}
     assert recording.tree(run.directory) == before
     return found
 
