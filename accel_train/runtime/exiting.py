@@ -123,9 +123,10 @@ def run_main(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     _imports.close()
     # What was imported stays until the end, so collections need not look at it: 0.5 s of CPU before the first step.
     gc.freeze()
-    # Overwritten by the real code. Without it the launcher takes a crash for a stop during the imports.
-    report_exit_code(1)
     leave_when_asked()
+    # Overwritten by the real code. Without it the launcher takes a crash for a stop during the imports. Only now: a
+    # process that torchrun ends just before the handler is set has not failed.
+    report_exit_code(1)
     exit_with(main)
 
 

@@ -239,6 +239,27 @@ def test_a_stop_while_there_is_nothing_to_save_ends_the_process(
         assert not (tmp_path / "STOP").exists()
 
 
+REPORTS = """
+import os
+from pathlib import Path
+from accel_train.runtime import early_stop
+from accel_train.runtime.exiting import EXIT_CODE_VARIABLE, run_main
+
+early_stop.leave_when_asked = lambda: print(Path(os.environ[EXIT_CODE_VARIABLE]).exists())
+run_main(lambda argv: 0)
+"""
+
+
+def test_a_process_that_does_not_obey_a_stop_yet_has_not_reported_a_failure(tmp_path: Path) -> None:
+    """torchrun ends the others when one exits with 75, and the report of a failure would outweigh it."""
+    environment = os.environ | {exiting.EXIT_CODE_VARIABLE: str(tmp_path / "codes")}
+    done = subprocess.run(
+        [sys.executable, "-c", REPORTS], env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout == "False\n"
+    assert reported_exit_code(tmp_path / "codes", stopped=False) == 0
+
+
 @pytest.mark.fault("R4", injected="a stop while a finished process shuts down", outcome="its exit code is unchanged")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_during_the_shutdown_changes_nothing(number: signal.Signals, script: Path, tmp_path: Path) -> None:
