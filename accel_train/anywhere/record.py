@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.metrics.records import last_pass, read_metrics, write_json
+from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import METRICS_FILE, REPORT
 
 RECORD_FILE = "anywhere.json"
@@ -74,12 +75,18 @@ def segment_of(
     repeated: dict[int, float] = {}
     # A start that failed early has written nothing, and the newest lines are of an earlier one.
     if len(beginnings) > before.starts:
-        own = records[beginnings[-1] :]
-        resumed = next((int(record["step"]) for record in own if record.get("event") == "resume"), 0)
+        # After running out of memory or a rollback the launcher starts the run again by itself, in the same segment.
+        ends = [*beginnings[1:], len(records)]
+        own = records[beginnings[before.starts] :]
+        first = records[beginnings[before.starts] : ends[before.starts]]
+        resumed = next((int(record["step"]) for record in first if record.get("event") == "resume"), 0)
         losses = losses_of(own)
         # Not every step has a training line.
         last = max([resumed, *(int(line["step"]) for line in own if line.get("event") in REACHED)])
-        repeated = {step: _difference(before.losses[step], losses[step]) for step in losses if step in before.losses}
+        # After a rollback the losses are meant to differ.
+        if not any(line.get("event") == "rollback" for line in own):
+            common = losses.keys() & before.losses.keys()
+            repeated = {step: _difference(before.losses[step], losses[step]) for step in sorted(common)}
     return Segment(layout, processes, ended, run_id(directory), resumed, last, seconds, repeated)
 
 
@@ -171,7 +178,7 @@ def save(directory: Path, segments: Sequence[Segment], precision: str) -> Verdic
     )
     report = directory / REPORT
     report.mkdir(exist_ok=True)
-    (report / PAGE).write_text(page(segments, verdict))
+    replace_file(report / PAGE, page(segments, verdict).encode())
     return verdict
 
 

@@ -127,7 +127,7 @@ class Supervisor:
         child = subprocess.Popen(
             self._command(layout),
             env=os.environ | self._environment(),
-            # Ctrl-C reaches this process alone, and the group can be ended as a whole.
+            # Ctrl-C reaches this process alone, which asks for one stop and not for two.
             start_new_session=True,
             # Its launcher saves on SIGTERM, should this process be killed.
             preexec_fn=end_with_parent,
@@ -185,8 +185,8 @@ class Supervisor:
 
     def _record(self, segment: record.Segment) -> None:
         # --overwrite has replaced the run of the earlier ones.
-        if segment.run_id != self._before and all(old.run_id == self._before for old in self.segments):
-            self.segments = []
+        if self._before not in (None, segment.run_id):
+            self.segments = [old for old in self.segments if old.run_id != self._before]
         self.segments.append(segment)
         # A start that was refused may have made no directory.
         if self.directory.is_dir():

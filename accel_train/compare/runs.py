@@ -11,15 +11,16 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, NoReturn
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, expand_path
 from accel_train.metrics.gates import GATES_VARIABLE
 from accel_train.metrics.records import NON_FINITE, last_pass, read_metrics
 from accel_train.store.names import EVALUATION_FILE, REPORT
@@ -126,6 +127,21 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def folder_for_runs(kept: str | None, option: str, command: str) -> AbstractContextManager[str]:
+    """Enter the directory ``kept``, made if it is not there, or a temporary one without it. Raises ``UsageError``.
+
+    ``option`` names it in the error, and ``command`` the temporary one.
+    """
+    if kept is None:
+        # A run that is being killed may still create files while they are deleted.
+        return tempfile.TemporaryDirectory(prefix=f"accel-train-{command}-", ignore_cleanup_errors=True)
+    path = expand_path(kept)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UsageError(f"--{option} {path} is not empty; give another directory, or delete it first")
+    path.mkdir(parents=True, exist_ok=True)
+    return nullcontext(str(path))
 
 
 def run_once(

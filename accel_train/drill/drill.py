@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.commands.bundled import find_recipe
-from accel_train.compare.runs import InterruptedRunError, RunFailedError, read_config, stop_signals_raise
+from accel_train.compare.runs import (
+    InterruptedRunError,
+    RunFailedError,
+    folder_for_runs,
+    read_config,
+    stop_signals_raise,
+)
 from accel_train.config import UsageError, expand_path
 from accel_train.drill import faults, layout, report
 from accel_train.drill.faults import Fault, Sizes
@@ -53,7 +57,7 @@ def _drill(recipe: Path, named: str, arguments: Sequence[str], options: Options,
             f"recipe {named!r}: it has no option {absent[0]}; a drill needs the options of every recipe, so let its "
             "Config extend accel_train.experiment.ExperimentConfig"
         )
-    with _folder(options) as folder:
+    with folder_for_runs(options.keep, "keep", "drill") as folder:
         place = layout.choose_layout(named, options, Path(folder))
         for fault in chosen:
             reason = faults.obstacle(fault, config, place.processes)
@@ -82,17 +86,6 @@ def _drill(recipe: Path, named: str, arguments: Sequence[str], options: Options,
         table = report.text(results, found.costs.step_seconds)
         print("\n".join([head, "", *table, "", *report.advice(found, measured), f"receipt: {receipt}"]), flush=True)
     return 1 if any(result.verdict == "FAILED" for result in results) else 0
-
-
-def _folder(options: Options) -> AbstractContextManager[str]:
-    if options.keep is None:
-        # A run that is being killed may still create files while they are deleted.
-        return tempfile.TemporaryDirectory(prefix="accel-train-drill-", ignore_cleanup_errors=True)
-    path = expand_path(options.keep)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"--keep {path} is not empty; give another directory, or delete it first")
-    path.mkdir(parents=True, exist_ok=True)
-    return nullcontext(str(path))
 
 
 def _tried(trials: Trials, undisturbed: Undisturbed, fault: Fault) -> Result:

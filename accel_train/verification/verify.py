@@ -6,17 +6,21 @@ import importlib.util
 import json
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accel_train.commands.bundled import find_recipe
-from accel_train.compare.runs import InterruptedRunError, RunFailedError, read_config, stop_signals_raise
+from accel_train.compare.runs import (
+    InterruptedRunError,
+    RunFailedError,
+    folder_for_runs,
+    read_config,
+    stop_signals_raise,
+)
 from accel_train.config import UsageError, expand_path
 from accel_train.cores import usable_cores
 from accel_train.launch_files.machine_config import MachineConfig, read_machine_config
@@ -100,7 +104,7 @@ def _verify(request: Request, checks: Sequence[Check]) -> int:
     sizes = plan.choose_sizes(options, request.arguments, request.steps)
     flags = plan.common_flags(options, request.arguments, sizes)
     words = [word for name, value in flags.items() for word in (f"--{name}", *value.split())]
-    with _folder(request) as folder:
+    with folder_for_runs(request.output, "output", "verify") as folder:
         cores, _ = usable_cores()
         # `--smoke` sets only options without a flag, so these sizes win over its own.
         runner = Runner(recipe, [*request.arguments, "--smoke", *words], Path(folder), max(1, cores // PARALLEL))
@@ -117,17 +121,6 @@ def _verify(request: Request, checks: Sequence[Check]) -> int:
     else:
         print("\n".join([*_header(facts), *report.text(results)]), flush=True)
     return 1 if any(found.verdict == "FAILED" for _, found in results) else 0
-
-
-def _folder(request: Request) -> AbstractContextManager[str]:
-    if request.output is None:
-        # A run that is being killed may still create files while they are deleted.
-        return tempfile.TemporaryDirectory(prefix="accel-train-verify-", ignore_cleanup_errors=True)
-    path = expand_path(request.output)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"--output {path} is not empty; give another directory, or delete it first")
-    path.mkdir(parents=True, exist_ok=True)
-    return nullcontext(str(path))
 
 
 def _facts(evidence: Evidence, command: str) -> dict[str, Any]:

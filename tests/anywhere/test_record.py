@@ -43,6 +43,26 @@ def test_a_start_is_described_by_its_own_lines(tmp_path: Path) -> None:
     assert found.last_step == 6
 
 
+def test_what_the_launcher_starts_again_belongs_to_the_same_start(tmp_path: Path) -> None:
+    log(tmp_path, {"event": "environment"}, train(1, 4.0))
+    seen = record.Observed.read(tmp_path)
+    log(tmp_path, {"event": "environment"}, {"event": "resume", "step": 1}, train(9, 2.0))
+    log(tmp_path, {"event": "environment"}, {"event": "resume", "step": 8}, train(9, 2.0), train(12, 1.0))
+    found = record.segment_of(tmp_path, seen, layout="single", processes=1, ended="finished", seconds=3.0)
+    assert (found.resumed_from, found.last_step) == (1, 12)
+    fresh = record.segment_of(tmp_path, record.Observed(), layout="single", processes=1, ended="x", seconds=3.0)
+    assert (fresh.resumed_from, fresh.last_step) == (0, 12)
+
+
+def test_losses_after_a_rollback_are_not_compared(tmp_path: Path) -> None:
+    log(tmp_path, {"event": "environment"}, train(1, 4.0), train(2, 3.0))
+    seen = record.Observed.read(tmp_path)
+    log(tmp_path, {"event": "environment"}, {"event": "resume", "step": 1}, {"event": "rollback", "step": 3})
+    log(tmp_path, {"event": "environment"}, {"event": "resume", "step": 1}, train(2, 9.0), train(4, 1.0))
+    found = record.segment_of(tmp_path, seen, layout="single", processes=1, ended="finished", seconds=3.0)
+    assert (found.last_step, found.repeated) == (4, {})
+
+
 def test_a_start_that_failed_early_has_no_steps(tmp_path: Path) -> None:
     log(tmp_path, {"event": "environment"}, train(1, 4.0))
     seen = record.Observed.read(tmp_path)
