@@ -28,7 +28,7 @@ from accel_train.runtime.strategy import (
 from accel_train.speed import fitting
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
 from accel_train.training.accumulation import resolve_sync
-from accel_train.training.ema import Ema
+from accel_train.training.ema import average_of
 from accel_train.training.health.options import refuse_inexact
 from accel_train.training.optimizers import build_optimizer
 from accel_train.training.shards import Shards, exact_masters
@@ -127,7 +127,7 @@ def prepare(
     weights = Shards(model, optimizer, masters)
     guard, guard_reason = resolve_step_guard(accelerator, optimizer, config.health, on_cpu=simulation is not None)
     # The EMA of a fresh start begins at these weights. A restore then overwrites both.
-    ema = Ema(config.ema, weights, guard)
+    ema = average_of(config.ema, weights, guard, optimizer)
     restore(opened.run, accelerator, weights, ema)
     wrapped = verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
     prefetch = apply_fsdp2_prefetch(config.distributed, model)

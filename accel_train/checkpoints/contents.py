@@ -51,17 +51,21 @@ def collections(
     """
     precision = config.save_precision
     trained = list(shards.parameters)
-    has_ema = ema.config.decay > 0
+
+    def read_average(name: str) -> Tensor:
+        # Asked for at each save, because the average of a schedule-free optimizer is computed on demand.
+        return ema.shards[name]
+
     found = [_weights(shards, precision, saved)]
-    if has_ema:
-        found.append(Collection("ema", ema.shards.__getitem__, precision, names=trained))
+    if ema.is_on:
+        found.append(Collection("ema", read_average, precision, names=trained))
     for key, names in state.items():
         found.append(_optimizer_state(shards, key, names))
     # Training resumes from the exact fp32 weights, never from the rounded ones.
     if precision != "fp32" and config.save_state:
         found.append(Collection("optimizer/master", shards.master, spread=True, names=trained))
-        if has_ema:
-            found.append(Collection("optimizer/master_ema", ema.shards.__getitem__, spread=True, names=trained))
+        if ema.is_on:
+            found.append(Collection("optimizer/master_ema", read_average, spread=True, names=trained))
     return found
 
 

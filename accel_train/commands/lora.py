@@ -245,13 +245,13 @@ def _findings(metrics: Path) -> list[str]:
 
 
 def _export(request: _Request) -> int:
+    from accel_train.commands.diff import stems_in
     from accel_train.commands.export import export
 
-    config = request.config()
     newest, _ = places.newest_at(request.run)
     destination = request.run / f"exported-{newest.step:08d}"
     # The name has the step in it, and a checkpoint never changes.
     if destination.is_dir():
         print(f"{destination}: there already")
         return 0
-    return export(str(request.run), str(destination), source="ema" if config.ema.decay > 0 else "model")
+    return export(str(request.run), str(destination), source="ema" if "ema" in stems_in(newest.path) else "model")

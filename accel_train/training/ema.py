@@ -1,14 +1,16 @@
-"""Exponential moving average of the weights, in fp32, on this rank's shards."""
+"""Averages of the weights, in fp32, on this rank's shards: an exponential moving one, or the optimizer's own."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from accel_train.config import FractionBelowOne
+from accel_train.config import FractionBelowOne, UsageError
+from accel_train.training.optimizer_choice import averages_weights
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepGuard
 
@@ -18,7 +20,8 @@ class EmaConfig:
     """EMA of the weights for evaluation and sampling, saved as ema.safetensors beside the trained weights."""
 
     decay: FractionBelowOne = 0.999
-    """Share of the old EMA kept per step. Starts lower and rises with the step. 0 switches the EMA off."""
+    """Share of the old EMA kept per step. Starts lower and rises with the step. 0 switches the EMA off. A schedule-free
+    optimizer averages by itself and requires 0; its average takes the EMA's place."""
 
 
 class Ema:
@@ -34,18 +37,27 @@ class Ema:
         self.guard = guard or StepGuard()
         self.view = shards
         """The averaged parameters, with their optimizer's state."""
-        self.shards: dict[str, torch.Tensor] = {}
-        """EMA by parameter name, this rank's shard."""
-        if config.decay > 0:
+        self._shards: dict[str, torch.Tensor] = {}
+        if self.is_on:
             for name in shards.parameters:
-                self.shards[name] = shards.master(name).float().clone()
+                self._shards[name] = shards.master(name).float().clone()
+
+    @property
+    def is_on(self) -> bool:
+        """False where the weights themselves are evaluated."""
+        return self.config.decay > 0
+
+    @property
+    def shards(self) -> dict[str, torch.Tensor]:
+        """EMA by parameter name, this rank's shard."""
+        return self._shards
 
     def update(self, step: int) -> None:
         """Move towards the weights after optimizer step ``step`` (0-based)."""
         if self.config.decay == 0 or self.guard.skips_this_step:
             return
         # Asked for in every step, because FSDP2 and DeepSpeed may replace the tensors behind the names.
-        masters = [self.view.master(name) for name in self.shards]
+        masters = [self.view.master(name) for name in self._shards]
         decay = decay_at(self.config.decay, step)
         weight_of_step = self.guard.weight_of_step
         if weight_of_step is not None:
@@ -53,29 +65,89 @@ class Ema:
             return
         lerp = torch._foreach_lerp_  # pyright: ignore[reportPrivateUsage]
         # One kernel for many tensors: a loop over them would be bound by launches.
-        lerp(list(self.shards.values()), masters, 1 - decay)
+        lerp(list(self._shards.values()), masters, 1 - decay)
 
     def _update_on_device(self, masters: list[torch.Tensor], weight: torch.Tensor) -> None:
         """Move by a weight that the host does not know: 0 for a step left out, which changes no bit.
 
         A kernel for each tensor, because torch's kernel for many takes the weight from the host. The same values.
         """
-        for shard, master in zip(self.shards.values(), masters, strict=True):
+        for shard, master in zip(self._shards.values(), masters, strict=True):
             shard.lerp_(master, weight)
 
     @contextmanager
     def applied(self) -> Generator[None]:
         """Run the body with the EMA in the model, on all ranks. The trained weights come back bit for bit."""
-        if self.config.decay == 0:
+        if not self.is_on:
             yield
             return
+        averages = self.shards
         # Under DDP and FSDP2 the forward uses the master weights themselves, and `show` overwrites them.
-        trained = {name: self.view.master(name).clone() for name in self.shards}
-        self.view.show(self.shards)
+        trained = {name: self.view.master(name).clone() for name in averages}
+        self.view.show(averages)
         try:
             yield
         finally:
             self.view.show(trained)
+
+
+class OptimizerAverage(Ema):
+    """The average that a schedule-free optimizer keeps, in the place of the EMA: evaluated, saved and exported.
+
+    Defazio et al., The Road Less Scheduled (arXiv:2405.15682): gradients are taken at y, an interpolation of the
+    average x and the fast weights z, and x is what to use. A checkpoint has y as the weights, z as optimizer state and
+    x as the EMA, so a resume goes on with the same bits.
+    """
+
+    def __init__(self, config: EmaConfig, shards: Shards, guard: StepGuard, optimizer: Any) -> None:
+        super().__init__(config, shards, guard)
+        self._optimizer = optimizer
+        self._is_stale = False
+
+    @property
+    def is_on(self) -> bool:
+        return True
+
+    def update(self, step: int) -> None:
+        """Note that the optimizer has stepped. Its average is computed when somebody asks for it."""
+        self._is_stale = True
+
+    @property
+    def shards(self) -> dict[str, torch.Tensor]:
+        if self._is_stale:
+            self._read_average()
+            # A restored average stays until the next step: without optimizer state it could not be computed.
+            self._is_stale = False
+        return self._shards
+
+    @torch.no_grad()
+    def _read_average(self) -> None:
+        masters = {name: self.view.master(name) for name in self._shards}
+        trained = {name: master.clone() for name, master in masters.items()}
+        self._optimizer.eval()
+        for name, master in masters.items():
+            self._shards[name].copy_(master)
+        self._optimizer.train()
+        # The two ways cancel out but for rounding, and the trajectory must not depend on how often it was asked.
+        for name, master in masters.items():
+            master.copy_(trained[name])
+
+
+def average_of(config: EmaConfig, shards: Shards, guard: StepGuard, optimizer: Any) -> Ema:
+    """Build the EMA, or the average of a schedule-free ``optimizer``, after ``prepare``.
+
+    Raises ``UsageError`` for an EMA beside such an average, because a checkpoint has one of them.
+    """
+    # Accelerate's wrapper has both methods whether its optimizer has them or not.
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not averages_weights(inner):
+        return Ema(config, shards, guard)
+    if config.decay > 0:
+        raise UsageError(
+            f"ema.decay: {config.decay}: {type(inner).__name__} averages the weights itself, and its average is "
+            "evaluated and saved in the EMA's place, so 0 is required. Give --ema.decay 0"
+        )
+    return OptimizerAverage(config, shards, guard, inner)
 
 
 def decay_at(decay: float, step: int) -> float:

@@ -153,14 +153,15 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         ) from None
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise UsageError(f"optimizer.name: {name}: is no torch.optim.Optimizer, which is required; name such a class")
-    # Schedule-free optimizers. torch's own have neither method.
-    if callable(getattr(found, "train", None)) and callable(getattr(found, "eval", None)):
-        raise UsageError(
-            f"optimizer.name: {name}: has train() and eval(), which swap the weights between those that are trained "
-            "and those that are evaluated and saved; the loop keeps one set, so checkpoints, samples and the EMA would "
-            "be of the wrong one. Use --optimizer.name adamw with --ema.decay, or a class without these modes"
-        )
     return found
+
+
+def averages_weights(optimizer: object) -> bool:
+    """Return True for a schedule-free optimizer or its class. Its ``eval()`` writes the weights' average over them.
+
+    ``train()`` writes the trained ones again. torch's own optimizers have neither method.
+    """
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
 def keyword_arguments(texts: Sequence[str]) -> dict[str, Any]:
@@ -221,12 +222,15 @@ class OwnOptimizer:
         """Call the class. Raises ``UsageError`` for what its constructor refuses, and for options without effect."""
         own: Any = optimizer_class(self.name)
         try:
-            optimizer: torch.optim.Optimizer = own(groups, lr=self.lr, **self.keywords)
+            optimizer: Any = own(groups, lr=self.lr, **self.keywords)
         except Exception as error:  # of foreign code, which may raise anything for a bad argument
             raise UsageError(
                 f"optimizer.arguments: {self.call} failed ({type(error).__name__}: {error}). Its constructor must take "
                 "lr; correct the rest"
             ) from error
+        if averages_weights(optimizer):
+            # Once and for all: the loop reads the average where the others have their EMA.
+            optimizer.train()
         # A group may have any key, and a class that does not read it would ignore the option in silence.
         if "weight_decay" not in optimizer.defaults and self.weight_decay:
             raise UsageError(
@@ -265,6 +269,9 @@ def try_saving(
         survives = first.equals(second)
         holds_frozen = first.holds("decay")
         reads_rate = first.holds("decay", "no_decay") or first.holds("decay", "no_decay")  # some are a step behind
+        if not reads_rate and averages_weights(first.optimizer):
+            # Its trained weights follow their average, so only a rate that was 0 from the start holds them.
+            reads_rate = _Trial(build, lr, weight_decay, device).holds("decay", "no_decay")
     except UsageError:
         raise
     except Exception as error:  # of foreign code

@@ -22,9 +22,12 @@ CUTS = {"single": 16, "ddp": 3, "fsdp2": 2, "last": 5}
 MATRICES = 6
 
 
-def train(layout: Layout, folder: Path, cut: str, resume: Path | None = None, **config: Any) -> dict[str, Any]:
+def train(
+    layout: Layout, folder: Path, cut: str, resume: Path | None = None, *, freeze: bool = True, **config: Any
+) -> dict[str, Any]:
     folder.mkdir(parents=True)
     asked = {
+        "freeze": freeze,
         "config": {"name": "muon"} | config,
         "micro": CUTS[cut],
         "folder": str(folder / "run"),
@@ -113,6 +116,23 @@ def test_a_class_of_the_users_own_resumes_to_the_same_bits(tmp_path: Path) -> No
     index = json.loads((middle(found) / "optimizer" / "index.json").read_text())
     assert {tuple(sorted(kept)) for kept in index["numbers"]["parameters"].values()} == {("mu_product", "step")}
     assert [x.hex() for x in found["again"]] == [x.hex() for x in found["losses"][20:]]
+
+
+def test_a_schedule_free_average_is_of_the_step_that_is_saved(tmp_path: Path) -> None:
+    """x = y + (z - y)(1 - 1/beta), of what the checkpoint itself holds, in the second save as in the first."""
+    pytest.importorskip("schedulefree")
+    found = train(DDP, tmp_path / "ddp", "ddp", freeze=False, name="schedulefree:AdamWScheduleFree", weight_decay=0.1)
+    assert [x.hex() for x in found["again"]] == [x.hex() for x in found["losses"][20:]]
+    for path in (middle(found), middle(found).with_name("checkpoint_00000040")):
+        files = {
+            kind: path.glob(pattern) for kind, pattern in {"y": "model*", "x": "ema*", "z": "optimizer/z-*"}.items()
+        }
+        held = {
+            kind: {k: v for f in found_files for k, v in load_file(f).items()} for kind, found_files in files.items()
+        }
+        assert held["x"].keys() == held["y"].keys() == held["z"].keys()
+        for name, x in held["x"].items():
+            assert torch.equal(x, held["y"][name].lerp(held["z"][name], 1 - 1 / 0.9))
 
 
 @pytest.mark.slow

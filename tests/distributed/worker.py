@@ -29,11 +29,11 @@ from accel_train.runtime.strategy import strategy_of, verify_prepared
 from accel_train.store import atomic_files, commit, planning
 from accel_train.training import muon
 from accel_train.training.accumulation import GradientWindow
-from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.ema import Ema, EmaConfig, average_of
 from accel_train.training.optimizer_choice import OWN, TABLE, refuse_combination
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
 from accel_train.training.shards import Shards, exact_masters
-from accel_train.training.step_guard import NonFiniteError
+from accel_train.training.step_guard import NonFiniteError, StepGuard
 
 GLOBAL_BATCH, MICRO_BATCH, WIDTH = 16, 2, 24
 
@@ -242,7 +242,8 @@ class Chosen:
         exact = exact_masters(model, precision)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.shards = Shards(self.model, self.optimizer, exact)
-        self.average = Ema(EmaConfig(0.9), self.shards)
+        average = EmaConfig(0.0 if "ScheduleFree" in self.config.name else 0.9)
+        self.average = average_of(average, self.shards, StepGuard(), self.optimizer)
 
     def train(self, steps: range, saver: Saver | None = None) -> list[float]:
         losses: list[float] = []
@@ -304,9 +305,10 @@ def optimizer(accelerator: Accelerator, option: Any) -> dict[str, Any]:
         torch.distributed.all_gather_object(shares, len(calls))
     shards = chosen.shards
     before = {n: shards.master(n).clone() for n in shards.parameters}
-    set_frozen(chosen.optimizer, ["first"])
-    set_learning_rate(chosen.optimizer, 1.0)
-    chosen.train(range(STEPS, STEPS + 2))
+    if asked.get("freeze", True):
+        set_frozen(chosen.optimizer, ["first"])
+        set_learning_rate(chosen.optimizer, 1.0)
+        chosen.train(range(STEPS, STEPS + 2))
     return {
         "losses": losses,
         "state": {key: len(names) for key, names in shards.state_names().items()},

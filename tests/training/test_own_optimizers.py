@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.training.optimizer_choice import keyword_arguments
+from accel_train.training.ema import EmaConfig, average_of
+from accel_train.training.optimizer_choice import averages_weights, keyword_arguments
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
 from accel_train.training.shards import Shards, decode_number, encode_number
+from accel_train.training.step_guard import StepGuard
 
 CPU = torch.device("cpu")
 HERE = __name__
@@ -81,6 +83,8 @@ CLASSES: list[tuple[str, float, tuple[str, ...], dict[str, Any]]] = [
     ("torch.optim:RMSprop", 0.01, ("centered=true",), {"centered": True}),
     ("torch.optim:ASGD", 0.1, (), {}),
     ("prodigyopt:Prodigy", 1.0, ("d_coef=2",), {"betas": (0.9, 0.95), "d_coef": 2}),
+    ("schedulefree:AdamWScheduleFree", 0.03, ("r=1",), {"betas": (0.9, 0.95), "r": 1}),
+    ("schedulefree:SGDScheduleFree", 0.3, (), {}),
     (f"{HERE}:Counting", 0.1, (), {}),
 ]
 
@@ -105,6 +109,8 @@ def test_equals_a_plain_loop(name: str, lr: float, given: tuple[str, ...], keywo
     rest = [p for p in reference.parameters() if all(p is not other for other in decayed)]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     by_hand = class_of(name)(groups, lr=lr, **keywords)
+    if averages_weights(by_hand):
+        by_hand.train()
 
     def set_rate(step: int) -> None:
         for group in by_hand.param_groups:
@@ -222,14 +228,6 @@ class Sampling(torch.optim.SGD):
         return super().step(closure)
 
 
-class Modes(torch.optim.SGD):
-    """As schedule-free optimizers are."""
-
-    def train(self) -> None: ...
-
-    def eval(self) -> None: ...
-
-
 class Decaying(torch.optim.SGD):
     """Changes an argument of its own."""
 
@@ -280,7 +278,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"name": f"{HERE}:Hidden"}, ["went on with other bits", "no checkpoint finds it"]),
     ({"name": f"{HERE}:Sampling"}, ["draws random numbers"]),
     ({"name": f"{HERE}:Decaying"}, ["went on with other bits"]),
-    ({"name": f"{HERE}:Modes"}, ["has train() and eval()", "--optimizer.name adamw with --ema.decay"]),
     ({"name": f"{HERE}:Lookahead"}, ["Lookahead keeps before of matrix as a list"]),
 ]
 
@@ -293,10 +290,48 @@ def test_refused_with_the_reason(values: dict[str, Any], said: list[str]) -> Non
         assert words in str(raised.value)
 
 
-def test_schedule_free_is_refused_rather_than_trained_wrong() -> None:
-    class_of("schedulefree:AdamWScheduleFree")
-    with pytest.raises(UsageError, match=r"has train\(\) and eval\(\), which swap the weights"):
-        build_optimizer(Net(), OptimizerConfig(name="schedulefree:AdamWScheduleFree"), CPU)
+SCHEDULE_FREE = OptimizerConfig(name="schedulefree:AdamWScheduleFree", lr=0.03, weight_decay=0.1)
+
+
+def test_the_average_of_a_schedule_free_optimizer_is_its_own() -> None:
+    """Against the class as its page uses it, with `train()` and `eval()` around an evaluation."""
+    class_of(SCHEDULE_FREE.name)
+    model, optimizer = ours(SCHEDULE_FREE)
+    by_hand_model, by_hand = ours(SCHEDULE_FREE)
+    average = average_of(EmaConfig(0.0), Shards(model, optimizer), StepGuard(), optimizer)
+    assert all(torch.equal(average.shards[name], p) for name, p in model.named_parameters())  # before the first step
+    train(model, optimizer, range(9))
+    train(by_hand_model, by_hand, range(9))
+    average.update(8)
+    trained = [p.detach().clone() for p in model.parameters()]
+    by_hand.eval()
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
+    with average.applied():
+        assert torch.equal(model(x), by_hand_model(x))
+        assert not torch.equal(model.first.weight, trained[0])
+    # Asking changes no bit of what is trained; the class itself, asked and set back, comes back rounded.
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trained, strict=True))
+    undisturbed, same = ours(SCHEDULE_FREE)
+    train(undisturbed, same, range(9))
+    assert train(model, optimizer, range(9, 12)) == train(undisturbed, same, range(9, 12))
+
+
+def test_a_restored_average_stays_until_the_next_step() -> None:
+    """A checkpoint without optimizer state has no z to compute it from."""
+    class_of(SCHEDULE_FREE.name)
+    model, optimizer = ours(SCHEDULE_FREE)
+    average = average_of(EmaConfig(0.0), Shards(model, optimizer), StepGuard(), optimizer)
+    average.shards["head.bias"].copy_(torch.tensor([3.0, 4.0]))
+    with average.applied():
+        assert model.head.bias.tolist() == [3.0, 4.0]
+    assert model.head.bias.tolist() == [0.0, 0.0]
+
+
+def test_an_ema_beside_the_average_of_the_optimizer_is_refused() -> None:
+    class_of(SCHEDULE_FREE.name)
+    model, optimizer = ours(SCHEDULE_FREE)
+    with pytest.raises(UsageError, match=r"ema\.decay: 0\.9: AdamWScheduleFree averages .* Give --ema\.decay 0"):
+        average_of(EmaConfig(0.9), Shards(model, optimizer), StepGuard(), optimizer)
 
 
 def test_state_that_appears_later_is_refused_at_the_save() -> None:
