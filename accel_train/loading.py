@@ -86,7 +86,10 @@ def attach(pipeline: Any, adapters: Mapping[str, Place]) -> None:
     if not adapters:
         return
     if not hasattr(pipeline, "attach"):
-        raise UsageError(f"adapters {', '.join(adapters)}: {type(pipeline).__name__} takes none; language models do")
+        raise UsageError(
+            f"adapters {', '.join(adapters)}: {type(pipeline).__name__} takes none; a language model does, "
+            "and a run of adapters does on pictures"
+        )
     adaptable: Adaptable = pipeline
     adaptable.attach({name: find(place) for name, place in adapters.items()})
 

@@ -50,7 +50,8 @@ def test_fsdp2_follows_its_closed_forms(processes: int, tmp_path: Path) -> None:
     assert sent == pytest.approx(traffic.sent, rel=1e-6)
 
 
-@pytest.mark.parametrize("processes", [8, 1024])
+# Slow: 1,024 processes of FSDP2 are among the quick tests.
+@pytest.mark.parametrize("processes", [8, pytest.param(1024, marks=pytest.mark.slow)])
 def test_ddp_follows_its_closed_forms(processes: int, tmp_path: Path) -> None:
     found = counted(Layout("ddp", processes), tmp_path, "--global_batch_size", str(max(16, processes)))
     states = closed_forms.replicated(found["values"], ema=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +25,15 @@ from accel_train.domains.images.pipelines.loading import Base, BaseConfig, Diffu
 from accel_train.domains.images.trained_mmdit.run_base import ASSETS, MMDiTBase
 from accel_train.domains.images.trained_mmdit.text_to_picture import MMDIT
 from accel_train.domains.models import lora
-from accel_train.domains.models.adapters import merge_adapter, refuse_out_of_range
+from accel_train.domains.models.adapters import (
+    BASE,
+    compare_bases,
+    merge_adapter,
+    refuse_names,
+    refuse_out_of_range,
+    refuse_unknown,
+    refuse_whole_model,
+)
 from accel_train.pipeline import Example, describe, read_lines, settings
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files, manifest
@@ -52,8 +61,10 @@ class PictureOptions:
     """Scale of guidance. None: the default of the base."""
     side: PositiveInt | None = None
     """Height and width in pixels. None: those of the evaluation in training."""
-    adapter: bool = True
-    """Use the adapter. --no_adapter draws what the base draws alone."""
+    adapters: tuple[str, ...] = ()
+    """Further adapters of the same base, each as NAME=PLACE with a run, a checkpoint or an export."""
+    adapter: str | None = None
+    """Name of the adapter to draw with; base: none. None: that of the model itself."""
     seed: Seed = 0
     """Another seed gives another picture of the same prompt."""
     device: str = "cpu"
@@ -75,11 +86,15 @@ class PicturePipeline:
     standalone: tuple[Any, ...] | ModuleType | None = None
     options: ClassVar[type] = PictureOptions
 
-    def __init__(self, base: Base, pipeline: Any, sampler: Mapping[str, Any]) -> None:
+    def __init__(self, base: Base, pipeline: Any, sampler: Mapping[str, Any], directory: Path) -> None:
         self.base = base
         self.pipeline = pipeline
         """That of diffusers or of our own MMDiT, with the adapter."""
         self.sampler = sampler
+        self.directory = directory
+        """The checkpoint or export."""
+        self.adapters: tuple[str, ...] = (lora.ADAPTER,)
+        """Names of the adapters that a call may choose; ``default`` is that of the run."""
 
     @property
     def model(self) -> nn.Module:
@@ -104,8 +119,34 @@ class PicturePipeline:
         # Before the pipeline is loaded, which takes minutes for a large base.
         _refuse_other_files(base, described, directory)
         pipeline = base.pipeline(torch.device(device))
-        base.attach(pipeline, directory)
-        return cls(base, pipeline, described["sampler"])
+        base.attach(pipeline, directory, lora.ADAPTER)
+        return cls(base, pipeline, described["sampler"], directory)
+
+    def attach(self, adapters: Mapping[str, Path]) -> None:
+        """Put further adapters beside the first, by name: directories of checkpoints or exports, verified already.
+
+        Raises ``UsageError`` for adapters of another base, for those that do not fit, and for names in use.
+        """
+        refuse_names(adapters, self.adapters)
+        reference = self.base.files().reference(cache_if_usable())
+        for name, directory in adapters.items():
+            refuse_whole_model(name, directory)
+            compare_bases(_base_files(_description(directory), directory), reference, directory, self.directory)
+            self.base.attach(self.pipeline, directory, name)
+        self.base.choose(self.pipeline, self.adapters[0])
+        self.adapters += tuple(adapters)
+
+    @contextmanager
+    def using(self, adapter: str | None) -> Generator[None]:
+        """Draw with an adapter, or what the base draws alone with ``base``. None: the first of ``adapters``."""
+        name = adapter or self.adapters[0]
+        refuse_unknown(name, self.adapters)
+        # Switched and not taken off: the same pipeline draws all, from the same noise.
+        self.base.choose(self.pipeline, None if name == BASE else name)
+        try:
+            yield
+        finally:
+            self.base.choose(self.pipeline, self.adapters[0])
 
     @classmethod
     def write_merged(cls, adapters: Path, directory: Path, precision: Precision) -> str | None:
@@ -145,9 +186,9 @@ class PicturePipeline:
         guidance: float | None = None,
         side: int | None = None,
         seed: int = 0,
-        adapter: bool = True,
+        adapter: str | None = None,
     ) -> Image.Image:
-        """Return the picture of a prompt. Without ``adapter`` it is what the base draws alone."""
+        """Return the picture of a prompt. ``adapter`` is one of ``adapters``, by default the first, or ``base``."""
         from accel_train.domains.images.buckets import to_image
 
         drawn = self.draw(prompt, steps=steps, guidance=guidance, side=side, seed=seed, adapter=adapter)
@@ -161,13 +202,10 @@ class PicturePipeline:
         guidance: float | None = None,
         side: int | None = None,
         seed: int = 0,
-        adapter: bool = True,
+        adapter: str | None = None,
     ) -> torch.Tensor:
         """Return the picture of a prompt, (3, H, W) from -1 to 1."""
-        # Switched off and not left out: the same pipeline draws both, from the same noise.
-        if not adapter:
-            self.pipeline.disable_lora()
-        try:
+        with self.using(adapter):
             return draw_picture(
                 self.pipeline,
                 self.base.family,
@@ -177,9 +215,6 @@ class PicturePipeline:
                 steps or int(self.sampler["steps"]),
                 self.sampler.get("guidance") if guidance is None else guidance,
             )
-        finally:
-            if not adapter:
-                self.pipeline.enable_lora()
 
     def _prompts(self, prompt: str) -> dict[str, Any]:
         family = self.base.family
@@ -241,17 +276,29 @@ class PicturePipeline:
 
 
 def _described(directory: Path) -> Mapping[str, Any]:
-    described = settings(json.loads((directory / "config.json").read_text("utf-8")), directory)
+    described = settings(_description(directory), directory)
     assert described is not None, "every version of this pipeline has written a description"
     return described
 
 
-def _refuse_other_files(base: Base, described: Mapping[str, Any], directory: Path) -> None:
-    """Raise ``UsageError`` unless the base has the files that the adapter was trained on, by their sha256."""
+def _description(directory: Path) -> Mapping[str, Any]:
+    """Read config.json; empty for a folder that peft alone wrote."""
+    path = directory / "config.json"
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+
+def _base_files(described: Mapping[str, Any], directory: Path) -> Mapping[str, Any] | None:
+    """Return the files of the base that an adapter was trained on, with their sha256. None where nothing says it."""
     recorded = described.get("base_files")
     if recorded is None and (directory / manifest.MANIFEST).is_file():
         # Of a version that wrote them into the manifest alone.
         recorded = manifest.read(directory).get("base")
+    return recorded
+
+
+def _refuse_other_files(base: Base, described: Mapping[str, Any], directory: Path) -> None:
+    """Raise ``UsageError`` unless the base has the files that the adapter was trained on, by their sha256."""
+    recorded = _base_files(described, directory)
     if recorded is not None:
         refuse_other_base(recorded, base.files().reference(cache_if_usable()), directory)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -16,18 +14,19 @@ from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.language import pretrained
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.models import quantised
-from accel_train.domains.models.adapters import add_adapter, embeds_base, has_ema, is_adapter, refuse_out_of_range
+from accel_train.domains.models.adapters import (
+    add_adapter,
+    compare_bases,
+    embeds_base,
+    has_ema,
+    refuse_out_of_range,
+    refuse_whole_model,
+)
 from accel_train.domains.models.lora import ADAPTER, CPU, BasePrecision, freeze_base
 from accel_train.pipeline import ADAPTER_DESCRIPTION
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import manifest, planning, strict_json, weights
 from accel_train.store.pretrained_base import refuse_other_base
-from accel_train.wording import did_you_mean, nearest
-
-logger = logging.getLogger(__name__)
-BASE = "base"
-"""Stands for no adapter where one is chosen."""
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 def read_description(directory: Path) -> dict[str, Any]:
@@ -150,17 +149,8 @@ def attach(model: nn.Module, adapters: Mapping[str, Path], owner: Path, referenc
     ``reference`` has the files of its weights. Raises ``UsageError`` for adapters of another base.
     """
     for name, directory in adapters.items():
-        if not is_adapter(directory):
-            raise UsageError(
-                f"adapters {name}={directory}: holds no adapters but a whole model; give a run with --lora.rank, or a "
-                "folder of peft"
-            )
-        recorded = base_reference(directory)
-        if recorded is None or reference is None:
-            # As peft writes them. To refuse these would refuse most adapters that there are.
-            logger.warning("%s: nothing says which files its base is, so it is not compared with %s", directory, owner)
-        else:
-            refuse_other_base(recorded, reference, directory)
+        refuse_whole_model(name, directory)
+        compare_bases(base_reference(directory), reference, directory, owner)
         add_adapter(model, name, directory)
 
 
@@ -174,22 +164,3 @@ def save_whole(model: nn.Module, directory: Path, precision: Precision) -> None:
     # By it transformers and the Hub find the class.
     narrow.config.architectures = [type(narrow).__name__]
     narrow.save_pretrained(directory, max_shard_size=planning.SHARD_BYTES)
-
-
-def refuse_names(names: Mapping[str, Any], taken: tuple[str, ...]) -> None:
-    """Raise ``UsageError`` for names of adapters that cannot be told apart or used."""
-    for name in names:
-        if name == BASE or name in taken or not NAME.fullmatch(name):
-            reason = f"{name!r} stands for the base alone" if name == BASE else "is in use, or no plain name"
-            raise UsageError(
-                f"adapters {name!r}: {reason}; give names of letters, digits, - and _, other than base"
-                + "".join(f", {one}" for one in taken)
-            )
-
-
-def refuse_unknown(adapter: str, known: tuple[str, ...]) -> None:
-    """Raise ``UsageError`` for an adapter that the model does not have."""
-    if adapter != BASE and adapter not in known:
-        listed = ", ".join([BASE, *known])
-        hint = did_you_mean(nearest(adapter, [BASE, *known]))
-        raise UsageError(f"adapter {adapter!r}: this model has none of that name{hint}; it has {listed}")

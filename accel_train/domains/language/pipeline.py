@@ -30,7 +30,15 @@ from accel_train.domains.language.exported import model as exported_model
 from accel_train.domains.language.generation import TEMPERATURE, Drawing, continue_tokens
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.models import lora
-from accel_train.domains.models.adapters import choose_adapter, has_ema, is_adapter, merge_adapter
+from accel_train.domains.models.adapters import (
+    BASE,
+    choose_adapter,
+    has_ema,
+    is_adapter,
+    merge_adapter,
+    refuse_names,
+    refuse_unknown,
+)
 from accel_train.pipeline import ADAPTER_DESCRIPTION, DESCRIBED, Example, describe, read_lines, settings
 from accel_train.precision import Precision
 from accel_train.store import atomic_files, weights
@@ -147,7 +155,7 @@ class LanguagePipeline:
         The base is then the weights that adapters are trained on, not their EMA. Raises ``UsageError`` for adapters of
         another base, and for names in use.
         """
-        adapted.refuse_names(adapters, self.adapters)
+        refuse_names(adapters, self.adapters)
         assert self.directory is not None, "a model that was not loaded has no files to compare"
         if is_adapter(self.directory):
             reference = adapted.base_reference(self.directory)
@@ -164,12 +172,12 @@ class LanguagePipeline:
     def using(self, adapter: str | None) -> Generator[None]:
         """Compute with an adapter, or as the base alone with ``base``. None: the first of ``adapters``."""
         if not self.adapters:
-            adapted.refuse_unknown(adapter or adapted.BASE, ())
+            refuse_unknown(adapter or BASE, ())
             yield
             return
         name = adapter or self.adapters[0]
-        adapted.refuse_unknown(name, self.adapters)
-        choose_adapter(self.model, None if name == adapted.BASE else name)
+        refuse_unknown(name, self.adapters)
+        choose_adapter(self.model, None if name == BASE else name)
         try:
             yield
         finally:

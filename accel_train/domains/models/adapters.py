@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,16 @@ from accel_train.config import UsageError
 from accel_train.domains.models.lora import CONFIG_FILE, WEIGHTS_STEM, adapter_key, by_key_of_peft, import_peft, inject
 from accel_train.precision import Precision
 from accel_train.store import strict_json, weights
+from accel_train.store.pretrained_base import refuse_other_base
 from accel_train.store.weights import TensorInfo, TensorReader
-from accel_train.wording import shortened
+from accel_train.wording import did_you_mean, nearest, shortened
 
+logger = logging.getLogger(__name__)
 INITS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal")
 """First values of adapters that leave the base as it is. Others, such as pissa, change it."""
+BASE = "base"
+"""Stands for no adapter where one is chosen."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 def is_adapter(directory: Path) -> bool:
@@ -166,3 +173,45 @@ def refuse_out_of_range(model: nn.Module, name: str, precision: Precision) -> No
 
 def _adapted_layers(model: nn.Module) -> Sequence[Any]:
     return [module for module in model.modules() if hasattr(module, "get_base_layer")]
+
+
+def refuse_whole_model(name: str, directory: Path) -> None:
+    """Raise ``UsageError`` for a directory without adapters that was given as one of them."""
+    if not is_adapter(directory):
+        raise UsageError(
+            f"adapters {name}={directory}: holds no adapters but a whole model; give a run with --lora.rank, or a "
+            "folder of peft"
+        )
+
+
+def compare_bases(
+    recorded: Mapping[str, Any] | None, reference: Mapping[str, Any] | None, directory: Path, owner: Path
+) -> None:
+    """Raise ``UsageError`` for adapters of another base than the files of ``reference``, which ``owner`` is on.
+
+    ``recorded`` are the files that the adapters in ``directory`` name. Without it, as peft writes them, it warns.
+    """
+    if recorded is None or reference is None:
+        # To refuse these would refuse most adapters that there are.
+        logger.warning("%s: nothing says which files its base is, so it is not compared with %s", directory, owner)
+    else:
+        refuse_other_base(recorded, reference, directory)
+
+
+def refuse_names(names: Mapping[str, Any], taken: tuple[str, ...]) -> None:
+    """Raise ``UsageError`` for names of adapters that cannot be told apart or used."""
+    for name in names:
+        if name == BASE or name in taken or not NAME.fullmatch(name):
+            reason = f"{name!r} stands for the base alone" if name == BASE else "is in use, or no plain name"
+            raise UsageError(
+                f"adapters {name!r}: {reason}; give names of letters, digits, - and _, other than base"
+                + "".join(f", {one}" for one in taken)
+            )
+
+
+def refuse_unknown(adapter: str, known: tuple[str, ...]) -> None:
+    """Raise ``UsageError`` for an adapter that the model does not have."""
+    if adapter != BASE and adapter not in known:
+        listed = ", ".join([BASE, *known])
+        hint = did_you_mean(nearest(adapter, [BASE, *known]))
+        raise UsageError(f"adapter {adapter!r}: this model has none of that name{hint}; it has {listed}")

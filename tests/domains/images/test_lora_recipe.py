@@ -155,7 +155,7 @@ def test_a_family_is_trained_resumed_exported_and_loaded(
     loaded = accel_train.load(run)
     mine = np.asarray(loaded(PROMPT, seed=7), np.float64)
     assert np.array_equal(mine, np.asarray(accel_train.load(tmp_path / "out")(PROMPT, seed=7)))
-    without = np.asarray(loaded(PROMPT, seed=7, adapter=False), np.float64)
+    without = np.asarray(loaded(PROMPT, seed=7, adapter="base"), np.float64)
     assert np.abs(mine - without).max() > 3
 
 
@@ -188,6 +188,26 @@ def test_variants_are_loaded_by_diffusers(variant: str, made: Path, tmp_path: Pa
         assert float(metadata["ss_network_alpha"]) == pytest.approx(6 * 3**0.5)
         assert metadata["ss_base_model_version"] == "sd_v1"
     out.rename(tmp_path / "out")
+
+
+def test_adapters_on_a_pipeline_of_diffusers_stand_side_by_side(
+    made: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = train(made, "one", "--max_steps", "2"), train(made, "two", "--max_steps", "2", "--lora.rank", "2")
+    both = accel_train.load(one, adapters={"two": two})
+    drawn = [np.asarray(both(PROMPT, seed=7, adapter=name)) for name in (None, "two", "base", "default")]
+    assert np.array_equal(drawn[0], np.asarray(accel_train.load(one)(PROMPT, seed=7)))
+    assert np.array_equal(drawn[1], np.asarray(accel_train.load(two)(PROMPT, seed=7)))
+    assert np.array_equal(drawn[3], drawn[0])
+    assert len({picture.tobytes() for picture in drawn[:3]}) == 3
+
+    # As diffusers or peft alone would have written it, on a base that nothing names.
+    assert cli._main(["checkpoints", "export", str(two), str(tmp_path / "plain")]) == 0
+    for name in ("config.json", "pipeline.json", "README.md"):
+        (tmp_path / "plain" / name).unlink(missing_ok=True)
+    both.attach({"plain": tmp_path / "plain"})
+    assert "nothing says which files its base is" in caplog.text
+    assert np.array_equal(drawn[1], np.asarray(both(PROMPT, seed=7, adapter="plain")))
 
 
 def test_the_file_of_diffusers_is_the_one_that_it_would_write(made: Path, tmp_path: Path) -> None:

@@ -312,10 +312,35 @@ def test_with_the_adapter_off_pictures_are_those_of_the_base_bit_for_bit(run: Pa
     for number, prompt in enumerate([*PROMPTS, "andorra flag, country flag"]):
         given = conditioning(base, [prompt])
         expected = draw_picture(alone, base.family, base.family.sample(given, {}), number, 8, 2, None)
-        off = loaded.draw(prompt, steps=2, side=8, seed=number, adapter=False)
+        off = loaded.draw(prompt, steps=2, side=8, seed=number, adapter="base")
         assert torch.equal(off, expected)
         on = loaded.draw(prompt, steps=2, side=8, seed=number)
         assert not torch.equal(on, expected)
+
+
+def test_adapters_stand_side_by_side(run: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each draws what it draws alone, bit for bit, whatever else is on the base."""
+    other = train(trained.parent, run, "other", "--lora.rank", "2", "--max_steps", "2", "--optimizer.lr", "0.1")
+    both = accel_train.load(trained, adapters={"other": other})
+    assert both.adapters == ("default", "other")
+    drawn = [both.draw(PROMPTS[0], steps=2, side=8, adapter=name) for name in (None, "other", "base", "default")]
+    assert torch.equal(drawn[0], accel_train.load(trained).draw(PROMPTS[0], steps=2, side=8))
+    assert torch.equal(drawn[1], accel_train.load(other).draw(PROMPTS[0], steps=2, side=8))
+    assert torch.equal(drawn[3], drawn[0])
+    assert len({pixels.numpy().tobytes() for pixels in drawn[:3]}) == 3
+
+    with pytest.raises(UsageError, match=r"adapter 'othr'.*did you mean 'other'"):
+        both.draw(PROMPTS[0], adapter="othr")
+    with pytest.raises(UsageError, match="'other': is in use"):
+        both.attach({"other": other / "checkpoints" / "checkpoint_00000002"})
+    with pytest.raises(UsageError, match="holds no adapters but a whole model"):
+        accel_train.load(trained, adapters={"base_run": run})
+
+    words = ["sample", str(trained), "--prompt", PROMPTS[0], "--adapters", f"other={other}", "--adapter", "other"]
+    assert cli._main([*words, "--steps", "2", "--side", "8", "--output", str(trained.parent / "drawn")]) == 0
+    (file,) = (trained.parent / "drawn").glob("*.png")
+    with Image.open(file) as image:
+        assert image.tobytes() == both(PROMPTS[0], steps=2, side=8, adapter="other").tobytes()
 
 
 def test_an_export_draws_as_the_run_and_merged_as_apart(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -162,15 +163,18 @@ def read_adapter(directory: Path) -> dict[str, Tensor]:
     return found
 
 
-def load_directory(pipeline: Any, component: str, directory: Path) -> None:
-    """Load the adapter of a checkpoint or an export by diffusers. Raises ``UsageError`` as ``load_into``."""
+def load_directory(pipeline: Any, component: str, directory: Path, name: str) -> None:
+    """Load the adapter of a checkpoint or an export by diffusers, as ``name``, and choose it.
+
+    Raises ``UsageError`` as ``load_into``.
+    """
     if (directory / DIFFUSERS_FILE).is_file():
-        load_into(pipeline, component, directory / DIFFUSERS_FILE)
+        load_into(pipeline, component, directory / DIFFUSERS_FILE, name)
         return
     with tempfile.TemporaryDirectory() as temporary:
         tensors = _adapter_of_checkpoint(directory)
         write_diffusers(Path(temporary), tensors, peft_settings(directory), component)
-        load_into(pipeline, component, Path(temporary) / DIFFUSERS_FILE)
+        load_into(pipeline, component, Path(temporary) / DIFFUSERS_FILE, name)
 
 
 def peft_settings(directory: Path) -> dict[str, Any]:
@@ -187,16 +191,22 @@ def _adapter_of_checkpoint(directory: Path) -> dict[str, Tensor]:
         return {name: reader.read(name).clone() for name in tensors}
 
 
-def load_into(pipeline: Any, component: str, file: Path) -> None:
-    """Load ``pytorch_lora_weights.safetensors`` by diffusers. Raises ``UsageError`` if it leaves a layer out."""
-    with quiet():
+def load_into(pipeline: Any, component: str, file: Path, adapter: str) -> None:
+    """Load ``pytorch_lora_weights.safetensors`` by diffusers, as ``adapter``.
+
+    Raises ``UsageError`` if it leaves a layer out.
+    """
+    with quiet(), warnings.catch_warnings():
+        # Several adapters are what is asked for.
+        warnings.filterwarnings("ignore", "Already found a `peft_config` attribute", UserWarning)
         # By the same function that others use, so that what we write is tried whenever it is read.
-        pipeline.load_lora_weights(file.parent, weight_name=file.name)
+        pipeline.load_lora_weights(file.parent, weight_name=file.name, adapter_name=adapter)
     model: Any = getattr(pipeline, component)
     parts = [model, *text_encoders(pipeline).values()]
     loaded = 0
     for part in parts:
-        loaded += sum(1 for name, _ in part.named_parameters() if LAYER in name)
+        # peft puts the adapter's name behind the matrix's.
+        loaded += sum(1 for name, _ in part.named_parameters() if f"{LAYER}{adapter}." in name)
     with safe_open(file, "pt") as opened:
         expected = sum(1 for key in opened.keys() if LAYER in key)  # noqa: SIM118, an opened file is no dict
     # diffusers warns of keys that it does not know and continues without them.

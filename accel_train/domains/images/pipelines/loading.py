@@ -177,12 +177,23 @@ class DiffusersBase:
         is_missing = not any((self.directory / component).glob(f"{_stem(component)}*.{variant}.safetensors"))
         return None if is_missing and component != self.family.denoiser else variant
 
-    def attach(self, pipeline: Any, directory: Path) -> None:
-        """Put the adapter of a checkpoint or an export on the denoiser. Raises ``UsageError`` if it does not fit."""
+    def attach(self, pipeline: Any, directory: Path, name: str) -> None:
+        """Put the adapter of a checkpoint or an export on the denoiser, and choose it.
+
+        Raises ``UsageError`` if it does not fit.
+        """
         # Its functions keep diffusers quiet by this module.
         from accel_train.domains.images.pipelines.adapter_files import load_directory
 
-        load_directory(pipeline, self.family.denoiser, directory)
+        load_directory(pipeline, self.family.denoiser, directory, name)
+
+    def choose(self, pipeline: Any, name: str | None) -> None:
+        """Draw with one adapter from now on, or with None what the base draws alone."""
+        if name is None:
+            pipeline.disable_lora()
+            return
+        pipeline.enable_lora()
+        pipeline.set_adapters(name)
 
     def values_of(self, component: str) -> int:
         """Return the number of values in the weights of a component, from the headers of its files. Reads no tensor."""

@@ -19,8 +19,7 @@ from accel_train.domains.diffusion.timesteps import TimeConfig, loss_weight, shi
 from accel_train.domains.images.pipelines.family import Family
 from accel_train.domains.images.pipelines.loading import BaseConfig
 from accel_train.domains.images.trained_mmdit.text_to_picture import MMDIT, CaptionTokens, MMDiTPipeline, Patches
-from accel_train.domains.models.adapters import add_adapter
-from accel_train.domains.models.lora import ADAPTER
+from accel_train.domains.models.adapters import add_adapter, choose_adapter
 from accel_train.domains.models.mmdit import MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.domains.models.pretrained import load_directory
 from accel_train.domains.models.vae import VaeReference, load_vae
@@ -121,11 +120,19 @@ class MMDiTBase:
             load_directory(model, self.directory, self._stem)
         return model.train()
 
-    def attach(self, pipeline: MMDiTPipeline, directory: Path) -> None:
-        """Put the adapter of a checkpoint or an export on the denoiser. Raises ``UsageError`` if it does not fit."""
+    def attach(self, pipeline: MMDiTPipeline, directory: Path, name: str) -> None:
+        """Put the adapter of a checkpoint or an export on the denoiser, and choose it.
+
+        Raises ``UsageError`` if it does not fit.
+        """
         assert pipeline.transformer is not None
-        add_adapter(pipeline.transformer, ADAPTER, directory)
+        add_adapter(pipeline.transformer, name, directory)
         pipeline.transformer.eval()
+
+    def choose(self, pipeline: MMDiTPipeline, name: str | None) -> None:
+        """Draw with one adapter from now on, or with None what the base draws alone."""
+        assert pipeline.transformer is not None
+        choose_adapter(pipeline.transformer, name)
 
     def levels(self) -> NoiseLevels:
         """Return the noise levels of its process, spread and weighted as the times that it was trained on."""

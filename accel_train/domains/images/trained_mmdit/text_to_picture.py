@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig, Predict, sample_latents
 from accel_train.domains.images.pipelines.family import Conditioning, Family, Predicting
-from accel_train.domains.models.adapters import choose_adapter
-from accel_train.domains.models.lora import ADAPTER
 from accel_train.domains.models.patches import as_grid, as_tokens, cut, joined
 from accel_train.domains.models.vae import PictureVae
 
@@ -163,16 +161,6 @@ class MMDiTPipeline:
         """Replace components by name."""
         for name, module in modules.items():
             setattr(self, name, module)
-
-    def enable_lora(self) -> None:
-        """Draw with the adapter from now on."""
-        assert self.transformer is not None
-        choose_adapter(self.transformer, ADAPTER)
-
-    def disable_lora(self) -> None:
-        """Draw what the base draws alone from now on."""
-        assert self.transformer is not None
-        choose_adapter(self.transformer, None)
 
     @torch.no_grad()
     def __call__(
