@@ -57,7 +57,13 @@ def _main(argv: Sequence[str]) -> int:
     if arguments.command == "monitor":
         from accel_train.watching.monitor import monitor
 
-        return monitor(arguments.runs, once=arguments.once, as_json=arguments.json, every=arguments.every)
+        return monitor(
+            arguments.runs,
+            once=arguments.once,
+            as_json=arguments.json,
+            every=arguments.every,
+            webhook=arguments.webhook,
+        )
     if arguments.command == "report":
         from accel_train.watching.report import report
 

@@ -13,6 +13,9 @@ def add_monitor(monitor: argparse.ArgumentParser) -> None:
     monitor.add_argument(
         "--every", type=float, default=2.0, metavar="SECONDS", help="time between two pages; default: 2"
     )
+    monitor.add_argument(
+        "--webhook", metavar="URL", help="send a message for each run that ends and each new alert, as Slack takes it"
+    )
 
 
 def add_report(report: argparse.ArgumentParser) -> None:

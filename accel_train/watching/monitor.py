@@ -22,6 +22,7 @@ from accel_train.watching.run_files import MetricsFile
 from accel_train.watching.run_state import state_of
 from accel_train.watching.status import condition_of
 from accel_train.watching.terminal import BLOCKS, Terminal, Watched, page
+from accel_train.watching.webhook import Webhook
 
 # Apart from 1 and 2, which every command uses for errors and wrong usage.
 EXIT_ALERT = 3
@@ -34,15 +35,29 @@ CLEAR_REST_OF_LINE = "\x1b[K"
 CLEAR_BELOW = "\x1b[J"
 
 
-def monitor(places: Sequence[str], *, once: bool = False, as_json: bool = False, every: float = 2.0) -> int:
+def monitor(
+    places: Sequence[str],
+    *,
+    once: bool = False,
+    as_json: bool = False,
+    every: float = 2.0,
+    webhook: str | None = None,
+) -> int:
     """Show runs until all have ended or Ctrl-C. Return 3 if an alert stands on the last page, else 0.
 
     Files are read, and nothing is written or locked, so it may run on any machine with access to the directories. With
-    ``once`` or ``as_json`` it shows one page or one JSON object. ``every`` is in seconds.
+    ``once`` or ``as_json`` it shows one page or one JSON object. ``every`` is in seconds. ``webhook`` is an address
+    that is told of ends and alerts.
     """
     # False for NaN as well.
     if not 0 < every < math.inf:
         raise UsageError(f"--every {every:g}: seconds between two pages, finite and above 0; leave it out for 2")
+    if webhook is not None and (once or as_json):
+        raise UsageError(
+            "--webhook: with --once and --json each call would send the same again; leave them out, so that the "
+            "monitor stays, or read --json in a script"
+        )
+    told = None if webhook is None else Webhook(webhook)
     files: dict[Path, MetricsFile] = {}
     for place in places:
         # A run that is named twice is shown once.
@@ -51,7 +66,7 @@ def monitor(places: Sequence[str], *, once: bool = False, as_json: bool = False,
         files[directory] = MetricsFile(directory / METRICS_FILE)
     if as_json or once:
         return _exit_code(_print_once(files, as_json))
-    return _exit_code(_follow(files, every))
+    return _exit_code(_follow(files, every, told))
 
 
 def _exit_code(runs: Sequence[Watched]) -> int:
@@ -83,7 +98,7 @@ def _look(files: dict[Path, MetricsFile], now: float) -> list[Watched]:
     return runs
 
 
-def _follow(files: dict[Path, MetricsFile], every: float) -> list[Watched]:
+def _follow(files: dict[Path, MetricsFile], every: float, told: Webhook | None) -> list[Watched]:
     """Show one page after the other until all runs have ended, or until Ctrl-C."""
     runs: list[Watched] = []
     in_place = sys.stdout.isatty()
@@ -95,6 +110,8 @@ def _follow(files: dict[Path, MetricsFile], every: float) -> list[Watched]:
             now = time.time()
             runs = _look(files, now)
             _show(page(runs, now, _terminal()), in_place)
+            if told is not None:
+                told.tell(runs)
             if all(run.state.status in ENDED for run in runs):
                 return runs
             # Watching shares the machine with training: at most a tenth of one core, however long the run is.

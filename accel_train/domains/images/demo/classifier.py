@@ -29,6 +29,11 @@ PATCH = 4
 """Side of the patches whose strength of colour is varied, as a model of patches draws them unevenly."""
 JITTER = 0.8
 """Largest standard deviation of that strength."""
+FALSE_ALARMS = 0.001
+"""Share of the other groups' disturbed emoji, of names that it has seen, that it may take for one of the group. Small,
+because it is asked about pictures of which few should be: a logit above 0 would let seven times as many pass."""
+DRAWS = 8
+"""Disturbed copies of each emoji that the share is measured on."""
 
 
 class EmojiNet(nn.Module):
@@ -56,6 +61,8 @@ class Judge:
 
     group: str
     model: EmojiNet
+    threshold: float
+    """Logit above which it calls a picture one of the group."""
     right_inside: float
     """Share of held-out emoji of the group that it calls so."""
     right_outside: float
@@ -64,8 +71,7 @@ class Judge:
     @torch.no_grad()
     def calls(self, pictures: Tensor) -> Tensor:
         """Return True for each of the pictures (N, H, W, 3) uint8 that it takes for one of the group."""
-        # A logit above 0 is a probability above a half.
-        return self.model(_pixels(pictures)) > 0
+        return self.model(_pixels(pictures)) > self.threshold
 
 
 @lru_cache(maxsize=4)
@@ -87,10 +93,11 @@ def train_judge(group: str) -> Judge:
     seen = ~heldout
     _fit(model, pixels[inside & seen], pixels[~inside & seen])
     with torch.no_grad():
-        said = model(pixels) > 0
+        threshold = _threshold(model, pixels[~inside & seen])
+        said = model(pixels) > threshold
     right_inside = said[inside & heldout].float().mean()
     right_outside = (~said[~inside & heldout]).float().mean()
-    return Judge(group, model.eval(), float(right_inside), float(right_outside))
+    return Judge(group, model.eval(), threshold, float(right_inside), float(right_outside))
 
 
 def _fit(model: EmojiNet, inside: Tensor, outside: Tensor) -> None:
@@ -109,6 +116,15 @@ def _fit(model: EmojiNet, inside: Tensor, outside: Tensor) -> None:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+
+
+def _threshold(model: EmojiNet, outside: Tensor) -> float:
+    """Return the logit that a share ``FALSE_ALARMS`` of the other groups' disturbed pictures exceeds."""
+    generator = torch.Generator().manual_seed(SEED + 1)
+    # In batches, each of which has a shift and an order of colours of its own.
+    batches = [batch for _ in range(DRAWS) for batch in outside.split(BATCH)]
+    logits = [model(_disturbed(batch, generator)) for batch in batches]
+    return float(torch.cat(logits).quantile(1 - FALSE_ALARMS))
 
 
 def _some(pixels: Tensor, count: int, generator: torch.Generator) -> Tensor:

@@ -1,0 +1,89 @@
+"""Notifications of ``accel-train monitor --webhook``: what has happened to a run, once, as JSON to an address.
+
+The monitor sends them and not the run, because a run that was killed or hangs sends nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import urllib.request
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from accel_train.config import UsageError
+from accel_train.metrics.records import plain
+from accel_train.watching.terminal import Watched
+
+TIMEOUT_SECONDS = 10.0
+ENDED = ("finished", "stopped")
+"""States of a run that are news without being alerts."""
+
+
+class Webhook:
+    """An address that gets a message for each end of a run and for each new alert.
+
+    The message has ``text``, which Slack, Mattermost and Google Chat show, ``content``, which Discord shows, and for
+    scripts ``event``, ``run`` and ``step``. An address that fails is asked again with the next page.
+    """
+
+    def __init__(self, address: str) -> None:
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise UsageError(
+                f"--webhook {address!r}: is no address; give one that begins with http:// or https://, such as that of "
+                "an incoming webhook of Slack"
+            )
+        self._address = address
+        self._host = parts.hostname
+        self._sent: set[tuple[str, str, str]] = set()
+        self._is_failing = False
+
+    def tell(self, runs: Sequence[Watched]) -> None:
+        """Send what has not been sent before. An error is printed once, until a message gets through again."""
+        standing: set[tuple[str, str, str]] = set()
+        for run in runs:
+            for event, message in news_of(run):
+                # Without its numbers, which change while the alert stands.
+                key = (run.state.directory, event, re.sub(r"[0-9.]+", "#", message))
+                standing.add(key)
+                if key not in self._sent and self._send(run, event, message):
+                    self._sent.add(key)
+        # A run that is resumed may end once more, and an alert that has gone may come back.
+        self._sent &= standing
+
+    def _send(self, run: Watched, event: str, message: str) -> bool:
+        text = f"{run.state.name}: {message}"
+        fields = {"text": text, "content": text, "event": event, "run": run.state.directory, "step": run.state.step}
+        request = urllib.request.Request(
+            self._address,
+            data=json.dumps(plain(fields)).encode(),
+            headers={"Content-Type": "application/json", "User-Agent": "accel-train"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
+                self._is_failing = False
+                return True
+        except (OSError, ValueError) as error:
+            if not self._is_failing:
+                # The host alone: whoever has the whole address can write to the channel.
+                print(
+                    f"--webhook: {self._host} did not take a message ({error}); it is tried again",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._is_failing = True
+            return False
+
+
+def news_of(run: Watched) -> list[tuple[str, str]]:
+    """Return the events of a run as it stands: its end, if it has ended as it should, and its alerts."""
+    state = run.state
+    found: list[tuple[str, str]] = []
+    if state.status in ENDED:
+        found.append((state.status, f"{state.status} at step {state.step} of {state.max_steps}"))
+    for alert in run.alerts:
+        where = "" if alert.step is None else f" at step {alert.step}"
+        found.append((alert.kind, f"{alert.kind.replace('_', ' ')}{where}: {alert.message}"))
+    return found
