@@ -26,7 +26,7 @@ from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import Recorder, RunInfo, log_evaluation, write_report
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
-from accel_train.opened import Opened, Prepared, build_recorder, profiled_steps
+from accel_train.opened import Opened, Prepared, build_recorder, build_throughput, profiled_steps
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED, StartAgain
 from accel_train.speed import out_of_memory
@@ -92,7 +92,7 @@ def training(
         device=accelerator.device,
         config=config.loader,
     )
-    throughput = Throughput(accelerator.device, world_size=accelerator.num_processes, precision=config.precision)
+    throughput = build_throughput(opened, prepared)
     steps = profiled_steps(opened, steps, throughput)
     made = Training(opened, order, prepared.run_info, log, saver, steps, throughput, prepared.guard)
     observation = nullcontext() if _observe is None else _observe(made, prepared, dataset)
@@ -197,6 +197,7 @@ class Training:
         if self.measure is not None:
             self.measure(result)
             return
+        self.throughput.end_of_step()
         self.saver.begin()  # from here on a stop has a step to save, and must not end the process at once
         self._counts.add(tokens=tokens, padded_tokens=padded_tokens, flops=flops)
         logs = self.log.due(self.done)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
@@ -16,7 +17,9 @@ from accel_train.config import expand_path
 from accel_train.data.options import resolve_loader
 from accel_train.experiment_options import ExperimentConfig
 from accel_train.metrics.profiling.advice import Setting
+from accel_train.metrics.profiling.step_times import StepTimes
 from accel_train.metrics.recorder import Recorder, RunInfo
+from accel_train.metrics.throughput import Throughput
 from accel_train.options.tree import flatten, to_tree
 from accel_train.speed.out_of_memory import SmallerMicroBatch, recorded
 from accel_train.training import schedules
@@ -27,7 +30,6 @@ from accel_train.training.step_guard import StepGuard
 
 if TYPE_CHECKING:
     from accel_train.data.loader import StepBatches
-    from accel_train.metrics.throughput import Throughput
 
 
 def smaller_micro_batch(config: ExperimentConfig) -> SmallerMicroBatch | None:
@@ -87,6 +89,11 @@ class Prepared:
     sync: SyncPolicy
     guard: StepGuard
 
+    @cached_property
+    def times(self) -> StepTimes:
+        """The clock of the parts of a step, which its windows mark and the log points read."""
+        return StepTimes(self.accelerator.device)
+
     def window(
         self,
         micro_batches: Sequence[tuple[Batch, Mapping[str, Tensor] | Tensor]],
@@ -99,8 +106,26 @@ class Prepared:
         ``GradientWindow`` describes the rest.
         """
         return GradientWindow(
-            self.accelerator, self.model, micro_batches, coefficients, step, policy=self.sync, guard=self.guard
+            self.accelerator,
+            self.model,
+            micro_batches,
+            coefficients,
+            step,
+            policy=self.sync,
+            guard=self.guard,
+            times=self.times,
         )
+
+
+def build_throughput(opened: Opened, prepared: Prepared) -> Throughput:
+    """Build the throughput of a training, whose clock starts here. Every process has one."""
+    accelerator = opened.accelerator
+    return Throughput(
+        accelerator.device,
+        world_size=accelerator.num_processes,
+        precision=opened.config.precision,
+        times=prepared.times,
+    )
 
 
 def build_recorder(opened: Opened, run_info: RunInfo) -> Recorder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import torch
 from torch.profiler import record_function
 
 from accel_train.metrics.profiling.names import PAUSE
+from accel_train.metrics.profiling.step_times import Part, StepTimes
 from accel_train.speed.device_peaks import peak_of
 from accel_train.training.parameters import widest
 
@@ -36,6 +37,7 @@ class _Interval:
     data_wait_seconds: float
     flops: float
     profiled_steps: int
+    parts: Mapping[Part, float]
 
 
 class LocalCounts:
@@ -86,16 +88,19 @@ class Throughput:
         peak_flops_per_second: float | None = None,
         window_steps: int = 50,
         clock: Callable[[], float] = time.perf_counter,
+        times: StepTimes | None = None,
     ) -> None:
         """Take ``peak_flops_per_second`` as the dense peak of ONE device in the precision of the matrix products.
 
-        None looks up the device and ``precision``. If they are unknown, there is no ``mfu``.
+        None looks up the device and ``precision``. If they are unknown, there is no ``mfu``. ``times`` has the parts of
+        the steps, which the window of gradients takes.
         """
         self._device = device
         self._world_size = world_size
         self._peak = peak_flops_per_second or peak_of(device, precision)
         self._window_steps = window_steps
         self._clock = clock
+        self._times = times
         self._intervals: deque[_Interval] = deque()
         self._pauses = 0
         self._paused_since = 0.0
@@ -135,6 +140,11 @@ class Throughput:
         self._data_wait_seconds += data_wait_seconds
         self._flops = self._flops + flops
         self._profiled_steps += profiled
+
+    def end_of_step(self) -> None:
+        """End the last part of a step, before anything that a log point, a save or an evaluation adds to it."""
+        if self._times is not None:
+            self._times.end("update")
 
     @contextmanager
     def pause(self) -> Generator[None]:
@@ -181,6 +191,8 @@ class Throughput:
         waited = sum(i.data_wait_seconds for i in counted)
         # The wait for the first step may lie before the clock was started.
         metrics["data_wait_fraction"] = min(waited / seconds, 1.0)
+        for part in counted[-1].parts:
+            metrics[f"{part}_fraction"] = sum(i.parts.get(part, 0.0) for i in counted) / seconds
         flops_per_second = sum(i.flops for i in counted) / seconds
         return metrics | self._flop_metrics(flops_per_second) | memory_in_use(self._device)
 
@@ -216,6 +228,7 @@ class Throughput:
             data_wait_seconds=self._data_wait_seconds,
             flops=flops,
             profiled_steps=self._profiled_steps,
+            parts={} if self._times is None else self._times.take(),
         )
         self._intervals.append(interval)
         self._restart(now)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -81,6 +81,13 @@ def no_sync(accelerator: Accelerator, model: nn.Module, *, enabled: bool = True)
         accelerator.sync_gradients = True
 
 
+class Times(Protocol):
+    """Takes the times of a step's parts (``metrics.profiling.step_times``)."""
+
+    def begin(self) -> None: ...
+    def end(self, part: Literal["forward", "backward", "update"]) -> None: ...
+
+
 class GradientWindow:
     """The micro-batches of one optimizer step, their weights and their total gradient::
 
@@ -110,6 +117,7 @@ class GradientWindow:
         step: int,
         policy: SyncPolicy = "auto",
         guard: StepGuard | None = None,
+        times: Times | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
@@ -117,6 +125,7 @@ class GradientWindow:
         self._optimizers: list[Any] = accelerator._optimizers  # pyright: ignore[reportPrivateUsage]
         self.step = step
         self.guard = guard or StepGuard()
+        self._times = times
         self.inputs = [inputs for inputs, _ in micro_batches]
         self.coefficients = dict(coefficients)
         self._zero_stage = _zero_stage(accelerator)
@@ -186,6 +195,8 @@ class GradientWindow:
             for i, inputs in enumerate(self.inputs):
                 self._is_last = i + 1 == len(self.inputs)
                 with self._boundary():
+                    if self._times is not None:
+                        self._times.begin()
                     yield inputs
         # The context above reduced on its exit, and the engine refuses to step inside of it.
         if self._coalesced:
@@ -233,6 +244,8 @@ class GradientWindow:
         by_term = self._by_term(sums, "sums")
         terms = [by_term[k].float() for k in self.coefficients]
         self._sums.append([term.detach() for term in terms])
+        if self._times is not None:
+            self._times.end("forward")
         parts = [term * factor for term, factor in zip(terms, self._factors, strict=True)]
         loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
         # ZeRO's engine steps right after this backward, so the losses must be known before it.
@@ -245,6 +258,8 @@ class GradientWindow:
             loss.backward()
         else:
             self.accelerator.backward(loss)
+        if self._times is not None:
+            self._times.end("backward")
 
     def _by_term(self, found: Mapping[str, Tensor] | Tensor, kind: str) -> Mapping[str, Tensor]:
         if isinstance(found, Tensor):

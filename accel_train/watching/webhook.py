@@ -10,11 +10,14 @@ import re
 import sys
 import urllib.request
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from accel_train.config import UsageError
 from accel_train.metrics.records import plain
-from accel_train.watching.terminal import Watched
+
+if TYPE_CHECKING:
+    from accel_train.watching.terminal import Watched
 
 TIMEOUT_SECONDS = 10.0
 ENDED = ("finished", "stopped")

@@ -266,6 +266,10 @@ def test_a_run_writes_its_profile_and_a_resume_past_it_none(tmp_path: Path) -> N
     assert "--vary compile.mode=off,on" in page
     lines = {r["step"]: r for r in read_metrics(directory / "metrics.jsonl") if r["event"] == "train"}
     assert {step for step, line in lines.items() if "profiled_steps" in line} == {2, 3}
+    for line in lines.values():
+        parts = [line[f"{part}_fraction"] for part in ("forward", "backward", "update", "data_wait")]
+        assert min(parts[:3]) > 0
+        assert 0.2 < sum(parts) < 1.001
 
     before = (report / "profile.md").stat().st_mtime_ns
     output = train_mmdit(directory, "--max_steps", "5", "--overwrite", "False", "--profile.steps", "1:3")
