@@ -17,6 +17,13 @@ from accel_train.store.atomic_files import replace_file
 
 HEAD = ("event", "step", "time", "elapsed_seconds", "processor_seconds")
 # Last words of the names of evaluation values that describe the evaluation itself, not its result.
+STEP_PARTS = {
+    "forward": "forward_fraction",
+    "backward": "backward_fraction",
+    "update": "update_fraction",
+    "waiting for data": "data_wait_fraction",
+}
+"""Parts of a step in its panel, and the fields that have them."""
 NOT_DRAWN = ("seconds", "samples", "steps", "tokens", "count")
 
 # Points from which a noisy curve is drawn with a smoothed one on top.
@@ -190,14 +197,17 @@ def _train_panels(lines: Records, labels: Labels) -> tuple[list[Panel], list[Pan
 
 
 def _step_time_panel(lines: Records) -> Panel:
-    waiting = Series()
-    for line in lines:
-        seconds = line.get("step_seconds")
-        fraction = line.get("data_wait_fraction")
-        if isinstance(seconds, (int, float)) and isinstance(fraction, (int, float)):
-            waiting.add(line["step"], 1000 * seconds * fraction)
-    whole = _column(lines, "step_seconds", 1000.0)
-    parts = {"whole step": whole, "of it waiting for data": waiting}
+    parts = {"whole step": _column(lines, "step_seconds", 1000.0)}
+    for label, field in STEP_PARTS.items():
+        part = Series()
+        for line in lines:
+            seconds = line.get("step_seconds")
+            fraction = line.get(field)
+            if isinstance(seconds, (int, float)) and isinstance(fraction, (int, float)):
+                part.add(line["step"], 1000 * seconds * fraction)
+        # Devices without a clock of their own, and runs of an older version, have the wait alone.
+        if part.values:
+            parts[label] = part
     return Panel("Step time", "ms per step", parts, from_zero=True)
 
 

@@ -18,6 +18,7 @@ from accel_train.metrics.records import last_pass, read_metrics
 def train(step: int, **more: object) -> dict[str, object]:
     line: dict[str, object] = {"event": "train", "step": step, "loss": 4.0 - step / 1000, "lr": 1e-3, "grad_norm": 1.0}
     line |= {"samples_per_second": 400.0, "tokens_per_second": 8e3, "step_seconds": 0.2, "data_wait_fraction": 0.25}
+    line |= {"forward_fraction": 0.2}
     return line | {"memory_peak_gib": 3.0, "loss_text": 3.0, "loss_latent": 0.5, "mode": "l2t"} | more
 
 
@@ -57,7 +58,9 @@ def test_every_value_has_its_panel() -> None:
     assert drawn.pop("Throughput") == {"samples/s (median 400; 8k tokens/s)": (all_three, [400.0] * 3)}
     step_time = drawn.pop("Step time")
     assert step_time["whole step"] == (all_three, pytest.approx([200.0] * 3))
-    assert step_time["of it waiting for data"] == (all_three, pytest.approx([50.0] * 3))
+    assert step_time["forward"] == (all_three, pytest.approx([40.0] * 3))
+    assert "backward" not in step_time  # as in a run of an older version
+    assert step_time["waiting for data"] == (all_three, pytest.approx([50.0] * 3))
     assert drawn == {
         "Loss": {"training loss": (all_three, [3.99, 3.98, 3.97])},
         "Loss terms": {"loss_text": (all_three, [3.0, 2.0, 3.0]), "loss_latent": ([10, 30], [0.5, 0.5])},
