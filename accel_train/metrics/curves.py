@@ -17,6 +17,8 @@ from accel_train.store.atomic_files import replace_file
 
 HEAD = ("event", "step", "time", "elapsed_seconds", "processor_seconds")
 # Last words of the names of evaluation values that describe the evaluation itself, not its result.
+NOT_DRAWN = ("seconds", "samples", "steps", "tokens", "count")
+
 STEP_PARTS = {
     "forward": "forward_fraction",
     "backward": "backward_fraction",
@@ -24,7 +26,6 @@ STEP_PARTS = {
     "waiting for data": "data_wait_fraction",
 }
 """Parts of a step in its panel, and the fields that have them."""
-NOT_DRAWN = ("seconds", "samples", "steps", "tokens", "count")
 
 # Points from which a noisy curve is drawn with a smoothed one on top.
 SMOOTH_FROM = 40
@@ -198,11 +199,11 @@ def _train_panels(lines: Records, labels: Labels) -> tuple[list[Panel], list[Pan
 
 def _step_time_panel(lines: Records) -> Panel:
     parts = {"whole step": _column(lines, "step_seconds", 1000.0)}
-    for label, field in STEP_PARTS.items():
+    for label, name in STEP_PARTS.items():
         part = Series()
         for line in lines:
             seconds = line.get("step_seconds")
-            fraction = line.get(field)
+            fraction = line.get(name)
             if isinstance(seconds, (int, float)) and isinstance(fraction, (int, float)):
                 part.add(line["step"], 1000 * seconds * fraction)
         # Devices without a clock of their own, and runs of an older version, have the wait alone.
