@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.diffusion.noise_levels import snr_weight
+from accel_train.domains.images.pipelines import encoding
 from accel_train.domains.images.pipelines.encoding import identity_of_texts
 from accel_train.domains.images.pipelines.family import Predicting
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
@@ -224,3 +227,29 @@ def test_memory_of_offloaded_text_encoders_is_that_of_two_blocks(bases: dict[str
     held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in encoder.parameters()}
     whole = sum(p.nbytes for p in plain.components(torch.device("cpu")).text_encoder_2.parameters())
     assert whole - sum(held.values()) == pytest.approx(saved, rel=0.05)
+
+
+def test_memory_falls_by_the_size_of_the_text_encoder_when_it_is_dropped(tmp_path: Path) -> None:
+    """By the pages of the process: its captions are encoded, and nothing holds on to the encoder."""
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    pipeline = tiny.make("sd1")
+    # Wide enough that its tensors are pages of their own, which go back to the system when they are freed. In bf16 on
+    # the disk, since weights of the precision in use would be pages of the file, read where they are touched.
+    sizes: Any = {"hidden_size": 1024, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small = pipeline.text_encoder.config
+    wide = CLIPTextConfig(vocab_size=50_000, max_position_embeddings=small.max_position_embeddings, **sizes)
+    pipeline.register_modules(text_encoder=CLIPTextModel(wide).bfloat16())
+    pipeline.save_pretrained(tmp_path / "base")
+    del pipeline
+    gc.collect()
+    base = find_base(BaseConfig(source=str(tmp_path / "base"), encoder_precision="fp32"))
+    loaded = base.components(torch.device("cpu"))
+    embeddings = encoding.encode_texts(loaded, base, ["a red flag", "a cat"])
+    before = psutil.Process().memory_info().rss
+    freed = encoding.drop_text_encoders(loaded)
+    after = psutil.Process().memory_info().rss
+    assert freed > 200 << 20
+    assert before - after == pytest.approx(freed, rel=0.1)
+    assert loaded.text_encoder is None
+    assert embeddings
