@@ -103,6 +103,7 @@ def evaluate(
     prepared: Prepared,
     model: pretrained.LanguageModel,
     data: prepare.LanguageData,
+    step: int,
 ) -> dict[str, float]:
     """Compute held-out perplexity and write samples.md, with the EMA weights. Every process calls it."""
     options = config.evaluation
@@ -125,7 +126,7 @@ def evaluate(
         )
     metrics = perplexity.metrics_from_sums(sums)
     if accelerator.is_main_process:
-        samples.report(config.report_directory, written)
+        samples.report(config.report_directory, written, step)
     logs.info(logger, perplexity.summary(metrics))
     return metrics
 
@@ -164,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
     model = pretrained.LanguageModel(prepared.model, config.data.packing, pretrained.attention_of(plain))
     run_evaluation = partial(evaluate, config, prepared, model, data)
     if config.evaluate_only:
-        return loop.evaluate_only(opened, run_evaluation)
+        return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))
 
     facts = (config.model, config.evaluation, config.data.path)
     write_extras = partial(
@@ -188,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
             # Save before the evaluation, so that one that fails loses nothing.
             training.save_if_due(result)
             if config.evaluation.due(batches.done, opened.max_steps):
-                training.evaluate(run_evaluation)
+                training.evaluate(partial(run_evaluation, batches.done))
     code = loop.finish(training)
     logs.info(logger, *OWN_ROWS)
     return code

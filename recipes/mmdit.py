@@ -152,7 +152,7 @@ def write_report(
     directory: Path, data: dataset.PreparedData, scores: Scores, step: int, shown: Batch, drawn: both_ways.Sampled
 ) -> None:
     """Write what was sampled for the batch ``shown``, as text and as pictures. Main process."""
-    samples.report_samples(directory, data, drawn.tokens, drawn.latents)
+    samples.report_samples(directory, data, drawn.tokens, drawn.latents, step)
     picture_scores.report(scores, directory, step, shown, drawn)
 
 

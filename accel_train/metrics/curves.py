@@ -19,14 +19,6 @@ HEAD = ("event", "step", "time", "elapsed_seconds", "processor_seconds")
 # Last words of the names of evaluation values that describe the evaluation itself, not its result.
 NOT_DRAWN = ("seconds", "samples", "steps", "tokens", "count")
 
-STEP_PARTS = {
-    "forward": "forward_fraction",
-    "backward": "backward_fraction",
-    "update": "update_fraction",
-    "waiting for data": "data_wait_fraction",
-}
-"""Parts of a step in its panel, and the fields that have them."""
-
 # Points from which a noisy curve is drawn with a smoothed one on top.
 SMOOTH_FROM = 40
 
@@ -199,16 +191,13 @@ def _train_panels(lines: Records, labels: Labels) -> tuple[list[Panel], list[Pan
 
 def _step_time_panel(lines: Records) -> Panel:
     parts = {"whole step": _column(lines, "step_seconds", 1000.0)}
-    for label, name in STEP_PARTS.items():
+    timed = [line for line in lines if isinstance(line.get("step_seconds"), (int, float))]
+    for name in ("forward", "backward", "update", "data_wait"):
         part = Series()
-        for line in lines:
-            seconds = line.get("step_seconds")
-            fraction = line.get(name)
-            if isinstance(seconds, (int, float)) and isinstance(fraction, (int, float)):
-                part.add(line["step"], 1000 * seconds * fraction)
-        # Devices without a clock of their own, and runs of an older version, have the wait alone.
-        if part.values:
-            parts[label] = part
+        for line in timed:
+            if f"{name}_fraction" in line:  # absent on some devices, and in runs of an older version
+                part.add(line["step"], 1000 * line["step_seconds"] * line[f"{name}_fraction"])
+        parts[_words(name)] = part
     return Panel("Step time", "ms per step", parts, from_zero=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from accel_train.metrics.progress import Labels, LogConfig, Progress
 from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair_metrics, write_json
 from accel_train.metrics.trackers import RunName, Trackers, resolve_trackers
 from accel_train.store.atomic_files import replace_file
-from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT
+from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT, STEP
 from accel_train.wording import FILE_ONLY
 
 if TYPE_CHECKING:
@@ -266,6 +267,21 @@ def write_markdown(path: Path, lines: Sequence[str]) -> None:
         replace_file(path, "\n".join(lines).encode("utf-8", "replace"))
     except OSError as error:
         logger.warning("%s could not be written (%s); training is not affected", path, error)
+
+
+def write_page_of_step(report: Path, name: str, lines: Sequence[str], step: int) -> None:
+    """Write a page of an evaluation as ``NAME.md``, and keep it as ``NAME/step_STEP.md``. Main process.
+
+    Pages of later steps are of a training that a resume has left, and go.
+    """
+    write_markdown(report / f"{name}.md", lines)
+    folder = report / name
+    with suppress(OSError):  # writing the page says it
+        folder.mkdir(parents=True, exist_ok=True)
+        for page in folder.glob(f"{STEP}[0-9]*.md"):
+            if int(page.stem.removeprefix(STEP)) > step:
+                page.unlink()
+    write_markdown(folder / f"{STEP}{step:08d}.md", lines)
 
 
 def quoted(text: str) -> str:

@@ -18,5 +18,7 @@ OF_A_RUN = (LOADING_FILE, MICRO_BATCH_FILE, LEFT_OUT_FILE, RUN_FILE, CONFIG_FILE
 """Files that ``overwrite`` deletes, in addition to checkpoints, report and what waits for the Hub."""
 REPORT = "report"
 """Directory for people: pushed to the Hub as a whole, and emptied by ``overwrite``."""
+STEP = "step_"
+"""In folders of the report: what the names of the pages of each evaluation begin with, before the step."""
 EVALUATION_FILE = "evaluation.json"
 """In the report: the metrics of the last evaluation, with their step."""

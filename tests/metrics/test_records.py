@@ -687,6 +687,14 @@ def test_the_report_is_written_after_its_evaluation(
     assert json.loads((tmp_path / "report" / "evaluation.json").read_text()) == {"step": 3, "nll": 1.5}
 
 
+def test_samples_of_each_evaluation_are_kept_and_those_of_a_left_training_go(tmp_path: Path) -> None:
+    for step in (100, 200, 300, 150):  # resumed from 100
+        write_samples(tmp_path, ["a"], [f"b{step}"], [("c", 0.5)], step)
+    assert [page.name for page in sorted((tmp_path / "samples").iterdir())] == ["step_00000100.md", "step_00000150.md"]
+    assert (tmp_path / "samples.md").read_text() == (tmp_path / "samples" / "step_00000150.md").read_text()
+    assert "b100" in (tmp_path / "samples" / "step_00000100.md").read_text()
+
+
 def test_samples_that_cannot_be_written_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_samples(tmp_path / "absent" / "report", ["a"], ["b"], [("c", 0.5)])
+    write_samples(tmp_path / "absent" / "report", ["a"], ["b"], [("c", 0.5)], 3)
     assert "could not be written" in caplog.text

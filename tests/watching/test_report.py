@@ -17,6 +17,7 @@ import pytest
 
 from accel_train import cli
 from accel_train.config import UsageError
+from accel_train.metrics.recorder import write_page_of_step
 from accel_train.watching.html_report.charts import BUCKETS, kept_points
 from accel_train.watching.html_report.drawing import linear_ticks, short
 from accel_train.watching.html_report.facts import resume_command
@@ -280,6 +281,17 @@ def test_samples_and_pictures_are_in_the_page(tmp_path: Path) -> None:
     assert picture[0]["src"] == "data:image/png;base64," + base64.b64encode(PIXEL).decode()
     assert [text for _, text in page.all("q")] == ["to be", "or <b>not</b>"]
     assert [text for _, text in page.all("h4")] == ["Samples", "1"]
+
+
+def test_samples_of_earlier_evaluations_are_folded_away(tmp_path: Path) -> None:
+    run = noisy_run(tmp_path / "run")
+    for step in range(10, 250, 10):
+        write_page_of_step(run.path / "report", "samples", ["# Samples", "", f"- written: > at {step}"], step)
+    page = write(tmp_path / "page.html", run)
+    assert [text for _, text in page.all("q")] == [f"at {step}" for step in (240, *range(230, 30, -10))]
+    folded = [text for _, text in page.all("summary") if text.startswith("After step")]
+    assert (folded[0], len(folded)) == ("After step 230", 20)
+    assert "Of 23 earlier evaluations the last 20; all are in report/samples." in [text for _, text in page.all("p")]
 
 
 def test_markdown_of_any_kind_stays_whole() -> None:

@@ -14,7 +14,7 @@ from accel_train.domains.language import generation
 from accel_train.domains.language.prepare import LanguageData
 from accel_train.domains.language.token_shards import TokenDataset
 from accel_train.metrics import evaluation
-from accel_train.metrics.recorder import quoted, write_markdown
+from accel_train.metrics.recorder import quoted, write_page_of_step
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ def _divide(heldout: TokenDataset, number: int, prompt_tokens: int) -> tuple[lis
     return tokens[:given].tolist(), tokens[given:].tolist()
 
 
-def report(directory: Path, samples: Sequence[Sample]) -> None:
-    """Write ``samples.md`` on the main process. A write error is logged as a warning."""
+def report(directory: Path, samples: Sequence[Sample], step: int) -> None:
+    """Write ``samples.md`` on the main process, and keep it by step. A write error is logged as a warning."""
     lines = ["# Continuations of held-out texts", ""]
     for number, sample in enumerate(samples, 1):
         lines += [f"## {number}", ""]
         lines += [f"- given: {quoted(sample.prompt)}", f"- written by the model: {quoted(sample.written)}"]
         lines += [f"- the text itself: {quoted(sample.original)}", ""]
-    write_markdown(directory / "samples.md", lines)
+    write_page_of_step(directory, "samples", lines, step)

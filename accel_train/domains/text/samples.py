@@ -8,19 +8,23 @@ from pathlib import Path
 from torch import Tensor
 
 from accel_train.domains.text.dataset import PreparedData
-from accel_train.metrics.recorder import quoted, write_markdown
+from accel_train.metrics.recorder import quoted, write_page_of_step
 
 
-def report_samples(directory: Path, data: PreparedData, tokens: Tensor, latents: Tensor) -> None:
+def report_samples(directory: Path, data: PreparedData, tokens: Tensor, latents: Tensor, step: int) -> None:
     """Write ``samples.md`` for the first held-out texts, from tokens (B, S) and latents (B, L, Dz) sampled for them."""
     sampled = [data.tokenizer.decode(row) for row in tokens.cpu()]
-    write_samples(directory, data.heldout.texts, sampled, data.nearest_texts(latents))
+    write_samples(directory, data.heldout.texts, sampled, data.nearest_texts(latents), step)
 
 
 def write_samples(
-    directory: Path, originals: Sequence[str], sampled: Sequence[str], nearest: Sequence[tuple[str, float]]
+    directory: Path,
+    originals: Sequence[str],
+    sampled: Sequence[str],
+    nearest: Sequence[tuple[str, float]],
+    step: int,
 ) -> None:
-    """Write ``samples.md`` on the main process.
+    """Write ``samples.md`` on the main process, and keep it by step.
 
     For each held-out text it shows the text sampled from its latent, and the training text nearest to the latent
     sampled from it, with their cosine. A write error is logged as a warning.
@@ -35,4 +39,4 @@ def write_samples(
             f"- training text nearest to the latent sampled from it (t2l), cosine {cosine:.2f}: {quoted(neighbour)}",
             "",
         ]
-    write_markdown(directory / "samples.md", lines)
+    write_page_of_step(directory, "samples", lines, step)

@@ -6,27 +6,55 @@ import base64
 from html import escape
 from pathlib import Path
 
+from accel_train.store.names import STEP
+from accel_train.watching.html_report.markup import details
+
 LARGEST_BYTES = 8 << 20
 """A larger picture is named and not embedded, so that the page can still be opened on a phone."""
 DRAWN_ANEW = "curves.png"
+EARLIER_LISTED = 20
+"""Earlier evaluations in the page."""
 
 
 def samples_html(report: Path) -> list[str]:
-    """Return the Markdown pages, then the pictures, embedded. Empty for a run without any."""
+    """Return the Markdown pages, those of earlier evaluations folded away, then the pictures, embedded.
+
+    Empty for a run without any.
+    """
     parts: list[str] = []
     # Sorted, because a directory has no order of its own. Hidden files are left out, as by a shell.
     for path in sorted(report.glob("[!.]*.md")):
-        try:
-            text = path.read_text(encoding="utf-8", errors="replace")
-        except OSError as error:
-            # The rest of the page is still of use.
-            text = f"{path.name} cannot be read ({error})"
-        parts += ['<div class="samples">', *markdown_html(text), "</div>"]
+        parts += [*_page_html(path), *_earlier_html(path.with_suffix(""))]
     for path in sorted(report.glob("[!.]*.png")):
         # The report draws its own curves.
         if path.name != DRAWN_ANEW:
             parts.append(_picture_html(path))
     return parts
+
+
+def _earlier_html(folder: Path) -> list[str]:
+    """Return the pages of earlier evaluations, the newest first. The last of all is the page itself."""
+    earlier = sorted(folder.glob(f"{STEP}[0-9]*.md"))[:-1]
+    listed = earlier[-EARLIER_LISTED:]
+    parts: list[str] = []
+    if len(listed) < len(earlier):
+        parts.append(
+            f"<p>Of {len(earlier)} earlier evaluations the last {len(listed)}; all are in report/{escape(folder.name)}."
+            "</p>"
+        )
+    for path in reversed(listed):
+        step = int(path.stem.removeprefix(STEP))
+        parts += details(f"After step {step:,}", _page_html(path))
+    return parts
+
+
+def _page_html(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        # The rest of the page is still of use.
+        text = f"{path.name} cannot be read ({error})"
+    return ['<div class="samples">', *markdown_html(text), "</div>"]
 
 
 def markdown_html(text: str) -> list[str]:

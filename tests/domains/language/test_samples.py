@@ -75,7 +75,7 @@ def test_of_a_chat_all_that_is_not_learned_is_given(tmp_path: Path) -> None:
 
 
 def test_samples_are_written_for_people(tmp_path: Path) -> None:
-    samples.report(tmp_path / "report", [Sample("Nay,", " answer\nme", " answer me: stand")])
+    samples.report(tmp_path / "report", [Sample("Nay,", " answer\nme", " answer me: stand")], 3)
     text = (tmp_path / "report" / "samples.md").read_text()
     assert "- given: > Nay,\n- written by the model: > answer me\n- the text itself: > answer me: stand" in text
 
