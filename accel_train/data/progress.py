@@ -5,6 +5,8 @@ import time
 from types import TracebackType
 from typing import Any
 
+from accel_train import unread_output
+
 SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -43,11 +45,12 @@ class Progress:
             self._last_line = time.monotonic()
             samples_per_second = self.done / (self._last_line - self._started)
             seconds_left = (self.total - self.done) / samples_per_second
-            print(
-                f"{self.label}: {self.done} of {self.total} samples, "
-                f"{samples_per_second:.0f}/s, {seconds_left:.0f} s left",
-                flush=True,
-            )
+            text = f"{self.label}: {self.done} of {self.total} samples, {samples_per_second:.0f}/s, "
+            try:
+                print(f"{text}{seconds_left:.0f} s left", flush=True)
+            except BrokenPipeError:
+                # `recipe | head`: the work goes on without a reader.
+                unread_output.discard()
 
     def __exit__(
         self,

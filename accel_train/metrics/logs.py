@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+from accel_train import unread_output
 from accel_train.config import UsageError
 from accel_train.metrics.environment import command_line
 from accel_train.wording import FILE_ONLY
@@ -131,7 +132,10 @@ class _RankFile(logging.FileHandler):
 
 
 class _Console(logging.StreamHandler[TextIO]):
-    """Console with short lines. Clears a progress bar before each line and redraws it after."""
+    """Console with short lines. Clears a progress bar before each line and redraws it after.
+
+    A run goes on without its console: after `recipe | head`, or when the terminal is gone.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -152,6 +156,16 @@ class _Console(logging.StreamHandler[TextIO]):
             return
         with tqdm.tqdm.external_write_mode(file=self.stream):
             super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Write no more to a console that cannot be written. Other errors are those of a message."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        unread_output.discard()
+        logging.getLogger().removeHandler(self)
+        logger.warning("the console cannot be written (%s); what follows is in this log alone", error)
 
 
 def _is_for_console(record: logging.LogRecord) -> bool:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from accel_train.launch_files.parents import end_with_parent, parent_command_lines
-from accel_train.runtime.exiting import EXIT_PREEMPTED, report_exit_code
+from accel_train.runtime.exiting import EXIT_ASKED, EXIT_PREEMPTED, report_exit_code
 
 STOP_FILE = "STOP"
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -79,7 +79,8 @@ def leave(number: int) -> NoReturn:
         text = f"asked to stop ({name}) while there is nothing to save; {remedy}\n"
         # A print is not safe in a handler.
         os.write(2, text.encode())
-    report_exit_code(EXIT_PREEMPTED)
+    # torchrun sends SIGTERM to the others when one process fails, and nothing else.
+    report_exit_code(EXIT_PREEMPTED if number == signal.SIGTERM else EXIT_ASKED)
     os._exit(EXIT_PREEMPTED)
 
 

@@ -8,7 +8,6 @@ import gc
 import json
 import logging
 import os
-import select
 import signal
 import sys
 import threading
@@ -18,6 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from accel_train import unread_output
 from accel_train.config import UsageError, requested_output_dir
 
 SECONDS_TO_BE_HEARD = 5
@@ -29,6 +29,8 @@ EXIT_PREEMPTED = 75
 
 EXIT_AGAIN = 76
 """Reported to ``accel-train launch`` in place of 75 by a process that asks for a new start at once."""
+EXIT_ASKED = 77
+"""Reported in place of 75 by a process that left before its first step because somebody asked for a stop."""
 STARTED_AGAIN_VARIABLE = "ACCEL_TRAIN_STARTED_AGAIN"
 """Set by ``accel-train launch`` for a start that continues the run of the same command. ``one_run`` takes it away."""
 
@@ -173,7 +175,7 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         asks_again = True
     except BrokenPipeError:
         # `recipe --help | head`: the reader of this output has left. Any other pipe is a real error.
-        if not _stdout_is_closed():
+        if not unread_output.discard():
             raise
         code = 1
     except Exception:
@@ -184,22 +186,6 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     if code is None:
         code = 0
     _leave(int(code), reported=EXIT_AGAIN if asks_again else int(code))
-
-
-def _stdout_is_closed() -> bool:
-    """Return True if standard output is a pipe without a reader, and discard further output."""
-    try:
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)
-        closed = any(event & select.POLLERR for _, event in poll.poll(0))
-    except (OSError, ValueError):
-        # Captured output of a notebook or a test has no file descriptor.
-        return False
-    if closed:
-        # Without this, Python would fail once more when it flushes at exit.
-        discard = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(discard, sys.stdout.fileno())
-    return closed
 
 
 def _report(text: str) -> None:
@@ -285,13 +271,16 @@ def reported_exit_code(path: Path, *, stopped: bool) -> int | None:
     """Combine the reports of the ranks of a failed launch. None if no rank reached ``run_main``.
 
     ``stopped`` means that the launcher forwarded a stop. Otherwise a rank that reports 75 may only have been ended by
-    torchrun after another one failed.
+    torchrun after another one failed, which ``EXIT_ASKED`` rules out.
     """
     if not path.exists():
         return None
     # A later report of a rank replaces its earlier one.
     by_rank = dict(line.split() for line in path.read_text().splitlines())
     codes = {int(code) for code in by_rank.values()}
+    if EXIT_ASKED in codes:
+        codes = codes - {EXIT_ASKED} | {EXIT_PREEMPTED}
+        stopped = True
     # Wrong usage explains everything else. After a stop the failures of the others are its consequences, as they are
     # of a process that asks for a new start.
     preference = (2, EXIT_PREEMPTED, EXIT_AGAIN, 1) if stopped else (2, EXIT_AGAIN, 1, EXIT_PREEMPTED)
@@ -307,7 +296,7 @@ def _leave(code: int, reported: int) -> NoReturn:
     _ignore_stops()
     report_exit_code(reported)
     logging.shutdown()
-    if _stdout_is_closed() and code == 0:
+    if unread_output.discard() and code == 0:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

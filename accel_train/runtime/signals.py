@@ -208,7 +208,8 @@ def explain(error: BaseException | None) -> None:
 
     torch names neither the operation nor the option, and the process with the error is the one that waited in vain.
     """
-    if error is None:
+    # Those of pipes, files and requests are of the operating system: the words are the same, the meaning is not.
+    if error is None or isinstance(error, OSError):
         return
     # torch's own frames come last. The newest one outside of it shows which call has failed.
     frames = traceback.extract_tb(error.__traceback__)

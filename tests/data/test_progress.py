@@ -1,10 +1,14 @@
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from accel_train.data import progress
 from accel_train.data.progress import Progress
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_plain_lines_where_there_is_no_terminal(
@@ -17,6 +21,27 @@ def test_plain_lines_where_there_is_no_terminal(
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"latents: 4 of 10 samples, \d+/s, \d+ s left", lines[0])
     assert lines[1].startswith("latents: 10 of 10 samples")
+
+
+def test_the_work_goes_on_when_nobody_reads_its_lines() -> None:
+    code = (
+        "import sys; from accel_train.data import progress; progress.SECONDS_BETWEEN_LINES = 0.0\n"
+        "sys.stdin.read()\n"
+        "with progress.Progress('latents', 2, True) as bar:\n"
+        "    bar.update(1)\n"
+        "    bar.update(1)\n"
+        "print('done', file=sys.stderr)\n"
+    )
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == b"done\n"
+    assert process.returncode == 0
 
 
 def test_short_work_and_other_processes_are_silent(

@@ -101,6 +101,36 @@ def test_a_disk_that_fills_up_is_said_once(tmp_path: Path, capsys: pytest.Captur
         assert "Traceback" not in err
 
 
+@pytest.mark.fault("R4", injected="the reader of standard output leaves: `recipe | head`", outcome="the run goes on")
+def test_a_run_goes_on_without_its_console(tmp_path: Path) -> None:
+    code = (
+        "import logging, sys\nfrom pathlib import Path\n"
+        "from accel_train.data import progress\nfrom accel_train.metrics.logs import setup_logging\n"
+        "progress.SECONDS_BETWEEN_LINES = 0.0\n"
+        "with setup_logging(Path('.'), 0, 1):\n"
+        "    sys.stdin.read()\n"
+        "    for step in range(3):\n"
+        "        logging.getLogger('accel_train').info('step %d', step)\n"
+        "        with progress.Progress('evaluation', 1, True) as bar:\n"
+        "            bar.update(1)\n"
+    )
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, stdin=pipe, stdout=pipe, stderr=pipe
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+    text = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert text.count("the console cannot be written") == 1
+    assert "step 2" in text
+
+
 def test_messages_go_around_a_progress_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tqdm import tqdm
 

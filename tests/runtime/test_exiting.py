@@ -190,8 +190,22 @@ def test_one_run_alone_knows_that_it_continues(monkeypatch: pytest.MonkeyPatch) 
         ("0 1\n1 1\n1 75\n", True, 75),
         ("0 1\n1 1\n1 0\n0 75\n", True, 75),
         ("0 1\n0 3\n", False, 3),
+        ("0 1\n1 1\n0 77\n", False, 75),
+        ("0 1\n1 1\n0 77\n1 2\n", False, 2),
     ],
-    ids=["imports", "torn", "crash", "saved", "usage", "crash of one", "early on one", "last push", "other"],
+    ids=[
+        "imports",
+        "torn",
+        "crash",
+        "saved",
+        "usage",
+        "crash of one",
+        "early on one",
+        "last push",
+        "other",
+        "file for one",
+        "usage after file",
+    ],
 )
 def test_the_codes_of_all_ranks_become_one(said: str | None, stopped: bool, code: int | None, tmp_path: Path) -> None:
     if said is not None:
