@@ -26,7 +26,7 @@ from accel_train.training.optimizers import OptimizerConfig
 from accel_train.training.schedules import ScheduleConfig
 
 if TYPE_CHECKING:
-    from accel_train.pipeline import Pipeline
+    from accel_train.pipeline import TrainedModel
 
 FREE_TO_CHANGE = (
     "output_dir",
@@ -86,7 +86,7 @@ class Recipe:
     """Class whose ``from_pretrained`` loads a checkpoint, named by the card on the Hub."""
     first_options: tuple[str, ...] = ()
     """Its own options that ``--help`` shows first. None: those that stand outside groups."""
-    pipeline: type[Pipeline] | None = None
+    pipeline: type[TrainedModel] | None = None
     """What ``accel_train.load`` returns for a checkpoint, and what ``accel-train sample`` and ``export`` use."""
     smoke: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values of its own options with ``--smoke``, such as an evaluation of few samples."""

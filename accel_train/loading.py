@@ -16,12 +16,12 @@ from typing import Any, Protocol, TypeVar, cast, overload
 from accel_train.commands import places
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cache_directory
-from accel_train.pipeline import ADAPTER_DESCRIPTION, Pipeline
+from accel_train.pipeline import ADAPTER_DESCRIPTION, Pipeline, TrainedModel
 from accel_train.store import manifest, strict_json
 
 logger = logging.getLogger(__name__)
 
-P = TypeVar("P", bound=Pipeline)
+P = TypeVar("P", bound=TrainedModel)
 
 HUB = "hub:"
 DOMAINS = "accel_train.domains"
@@ -167,8 +167,9 @@ def read_description(directory: Path) -> dict[str, Any]:
         return strict_json.read_object(path, MAX_DESCRIPTION_BYTES)
     except FileNotFoundError:
         raise UsageError(
-            f"{directory}: has no config.json, so the model of its weights is unknown. `write_extras` of the recipe "
-            f"has to write one. {OWN_RECIPE}"
+            f"{directory}: has no config.json, so the model of its weights is unknown. If its recipe declares a "
+            f"pipeline, name the file: accel-train sample --recipe FILE {directory}. Otherwise, {OWN_RECIPE[0].lower()}"
+            f"{OWN_RECIPE[1:]}"
         ) from None
     except ValueError as error:
         raise UsageError(f"{path}: cannot be read ({error}); restore it from a copy") from None

@@ -26,7 +26,7 @@ ADAPTER_DESCRIPTION = "pipeline.json"
 """What config.json is for a whole model, for adapters: beside a config.json transformers would take their weights for
 those of the model."""
 
-P = TypeVar("P", bound="Pipeline", covariant=True)
+T = TypeVar("T", bound="TrainedModel", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,27 @@ class SampleOptions(Protocol):
     def output(self) -> str | None: ...
 
 
-class Pipeline(Protocol):
+class TrainedModel(Protocol):
+    """What ``accel-train sample`` needs of a recipe's model: options, how it is loaded, and what it does."""
+
+    options: ClassVar[type]
+    """Options of ``sample``, a frozen dataclass. ``device`` is required, and `seed` and `output` mean what they do in
+    ``SampleOptions``."""
+
+    @classmethod
+    def from_directory(cls: type[T], directory: Path, device: str) -> T:
+        """Read a checkpoint or an export, whose files are verified already. Raises ``UsageError``."""
+        ...
+
+    def sample(self, options: Any) -> list[str]:
+        """Do what ``accel-train sample`` asks for and return the lines to print."""
+        ...
+
+
+class Pipeline(TrainedModel, Protocol):
     """A trained model with all that is around it. Each recipe has its own call, with inputs in the units of its data.
 
-    ``domains.NAME.pipeline`` of the library defines a pipeline, or the file of a recipe of your own.
+    ``domains.NAME.pipeline`` of the library defines a pipeline. Its options have the fields of ``SampleOptions``.
     """
 
     recipe: ClassVar[str]
@@ -71,8 +88,6 @@ class Pipeline(Protocol):
     """``pipeline_tag`` on the Hub. None where the Hub has no word for it."""
     usage: ClassVar[str]
     """A line of Python that calls ``pipeline``, for the card on the Hub."""
-    options: ClassVar[type]
-    """Options of ``sample``, a frozen dataclass with the fields of ``SampleOptions``."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -88,15 +103,6 @@ class Pipeline(Protocol):
     @classmethod
     def recognises(cls, description: Mapping[str, Any]) -> bool:
         """Return True for the config.json of such a model without the name of its pipeline, from an older version."""
-        ...
-
-    @classmethod
-    def from_directory(cls: type[P], directory: Path, device: str) -> P:
-        """Read a checkpoint or an export, whose files are verified already. Raises ``UsageError``."""
-        ...
-
-    def sample(self, options: Any) -> list[str]:
-        """Do what ``accel-train sample`` asks for and return the lines to print."""
         ...
 
     def examples(self) -> Sequence[Example]:

@@ -117,7 +117,7 @@ def _add_init(init: argparse.ArgumentParser) -> None:
     source = init.add_mutually_exclusive_group()
     source.add_argument("--recipe", default="mmdit", metavar="NAME", help="default: mmdit")
     source.add_argument(
-        "--scaffold", action="store_true", help="a new recipe.py of 80 lines instead, with marks at what to replace"
+        "--scaffold", action="store_true", help="a new recipe.py of 110 lines instead, with marks at what to replace"
     )
 
 

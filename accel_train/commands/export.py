@@ -33,6 +33,7 @@ from accel_train.store.weights import FLOATS, INTEGERS, TensorInfo, TensorReader
 
 Source = Literal["model", "ema"]
 BARE = ("torch", "safetensors")
+DESCRIBING = 'docs/use.md, "A pipeline for a recipe of your own"'
 """Packages of every model.py."""
 
 
@@ -179,7 +180,10 @@ def _write_for_others(directory: Path) -> list[str]:
 def _prove(directory: Path) -> str:
     """Write model.py, the example and verify.py, run it, and return a line about it for the user."""
     if not (directory / "config.json").is_file():
-        return "without model.py: the checkpoint has no config.json"
+        return (
+            "without model.py and verify.py: the checkpoint has no config.json, which `write_extras` of its recipe "
+            f"writes: {DESCRIBING}"
+        )
     named = loading.read_description(directory).get("pipeline")
     if named is None:
         return "without model.py and verify.py: config.json names no pipeline, as written by an older version"

@@ -9,7 +9,7 @@ from accel_train import loading
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
 from accel_train.options.loading import read_options
-from accel_train.pipeline import Pipeline
+from accel_train.pipeline import TrainedModel
 
 
 def sample(place: str, arguments: Sequence[str], recipe: str | None = None) -> int:
@@ -44,11 +44,11 @@ def _named(adapters: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _declared(recipe: str) -> type[Pipeline]:
+def _declared(recipe: str) -> type[TrainedModel]:
     """Return the pipeline that a recipe's file declares."""
     module = import_recipe(find_recipe(recipe))
     declaration = getattr(getattr(module, "Config", None), "recipe", None)
-    pipeline: type[Pipeline] | None = getattr(declaration, "pipeline", None)
+    pipeline: type[TrainedModel] | None = getattr(declaration, "pipeline", None)
     if pipeline is None:
         raise UsageError(
             f"recipe {recipe!r}: its Config declares no pipeline, the class that loads its model and samples from it. "

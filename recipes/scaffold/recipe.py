@@ -1,9 +1,11 @@
 """Learn which ring of a target a point lies on: a whole recipe, to make your own. CHANGE marks what to replace."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +15,8 @@ from accel_train.config import PositiveInt
 from accel_train.data import sampler
 from accel_train.options.loading import load_config
 from accel_train.runtime.exiting import one_run, run_main
+from accel_train.store.weights import load_weights
 from accel_train.training import optimizers
-
-
-# Config. CHANGE: options of your own; those that every recipe has come with ExperimentConfig.
-@dataclass(frozen=True)
-class Config(experiment.ExperimentConfig):
-    """Learn which ring of a target a point lies on."""
-
-    width: PositiveInt = 64
-    """Width of the hidden layers."""
 
 
 # CHANGE: the data, and its fingerprint in `main`. Anything with a length that gives a dict of tensors for an index.
@@ -34,6 +28,46 @@ def points(count: int, stream: str) -> list[dict[str, Tensor]]:
 # CHANGE: the model. No dropout layers: draw masks with `rng`, which gives a sample the same on any process.
 def build_model(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(2, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 5))
+
+
+# Use. CHANGE: what `accel-train sample --recipe recipe.py RUN` asks a trained model.
+@dataclass(frozen=True)
+class Question:
+    """On which ring of the target does a point lie?"""
+
+    place: tuple[float, ...] = (0.0, 0.0)
+    """The two coordinates of the point."""
+    device: str = "cpu"
+    """Device of torch."""
+
+
+class RingPipeline:
+    options: ClassVar = Question
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model.eval()
+
+    @classmethod
+    def from_directory(cls, directory: Path, device: str = "cpu") -> "RingPipeline":
+        options = json.loads((directory / "manifest.json").read_text())["experiment"]
+        model = build_model(options["width"])
+        load_weights(directory, "ema", model)
+        return cls(model.to(device))
+
+    @torch.no_grad()
+    def sample(self, options: Question) -> list[str]:
+        logits = self.model(torch.tensor([options.place], device=options.device))
+        return [f"ring {int(logits.argmax())}"]
+
+
+# Config. CHANGE: options of your own; those that every recipe has come with ExperimentConfig.
+@dataclass(frozen=True)
+class Config(experiment.ExperimentConfig):
+    """Learn which ring of a target a point lies on."""
+
+    recipe: ClassVar = experiment.Recipe(pipeline=RingPipeline)
+    width: PositiveInt = 64
+    """Width of the hidden layers."""
 
 
 # Loss and evaluation. CHANGE: the values of each sample, (B,), of which the loss is trained.
