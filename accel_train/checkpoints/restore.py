@@ -188,12 +188,23 @@ def _compare_layouts(checkpoint: Checkpoint, accelerator: Accelerator, experimen
     for key, value in current.items():
         if saved.get(key) != value:
             changed.append(f"{key} {saved.get(key)} -> {value}")
+    rest = _other_options(saved_experiment, experiment)
     if changed:
         logger.info("not bit-exact: the order of floating-point reductions differs (%s)", ", ".join(changed))
     elif accelerator.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
-        logger.info("the same layout as when it was saved: bit-exact but for kernels that sum in no fixed order")
+        logger.info(
+            "the same layout as when it was saved: bit-exact but for kernels that sum in no fixed order%s", rest
+        )
     else:
-        logger.info("bit-exact: the same layout as when it was saved")
+        logger.info("bit-exact: the same layout as when it was saved%s", rest)
+
+
+def _other_options(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """Name the options that a user has changed since the save, beside those of the layout."""
+    others = [key for key in saved if key in current and key not in ORDER and current[key] != saved[key]]
+    if not others:
+        return ""
+    return f"; from here on with another {', '.join(others)}"
 
 
 def _weight_map(checkpoint: Checkpoint, stem: str, shards: Shards) -> Mapping[str, str]:

@@ -304,6 +304,8 @@ def _hint(kind: Any, value: Any) -> str:
         return f" (write {int(value)})"
     if not isinstance(value, str):
         return ""
+    if value.lower().lstrip("+-.") in ("inf", "infinity", "nan") and _fits(kind, 0.0):
+        return " (a finite one)"
     number = _number(value)
     if number is not None and _fits(kind, number):
         return " (leave the quotes out)"

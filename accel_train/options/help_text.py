@@ -14,6 +14,7 @@ import dataclasses
 import inspect
 import itertools
 import os
+import re
 import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
@@ -91,7 +92,8 @@ def _description(cls: type, presets: Sequence[str]) -> str:
     return (
         f"{inspect.getdoc(cls) or ''}\n\n"
         f"First argument: a preset ({', '.join(presets)}) or a YAML file. Flags override it. "
-        "--print_config shows the result. --smoke tries everything in seconds, in OUTPUT_DIR-smoke."
+        "--print_config shows the result. --smoke tries everything in seconds, in OUTPUT_DIR-smoke unless --output_dir "
+        "is given."
     )
 
 
@@ -172,7 +174,8 @@ def _overview(cls: type, shown: Sequence[str]) -> list[str]:
 
 def _first_sentence(cls: type) -> str:
     text = " ".join((inspect.getdoc(cls) or "").split())
-    return text.partition(". ")[0].rstrip(".")
+    # Not at the point of "et al. 2024" or "e.g. this".
+    return re.split(r"(?<!\bal)(?<!\b[a-z]\.[a-z])\. ", text, maxsplit=1)[0].rstrip(".")
 
 
 def option_texts(cls: type, prefix: str = "") -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +97,10 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     set_requested_output_dir(changes.get("output_dir", getattr(base, "output_dir", None)))
     config = base
     if changes:
-        config = from_tree(cls, _overlay(to_tree(base), changes), "command line")
+        try:
+            config = from_tree(cls, _overlay(to_tree(base), changes), "command line")
+        except UsageError as error:
+            raise UsageError(f"{error}{_set_elsewhere(str(error), tree, changes, source, option_types(cls))}") from None
     origins = _origins(tree, source, config, flags)
     origins |= {key: "--smoke" for key in smoke if key not in flags}
     origins |= replaced
@@ -288,6 +292,22 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
         # For a union pydantic reports each member. `refusal` has checked its literals already.
         found = [e for e in error.errors() if e["type"] != "literal_error"]
         raise UsageError("\n".join(_explain(cls, e, where, places) for e in found)) from None
+
+
+def _set_elsewhere(error: str, tree: Tree, changes: Mapping[str, Any], source: str, kinds: Mapping[str, Any]) -> str:
+    """Name the options in a refusal of flags that the file or preset has set, with the flags that change them."""
+    found: list[str] = []
+    for key, value in flatten(tree).items():
+        # An option of the same group is named without it, beside its value.
+        *_, name = key.split(".")
+        named = rf"(?<![\w.]){re.escape(key)}\b|(?<![\w.]){name} {re.escape(str(value).lower())}\b"
+        if key in changes or re.search(named, error) is None:
+            continue
+        flag = f"--{key}"
+        if refusal(kinds[key], None) is None:
+            flag = f"{flag} None"
+        found.append(f"{key} is from {source}: {flag} changes it")
+    return f" ({'; '.join(found)})" if found else ""
 
 
 def _remedy(where: str, key: str) -> str:

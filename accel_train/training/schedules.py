@@ -136,9 +136,18 @@ def _fits(config: ScheduleConfig, decay_steps: int) -> bool:
 
 
 def notices(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[str]:
-    """Notices for a run that continues after the end of its schedule, such as after a raised max_steps."""
-    if config.kind in _ENDLESS or max_steps <= decay_steps:
+    """Notices for a run that ends elsewhere than its schedule, such as a resume with another max_steps."""
+    if config.kind in _ENDLESS or max_steps == decay_steps:
         return []
+    if max_steps < decay_steps:
+        if config.decay_steps is not None:
+            return []
+        factor = learning_rate_factor(config, max_steps, decay_steps)
+        return [
+            f"the schedule of this run ends at step {decay_steps}, as its first start decided: at step {max_steps} the "
+            f"learning rate is still {factor:.2g} of the peak; to end there, give --schedule.decay_steps {max_steps} "
+            "--allow schedule.decay_steps"
+        ]
     lr = f"{config.floor:g} of the peak"
     if config.floor == 0:
         lr = "0, so nothing is learned there"

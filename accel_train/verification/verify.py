@@ -202,7 +202,7 @@ class _Runs:
         if name == "reversed" and self._sizes.batch == 1:
             return "one sample has no order; give --global_batch_size 15"
         if name == "zero2" and importlib.util.find_spec("deepspeed") is None:
-            return "deepspeed is not installed: pip install 'accel_train[deepspeed]'"
+            return "deepspeed is not installed: pip install 'accel-train[deepspeed]'"
         if name == "launch_file" and self._machine is not None and self._machine.num_machines > 1:
             return f"{self._machine.path} has num_machines: {self._machine.num_machines}; give a file for one machine"
         return None

@@ -293,7 +293,7 @@ def test_a_wrong_file_is_refused_with_the_place_and_the_remedy(text: str, messag
         ("demo --seed=-1", r"command line: seed: -1 is refused"),
         ("demo --seed -1", r"command line: seed: -1 is refused"),
         ("demo --optimizer.lr .inf", r"optimizer\.lr: inf is refused: .*finite"),
-        ("demo --optimizer.lr inf", r"optimizer\.lr: 'inf' is refused: a number is required"),
+        ("demo --optimizer.lr inf", r"optimizer\.lr: 'inf' is refused: a number is required \(a finite one\)"),
         ("demo --optimzer.lr 1", r"--optimzer\.lr: unknown option: did you mean '--optimizer\.lr'\?"),
         ("demo --zzz 1", r"--zzz: unknown option; --help all lists all"),
         ("demo --ever_steps 1", r"--ever_steps: unknown option; --help all lists all"),

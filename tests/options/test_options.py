@@ -396,10 +396,31 @@ def test_help_lists_twenty_options_and_names_the_rest_by_group(recipe: str, caps
     assert {*config.first_options()} == {*first}  # type: ignore[attr-defined]
     counts = {row[1]: int(row[2]) for row in re.finditer(r"^  (\w+) +(\d+)  \w", overview, flags=re.MULTILINE)}
     rest = [name for name in option_names(config) if name not in first]
+    assert not re.search(r"\b(al|e\.g|i\.e)$", overview, flags=re.MULTILINE)
     assert counts == dict(Counter(name.split(".")[0] if "." in name else "general" for name in rest))
     offered = re.search(r"a preset \((.*?)\)", " ".join(shown.split()))
     assert offered is not None
     assert offered[1].split(", ") == [preset for preset in preset_names() if of_preset(preset) is config]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            ["--objective.spectral_weight", "0.1"],
+            r"spectral_weight 0\.1: .*\(objective\.queries is from pde_demo: --objective\.queries None changes it\)$",
+        ),
+        (["--objective.spectral_weight", "0.1", "--objective.queries", "8"], r"this weight at 0\.$"),
+        (
+            ["--objective.residual_from", "50"],
+            r"residual_from 50: .*\(objective\.autoencode_steps is from pde_demo: --objective\.autoencode_steps ch",
+        ),
+    ],
+)
+def test_a_flag_that_contradicts_the_preset_is_refused_with_both_places(flags: list[str], says: str) -> None:
+    config, _ = RECIPES["pde"]
+    with pytest.raises(UsageError, match=says):
+        load_config(config, ["pde_demo", *flags], presets=PRESETS)
 
 
 @pytest.mark.parametrize("topic", ["optimizer", "evaluation", "evaluation.text", "activation-checkpointing"])

@@ -1,6 +1,7 @@
 """Learning-rate factors against closed forms, torch, transformers and diffusers."""
 
 import math
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_train.config import UsageError
-from accel_train.training.schedules import ScheduleConfig, learning_rate_factor, resolve_decay_steps, shortened
+from accel_train.training.schedules import ScheduleConfig, learning_rate_factor, notices, resolve_decay_steps, shortened
 
 TOTAL = 97
 TORCH = torch.optim.lr_scheduler
@@ -35,6 +36,18 @@ def reference(build: Callable[[torch.optim.Optimizer], TORCH.LRScheduler], steps
             warnings.simplefilter("ignore")  # torch's composed schedulers warn about their own use
             scheduler.step()
     return factors
+
+
+def test_an_end_elsewhere_than_that_of_the_schedule_is_said() -> None:
+    linear = ScheduleConfig(kind="linear", warmup_steps=0)
+    (shorter,) = notices(linear, 100, 75)
+    assert re.search(r"at step 75 the learning rate is still 0\.25 of the peak; .*--schedule\.decay_steps 75", shorter)
+    (longer,) = notices(linear, 100, 150)
+    assert re.search(r"from there to step 150 the learning rate is 0, .*--schedule\.decay_steps 150", longer)
+    assert notices(linear, 100, 100) == []
+    assert notices(ScheduleConfig(kind="constant"), 100, 75) == []
+    # Given by the user, who knows.
+    assert notices(replace(linear, decay_steps=100), 100, 75) == []
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 10])

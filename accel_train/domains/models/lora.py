@@ -192,7 +192,7 @@ def import_peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise UsageError("adapters (lora.rank) need peft; run pip install 'accel_train[lora]'") from None
+        raise UsageError("adapters (lora.rank) need peft; run pip install 'accel-train[lora]'") from None
     return peft
 
 

@@ -58,7 +58,7 @@ def _import_bitsandbytes(bits: Bits) -> Any:
         import bitsandbytes
     except ImportError:
         raise UsageError(
-            f"lora.base_precision {bits}: needs bitsandbytes; run pip install 'accel_train[lora,bitsandbytes]'"
+            f"lora.base_precision {bits}: needs bitsandbytes; run pip install 'accel-train[lora,bitsandbytes]'"
         ) from None
     return bitsandbytes
 

@@ -101,7 +101,7 @@ def _load(source: str, revision: str | None, option: str) -> Any:
     try:
         from diffusers import AutoModel
     except ImportError:
-        raise UsageError(f"{option}: needs diffusers; run pip install 'accel_train[diffusers]'") from None
+        raise UsageError(f"{option}: needs diffusers; run pip install 'accel-train[diffusers]'") from None
     path = expand_path(source)
     if path.is_dir() and revision is not None:
         raise UsageError(f"{option} {source!r} is a folder and has no revision {revision!r}; leave the revision out")

@@ -335,7 +335,7 @@ def find_base(config: BaseConfig) -> Base:
 
 def _require_diffusers() -> None:
     if find_spec("diffusers") is None:
-        raise UsageError("base.source: a pipeline needs diffusers; run pip install 'accel_train[diffusers]'")
+        raise UsageError("base.source: a pipeline needs diffusers; run pip install 'accel-train[diffusers]'")
 
 
 def _is_strange(kind: Sequence[Any]) -> bool:
