@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 
@@ -41,6 +42,11 @@ _state = _State()
 def active() -> Simulation | None:
     """Return the simulation of this process, None in every real run."""
     return _state.active
+
+
+def weights_have_no_values() -> bool:
+    """Return True while a model is only counted, on the meta device, and in a simulation: no file need be read."""
+    return active() is not None or torch.get_default_device().type == "meta"
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from accelerate import Accelerator
 
+from accel_train import simulated
 from accel_train.checkpoints import refused
 from accel_train.config import UsageError, expand_path
 from accel_train.data.options import resolve_loader
@@ -94,7 +95,9 @@ def _set_up_directory(directory: Path, before: frozenset[Path], accelerator: Acc
 def prepare_data(accelerator: Accelerator, prepare: Callable[..., T]) -> T:
     """Call ``prepare(rank=, world_size=, barrier=)`` on every process. Collective.
 
-    An exception of one process is raised on all.
+    An exception of one process is raised on all. In a simulation there is one process, which prepares everything.
     """
+    if simulated.active() is not None:
+        return prepare(rank=0, world_size=1, barrier=lambda: None)
     with failing_together(accelerator) as barrier:
         return prepare(rank=accelerator.process_index, world_size=accelerator.num_processes, barrier=barrier)

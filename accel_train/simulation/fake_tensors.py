@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -95,12 +96,21 @@ def build_fake(fake: FakeTensorMode, build: Callable[[], nn.Module]) -> nn.Modul
 
     Accelerate finds the sharded form of an optimizer's parameter by the address of its memory. Fake ones have none.
     """
-    with fake:
+    with fake, mock.patch.object(nn.Module, "_apply", _apply_in_place):
         model = build()
     # From 1: 0 is the address of tensors without memory.
     for number, parameter in enumerate(model.parameters(), 1):
         setattr(parameter, "data_ptr", _constant(number))  # noqa: B010  shadows the method of the class
     return model
+
+
+def _apply_in_place(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Do what ``module.to`` and its like do. torch swaps a fake parameter for another one, and cannot."""
+    for part in module.modules() if recurse else [module]:
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None:
+                tensor.data = change(tensor.data)
+    return module
 
 
 def _constant(number: int) -> Callable[[], int]:

@@ -17,6 +17,7 @@ NO_EMA = ("--ema.decay", "0")
 RAGGED = ("--micro_batch_size", "3")
 BF16 = ("--precision", "bf16")
 MUON = ("--optimizer.name", "muon")
+ADAPTERS = ("--lora.rank", "4")
 UNPACKED = ("--data.packing", "false")
 
 DAILY = [
@@ -41,6 +42,12 @@ WEEKLY = [
     (Layout("fsdp2", 4), (*SELECTIVE, *RAGGED)),
     (Layout("fsdp2", 2, "pde"), FULL),
     (Layout("fsdp2", 2, "causal_lm"), (*UNPACKED, *FULL)),
+    (Layout("single", 1, "lora"), ()),
+    (Layout("ddp", 2, "lora"), ("--lora.base_precision", "bf16", *BF16)),
+    (Layout("fsdp2", 2, "lora"), NO_EMA),
+    (Layout("single", 1, "causal_lm"), (*UNPACKED, *ADAPTERS)),
+    (Layout("ddp", 2, "causal_lm"), (*UNPACKED, *ADAPTERS, *FULL)),
+    (Layout("fsdp2", 2, "causal_lm"), (*UNPACKED, *ADAPTERS)),
 ]
 
 
@@ -49,6 +56,8 @@ WEEKLY = [
     ("layout", "flags"), [*DAILY, *(pytest.param(*case, marks=pytest.mark.slow) for case in WEEKLY)], ids=str
 )
 def test_simulated_equals_real(layout: Layout, flags: tuple[str, ...], tmp_path: Path) -> None:
+    if "--lora.rank" in flags:
+        flags = (*flags, *pretrained(tmp_path / "base"))
     fake = counted(layout, tmp_path, *flags)
     truth = real(layout, tmp_path, *flags)
     # transformers makes masks unless it can read that none are needed, which fake tensors do not tell.
@@ -58,6 +67,19 @@ def test_simulated_equals_real(layout: Layout, flags: tuple[str, ...], tmp_path:
         assert fake[name] == truth[name], name
     assert collectives(fake) == collectives(truth)
     assert bool(fake["collectives"]) == (layout.processes > 1)
+
+
+def pretrained(folder: Path) -> list[str]:
+    """A small model to put adapters on, and the flags that take it in place of the preset's."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = LlamaConfig(
+        vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    LlamaForCausalLM(sizes).save_pretrained(folder)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
+    left_out = [word for name in names for word in (f"--model.{name}", "None")]
+    return ["--model.source", str(folder), "--data.tokenizer", "trained", *left_out]
 
 
 def collectives(found: dict[str, Any]) -> dict[tuple[str, int], tuple[int, int]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel_train import simulated
 from accel_train.config import PositiveInt, UsageError
 from accel_train.domains.models.lora import CONFIG_FILE, CPU, LoraConfig, adapter_config, apply_lora
 from accel_train.precision import Precision
@@ -209,8 +210,7 @@ def find_base(source: str, revision: str | None) -> PretrainedBase:
 
 
 def _build(options: ModelConfig, config: Any, *, load_source: bool) -> nn.Module:
-    # The meta device is where parameters are counted, and takes no weights.
-    reads = load_source and options.source is not None and torch.get_default_device().type != "meta"
+    reads = load_source and options.source is not None and not simulated.weights_have_no_values()
     try:
         # Named, because a config.json may name kernels on the Hub, which are code.
         return _make(options, config, "sdpa", reads)

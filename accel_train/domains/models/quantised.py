@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from accel_train import simulated
 from accel_train.config import UsageError
 from accel_train.domains.models.float8 import Float8Linear
 
@@ -25,8 +26,8 @@ def quantise(model: nn.Module, names: Sequence[str], bits: Bits, *, compute: tor
 
     Weights go there one by one, so the whole model in its own dtype need not fit. ``compute`` is the dtype that values
     of four bits are multiplied in; int8 multiplies as integers, with outliers in fp16; fp8 in the dtype of its input.
-    On the meta device only sizes are set. Raises ``UsageError`` without bitsandbytes, and on a device that it does not
-    run on; fp8 does not need it.
+    On the meta device only sizes are set. Raises ``UsageError`` without bitsandbytes, on a device that it does not run
+    on, and in a simulation; fp8 does not need it.
     """
     if bits == "fp8":
         for name in names:
@@ -34,6 +35,11 @@ def quantise(model: nn.Module, names: Sequence[str], bits: Bits, *, compute: tor
             assert isinstance(layer, nn.Linear), name
             model.set_submodule(name, Float8Linear.of(layer, device))
         return
+    if simulated.active() is not None:
+        raise UsageError(
+            f"lora.base_precision {bits}: bitsandbytes computes its scales from values, and simulated weights have "
+            "none; fp8, bf16, fp16 or fp32 is required. Simulate fp8, which takes about as many bytes as int8"
+        )
     bnb = _import_bitsandbytes(bits)
     if bits == "int8":
         # It says with every product that fp32 and bf16 inputs are cast.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 from torch import nn
 
+from accel_train import simulated
 from accel_train.config import PositiveFloat, PositiveInt, UsageError, expand_path
 from accel_train.domains.diffusion.noise_levels import NoiseLevels, levels_of
 from accel_train.domains.images.pipelines import flow_transformers, unets
@@ -131,8 +132,7 @@ class DiffusersBase:
         library, class_name = _index(self.directory)[component]
         kind: Any = getattr(import_module(library), class_name)
         folder = self.directory / component
-        # Where parameters are counted before anything is read. from_pretrained would read the weights for it.
-        if torch.get_default_device().type == "meta":
+        if simulated.weights_have_no_values():
             if library == "diffusers":
                 return kind.from_config(kind.load_config(folder)).train()
             return kind(kind.config_class.from_pretrained(folder)).train()

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from accel_train import simulated
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig, coefficients
 from accel_train.domains.diffusion.noise_levels import NoiseLevels, Prediction
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig
@@ -116,7 +117,7 @@ class MMDiTBase:
         They are fp32. ``apply_lora`` gives the frozen ones their precision.
         """
         model = MultimodalMMDiT(self.shape)
-        if torch.get_default_device().type != "meta":
+        if not simulated.weights_have_no_values():
             load_directory(model, self.directory, self._stem)
         return model.train()
 
