@@ -107,9 +107,8 @@ def build_fake(fake: FakeTensorMode, build: Callable[[], nn.Module]) -> nn.Modul
 def _apply_in_place(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """Do what ``module.to`` and its like do. torch swaps a fake parameter for another one, and cannot."""
     for part in module.modules() if recurse else [module]:
-        for tensor in (*part._parameters.values(), *part._buffers.values()):
-            if tensor is not None:
-                tensor.data = change(tensor.data)
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            tensor.data = change(tensor.data)
     return module
 
 

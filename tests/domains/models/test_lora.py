@@ -275,7 +275,7 @@ def test_strategies_that_would_shard_a_quantised_base_are_refused(strategy: str)
 def test_without_bitsandbytes_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(
-        UsageError, match=r"lora.base_precision nf4: needs bitsandbytes; .*accel_train\[lora,bitsandbytes"
+        UsageError, match=r"lora.base_precision nf4: needs bitsandbytes; .*accel-train\[lora,bitsandbytes"
     ):
         apply_lora(llama(), LoraConfig(rank=2, base_precision="nf4"))
 
