@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from accelerate import Accelerator
 
-from accel_train import simulated
 from accel_train.checkpoints import refused
 from accel_train.config import UsageError, expand_path
 from accel_train.data.options import resolve_loader
@@ -22,7 +21,7 @@ from accel_train.opened import smaller_micro_batch
 from accel_train.runtime import early_stop, threads
 from accel_train.runtime.accelerator import build_accelerator, log_notices
 from accel_train.runtime.exiting import current_run
-from accel_train.runtime.main_alone import failing_together
+from accel_train.runtime.main_alone import failing_together, place_among_workers
 from accel_train.runtime.strategy import strategy_of
 from accel_train.speed.attention.selection import check_name
 from accel_train.speed.float8 import refuse_float8
@@ -95,9 +94,8 @@ def _set_up_directory(directory: Path, before: frozenset[Path], accelerator: Acc
 def prepare_data(accelerator: Accelerator, prepare: Callable[..., T]) -> T:
     """Call ``prepare(rank=, world_size=, barrier=)`` on every process. Collective.
 
-    An exception of one process is raised on all. In a simulation there is one process, which prepares everything.
+    An exception of one process is raised on all.
     """
-    if simulated.active() is not None:
-        return prepare(rank=0, world_size=1, barrier=lambda: None)
+    rank, world_size = place_among_workers(accelerator)
     with failing_together(accelerator) as barrier:
-        return prepare(rank=accelerator.process_index, world_size=accelerator.num_processes, barrier=barrier)
+        return prepare(rank=rank, world_size=world_size, barrier=barrier)

@@ -184,10 +184,8 @@ def _compare_layouts(checkpoint: Checkpoint, accelerator: Accelerator, experimen
     for key in ORDER:
         saved[key] = saved_experiment.get(key)
         current[key] = experiment.get(key)
-    changed: list[str] = []
-    for key, value in current.items():
-        if saved.get(key) != value:
-            changed.append(f"{key} {saved.get(key)} -> {value}")
+    names = [key for key in dict.fromkeys([*current, *saved]) if saved.get(key) != current.get(key)]
+    changed = [f"{key} {saved.get(key)} -> {current.get(key)}" for key in names]
     rest = _other_options(saved_experiment, experiment)
     if changed:
         logger.info("not bit-exact: the order of floating-point reductions differs (%s)", ", ".join(changed))

@@ -307,7 +307,9 @@ def _set_elsewhere(error: str, tree: Tree, changes: Mapping[str, Any], source: s
         if refusal(kinds[key], None) is None:
             flag = f"{flag} None"
         found.append(f"{key} is from {source}: {flag} changes it")
-    return f" ({'; '.join(found)})" if found else ""
+    if not found:
+        return ""
+    return f" ({'; '.join(found)})"
 
 
 def _remedy(where: str, key: str) -> str:

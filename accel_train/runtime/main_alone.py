@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
+from accel_train import simulated
+
 T = TypeVar("T")
 
 
@@ -46,6 +48,16 @@ def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
     if accelerator.is_main_process:
         return result
     return pickle.loads(message["result"])
+
+
+def place_among_workers(accelerator: Accelerator) -> tuple[int, int]:
+    """Return the rank of this process, and the number of processes that share the preparation of data.
+
+    In a simulation one process prepares everything: the others are not there.
+    """
+    if simulated.active() is not None:
+        return 0, 1
+    return accelerator.process_index, accelerator.num_processes
 
 
 @contextmanager

@@ -41,9 +41,15 @@ def layout_of(accelerator: Accelerator) -> dict[str, Any]:
     device = accelerator.device.type
     if device == "cuda":
         device = torch.cuda.get_device_name()
+    groups: dict[str, Any] = {}
+    mesh: Any = getattr(accelerator, "parallelism_config", None)
+    if mesh is not None and mesh.dp_replicate_size > 1:
+        # HSDP: as many groups hold all shards, and their gradients are summed in a second reduction.
+        groups["replicas"] = mesh.dp_replicate_size
     return {
         "strategy": strategy_of(accelerator),
         "world_size": accelerator.num_processes,
+        **groups,
         "device": device,
         # A CPU sums in as many parts as there are threads.
         "threads": torch.get_num_threads(),

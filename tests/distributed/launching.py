@@ -36,6 +36,11 @@ LAUNCH_FILES = {
 for name in ("zero2_offload", "zero3_offload"):
     LAUNCH_FILES[name] = f"distributed_type: DEEPSPEED\n{LAUNCH_FILES[name]}"
 LAUNCH_FILES["fsdp2"] = f"distributed_type: FSDP\nfsdp_config:{LAUNCH_FILES['fsdp2']}"
+LAUNCH_FILES["hsdp"] = (
+    f"{LAUNCH_FILES['fsdp2'].rstrip()}\nparallelism_config:\n"
+    "  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n"
+)
+"""Four processes: two groups, over each of which everything is sharded."""
 
 SMALL_DEMO = (
     "--global_batch_size 16 --micro_batch_size 16 --log.log_every 1 --log.progress_bar off --evaluation.samples 8 "

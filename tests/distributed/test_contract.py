@@ -37,6 +37,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         *((s, 2, "auto") for s in (*DAILY, "zero3")),
         ("ddp", 3, "every"),
         ("zero2", 2, "last"),
+        pytest.param("hsdp", 4, "auto", marks=pytest.mark.slow),
         pytest.param("zero1", 2, "auto", marks=pytest.mark.slow),
         pytest.param("zero2", 2, "auto", marks=pytest.mark.slow),
         pytest.param("zero3", 2, "last", marks=pytest.mark.slow),

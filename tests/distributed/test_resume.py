@@ -20,7 +20,8 @@ THREE = [Layout("ddp", 3), Layout("fsdp2", 3), Layout("zero2", 3)]
 PDE = [Layout("single", 1, "pde"), Layout("fsdp2", 2, "pde"), Layout("zero3", 2, "pde")]
 CAUSAL_LM = [Layout("single", 1, "causal_lm"), Layout("fsdp2", 2, "causal_lm"), Layout("zero3", 2, "causal_lm")]
 LORA = [Layout("single", 1, "lora"), Layout("fsdp2", 2, "lora"), Layout("zero2", 2, "lora")]
-SAME = [*LAYOUTS, *THREE, *PDE, *CAUSAL_LM, *LORA, *OFFLOADED]
+HSDP = Layout("hsdp", 4)
+SAME = [*LAYOUTS, *THREE, *PDE, *CAUSAL_LM, *LORA, *OFFLOADED, HSDP]
 FLAGS = (
     "--max_steps",
     "20",
@@ -39,6 +40,8 @@ ELSEWHERE = [
     for second in all_of
     if first != second
 ]
+# The same number of processes, and of values in a shard; what differs is the groups that reduce.
+ELSEWHERE += [(HSDP, Layout("fsdp2", 4)), (Layout("fsdp2", 2), HSDP)]
 RING = {
     (a, b) for all_of in (LAYOUTS, PDE, CAUSAL_LM, LORA) for a, b in zip(all_of, [*all_of[1:], all_of[0]], strict=True)
 }

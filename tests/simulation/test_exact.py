@@ -40,6 +40,8 @@ WEEKLY = [
     (Layout("fsdp2", 2), (*RAGGED, "--sync", "every")),
     (Layout("fsdp2", 2), MUON),
     (Layout("fsdp2", 4), (*SELECTIVE, *RAGGED)),
+    (Layout("hsdp", 4), RAGGED),
+    (Layout("hsdp", 4), (*FULL, *BF16, *NO_EMA)),
     (Layout("fsdp2", 2, "pde"), FULL),
     (Layout("fsdp2", 2, "causal_lm"), (*UNPACKED, *FULL)),
     (Layout("single", 1, "lora"), ()),
