@@ -18,8 +18,13 @@ from accel_train.store import atomic_files, strict_json
 from accel_train.store.names import MICRO_BATCH_FILE
 
 MAX_BYTES = 1 << 16
-CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
-"""In the ``RuntimeError`` of torch's allocator for host memory, which has no type of its own."""
+UNTYPED = (
+    "DefaultCPUAllocator: can't allocate memory",
+    # Workspaces that CUDA's libraries allocate beside torch's allocator.
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""In a ``RuntimeError`` of torch: errors of memory without a type of their own."""
 OTHER_MEANS = (
     "--activation_checkpointing.mode full, --optimizer.name adamw_offload, or a launch file that shards "
     "(docs/machines.md, When memory runs out)"
@@ -43,10 +48,10 @@ class SmallerMicroBatch(NamedTuple):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an error of torch's allocator, of a device or of host memory."""
+    """Return True for an error of torch's allocator or CUDA's libraries, of a device or of host memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and CPU_ALLOCATOR in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in UNTYPED)
 
 
 def recorded(directory: Path, asked: int) -> SmallerMicroBatch | None:

@@ -222,4 +222,7 @@ def test_the_error_of_the_cpu_allocator_is_recognised() -> None:
     with pytest.raises(RuntimeError) as failed:
         torch.empty(size, dtype=torch.uint8)
     assert out_of_memory.is_out_of_memory(failed.value)
+    assert out_of_memory.is_out_of_memory(
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    )
     assert not out_of_memory.is_out_of_memory(RuntimeError("out of luck"))
