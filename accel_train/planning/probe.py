@@ -12,7 +12,7 @@ from accel_train.planning.times import Rates, StepTime, step_time, step_work
 from accel_train.simulation import ledger
 from accel_train.simulation.work import Work
 
-STATES = (ledger.PARAMETERS, ledger.BUFFERS, ledger.GRADIENTS, ledger.OPTIMIZER, ledger.EMA)
+STATES = (ledger.PARAMETERS, ledger.BUFFERS, ledger.GRADIENTS, ledger.OPTIMIZER, ledger.EMA, ledger.BESIDE)
 
 
 @dataclass(frozen=True)

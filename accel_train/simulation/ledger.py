@@ -27,6 +27,7 @@ BUFFERS = "buffers"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer state"
 EMA = "EMA"
+BESIDE = "other modules"
 BATCH = "batch"
 GATHERED = "gathered weights"
 UNREDUCED = "unreduced gradients"
@@ -34,7 +35,7 @@ COMMUNICATION = "communication buffers"
 ACTIVATIONS = "activations"
 TEMPORARY = "temporaries"
 CATEGORIES = (
-    *(PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, EMA, BATCH),
+    *(PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, EMA, BESIDE, BATCH),
     *(GATHERED, UNREDUCED, COMMUNICATION, ACTIVATIONS, TEMPORARY),
 )
 BLOCK = 512

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -235,6 +236,28 @@ def batch_bytes(batch: Mapping[str, Tensor]) -> int:
     return sum(value.numel() * value.element_size() for value in batch.values())
 
 
+def tensors_beside(model: nn.Module) -> list[Tensor]:
+    """Return parameters and buffers of modules of this process that share none with ``model``: an autoencoder."""
+    known = {id(module) for module in model.modules()}
+    weights = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    # Modules refer to each other, so that one that nobody uses may still be there.
+    gc.collect()
+    found: list[Tensor] = []
+    for module in gc.get_objects():
+        # By the type: a proxy's own idea of its class may import or warn.
+        if issubclass(type(module), nn.Module) and id(module) not in known:
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            found += [tensor for tensor in own if storage_of(tensor) not in weights]
+    return found
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of the C++ storage of a tensor, or of the local part of a DTensor."""
+    (local,) = ledgers.plain([tensor])
+    storage: Any = local.untyped_storage()
+    return storage._cdata
+
+
 @contextmanager
 def gradients_of_step(model: nn.Module) -> Generator[list[Tensor]]:
     """Collect the gradients when the optimizer steps. Under DDP they are views of its buckets."""
@@ -299,6 +322,8 @@ class StepCounter:
             ledgers.GRADIENTS: buckets,
             ledgers.BATCH: [value for batch in batches.micro_batches for value in batch.values()],
         }
+        device = self._prepared.accelerator.device.type
+        held[ledgers.BESIDE] = [tensor for tensor in tensors_beside(model) if tensor.device.type == device]
         for category, tensors in held.items():
             self.held[category] = self.ledger.mark(tensors, category)
         with self._places.following(), self.ledger.recording():
