@@ -14,7 +14,10 @@ from accel_train.simulation.flags import add_flags
 from accel_train.verification import command as verification
 from accel_train.watching.arguments import add_monitor, add_report
 
-EXPORT = "write weights with config.json, assets and options, model.py for torch alone, an example and verify.py"
+EXPORT = (
+    "write weights with config.json, assets and options; of bundled recipes also model.py, which needs torch alone, "
+    "and verify.py, which repeats the outputs in example.safetensors"
+)
 
 
 def build_parser(
@@ -245,13 +248,13 @@ def _add_export(export: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("fp32", "bf16", "fp16"),
         default="fp32",
-        help="dtype of the weights",
+        help="dtype of the weights (default: fp32)",
     )
     export.add_argument(
         "--weights",
         choices=("model", "ema"),
         default="model",
-        help="trained weights or their EMA",
+        help="trained weights (default) or their EMA",
     )
     export.add_argument("--merged", action="store_true", help="adapters: the whole model that they make of their base")
 

@@ -333,7 +333,9 @@ def _explain(cls: type, error: Any, where: str, places: Places) -> str:
     # pydantic names the bound of the range, which is infinite for a positive number.
     value = error.get("input")
     if isinstance(value, float) and not math.isfinite(value):
-        message = "Input should be a finite number"
+        message = "a finite value is required"
+    # pydantic speaks of an input, which is an option here.
+    message = re.sub(r"^Input should be (.*)", r"a value \1 is required", message)
     # An element such as betas.1 is set with --betas.
     flag = ".".join(part for part in parts if not part.isdigit())
     return f"{there}: {key}: {value!r} is refused: {message}; {_remedy(where, flag)}"

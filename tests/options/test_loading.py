@@ -258,7 +258,7 @@ def test_yaml_values(text: str, expected: Config, presets: Path) -> None:
         ("optimizer: {betas: [0.1]}", r"optimizer\.betas.* is refused"),
         (
             "optimizer: {betas: [0.1, 1.0]}",
-            r"optimizer\.betas\.1: 1\.0 is refused: .*less than 1; .*--optimizer\.betas$",
+            r"optimizer\.betas\.1: 1\.0 is refused: .*less than 1 is required; .*--optimizer\.betas$",
         ),
         ("optimizer: {betas: [0.9, 0.1]}", r"own\.yaml:1:1: optimizer: betas \(0\.9, 0\.1\): .*; swap them$"),
         ("optimizer: {inner: {rate: 1.1}}", r"optimizer\.inner\.rate: 1\.1 is refused: .*less than or equal to 1"),

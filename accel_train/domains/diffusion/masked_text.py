@@ -19,7 +19,8 @@ Weighting = Literal["elbo", "uniform"]
 
 SCHEDULE_EPSILON = 1e-4
 MASK_LOGIT = -1e6
-"""Replaces the model's logit for MASK. Softmax of it is exactly 0, because MASK is never a target."""
+"""Replaces the model's logit for MASK. Softmax of it is exactly 0, because MASK is never a target. A loss that gives
+every token a share of the target, as label smoothing does, has to leave MASK out: its term would be 1e6."""
 
 
 @dataclass(frozen=True)
