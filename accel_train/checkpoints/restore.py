@@ -20,6 +20,7 @@ from accel_train.config import UsageError
 from accel_train.runtime.strategy import layout_of
 from accel_train.store import manifest, pretrained_base, weights
 from accel_train.store.manifest import Checkpoint
+from accel_train.store.run_file import is_covered
 from accel_train.store.strict_json import Json
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards, persistent_buffers
@@ -62,10 +63,13 @@ def _load_into(
     weights.load_weights(directory, "model", model, required=required.union(buffers))
 
 
-def restore(run: Run, accelerator: Accelerator, shards: Shards, ema: Ema | None) -> int:
+def restore(
+    run: Run, accelerator: Accelerator, shards: Shards, ema: Ema | None, free_to_change: Sequence[str] = ()
+) -> int:
     """Restore fp32 masters, optimizer and EMA after ``prepare``. Returns the number of steps done. All ranks.
 
-    Does nothing for a fresh start. Call ``load_initial_weights`` before ``prepare``.
+    ``free_to_change`` are the options, or groups of them, that leave the trajectory as it is: a notice of what differs
+    from the save leaves them out. Does nothing for a fresh start. Call ``load_initial_weights`` before ``prepare``.
     """
     checkpoint = run.checkpoint
     if checkpoint is None:
@@ -73,7 +77,7 @@ def restore(run: Run, accelerator: Accelerator, shards: Shards, ema: Ema | None)
     with run.loading(last=True):
         _restore(checkpoint, accelerator, shards, ema)
     # After the load, which has succeeded on any layout: what is left are notices.
-    _compare_layouts(checkpoint, accelerator, run.saved["experiment"])
+    _compare_layouts(checkpoint, accelerator, run.saved["experiment"], free_to_change)
     return checkpoint.step
 
 
@@ -176,7 +180,9 @@ ORDER = (
 """Options that may change on resume, and affect the order of floating-point sums."""
 
 
-def _compare_layouts(checkpoint: Checkpoint, accelerator: Accelerator, experiment: Mapping[str, Any]) -> None:
+def _compare_layouts(
+    checkpoint: Checkpoint, accelerator: Accelerator, experiment: Mapping[str, Any], free: Sequence[str]
+) -> None:
     """Log whether the continuation can be bit-exact, and if not, the differences."""
     saved_experiment: Mapping[str, Any] = checkpoint.manifest.get("experiment", {})
     saved: Json = dict(checkpoint.manifest.get("layout", {}))
@@ -186,7 +192,7 @@ def _compare_layouts(checkpoint: Checkpoint, accelerator: Accelerator, experimen
         current[key] = experiment.get(key)
     names = [key for key in dict.fromkeys([*current, *saved]) if saved.get(key) != current.get(key)]
     changed = [f"{key} {saved.get(key)} -> {current.get(key)}" for key in names]
-    rest = _other_options(saved_experiment, experiment)
+    rest = _other_options(saved_experiment, experiment, [*ORDER, *free])
     if changed:
         logger.info("not bit-exact: the order of floating-point reductions differs (%s)", ", ".join(changed))
     elif accelerator.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
@@ -197,9 +203,10 @@ def _compare_layouts(checkpoint: Checkpoint, accelerator: Accelerator, experimen
         logger.info("bit-exact: the same layout as when it was saved%s", rest)
 
 
-def _other_options(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Name the options that a user has changed since the save, beside those of the layout."""
-    others = [key for key in saved if key in current and key not in ORDER and current[key] != saved[key]]
+def _other_options(saved: Mapping[str, Any], current: Mapping[str, Any], free: Sequence[str]) -> str:
+    """Name the options that a user has changed since the save, without those that are ``free``."""
+    # An option that only one version of the project has was not changed by anybody.
+    others = [key for key in saved if current.get(key, saved[key]) != saved[key] and not is_covered(key, free)]
     if not others:
         return ""
     return f"; from here on with another {', '.join(others)}"

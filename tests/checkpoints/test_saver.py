@@ -280,6 +280,7 @@ def test_options_that_need_another(options: dict[str, Any], says: str) -> None:
     [
         ({}, "bit-exact: the same layout as when it was saved\n"),
         ({"lr": 2.0}, "bit-exact: the same layout as when it was saved; from here on with another lr\n"),
+        ({"max_steps": 9}, "bit-exact: the same layout as when it was saved\n"),
         ({"micro_batch_size": 1}, "not bit-exact: .*micro_batch_size 2 -> 1"),
         ({"attention": "sdpa_math"}, "not bit-exact: .*attention None -> sdpa_math"),
         ({"compile.mode": "on"}, "not bit-exact: .*compile.mode None -> on"),
@@ -290,14 +291,14 @@ def test_whether_a_resume_is_bit_exact_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, Any], says: str
 ) -> None:
     first = Toy(tmp_path / "run")
-    experiment = {"global_batch_size": 4, "micro_batch_size": 2, "lr": 1.0}
+    experiment = {"global_batch_size": 4, "micro_batch_size": 2, "lr": 1.0, "max_steps": 8}
     first.run = replace(first.run, saved={"experiment": experiment})
     first.train(CheckpointConfig(), 2)
     second = Toy(tmp_path / "run")
     saved = commit.verify(first.run.checkpoints / "checkpoint_00000002")
     run = replace(second.run, checkpoint=saved, saved={"experiment": experiment | changed})
     with caplog.at_level("INFO"):
-        restore.restore(run, second.accelerator, second.average.view, second.average)
+        restore.restore(run, second.accelerator, second.average.view, second.average, ("max_steps",))
     assert re.search(f"(^|\n).*{says}", caplog.text)
     assert ("not bit-exact" in caplog.text) == says.startswith("not")
 
