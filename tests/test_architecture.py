@@ -18,7 +18,7 @@ LIBRARY = ROOT / "accel_train"
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(LIBRARY.rglob("*.py"))
 
-VALUES = {"config", "cores", "options", "precision", "rng", "simulated", "strict_yaml", "wording", "unread_output"}
+VALUES = {"config", "cores", "options", "precision", "rng", "simulated", "strict_yaml", "wording"}
 MECHANISM = {
     *("launch_files", "runtime", "training", "speed", "data", "store"),
     *("checkpoints", "hub", "metrics", "linting"),

@@ -68,8 +68,8 @@ def restore(
 ) -> int:
     """Restore fp32 masters, optimizer and EMA after ``prepare``. Returns the number of steps done. All ranks.
 
-    ``free_to_change`` are the options, or groups of them, that leave the trajectory as it is: a notice of what differs
-    from the save leaves them out. Does nothing for a fresh start. Call ``load_initial_weights`` before ``prepare``.
+    ``free_to_change`` names options, or groups of them, without effect on the trajectory: the notice of differences
+    leaves them out. Does nothing for a fresh start. Call ``load_initial_weights`` before ``prepare``.
     """
     checkpoint = run.checkpoint
     if checkpoint is None:
@@ -204,7 +204,7 @@ def _compare_layouts(
 
 
 def _other_options(saved: Mapping[str, Any], current: Mapping[str, Any], free: Sequence[str]) -> str:
-    """Name the options that a user has changed since the save, without those that are ``free``."""
+    """Name the options changed since the save, without those in ``free``."""
     # An option that only one version of the project has was not changed by anybody.
     others = [key for key in saved if current.get(key, saved[key]) != saved[key] and not is_covered(key, free)]
     if not others:

@@ -5,8 +5,6 @@ import time
 from types import TracebackType
 from typing import Any
 
-from accel_train import unread_output
-
 SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -50,7 +48,7 @@ class Progress:
                 print(f"{text}{seconds_left:.0f} s left", flush=True)
             except BrokenPipeError:
                 # `recipe | head`: the work goes on without a reader.
-                unread_output.discard()
+                self.enabled = False
 
     def __exit__(
         self,

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from accel_train import unread_output
 from accel_train.config import UsageError
 from accel_train.metrics.environment import command_line
+from accel_train.runtime.exiting import discard_unread_output
 from accel_train.wording import FILE_ONLY
 
 logger = logging.getLogger(__name__)
@@ -158,12 +158,12 @@ class _Console(logging.StreamHandler[TextIO]):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Write no more to a console that cannot be written. Other errors are those of a message."""
+        """Write no more to a console after an error of the operating system. Other errors are those of a message."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
             return
-        unread_output.discard()
+        discard_unread_output()
         logging.getLogger().removeHandler(self)
         logger.warning("the console cannot be written (%s); what follows is in this log alone", error)
 

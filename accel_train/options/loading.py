@@ -295,7 +295,7 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
 
 
 def _set_elsewhere(error: str, tree: Tree, changes: Mapping[str, Any], source: str, kinds: Mapping[str, Any]) -> str:
-    """Name the options in a refusal of flags that the file or preset has set, with the flags that change them."""
+    """Name options of the file or preset in a refusal of flags, each with its own flag."""
     found: list[str] = []
     for key, value in flatten(tree).items():
         # An option of the same group is named without it, beside its value.

@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -15,9 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
-from accel_train import unread_output
 from accel_train.config import UsageError, requested_output_dir
 
 SECONDS_TO_BE_HEARD = 5
@@ -30,7 +30,7 @@ EXIT_PREEMPTED = 75
 EXIT_AGAIN = 76
 """Reported to ``accel-train launch`` in place of 75 by a process that asks for a new start at once."""
 EXIT_ASKED = 77
-"""Reported in place of 75 by a process that left before its first step because somebody asked for a stop."""
+"""Reported in place of 75 by a process stopped on request before its first step."""
 STARTED_AGAIN_VARIABLE = "ACCEL_TRAIN_STARTED_AGAIN"
 """Set by ``accel-train launch`` for a start that continues the run of the same command. ``one_run`` takes it away."""
 
@@ -175,7 +175,7 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         asks_again = True
     except BrokenPipeError:
         # `recipe --help | head`: the reader of this output has left. Any other pipe is a real error.
-        if not unread_output.discard():
+        if not discard_unread_output():
             raise
         code = 1
     except Exception:
@@ -186,6 +186,32 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     if code is None:
         code = 0
     _leave(int(code), reported=EXIT_AGAIN if asks_again else int(code))
+
+
+def discard_unread_output() -> bool:
+    """Discard further output to standard output and error, each if it is a pipe without a reader.
+
+    Returns True if standard output is one.
+    """
+    # `recipe 2>&1 | head` leaves neither a reader.
+    _discard_if_unread(sys.stderr)
+    return _discard_if_unread(sys.stdout)
+
+
+def _discard_if_unread(stream: TextIO) -> bool:
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        unread = any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):
+        # Captured output of a notebook or a test has no file descriptor.
+        return False
+    if unread:
+        # Without this, Python would fail once more when it flushes at exit.
+        discard = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(discard, stream.fileno())
+        os.close(discard)
+    return unread
 
 
 def _report(text: str) -> None:
@@ -296,7 +322,7 @@ def _leave(code: int, reported: int) -> NoReturn:
     _ignore_stops()
     report_exit_code(reported)
     logging.shutdown()
-    if unread_output.discard() and code == 0:
+    if discard_unread_output() and code == 0:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -51,7 +51,7 @@ def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
 
 
 def place_among_workers(accelerator: Accelerator) -> tuple[int, int]:
-    """Return the rank of this process, and the number of processes that share the preparation of data.
+    """Return the rank of this process, and the number of processes, for the shared preparation of data.
 
     In a simulation one process prepares everything: the others are not there.
     """

@@ -237,7 +237,7 @@ def batch_bytes(batch: Mapping[str, Tensor]) -> int:
 
 
 def tensors_beside(model: nn.Module) -> list[Tensor]:
-    """Return parameters and buffers of modules of this process that share none with ``model``: an autoencoder."""
+    """Return parameters and buffers of this process's other modules, such as an autoencoder."""
     known = {id(module) for module in model.modules()}
     weights = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     # Modules refer to each other, so that one that nobody uses may still be there.
