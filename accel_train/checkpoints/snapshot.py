@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 BUCKET_BYTES = 64 << 20
 """Most bytes in flight between ranks."""
+CLONE_BYTES = 256 << 20
+"""Of one clone on the device: few calls for a large model, and small enough for fragmented memory."""
 DEVICE_MARGIN = 1.1  # room for rounding and fragmentation in the caching allocator
 
 
@@ -52,7 +54,8 @@ class Snapshot:
             for name in extents[0]:
                 of_ranks = [each[name] for each in extents]
                 self._pieces[name] = cover(of_ranks)
-        self._clones: list[Tensor] = []
+        self._clones: list[tuple[Tensor, Tensor]] = []
+        """Place in the buffer and clone on the device, until the copy between them is done."""
         self._copied: torch.cuda.Event | None = None
         self._peak: int | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -78,17 +81,12 @@ class Snapshot:
         On a GPU with enough free memory the copy is made on the device, and reaches the host while training continues.
         The buffer is complete once ``ready`` returns True.
         """
-        needed = DEVICE_MARGIN * self._plan.sizes[self._rank]
-        on_device = self._stream is not None and self._free_device_memory() > needed
-        for bucket in _buckets(self._plan.tensors):
-            if self._pieces is None:
-                self._copy_own(bucket, on_device=on_device)
-            else:
-                for part in self._by_device(bucket):
-                    self._exchange(part)
-        if self._clones:
-            self._copied = torch.cuda.Event()
-            self._copied.record(self._stream)
+        if self._pieces is None:
+            self._copy_all()
+            return
+        for bucket in _buckets(self._plan.tensors, BUCKET_BYTES):
+            for part in self._by_device(bucket):
+                self._exchange(part)
 
     def _by_device(self, bucket: Sequence[TensorSlot]) -> Sequence[Sequence[TensorSlot]]:
         """Split a bucket by device. With offload, buffers are on the GPU and the trained weights in host memory."""
@@ -100,17 +98,18 @@ class Snapshot:
         # In one order on all ranks, whose sends and receives must match.
         return [parts[device] for device in sorted(parts)]
 
-    def _copy_own(self, bucket: Sequence[TensorSlot], *, on_device: bool) -> None:
-        """Copy this rank's tensors of a bucket, where every rank holds everything."""
-        own = [slot for slot in bucket if slot.owner == self._rank]
-        if not own:
-            return
-        sources = [self._shard(slot) for slot in own]
-        targets = [self._views[slot.collection, slot.name] for slot in own]
-        if on_device and sources[0].is_cuda:
-            self._clone(own, targets, sources)
-        else:
-            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
+    def _copy_all(self) -> None:
+        """Copy the tensors that this rank writes, where every rank holds everything."""
+        needed = DEVICE_MARGIN * self._plan.sizes[self._rank]
+        on_device = self._stream is not None and self._free_device_memory() > needed
+        own = [slot for slot in self._plan.tensors if slot.owner == self._rank]
+        for bucket in _buckets(own, CLONE_BYTES):
+            sources = [self._shard(slot) for slot in bucket]
+            if not on_device or not sources[0].is_cuda or not self._clone(bucket, sources):
+                targets = [self._views[slot.collection, slot.name] for slot in bucket]
+                torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
+        if self._clones:
+            self._send_clones()
 
     def ready(self, *, wait: bool) -> bool:
         """True once the buffer holds the snapshot. Blocks until then with ``wait``."""
@@ -129,33 +128,39 @@ class Snapshot:
             self._peak = torch.cuda.max_memory_allocated()  # before the first clone, which would count
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - self._peak
 
-    def _clone(self, slots: Sequence[TensorSlot], targets: list[Tensor], sources: list[Tensor]) -> None:
-        """Copy on the device now, and to the host on a separate stream. Clones live until that copy is done.
+    def _clone(self, slots: Sequence[TensorSlot], sources: list[Tensor]) -> bool:
+        """Copy on the device. False if it has no room for it.
 
-        The tensors of a bucket lie in one clone as they do in the buffer, because thousands of small copies would
-        take the host longer than the device.
+        The tensors of a bucket lie in one clone as they do in the buffer, because thousands of small copies to the host
+        would take it longer than the device.
         """
-        assert self._stream is not None
         first = slots[0].start
         end = slots[-1].start + slots[-1].bytes
         base = first - first % ALIGNMENT  # any dtype can be viewed at the same offset as in the buffer
         try:
             clone = torch.empty(end - base, dtype=torch.uint8, device=sources[0].device)
         except torch.OutOfMemoryError:  # the free memory is fragmented
-            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
-            return
+            return False
         places: list[Tensor] = []
         for slot in slots:
             start = slot.start - base
             place = clone[start : start + slot.bytes]
             places.append(place.view(self._dtype_of(slot)))
         torch._foreach_copy_(places, sources)  # pyright: ignore[reportPrivateUsage]
-        # The copy to the host reads the clone only once the compute stream has filled it.
+        # Kept until it is in host memory: the allocator would give its memory to the next step.
+        self._clones.append((self._whole[first:end], clone[first - base :]))
+        return True
+
+    def _send_clones(self) -> None:
+        """Copy the clones to the host on a separate stream, once for all: each switch of streams costs the host."""
+        assert self._stream is not None
+        # The copies read a clone only once the compute stream has filled it.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._whole[first:end].copy_(clone[first - base :], non_blocking=True)
-        # Kept until then: the allocator would give its memory to the next step.
-        self._clones.append(clone)
+            for target, clone in self._clones:
+                target.copy_(clone, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record(self._stream)
 
     def _exchange(self, bucket: Sequence[TensorSlot]) -> None:
         """Send this rank's pieces of a bucket to their owners and receive the pieces of its own tensors."""
@@ -210,19 +215,20 @@ def _transfer(operations: list[dist.P2POp]) -> None:
         request.wait()
 
 
-def _buckets(tensors: Sequence[TensorSlot]) -> Iterator[list[TensorSlot]]:
-    """Group consecutive tensors into buckets of at most ``BUCKET_BYTES``. A larger tensor is alone."""
+def _buckets(tensors: Sequence[TensorSlot], limit: int) -> Iterator[list[TensorSlot]]:
+    """Group consecutive tensors into buckets of at most ``limit`` bytes. A larger tensor is alone."""
     bucket: list[TensorSlot] = []
     filled = 0
     for slot in tensors:
         # An empty bucket takes any tensor, however large.
-        if bucket and filled + slot.bytes > BUCKET_BYTES:
+        if bucket and filled + slot.bytes > limit:
             yield bucket
             bucket = []
             filled = 0
         bucket.append(slot)
         filled += slot.bytes
-    yield bucket
+    if bucket:
+        yield bucket
 
 
 def _pinned_stream(owner: object, buffer: Tensor) -> torch.cuda.Stream | None:
