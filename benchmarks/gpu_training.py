@@ -171,6 +171,54 @@ def g1_float8(machine: Machine, rate: float, found: Found) -> None:
     found.details |= {"bf16": plain, "fp8": eight}
 
 
+KERNELS = {
+    "matrix products": ("nvjet", "gemm", "cutlass"),
+    "attention": ("cudnn", "fmha", "flash"),
+    "AdamW": ("FusedOptimizer",),
+    "gradient norm and moving average": ("multi_tensor_apply",),
+    "compiled elementwise kernels": ("triton_poi",),
+    "compiled reductions": ("triton_red", "triton_per"),
+}
+"""Kinds of kernels, by words of their names. The first that fits counts."""
+
+
+def trace(machine: Machine, rate: float, found: Found) -> None:
+    """Where the time of G1's large step goes, by kind of kernel."""
+    if machine.device.type != "cuda":
+        found.absent["trace"] = "kernels are those of a GPU"
+        return
+    shape, steps = machine.large(), 2
+    ours = Ours(shape, machine, Options())
+    seconds = machine.seconds(ours.step, 8, warm_up=5)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        for _ in range(steps):
+            ours.step()
+        machine.wait()
+    kernels: dict[str, float] = {}
+    for event in profile.events():
+        # A "#" names a stretch of the host's program, which the trace repeats for the device.
+        if event.device_type == torch.autograd.DeviceType.CUDA and "#" not in event.name:
+            kernels[event.name] = kernels.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3 / steps
+    kinds = dict.fromkeys([*KERNELS, "other kernels"], 0.0)
+    for name, milliseconds in kernels.items():
+        kinds[kind_of(name)] += milliseconds
+    for kind, milliseconds in kinds.items():
+        found.add("G1", f"large step: {kind}", milliseconds, "ms")
+    idle = 1e3 * sorted(seconds)[len(seconds) // 2] - sum(kinds.values())
+    found.add("G1", "large step: the rest, no kernel runs", idle, "ms")
+    longest = sorted(kernels.items(), key=lambda item: -item[1])[:40]
+    found.details |= {"seconds": seconds, "kernels": {name[:200]: ms for name, ms in longest}}
+
+
+def kind_of(kernel: str) -> str:
+    """Of `KERNELS`, by the name of a kernel."""
+    for kind, words in KERNELS.items():
+        if any(word in kernel for word in words):
+            return kind
+    return "other kernels"
+
+
 G4_TARGETS: dict[str, tuple[str | None, str]] = {"selective": ("<= 0.5", "<= 1.12"), "full": (None, "<= 1.28")}
 
 

@@ -361,7 +361,8 @@ class LatentEncoder(nn.Module):
         self.project = nn.Linear(2 * width, width)
 
     def forward(self, latents: Tensor) -> Tensor:
-        x = self.expand(latents.to(self.expand.weight.dtype))  # (B, L, 2 D)
+        # The norm's dtype, because the bits of a quantised linear layer have another one than its input.
+        x = self.expand(latents.to(self.norm.weight.dtype))  # (B, L, 2 D)
         return self.project(F.gelu(self.norm(x)))
 
 

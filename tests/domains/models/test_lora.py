@@ -20,8 +20,10 @@ from accel_train.config import UsageError
 from accel_train.domains.models import lora, quantised
 from accel_train.domains.models.float8 import Float8Linear
 from accel_train.domains.models.lora import LoraConfig, apply_lora
+from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.store.pretrained_base import PretrainedBase
 from tests.distributed.foreign_models import MODELS
+from tests.speed.test_compile import batch as mmdit_batch
 
 peft = pytest.importorskip("peft")
 # peft reads a property that transformers has renamed.
@@ -172,6 +174,22 @@ def test_adapters_learn_on_a_quantised_base_that_stays(bits: Any) -> None:
     assert all(torch.equal(after[name].detach(), value) for name, value in frozen.items())
     (notice,) = lora.describe_lora(model, LoraConfig(rank=4, base_precision=bits))
     assert notice.endswith(f"on a base in {bits}")
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_mmdit_of_a_run_computes_in_floats_on_a_quantised_base(bits: Any) -> None:
+    """Its latents enter a quantised layer: they are not to become the integers that hold its weights."""
+    torch.manual_seed(0)
+    config = MultimodalMMDiTConfig(MMDiTConfig(width=64, depth=2, heads=2), 50, 6, 16, 3)
+    model = MultimodalMMDiT(config).eval()
+    inputs = mmdit_batch()
+    with torch.no_grad():
+        before = model(**inputs)
+        lora.freeze_base(model, bits, "fp32", lora.CPU)
+        after = model(**inputs)
+    far = 0.2 if bits == "nf4" else 0.05
+    for one, other in zip(before, after, strict=True):
+        assert (one - other).norm() < far * one.norm()
 
 
 @pytest.mark.parametrize("bits", BITS)
