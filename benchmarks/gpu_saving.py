@@ -290,7 +290,12 @@ def in_own_process(
         command += ["--tiny"] * machine.tiny + ["--host_bound"] * host_bound
         given = os.environ | {"ACCELERATE_USE_CPU": str(machine.tiny).lower()}
         limit = max(30.0, machine.left - 10)
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=given, cwd=ROOT, timeout=limit)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, env=given, cwd=ROOT, timeout=limit
+            )
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{name}: {limit:.0f} s were left, and were too few") from None
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stderr[-1500:]}")
     return json.loads(done.stdout.splitlines()[-1])

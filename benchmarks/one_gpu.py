@@ -127,15 +127,15 @@ def finite(result: dict[str, Any]) -> bool:
 
 
 def rows_of(runs: dict[str, Any]) -> list[Row]:
-    """Step time and memory of each run that was alone, distance to one process of the others, for the page."""
+    """Memory of each run, the step's time of those that were alone, distance to one process of the others."""
     found: list[Row] = []
     for name, result in runs.items():
         if "step_seconds" not in result:
             continue
+        if "memory_peak_gib" in result:
+            found.append(row("presets", f"{name}: memory", result["memory_peak_gib"], "GiB"))
         if "loss_difference_to_one_process" not in result:
             found.append(row("presets", f"{name}: step", 1e3 * result["step_seconds"], "ms"))
-            if "memory_peak_gib" in result:
-                found.append(row("presets", f"{name}: memory", result["memory_peak_gib"], "GiB"))
         elif result["loss_difference_to_one_process"] is not None:
             apart = result["loss_difference_to_one_process"]
             found.append(row("presets", f"{name}: largest relative difference of a loss to one process", apart))

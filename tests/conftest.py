@@ -49,6 +49,10 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     config.stash[COLLECTED] = list(items)
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            # Errors elsewhere. Drivers and kernels of a GPU warn of matters of their own, once in a process.
+            item.add_marker(pytest.mark.filterwarnings("default"))
     yield
     if config.option.part is None:
         return

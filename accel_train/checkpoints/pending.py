@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -81,5 +81,6 @@ class Buffers(NamedTuple):
 
     keys: dict[str, list[str]]
     plan: planning.Plan
-    collections: Sequence[planning.Collection]
+    files: list[Json]
+    """What this rank's writer is told of its files."""
     snapshot: snapshot.Snapshot

@@ -248,7 +248,7 @@ class Saver:
             "do": "write",
             "rank": self._rank,
             "directory": str(temporary),
-            "files": buffers.plan.jobs(self._rank, buffers.collections, self._shards.shape),
+            "files": buffers.files,
             "texts": texts if self._main else {},
             "extras": extras,
             "needed_bytes": needed_bytes,
@@ -277,7 +277,8 @@ class Saver:
         taken = snapshot.Snapshot(
             planned, collections, self._writer.buffer, self._extents, self._rank, self._agreement.group
         )
-        self._snapshot = Buffers(keys, planned, collections, taken)
+        files = planned.jobs(self._rank, collections, self._shards.shape)
+        self._snapshot = Buffers(keys, planned, files, taken)
         return self._snapshot
 
     def _make_directory(self, step: int, needed_bytes: int) -> tuple[Path | None, list[str]]:

@@ -23,6 +23,8 @@ BUCKET_BYTES = 64 << 20
 """Most bytes in flight between ranks."""
 CLONE_BYTES = 256 << 20
 """Of one clone on the device: few calls for a large model, and small enough for fragmented memory."""
+CLONES_SENT_AT_ONCE = 8
+"""A copy to the host begins early, and the host, for which each switch of streams takes long, makes few."""
 DEVICE_MARGIN = 1.1  # room for rounding and fragmentation in the caching allocator
 
 
@@ -103,13 +105,22 @@ class Snapshot:
         needed = DEVICE_MARGIN * self._plan.sizes[self._rank]
         on_device = self._stream is not None and self._free_device_memory() > needed
         own = [slot for slot in self._plan.tensors if slot.owner == self._rank]
+        unsent = 0
         for bucket in _buckets(own, CLONE_BYTES):
             sources = [self._shard(slot) for slot in bucket]
-            if not on_device or not sources[0].is_cuda or not self._clone(bucket, sources):
+            if on_device and sources[0].is_cuda and self._clone(bucket, sources):
+                unsent += 1
+            else:
                 targets = [self._views[slot.collection, slot.name] for slot in bucket]
                 torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
+            if unsent == CLONES_SENT_AT_ONCE:
+                self._send_clones(unsent)
+                unsent = 0
+        if unsent:
+            self._send_clones(unsent)
         if self._clones:
-            self._send_clones()
+            self._copied = torch.cuda.Event()
+            self._copied.record(self._stream)
 
     def ready(self, *, wait: bool) -> bool:
         """True once the buffer holds the snapshot. Blocks until then with ``wait``."""
@@ -151,16 +162,14 @@ class Snapshot:
         self._clones.append((self._whole[first:end], clone[first - base :]))
         return True
 
-    def _send_clones(self) -> None:
-        """Copy the clones to the host on a separate stream, once for all: each switch of streams costs the host."""
+    def _send_clones(self, newest: int) -> None:
+        """Copy the newest clones to the host on a separate stream."""
         assert self._stream is not None
         # The copies read a clone only once the compute stream has filled it.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for target, clone in self._clones:
+            for target, clone in self._clones[-newest:]:
                 target.copy_(clone, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record(self._stream)
 
     def _exchange(self, bucket: Sequence[TensorSlot]) -> None:
         """Send this rank's pieces of a bucket to their owners and receive the pieces of its own tensors."""
