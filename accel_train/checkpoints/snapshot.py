@@ -108,7 +108,7 @@ class Snapshot:
         unsent = 0
         for bucket in _buckets(own, CLONE_BYTES):
             sources = [self._shard(slot) for slot in bucket]
-            if on_device and sources[0].is_cuda and self._clone(bucket, sources):
+            if on_device and _is_on_gpu(sources[0]) and self._clone(bucket, sources):
                 unsent += 1
             else:
                 targets = [self._views[slot.collection, slot.name] for slot in bucket]
@@ -238,6 +238,11 @@ def _buckets(tensors: Sequence[TensorSlot], limit: int) -> Iterator[list[TensorS
         filled += slot.bytes
     if bucket:
         yield bucket
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    """Return False for what offload keeps in host memory."""
+    return tensor.is_cuda
 
 
 def _pinned_stream(owner: object, buffer: Tensor) -> torch.cuda.Stream | None:

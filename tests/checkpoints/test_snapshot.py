@@ -6,7 +6,11 @@ import ast
 import itertools
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +120,88 @@ def test_a_snapshot_is_a_copy_and_its_file_is_what_safetensors_writes(tmp_path: 
     assert all(torch.equal(loaded[n], expected[n]) for n in expected)
     assert answer["files"]["m.safetensors"] == commit.seal_file(written)
     assert answer["files"]["x.json"]["size"] == 2
+
+
+class Streams:
+    """Stands in for CUDA's streams: says what was asked of them, in order. Copies happen at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> None:
+        self.asked: list[str] = []
+        self.side = SimpleNamespace(wait_stream=lambda other: self.asked.append(f"wait for {other}"))
+        event = SimpleNamespace(record=lambda _stream: self.asked.append("mark"), query=lambda: True)
+        for name, stand_in in {
+            "is_available": lambda: True,
+            "max_memory_allocated": lambda: 0,
+            "memory_reserved": lambda: 0,
+            "mem_get_info": lambda: (free_bytes, free_bytes),
+            "current_stream": lambda: "training",
+            "stream": self.switched,
+            "Event": lambda: event,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(snapshot, "_pinned_stream", lambda _owner, _buffer: self.side)
+        monkeypatch.setattr(snapshot, "_is_on_gpu", lambda _tensor: True)
+        monkeypatch.setattr(snapshot, "CLONE_BYTES", 600)
+
+    @contextmanager
+    def switched(self, stream: object) -> Generator[None]:
+        assert stream is self.side
+        self.asked.append("switch")
+        yield
+        self.asked.append("switch back")
+
+
+def taken(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a snapshot of fp32 tensors holds once it is ready, although they change in the meantime."""
+    kinds = [planning.Collection("model", weights.__getitem__)]
+    planned = planning.plan(kinds, {name: tensor.numel() for name, tensor in weights.items()}, 1)
+    buffer = bytearray(planned.sizes[0])
+    shot = snapshot.Snapshot(planned, kinds, buffer, None, 0)
+    shot.take()
+    for tensor in weights.values():
+        tensor.zero_()
+    assert shot.ready(wait=False)
+    assert shot._clones == []
+    return {name: view.clone() for (_, name), view in shot._views.items()}
+
+
+def test_clones_are_sent_in_groups_that_wait_for_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+    weights = {f"w{i:02d}": torch.randn(100 + i) for i in range(20)}
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    found = taken(weights)
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    # One tensor a clone, eight clones a group.
+    assert streams.asked == ["wait for training", "switch", "switch back"] * 3 + ["mark"]
+
+
+def test_what_finds_no_room_on_the_device_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+    weights = {f"w{i:02d}": torch.randn(100 + i) for i in range(6)}
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    empty = torch.empty
+    sizes: list[int] = []
+
+    def little_room(size: int, **options: Any) -> torch.Tensor:
+        sizes.append(size)
+        if len(sizes) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return empty(size, **options)
+
+    monkeypatch.setattr(torch, "empty", little_room)
+    found = taken(weights)
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    assert len(sizes) == len(weights)
+    assert streams.asked == ["wait for training", "switch", "switch back", "mark"]
+
+
+def test_too_little_free_memory_for_all_clones_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch, free_bytes=1000)
+    weights = {f"w{i:02d}": torch.randn(100 + i) for i in range(6)}
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    found = taken(weights)
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    assert streams.asked == []
 
 
 def test_a_header_of_many_names_is_what_safetensors_writes(tmp_path: Path) -> None:

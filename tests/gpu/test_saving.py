@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import pytest
@@ -58,7 +58,7 @@ class Saved:
 
 
 @contextmanager
-def saved(monkeypatch: pytest.MonkeyPatch) -> Iterator[Saved]:
+def saved(monkeypatch: pytest.MonkeyPatch) -> Generator[Saved]:
     monkeypatch.setattr(snapshot, "CLONE_BYTES", 64 << 20)
     state = Saved()
     writer = state.writer

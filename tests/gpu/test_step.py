@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ SPIKES = HealthConfig(non_finite="skip", spike_factor=10.0)
 
 
 @contextmanager
-def no_waits() -> Iterator[None]:
+def no_waits() -> Generator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
