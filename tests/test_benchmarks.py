@@ -262,8 +262,8 @@ def test_every_script_of_the_suite_is_tested() -> None:
     assert set(SCRIPTS) == set(IN_PROCESS) | set(LONG)
 
 
-MINUTES = {"optimizer", "activation_checkpointing"}
-"""They compile at any size."""
+MINUTES = {"optimizer", "activation_checkpointing", "loop"}
+"""They compile at any size, or train beside four other trainers."""
 COMPARED_WITH = {"optimizer": "bitsandbytes", "mmdit_block": "diffusers"}
 
 

@@ -185,6 +185,7 @@ def test_check_reads_the_recipe_of_your_own_as_a_start_does(tmp_path: Path, caps
     assert re.search(r"\n  hidden: 8 +# command line\n", shown), shown
 
 
+@pytest.mark.slow  # tests/export proves the outputs of an export
 @pytest.mark.distributed
 def test_a_checkpoint_and_its_export_give_the_same_samples(tmp_path: Path) -> None:
     """As the page says, from the directory alone: objective and samplers are not those of the defaults."""
@@ -215,6 +216,7 @@ def test_a_checkpoint_and_its_export_give_the_same_samples(tmp_path: Path) -> No
         load_both_ways(tmp_path / "exported")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_checkpoint_of_the_operator_predicts_as_the_page_says(tmp_path: Path) -> None:
     run_recipe(Layout("single", 1, "pde"), tmp_path / "runs" / "pde-demo", "--max_steps", "16")

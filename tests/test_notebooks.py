@@ -148,7 +148,10 @@ def losses(folder: Path, name: str) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-@pytest.mark.parametrize("cells", [AFTER_AN_ERROR, INTERRUPTED], ids=["error", "interrupt"])
+@pytest.mark.parametrize(
+    "cells",
+    [pytest.param(AFTER_AN_ERROR, id="error"), pytest.param(INTERRUPTED, id="interrupt", marks=pytest.mark.slow)],
+)
 def test_a_run_that_ended_early_goes_on_in_the_same_process(cells: str, tmp_path: Path) -> None:
     """Its directory is free at once, its signal handlers are gone, and what follows is the unbroken run bit for bit."""
     run(cells, tmp_path)

@@ -86,6 +86,7 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.slow  # its supervisor has quick tests
 def test_a_run_goes_on_with_fewer_devices(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     init(str(tmp_path / "mine"), "mmdit", scaffold=True)
     recipe = tmp_path / "mine" / "recipe.py"

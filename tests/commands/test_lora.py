@@ -96,6 +96,7 @@ def test_a_plan_takes_the_largest_preset_that_fits(
     assert not (tmp_path / "small").exists()
 
 
+@pytest.mark.slow
 def test_a_base_that_does_not_fit_is_offloaded(flux: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("bitsandbytes")
     made = plan(flux, tmp_path / "run", "--memory_gib", "6")

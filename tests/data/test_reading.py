@@ -239,6 +239,7 @@ def test_where_no_sample_is_to_blame_the_batch_is(workers):
         list(steps_of(Whole("batch"), num_workers=workers))
 
 
+@pytest.mark.slow  # one that hangs in a sample is quick
 def test_a_worker_that_hangs_in_a_whole_batch():
     with pytest.raises(
         LoadingError, match=r"^timeout_seconds=5: step 4, micro-batch 2 .*a micro-batch of step 4 at once"

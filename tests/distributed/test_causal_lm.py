@@ -192,6 +192,7 @@ def test_losses_are_those_of_the_reader_in_memory(layout: Layout, tmp_path: Path
     assert losses("in memory", IN_MEMORY) == found
 
 
+@pytest.mark.slow  # the gradient is compared with the whole batch's
 def test_losses_are_those_of_the_trainer_of_transformers(tmp_path: Path) -> None:
     """The same weights, packed rows and order, fp32, four micro-batches a step."""
     from benchmarks import causal_lm

@@ -87,6 +87,7 @@ def test_every_strategy_trains_the_same_adapters(strategy: str, single: Finished
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow  # test_foreign_models.py kills and resumes a frozen base
 def test_a_resume_has_the_same_bits(single: Finished, train: Train, tmp_path: Path) -> None:
     train("single", tmp_path, "--max_steps", "3")
     resumed = train("single", tmp_path)

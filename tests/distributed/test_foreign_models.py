@@ -130,7 +130,7 @@ def tensor_bytes(file: Path) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-@pytest.mark.parametrize(("kind", "strategy"), cases(["resnet", "gpt"], STRATEGIES, {("resnet", "fsdp2")}))
+@pytest.mark.parametrize(("kind", "strategy"), cases(["resnet", "gpt"], STRATEGIES, ()))
 def test_embedded_the_base_stays_bit_for_bit(
     kind: Kind, strategy: str, bases: Callable[[Kind], Path], runs: Callable[[Kind, str], Finished], tmp_path: Path
 ) -> None:
@@ -149,7 +149,7 @@ def test_embedded_the_base_stays_bit_for_bit(
     assert "base" not in commit.verify(run.checkpoint(STEPS)).manifest
 
 
-@pytest.mark.parametrize(("kind", "strategy"), cases(KINDS, STRATEGIES, QUICK - {("gpt", "ddp")}))
+@pytest.mark.parametrize(("kind", "strategy"), cases(KINDS, STRATEGIES, {("llama", "zero2")}))
 def test_killed_and_resumed_it_has_the_same_bits(
     kind: Kind, strategy: str, runs: Callable[[Kind, str], Finished], bases: Callable[[Kind], Path], tmp_path: Path
 ) -> None:

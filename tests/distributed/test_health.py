@@ -104,6 +104,7 @@ def test_a_recipe_skips_and_a_resume_after_it_has_the_same_bits(tmp_path: Path) 
     assert resumed.losses()[6:] == whole.losses()[6:]
 
 
+@pytest.mark.slow  # the limit itself is tested in tests/training
 def test_too_many_in_a_row_end_a_recipe_with_exit_code_1(tmp_path: Path) -> None:
     run = train("2,3,4", tmp_path / "run", "--health.max_skipped", "2")
     assert run.code == 1

@@ -38,6 +38,7 @@ def test_every_preset_trains_in_rehearsal(name: str, tmp_path: Path) -> None:
 FILES = ["report/curves.png", "report/evaluation.json", "report/samples.md"]
 
 
+@pytest.mark.slow  # tests/test_docs.py evaluates a finished run
 def test_a_finished_run_says_so_goes_on_and_evaluates_alone(tmp_path: Path) -> None:
     one = Layout("single", 1)
     run = run_recipe(one, tmp_path / "run", "--max_steps", "20")

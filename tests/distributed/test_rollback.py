@@ -94,6 +94,7 @@ def test_it_equals_a_run_without_these_samples(tmp_path: Path, undisturbed: Fini
     assert_same_bits(run, copied)
 
 
+@pytest.mark.slow  # the test above goes back as well
 def test_the_number_of_rollbacks_is_limited(tmp_path: Path, undisturbed: Finished) -> None:
     bad = [a_sample_of_step(undisturbed, step) for step in (2, 4)]
     run = train(",".join(map(str, bad)), tmp_path / "run", "--health.max_rollbacks", "1")
@@ -105,6 +106,7 @@ def test_the_number_of_rollbacks_is_limited(tmp_path: Path, undisturbed: Finishe
     assert [step for step, _ in rollbacks(again)] == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_damaged_record_is_no_empty_one(tmp_path: Path, undisturbed: Finished) -> None:
     bad = a_sample_of_step(undisturbed, 2)
     run = train(str(bad), tmp_path / "run")

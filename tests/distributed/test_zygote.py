@@ -110,17 +110,10 @@ def test_a_child_that_hangs_is_killed(tmp_path: Path) -> None:
     assert not os.path.exists(f"/proc/{child.pid}")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "layout",
-    [
-        Layout("single", 1),
-        # One process shows that a forked one computes as a new one does; the others add what a launcher sets.
-        pytest.param(Layout("ddp", 2), marks=pytest.mark.slow),
-        pytest.param(Layout("zero2", 2), marks=pytest.mark.slow),
-        pytest.param(Layout("fsdp2", 2), marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "layout", [Layout("single", 1), Layout("ddp", 2), Layout("zero2", 2), Layout("fsdp2", 2)], ids=str
 )
 def test_the_real_launcher_gives_the_same_bits(layout: Layout, tmp_path: Path) -> None:
     """Plain Python, and ``accel-train rehearse`` over torchrun. The other tests of strategies fork."""

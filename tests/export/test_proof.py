@@ -47,7 +47,10 @@ STDLIB_ONLY = (
 """What torch itself imports, and safetensors."""
 
 
-@pytest.fixture(scope="module", params=RUNS)
+REST = pytest.param("operator with a residual", marks=pytest.mark.slow)  # one more layer of the operator's
+
+
+@pytest.fixture(scope="module", params=[*(name for name in RUNS if name not in REST.values), REST])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("exported")
     assert cli._main(["export", str(RUNS[request.param](directory / "run")), str(directory / "out")]) == 0
@@ -162,6 +165,7 @@ def test_the_outputs_are_those_of_the_exported_precision(tmp_path: Path) -> None
             assert torch.equal(pipeline.model(**example.arguments).text_logits, stored) == same
 
 
+@pytest.mark.slow
 def test_both_names_of_the_command_write_the_same_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = text_run(tmp_path / "run")
     for name, words in (("new", ["export"]), ("old", ["checkpoints", "export"])):

@@ -48,7 +48,7 @@ def same_end(trainers: Trainers, out: Path, ranks: int, whole: Path) -> None:
 
 
 @pytest.mark.fault("R3", injected="an evaluation raises, on one rank or on all", outcome="the step is saved; exit 1")
-@pytest.mark.parametrize(("ranks", "raising"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(("ranks", "raising"), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 1)])
 def test_an_evaluation_that_raises_loses_nothing(
     trainers: Trainers, out: Path, ranks: int, raising: int, whole_with_evaluations: Evaluated
 ) -> None:

@@ -188,6 +188,7 @@ NEEDED = (
 """Everything that is flushed once the run has a directory; the last by taking old optimizer state away."""
 
 
+@pytest.mark.slow  # the replay itself is quick; this shows that it can fail
 def test_the_replay_misses_no_single_fsync(log: Path, tmp_path: Path) -> None:
     """Else the test above could not fail: forget one call at a time, of each kind, and see it found."""
     operations = oplog.read(log)

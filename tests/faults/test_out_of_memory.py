@@ -105,6 +105,7 @@ def test_after_a_save_it_goes_on_from_there(tmp_path: Path, with_four: Path, pla
     assert out_of_memory.recorded(directory, 12) is None
 
 
+@pytest.mark.slow
 def test_overwrite_is_obeyed_once(tmp_path: Path, with_four: Path) -> None:
     directory = tmp_path / "run"
     run(directory, ROOM="16")

@@ -131,6 +131,7 @@ def test_an_elastic_restart_resumes(
     same_run(out, whole_of_two)
 
 
+@pytest.mark.slow  # the same
 @pytest.mark.fault("F10", injected="SIGKILL of the torchrun agent", outcome="workers save and exit at once; resumes")
 def test_the_agent_dies(trainers: Trainers, out: Path, whole_of_two: Path, launched: list[Launched]) -> None:
     process = begin(launched, out, torchrun())
@@ -143,6 +144,7 @@ def test_the_agent_dies(trainers: Trainers, out: Path, whole_of_two: Path, launc
 
 
 # ------------------------------------------------------------------------------------------------- requests to stop
+@pytest.mark.slow  # a worker notices the death of any launcher in tests/runtime
 @pytest.mark.fault("F10", injected="SIGKILL of accel-train's launcher", outcome="all save and exit; resumes")
 def test_our_launcher_dies(
     trainers: Trainers, out: Path, whole_of_two: Path, launched: list[Launched], tmp_path: Path
@@ -287,6 +289,7 @@ def test_sigterm_during_a_save(trainers: Trainers, out: Path, request: pytest.Fi
     resumes(trainers, out, request.getfixturevalue("whole" if ranks == 1 else "whole_of_two"), ranks)
 
 
+@pytest.mark.slow  # the second SIGINT goes the same way
 @pytest.mark.fault("F15", injected="a second SIGTERM", outcome="exit at once (143); previous checkpoint intact")
 def test_second_sigterm(trainers: Trainers, out: Path, whole: Path) -> None:
     twice(trainers, out, whole, signal.SIGTERM, 143)

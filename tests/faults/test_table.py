@@ -43,7 +43,15 @@ def test_every_row_is_in_the_table() -> None:
     assert there == set(table.ROWS)
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "examples" / "cluster").glob("*.sbatch")), ids=lambda path: path.stem)
+SCRIPTS = sorted((ROOT / "examples" / "cluster").glob("*.sbatch"))
+OF_ONE_NODE = "slurm"
+"""The quick one: others differ in the number of nodes."""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(path, id=path.stem, marks=[] if path.stem == OF_ONE_NODE else pytest.mark.slow) for path in SCRIPTS],
+)
 @pytest.mark.parametrize(
     "told", [pytest.param(True, id="told_to_stop"), pytest.param(False, id="to_the_end", marks=pytest.mark.slow)]
 )

@@ -54,7 +54,7 @@ def flags_of(name: str, folder: Path) -> list[str]:
     return [*given, "--max_steps", "2", "--output_dir", str(folder / "run")]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["mmdit", "pde", pytest.param("pde-refined", marks=pytest.mark.slow)])
 def test_what_is_declared_is_what_an_evaluation_reports(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

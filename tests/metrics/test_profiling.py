@@ -247,6 +247,7 @@ def train_mmdit(directory: Path, *flags: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow  # its parts are tested above, on events made by hand
 def test_a_run_writes_its_profile_and_a_resume_past_it_none(tmp_path: Path) -> None:
     directory = tmp_path / "a run"
     output = train_mmdit(directory, "--max_steps", "4", "--profile.steps", "1:3")

@@ -94,6 +94,7 @@ def test_the_same_of_operators_and_from_the_beginning(
     assert_planted_faults_are_found(pde, tmp_path, capsys)
 
 
+@pytest.mark.slow  # a window of a directory is compared above
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub, as in tests/hub
 def test_a_run_on_the_hub_is_compared_by_its_checkpoints(
     run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

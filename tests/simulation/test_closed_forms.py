@@ -30,7 +30,7 @@ def of_kind(found: dict[str, Any], kind: str) -> tuple[int, int]:
     return sum(row["count"] for row in rows), sum(row["size"] for row in rows)
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
+@pytest.mark.parametrize("processes", [*(pytest.param(n, marks=pytest.mark.slow) for n in (8, 64, 512)), 1024])
 def test_fsdp2_follows_its_closed_forms(processes: int, tmp_path: Path) -> None:
     found = counted(Layout("fsdp2", processes), tmp_path, "--global_batch_size", str(max(16, processes)))
     shapes = shapes_of_model()

@@ -385,7 +385,7 @@ def test_checkpointed_losses_and_gradients_are_bitwise_the_same(mode: Any) -> No
         assert torch.equal(expected.grad, found[1].grad), name  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mode", ["none", "selective"])
+@pytest.mark.parametrize("mode", ["none", pytest.param("selective", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("ao")
 def test_compiled_blocks_are_one_graph_and_train_alike(mode: Any) -> None:
     torch._dynamo.reset()

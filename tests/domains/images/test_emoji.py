@@ -77,6 +77,7 @@ def test_a_group_that_is_none_is_refused(tmp_path: Path) -> None:
         prepare_pictures(config)
 
 
+@pytest.mark.slow
 def test_the_classifier_is_the_same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(classifier, "STEPS", 12)
     pictures = emoji.load_pictures(64)[::50]

@@ -276,7 +276,9 @@ distributed.destroy_process_group()
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("shared", [True, False], ids=["one_disk", "a_disk_each"])
+@pytest.mark.parametrize(
+    "shared", [pytest.param(True, id="one_disk"), pytest.param(False, id="a_disk_each", marks=pytest.mark.slow)]
+)
 def test_processes_share_the_work(folder: Path, tmp_path: Path, shared: bool) -> None:
     single = prepared(folder, tmp_path / "alone", heldout_fraction=0)
     children = []

@@ -190,6 +190,7 @@ def test_variants_are_loaded_by_diffusers(variant: str, made: Path, tmp_path: Pa
     out.rename(tmp_path / "out")
 
 
+@pytest.mark.slow  # those on our own model do in test_trained_mmdit.py
 def test_adapters_on_a_pipeline_of_diffusers_stand_side_by_side(
     made: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -206,6 +206,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines if line["event"] == "train"]
 
 
+@pytest.mark.slow  # the weights are tested one by one
 def test_the_recipe_learns_inside_of_masks_beside_the_prior(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The same losses for any micro-batch and for crops that are encoded at every step."""
     kept = ("--data.prior.path", str(folder / "class"), "--data.prior.caption", "a thing", "--data.prior.weight", "0.5")

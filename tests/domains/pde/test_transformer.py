@@ -760,8 +760,9 @@ def one_of_two(rank: int, strategy: str, directory: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow  # tests/distributed/test_invariance.py trains it on several processes
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_processes_have_the_gradients_of_one(strategy: str, tmp_path: Path) -> None:
     zygote.call(one_of_two, 2, strategy, str(tmp_path))
     gradients = torch.load(tmp_path / "gradients.pt", weights_only=True)

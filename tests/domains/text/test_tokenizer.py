@@ -25,6 +25,7 @@ def test_every_text_comes_back_and_no_text_brings_in_a_mask() -> None:
     assert tokens.truncated == 0
 
 
+@pytest.mark.slow
 def test_training_is_the_same_in_another_process_with_other_threads() -> None:
     code = (
         "import sys, hashlib; sys.path.insert(0, sys.argv[1])\n"
