@@ -96,8 +96,7 @@ class TensorCache:
         """
         file = self.file(key)
         content = _encoded(tensors)
-        # With the host, because processes of several hosts have the same numbers. The rest is for threads.
-        part = file.with_name(f".{file.stem}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
+        part = _part_of(file)
         try:
             self._prepare_folder(file.parent)
             part.write_bytes(content)
@@ -120,7 +119,7 @@ class TensorCache:
         folder.mkdir(parents=True, exist_ok=True)
         about = self.folder / ABOUT
         if not about.exists():
-            part = about.with_name(f".{ABOUT}.{socket.gethostname()}.{os.getpid()}.part")
+            part = _part_of(about)
             part.write_text(json.dumps(self.about, indent=1), "utf-8")
             part.replace(about)
 
@@ -243,6 +242,12 @@ def is_intact(file: Path) -> bool:
 def _locked(root: Path) -> contextlib.AbstractContextManager[None]:
     """Let one process at a time take leases or delete."""
     return one_at_a_time(root / ".lock")
+
+
+def _part_of(file: Path) -> Path:
+    """Return a name for the content of ``file`` while it is written, different for every call."""
+    # With the host, because processes of several hosts have the same numbers. The rest is for threads.
+    return file.with_name(f".{file.stem}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
 
 
 def _encoded(tensors: Mapping[str, Tensor]) -> bytes:

@@ -152,9 +152,12 @@ def test_the_lease_of_another_process_ends_with_it(tmp_path: Path) -> None:
 def test_writers_of_one_entry_do_not_disturb_each_other(tmp_path: Path) -> None:
     cache = TensorCache(tmp_path, ABOUT)
     faults: list[BaseException] = []
+    # All begin at once: the first also make the folder and its description.
+    together = threading.Barrier(4)
 
     def work() -> None:
         try:
+            together.wait()
             for number, key in enumerate(KEYS * 5):
                 cache.write(key, tensors(number % len(KEYS)))
                 assert same(cache.read(key), tensors(number % len(KEYS)))
