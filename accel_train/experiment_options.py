@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -252,6 +253,20 @@ class ExperimentConfig:
             collective_timeout_seconds=self.collective_timeout_seconds,
         )
         return of_this_start(options)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = cls.__dict__.get("__post_init__")
+        if own is None:
+            return
+
+        @functools.wraps(own)
+        def with_the_checks_of_every_recipe(self: ExperimentConfig) -> None:
+            # A recipe that forgets `super().__post_init__()` would switch them off in silence.
+            ExperimentConfig.__post_init__(self)
+            own(self)
+
+        cls.__post_init__ = with_the_checks_of_every_recipe
 
     def __post_init__(self) -> None:
         if (self.max_steps is None) == (self.max_epochs is None):

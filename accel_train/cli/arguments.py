@@ -118,9 +118,9 @@ def _add_lora(lora: argparse.ArgumentParser) -> None:
 def _add_init(init: argparse.ArgumentParser) -> None:
     init.add_argument("directory", metavar="DIRECTORY", help="directory that does not exist or is empty")
     source = init.add_mutually_exclusive_group()
-    source.add_argument("--recipe", default="mmdit", metavar="NAME", help="default: mmdit")
+    source.add_argument("--recipe", default="mmdit", metavar="NAME", help="causal_lm, lora, mmdit (default) or pde")
     source.add_argument(
-        "--scaffold", action="store_true", help="a new recipe.py of 110 lines instead, with marks at what to replace"
+        "--scaffold", action="store_true", help="a new recipe.py of 130 lines instead, with marks at what to replace"
     )
 
 

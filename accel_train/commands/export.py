@@ -182,11 +182,11 @@ def _prove(directory: Path) -> str:
     if not (directory / "config.json").is_file():
         return (
             "without model.py and verify.py: the checkpoint has no config.json, which `write_extras` of its recipe "
-            f"writes: {DESCRIBING}"
+            f"writes (both are made for the pipelines of this package alone): {DESCRIBING}"
         )
     named = loading.read_description(directory).get("pipeline")
     if named is None:
-        return "without model.py and verify.py: config.json names no pipeline, as written by an older version"
+        return "without model.py and verify.py: config.json names no pipeline of this package"
     if not loading.is_allowed(named):
         return "without model.py and verify.py: config.json names the pipeline of a recipe outside this package"
     kind = loading.pipeline_of(directory)

@@ -44,6 +44,8 @@ def init(directory: str | Path, name: str = "mmdit", *, scaffold: bool = False) 
     ]
     if scaffold:
         lines.append(f"CHANGE in {source.name} marks the data, the model, the loss and the options to replace")
+    else:
+        lines.append("for a new, short recipe of your own, to be filled in: accel-train init DIRECTORY --scaffold")
     return "\n".join(lines)
 
 

@@ -63,6 +63,8 @@ def print_help(cls: type, base: object, presets: Sequence[str], topic: str) -> N
     known = topics(cls)
     # Options are written with underscores, and many tools write them with dashes.
     topic = topic.replace("-", "_")
+    if topic in option_names(cls):
+        raise UsageError(f"--help {topic}: it is an option; give --help {topic.rpartition('.')[0] or GENERAL}")
     if topic and topic not in known:
         raise UsageError(
             f"--help {topic}: there is no such group; there are {', '.join(known)}{did_you_mean(nearest(topic, known))}"

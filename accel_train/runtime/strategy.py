@@ -142,11 +142,18 @@ def _check_fsdp_units(accelerator: Accelerator, model: torch.nn.Module) -> int:
 
     units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     if len(units) < 2:
+        blocks = getattr(model, "_no_split_modules", None)
+        if not blocks:
+            raise UsageError(
+                f"fsdp_auto_wrap_policy: {type(model).__name__} does not name its blocks, so FSDP2 would gather all of "
+                "it at once; at least one class is required. Set it on the class of the model, with the name of the "
+                'repeated module: _no_split_modules = ["Block"]'
+            )
         plugin: Any = accelerator.state.fsdp_plugin
         raise UsageError(
             f"fsdp_auto_wrap_policy: {plugin.auto_wrap_policy} wrapped {len(units)} module of {type(model).__name__}, "
             "so the whole model would be gathered at once; use TRANSFORMER_BASED_WRAP without naming classes "
-            f"(the model names {getattr(model, '_no_split_modules', None)})"
+            f"(the model names {blocks})"
         )
     return len(units)
 

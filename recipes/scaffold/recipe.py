@@ -26,8 +26,21 @@ def points(count: int, stream: str) -> list[dict[str, Tensor]]:
 
 
 # CHANGE: the model. No dropout layers: draw masks with `rng`, which gives a sample the same on any process.
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.gelu(self.linear(x))
+
+
+class RingModel(nn.Sequential):
+    _no_split_modules: ClassVar = ["Block"]  # FSDP2 shards each of them as one unit
+
+
 def build_model(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(2, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 5))
+    return RingModel(nn.Linear(2, width), nn.GELU(), Block(width), Block(width), nn.Linear(width, 5))
 
 
 # Use. CHANGE: what `accel-train sample --recipe recipe.py RUN` asks a trained model.
@@ -35,7 +48,7 @@ def build_model(width: int) -> nn.Module:
 class Question:
     """On which ring of the target does a point lie?"""
 
-    place: tuple[float, ...] = (0.0, 0.0)
+    place: tuple[float, float] = (0.0, 0.0)
     """The two coordinates of the point."""
     device: str = "cpu"
     """Device of torch."""
@@ -96,6 +109,7 @@ def main(argv: Sequence[str]) -> int:
         for batches in training:
             optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(batches.step))
             weighted = [(batch, batch["weight"].sum()) for batch in batches.micro_batches]
+            # Of several terms, weights and losses are dicts with a value for each.
             window = prepared.window(weighted, {"ring": 1.0}, batches.step)
             for batch in window:  # the window divides, so these are sums
                 window.backward((metrics_of(prepared.model, batch)["heldout_loss"] * batch["weight"]).sum())

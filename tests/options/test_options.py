@@ -442,6 +442,28 @@ def test_help_of_an_unknown_group_is_refused() -> None:
         load_config(Config, ["--help", "optimiser"], presets=PRESETS)
 
 
+@pytest.mark.parametrize(("option", "topic"), [("optimizer.lr", "optimizer"), ("seed", "general")])
+def test_help_of_an_option_names_its_group(option: str, topic: str) -> None:
+    with pytest.raises(UsageError, match=rf"^--help {option}: it is an option; give --help {topic}$"):
+        load_config(Config, ["--help", option], presets=PRESETS)
+
+
+def test_a_recipe_that_forgets_the_checks_of_every_recipe_has_them() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Forgetful(ExperimentConfig):
+        flavour: str = "mild"
+
+        def __post_init__(self) -> None:
+            if self.flavour == "none":
+                raise UsageError("flavour: none")
+
+    assert Forgetful(max_steps=4).flavour == "mild"
+    with pytest.raises(UsageError, match=r"max_steps: 4, max_epochs: 2: exactly one of the two is required"):
+        Forgetful(max_steps=4, max_epochs=2)
+    with pytest.raises(UsageError, match=r"flavour: none"):
+        Forgetful(max_steps=4, flavour="none")
+
+
 def test_the_page_of_options_is_that_of_the_dataclasses() -> None:
     assert options_page.PAGE.read_text() == options_page.page(), "run: python -m tests.options_page"
 

@@ -11,7 +11,7 @@ WEIGHTS = 'weighted = [(batch, batch["weight"].sum()) for batch in batches.micro
 SUM = '(metrics_of(prepared.model, batch)["heldout_loss"] * batch["weight"]).sum()'
 LOSS = "    return {"
 LOGITS = 'logits = model(batch["place"]).float()'
-MODEL = "return nn.Sequential(nn.Linear(2, width), nn.GELU(),"
+MODEL = "return RingModel(nn.Linear(2, width), nn.GELU(),"
 PREPARE = "    prepared = preparation.prepare(opened, preparation.build_model(opened, build_model, config.width))\n"
 OPTIMIZER = "    optimizer = prepared.optimizer\n"
 EVALUATE = "    evaluate = partial(loop.heldout_means, prepared, heldout, config.micro_batch_size, metrics_of)\n"
