@@ -24,7 +24,7 @@ BUCKET_BYTES = 64 << 20
 CLONE_BYTES = 256 << 20
 """Of one clone on the device: few calls for a large model, and small enough for fragmented memory."""
 CLONES_SENT_AT_ONCE = 8
-"""A copy to the host begins early, and the host, for which each switch of streams takes long, makes few."""
+"""The first copies to the host begin early, with few switches of streams: each takes the host long."""
 DEVICE_MARGIN = 1.1  # room for rounding and fragmentation in the caching allocator
 
 
@@ -241,7 +241,7 @@ def _buckets(tensors: Sequence[TensorSlot], limit: int) -> Iterator[list[TensorS
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:
-    """Return False for what offload keeps in host memory."""
+    """Return False for tensors kept in host memory by offload."""
     return tensor.is_cuda
 
 
