@@ -388,6 +388,7 @@ def test_the_large_model_has_sd3_mediums_parameters() -> None:
 
 DRY = Machine(torch.device("cpu"), tiny=True, limit_seconds=1e9)
 """Its clock runs from here on, through all tests before these."""
+GRADIENT_NORM = "gradient norm and moving average"
 DRY_ABSENT = {
     "G3, 24.3 GB of state": "a dry run saves some megabytes",
     "G3, speed of the way to the host": "on a CPU the snapshot is a copy",
@@ -464,6 +465,22 @@ def test_a_part_that_stops_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPat
     assert [r.name.split(",")[2] for r in found.rows] == [" accumulation 1"]
     assert found.details.keys() == {"adamw 1", "adamw_offload 1"}
     assert found.absent["the rest of offload"].startswith("TimeoutError: adamw at accumulation 8")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NTN", "matrix products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64", "attention"),
+        ("void at::native::multi_tensor_apply_kernel<at::native::FusedOptimizerTensorListMetadata<4>", "AdamW"),
+        ("void at::native::multi_tensor_apply_kernel<at::native::TensorListMetadata<1>, LpNormFunctor", GRADIENT_NORM),
+        ("triton_poi_fused_gelu_15", "compiled elementwise kernels"),
+        ("triton_red_fused_sum_17", "compiled reductions"),
+        ("void at::native::reduce_kernel<512, 1>", "other kernels"),
+    ],
+)
+def test_kernels_of_a_trace_have_their_kind(kernel: str, kind: str) -> None:
+    assert gpu_training.kind_of(kernel) == kind
 
 
 def test_there_is_no_mfu_without_a_known_peak() -> None:
