@@ -31,6 +31,8 @@ pipelines inside this package can be named."""
 MAX_DESCRIPTION_BYTES = 16 << 20
 DESCRIPTIONS = ("config.json", ADAPTER_DESCRIPTION, "adapter_config.json")
 """What says what weights are, the first that is there. The last alone is of peft, or of an older version."""
+EXPORTED_OPTIONS = "experiment.json"
+"""In every export, also of a recipe that describes no model in config.json."""
 PROOFS = ("example.json", ADAPTER_DESCRIPTION)
 """In an export: the sha256 of all other files, with its example, or with the base of adapters."""
 
@@ -101,7 +103,8 @@ def find(place: Place) -> Path:
 
         return download_once(place.removeprefix(HUB), cache_directory(None))
     path = expand_path(place)
-    if any((path / name).is_file() for name in DESCRIPTIONS) and not (path / manifest.MANIFEST).is_file():
+    is_export = any((path / name).is_file() for name in (*DESCRIPTIONS, EXPORTED_OPTIONS))
+    if is_export and not (path / manifest.MANIFEST).is_file():
         _verify_export(path)
         return path
     checkpoint, skipped = places.newest_at(path)

@@ -103,9 +103,20 @@ def test_a_run_of_it_is_sampled_with_its_own_pipeline(begun: Path, capsys: pytes
         cli._main(["sample", place])
     capsys.readouterr()
     assert cli._main(["sample", "--recipe", str(recipe), place, "--place", "0.1", "0.2"]) == 0
-    assert re.fullmatch(r"ring [0-4]\n", capsys.readouterr().out)
-    assert cli._main(["export", place, str(begun / "exported")]) == 0
+    answer = capsys.readouterr().out
+    assert re.fullmatch(r"ring [0-4]\n", answer)
+    exported = str(begun / "exported")
+    assert cli._main(["export", place, exported, "--weights", "ema"]) == 0
     assert "has no config.json, which `write_extras` of its recipe writes" in capsys.readouterr().out
+    assert cli._main(["sample", "--recipe", str(recipe), exported, "--place", "0.1", "0.2"]) == 0
+    assert capsys.readouterr().out == answer
+
+    recipe.write_text(recipe.read_text().replace('["width"]', '["depth"]'))
+    missing = r"its run had no option 'depth'.*options\.get\('depth', VALUE\)"
+    with pytest.raises(UsageError, match=rf"manifest\.json: {missing}"):
+        cli._main(["sample", "--recipe", str(recipe), place])
+    with pytest.raises(UsageError, match=rf"experiment\.json: {missing}"):
+        cli._main(["sample", "--recipe", str(recipe), exported])
 
     recipe.write_text(recipe.read_text().replace("pipeline=RingPipeline", ""))
     with pytest.raises(UsageError, match=rf"declares no pipeline.*{page}"):

@@ -245,8 +245,8 @@ def _findings(metrics: Path) -> list[str]:
 
 
 def _export(request: _Request) -> int:
-    from accel_train.commands.diff import stems_in
     from accel_train.commands.export import export
+    from accel_train.store.weights import best_stem
 
     newest, _ = places.newest_at(request.run)
     destination = request.run / f"exported-{newest.step:08d}"
@@ -254,4 +254,4 @@ def _export(request: _Request) -> int:
     if destination.is_dir():
         print(f"{destination}: there already")
         return 0
-    return export(str(request.run), str(destination), source="ema" if "ema" in stems_in(newest.path) else "model")
+    return export(str(request.run), str(destination), source=best_stem(newest.path))

@@ -1,4 +1,7 @@
-"""``run.json``: the experiment of a run directory, and the changes allowed between two starts."""
+"""``run.json``: the experiment of a run directory, and the changes allowed between two starts.
+
+Checkpoints and exports hold the options of their experiment as well, for whoever loads the model.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,37 @@ logger = logging.getLogger(__name__)
 RUN_SCHEMA = 2
 """Version 2 contains its own hash. Version 1, written by the first releases, has none."""
 MAX_BYTES = 16 << 20
+WRITTEN_OPTIONS = (("experiment.json", "options"), (manifests.MANIFEST, "experiment"))
+"""File and key with the options of an experiment: in an export, in a checkpoint."""
+
+
+class ExperimentOptions(dict[str, Any]):
+    """Options by their names on the command line, read from ``file``. A name it lacks raises ``UsageError``."""
+
+    def __init__(self, values: Mapping[str, Any], file: Path) -> None:
+        super().__init__(values)
+        self.file = file
+
+    def __missing__(self, name: str) -> Any:
+        raise UsageError(
+            f"{self.file}: its run had no option {name!r}, so the model is of another version of this recipe. Give a "
+            f"newer run, or let the recipe read options.get({name!r}, VALUE) with the value of before"
+        )
+
+
+def experiment_options(directory: Path) -> ExperimentOptions:
+    """Read all options of the experiment behind a checkpoint or an export; of any other directory there are none.
+
+    Raises ``UsageError`` for a file that cannot be read.
+    """
+    for name, key in WRITTEN_OPTIONS:
+        path = directory / name
+        if path.is_file():
+            try:
+                return ExperimentOptions(strict_json.read_object(path).get(key) or {}, path)
+            except ValueError as error:
+                raise UsageError(f"{path}: cannot be read ({error}); restore it from a copy") from None
+    return ExperimentOptions({}, directory)
 
 
 def has_trained(directory: Path) -> bool:

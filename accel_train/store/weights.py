@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -278,6 +278,16 @@ def refuse_nonfinite(name: str, tensor: Tensor, file: Path) -> None:
             f"{file}: {name} holds {count} value(s) that are NaN or infinite, of {tensor.numel()}; the model had "
             "diverged when it was written: take an earlier checkpoint"
         )
+
+
+def has_ema(directory: Path) -> bool:
+    """Return True for a directory with averaged weights."""
+    return any(directory.glob("ema*.safetensors"))
+
+
+def best_stem(directory: Path) -> Literal["model", "ema"]:
+    """Return ``ema`` for a directory with averaged weights, or else ``model``."""
+    return "ema" if has_ema(directory) else "model"
 
 
 def load_weights(

@@ -1,6 +1,5 @@
 """Learn which ring of a target a point lies on: a whole recipe, to make your own. CHANGE marks what to replace."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,8 @@ from accel_train.config import PositiveInt
 from accel_train.data import sampler
 from accel_train.options.loading import load_config
 from accel_train.runtime.exiting import one_run, run_main
-from accel_train.store.weights import load_weights
+from accel_train.store.run_file import experiment_options
+from accel_train.store.weights import best_stem, load_weights
 from accel_train.training import optimizers
 
 
@@ -62,9 +62,8 @@ class RingPipeline:
 
     @classmethod
     def from_directory(cls, directory: Path, device: str = "cpu") -> "RingPipeline":
-        options = json.loads((directory / "manifest.json").read_text())["experiment"]
-        model = build_model(options["width"])
-        load_weights(directory, "ema", model)
+        model = build_model(experiment_options(directory)["width"])
+        load_weights(directory, best_stem(directory), model)
         return cls(model.to(device))
 
     @torch.no_grad()

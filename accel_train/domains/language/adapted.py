@@ -18,7 +18,6 @@ from accel_train.domains.models.adapters import (
     add_adapter,
     compare_bases,
     embeds_base,
-    has_ema,
     refuse_out_of_range,
     refuse_whole_model,
 )
@@ -82,7 +81,7 @@ def load_adapted(directory: Path, device: torch.device = CPU, *, plain: bool = F
         add_adapter(model, ADAPTER, directory)
         # The base and the adapters at once: an embedded base is in the same files.
         weights.load_weights(directory, "model", model)
-        if has_ema(directory):
+        if weights.has_ema(directory):
             weights.load_weights(directory, "ema", model, required=())
         return model.eval()
     model = _referenced_base(directory)

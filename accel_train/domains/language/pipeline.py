@@ -33,7 +33,6 @@ from accel_train.domains.models import lora
 from accel_train.domains.models.adapters import (
     BASE,
     choose_adapter,
-    has_ema,
     is_adapter,
     merge_adapter,
     refuse_names,
@@ -161,7 +160,7 @@ class LanguagePipeline:
             reference = adapted.base_reference(self.directory)
         else:
             reference = pretrained.find_base(str(self.directory), None).reference()
-            if has_ema(self.directory):
+            if weights.has_ema(self.directory):
                 weights.load_weights(self.directory, "model", self.model, required=())
         device = next(self.model.parameters()).device
         adapted.attach(self.model, adapters, self.directory, reference)
@@ -309,7 +308,7 @@ def _whole_model(directory: Path) -> nn.Module:
             f"{directory}: not loaded as a causal language model of transformers ({type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}); a checkpoint or an export of recipes/causal_lm.py is required"
         ) from None
-    if has_ema(directory):
+    if weights.has_ema(directory):
         # Of what was trained. The rest is in the weights.
         weights.load_weights(directory, "ema", model, required=())
     return model

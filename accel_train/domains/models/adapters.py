@@ -33,11 +33,6 @@ def is_adapter(directory: Path) -> bool:
     return (directory / CONFIG_FILE).is_file()
 
 
-def has_ema(directory: Path) -> bool:
-    """Return True for a checkpoint with averaged weights."""
-    return any(directory.glob("ema*.safetensors"))
-
-
 def read_adapter(directory: Path) -> dict[str, TensorInfo]:
     """Find the tensors of the adapter of a directory, by peft's keys; averaged ones in a checkpoint that has them.
 
@@ -47,7 +42,7 @@ def read_adapter(directory: Path) -> dict[str, TensorInfo]:
     # An export and a folder of peft have one set. A checkpoint may have trained and averaged weights.
     if is_peft:
         return weights.find_tensors(directory, WEIGHTS_STEM)
-    stem = "ema" if has_ema(directory) else "model"
+    stem = weights.best_stem(directory)
     found = by_key_of_peft(weights.find_tensors(directory, stem))
     if not found:
         raise UsageError(f"{directory}: {stem}.safetensors holds no adapters; give a run with --lora.rank")

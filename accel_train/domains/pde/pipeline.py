@@ -24,6 +24,8 @@ from accel_train.domains.pde.residual_network import ResidualGuess
 from accel_train.domains.pde.shape import PdeTransformerConfig
 from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.pipeline import Example, describe, settings
+from accel_train.store.run_file import experiment_options
+from accel_train.store.weights import has_ema
 
 BATCH = 64
 """Samples of one forward."""
@@ -84,7 +86,7 @@ class FieldPipeline:
     def from_directory(cls, directory: Path, device: str = "cpu") -> FieldPipeline:
         """Read a checkpoint or an export. Raises ``UsageError``."""
         model = PdeTransformer.from_pretrained(directory)
-        if any(directory.glob("ema*.safetensors")):
+        if has_ema(directory):
             load_directory(model, directory, "ema")
         assets = load_field_assets(directory / "assets")
         return cls(model.to(device).eval(), assets, _residual_steps(directory), device)
@@ -279,13 +281,7 @@ def _residual_steps(directory: Path) -> int:
     described = settings(json.loads((directory / "config.json").read_text("utf-8")), directory)
     if described is not None:
         return int(described["sampler"]["residual_steps"])
-    for file, key in (("experiment.json", "options"), ("manifest.json", "experiment")):
-        path = directory / file
-        if path.is_file():
-            written = json.loads(path.read_text("utf-8"))
-            options: dict[str, Any] = written.get(key) or {}
-            return int(options.get("objective.residual_steps", 1))
-    return 1
+    return int(experiment_options(directory).get("objective.residual_steps", 1))
 
 
 def _noise(stream: str, shape: Sequence[int]) -> Tensor:

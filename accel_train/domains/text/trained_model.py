@@ -16,6 +16,8 @@ from accel_train.domains.text.both_ways import BothWays
 from accel_train.domains.text.dataset import DataAssets, load_assets
 from accel_train.domains.text.modes import ModeConfig
 from accel_train.options.loading import from_tree
+from accel_train.store.run_file import experiment_options
+from accel_train.store.weights import has_ema
 
 G = TypeVar("G")
 
@@ -30,7 +32,7 @@ def load_both_ways(directory: Path, device: str = "cpu") -> tuple[BothWays, Data
     diffusion, text, latent, seed = _settings(directory)
     model = MultimodalMMDiT.from_pretrained(directory)
     # from_pretrained has read the trained weights, over which these are laid.
-    if any(directory.glob("ema*.safetensors")):
+    if has_ema(directory):
         load_directory(model, directory, "ema")
     assets = load_assets(directory / "assets", device)
     both = BothWays(model.to(device).eval(), assets.tokenizer.mask_id, seed, diffusion, text, latent)
@@ -81,20 +83,13 @@ def _settings_of_run(directory: Path) -> Settings:
 
 
 def _options(directory: Path) -> dict[str, Any]:
-    # The first is in an export, the second in a checkpoint.
-    for file, key in (("experiment.json", "options"), ("manifest.json", "experiment")):
-        path = directory / file
-        if path.is_file():
-            written = json.loads(path.read_text("utf-8"))
-            options: dict[str, Any] = written.get(key) or {}
-            # A manifest of another recipe has options as well.
-            if "latent.kind" in options and "seed" in options:
-                return options
-            raise UsageError(f"{path}: names no objective (latent.kind); a checkpoint of recipes/mmdit.py is required")
-    raise UsageError(
-        f"{directory}: neither experiment.json nor manifest.json, so the objective is not known; give a checkpoint, or "
-        "export it again with `accel-train checkpoints export`"
-    )
+    options = experiment_options(directory)
+    # A manifest of another recipe has options as well.
+    if not {"latent.kind", "seed"} <= options.keys():
+        raise UsageError(
+            f"{options.file}: names no objective (latent.kind); a checkpoint of recipes/mmdit.py is required"
+        )
+    return options
 
 
 def _group(kind: type[G], options: dict[str, Any], prefix: str) -> G:

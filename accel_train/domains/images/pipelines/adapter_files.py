@@ -184,8 +184,7 @@ def peft_settings(directory: Path) -> dict[str, Any]:
 
 def _adapter_of_checkpoint(directory: Path) -> dict[str, Tensor]:
     """Return the averaged adapter, or the trained one of a run without an average, by peft's keys."""
-    stem = "ema" if any(directory.glob("ema*.safetensors")) else "model"
-    tensors = lora.by_key_of_peft(weights.find_tensors(directory, stem))
+    tensors = lora.by_key_of_peft(weights.find_tensors(directory, weights.best_stem(directory)))
     with TensorReader(tensors) as reader:
         # Copies, because the files are closed behind them.
         return {name: reader.read(name).clone() for name in tensors}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cache_directory
@@ -15,6 +14,7 @@ from accel_train.domains.images.trained_mmdit.run_base import ASSETS, HUB, MMDiT
 from accel_train.domains.models.mmdit import MultimodalMMDiTConfig
 from accel_train.options.loading import from_tree
 from accel_train.store import commit, manifest, strict_json
+from accel_train.store.run_file import experiment_options
 
 DEMO = "runs/image-demo"
 """Where the base of the preset lora_demo lies."""
@@ -96,11 +96,8 @@ def _directory(source: str) -> Path:
 
 def _times(directory: Path, sampler: LatentSamplingConfig) -> TimeConfig:
     """Return the times of its training, from the options of its run, or else with the shift of its sampler."""
-    for file, key in (("experiment.json", "options"), (manifest.MANIFEST, "experiment")):
-        if (directory / file).is_file():
-            options: Any = strict_json.read_object(directory / file).get(key) or {}
-            of_times = {name: value for name, value in options.items() if name.startswith("times.")}
-            if of_times:
-                tree = {name.removeprefix("times."): value for name, value in of_times.items()}
-                return from_tree(TimeConfig, tree, f"{directory / file}: times.*")
-    return TimeConfig(shift=sampler.shift)
+    options = experiment_options(directory)
+    tree = {name.removeprefix("times."): value for name, value in options.items() if name.startswith("times.")}
+    if not tree:
+        return TimeConfig(shift=sampler.shift)
+    return from_tree(TimeConfig, tree, f"{options.file}: times.*")

@@ -27,7 +27,7 @@ from accel_train.domains.models.vae import VaeReference, load_vae
 from accel_train.precision import Precision
 from accel_train.store import strict_json
 from accel_train.store.pretrained_base import PretrainedBase
-from accel_train.store.weights import find_tensors
+from accel_train.store.weights import best_stem, find_tensors
 
 HUB = "hub:"
 LEVELS = 1000
@@ -165,7 +165,7 @@ class MMDiTBase:
     @property
     def _stem(self) -> str:
         # Averaged weights draw better pictures, and are what the base itself was evaluated with.
-        return "ema" if any(self.directory.glob("ema*.safetensors")) else "model"
+        return best_stem(self.directory)
 
     @property
     def _vae(self) -> VaeReference | None:
