@@ -225,7 +225,11 @@ class Training:
         for bad, skipped in self.guard.history.take_unreported():
             self.log.record("bad_step", bad.fields() | {"skipped": skipped}, step=bad.step + 1)
             if self.opened.accelerator.is_main_process:
-                action = "skipped: nothing has moved" if skipped else "trained all the same"
+                action = "trained all the same"
+                if skipped:
+                    action = "skipped: nothing has moved"
+                elif self.guard.config.clips_spikes:
+                    action = "trained with its gradient scaled down"
                 logger.warning("%s; %s. Samples concerned: %s", bad.finding, action, bad.suspects)
 
     def save_if_due(self, result: StepResult) -> None:

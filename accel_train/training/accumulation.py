@@ -288,9 +288,9 @@ class GradientWindow:
             leave_out(self.accelerator, self.model, self.step)
             if self._loss_scale is not None:
                 write_loss_scale(self.accelerator, self.model, self._loss_scale)
-        elif value is not None and 0 < max_grad_norm < value and self._zero_stage == 0:
+        elif value is not None and 0 < self.guard.max_grad_norm < value and self._zero_stage == 0:
             # With the norm at hand, since `clip_grad_norm_` would measure it a second time.
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self.guard.max_grad_norm, norm)
         return StepResult(
             coefficients=self.coefficients,
             sums=evidence.totals,

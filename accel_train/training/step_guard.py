@@ -8,6 +8,7 @@ host, which then waits for the device in every step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -48,6 +49,8 @@ class StepGuard:
         """Leave out the coming steps, whatever their values: they are measured only, or no sample has a weight."""
         self.skips_this_step = False
         """The host leaves out the current step. Where the device decides about values, only for ``leaves_out``."""
+        self.max_grad_norm = 0.0
+        """Where the host decides: the norm to which the gradient of the current step is clipped. 0: no clipping."""
         self._spikes: Spikes | None = None
         if config.finds_spikes:
             assert device is not None, "spikes are found on a device"
@@ -72,16 +75,19 @@ class StepGuard:
         """Decide about one step, before the optimizer's. Returns the norm, or None where it is on the device only.
 
         On the device nothing waits: the optimizer's next step clips the gradient to ``max_grad_norm`` (0: no clipping),
-        or does nothing. On the host, the caller clips, and asks ``skips_this_step``. Raises ``NonFiniteError``.
+        or does nothing. On the host, the caller clips to ``self.max_grad_norm``, and asks ``skips_this_step``. Raises
+        ``NonFiniteError``.
         """
         self.skips_this_step = self.leaves_out
         # Neither good nor bad: no count, no spike and no error comes from it.
         if self.leaves_out:
             return None
+        usual: Tensor | None = None
         if self._spikes is not None:
-            evidence = replace(evidence, spike=self._spikes.exceeds(norm))
+            usual = self._spikes.limit()
+            evidence = replace(evidence, spike=(norm > usual).float())
         if self.on_device:
-            self._watch_on_device(evidence, norm, max_grad_norm)
+            self._watch_on_device(evidence, norm, max_grad_norm, usual)
             return None
         # The host decides here: it waits, and knows the step before its update.
         value, bad = evidence.examine()
@@ -89,8 +95,15 @@ class StepGuard:
         self._note(bad)
         # A skipped norm stays out of the median, or a row of spikes would become the usual.
         if self._spikes is not None and not self.skips_this_step:
-            self._spikes.add(norm)
+            self._spikes.add(self._trained_norm(norm, usual))
+        self.max_grad_norm = max_grad_norm
+        if usual is not None and self.config.clips_spikes and bad is not None:
+            self.max_grad_norm = min(max_grad_norm or math.inf, float(usual))
         return value
+
+    def _trained_norm(self, norm: Tensor, usual: Tensor | None) -> Tensor:
+        """Return the norm for the median: of a spike that is clipped, the norm that is left of it."""
+        return norm if usual is None or not self.config.clips_spikes else torch.minimum(norm, usual)
 
     def refuses(self, evidence: Evidence) -> bool:
         """Return True if this step's losses are bad and it is to be left out. For engines that step in the backward.
@@ -118,7 +131,7 @@ class StepGuard:
         else:
             self.history.warn(bad)
 
-    def _watch_on_device(self, evidence: Evidence, norm: Tensor, max_grad_norm: float) -> None:
+    def _watch_on_device(self, evidence: Evidence, norm: Tensor, max_grad_norm: float, usual: Tensor | None) -> None:
         check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore[reportPrivateUsage]
         # The kernel sets its flag and never clears it, so with `stop` the optimizer stays stopped.
         if self.config.non_finite == "skip":
@@ -128,12 +141,15 @@ class StepGuard:
         if spike is not None and self.config.skips_spikes:
             torch.maximum(self._non_finite, spike, out=self.found)
         # The optimizer divides by it, and by 1 where the norm is below the limit.
-        if max_grad_norm > 0:
-            torch.clamp(norm / max_grad_norm, min=1.0, out=self.scale)
+        limit: Tensor | float = max_grad_norm
+        if usual is not None and self.config.clips_spikes:
+            limit = usual.clamp(max=max_grad_norm or math.inf)
+        if isinstance(limit, Tensor) or limit > 0:
+            torch.clamp(norm / limit, min=1.0, out=self.scale)
         else:
             self.scale.fill_(1.0)
         if self._spikes is not None:
-            self._spikes.add(norm, trained=1 - self.found)
+            self._spikes.add(self._trained_norm(norm, usual), trained=1 - self.found)
         self._unread.append(evidence)
         if self._judges_each:
             # Stacking copies them: the flags are overwritten by the next step.

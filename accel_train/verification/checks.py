@@ -318,7 +318,8 @@ CHECKS = (
         (),
         _gradient_paths,
         "These keep their initial values: a detach, a no_grad, or a module that the loss does not use. Behind a layer "
-        "whose weights begin at 0, or in a later stage of training, the gradient comes later: give more --steps.",
+        "whose weights begin at 0, or in a later stage of training, the gradient comes later: give more --steps. A "
+        "term with the coefficient 0 gives none.",
     ),
     Check(
         "optimizer_groups",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -80,7 +81,7 @@ class Training:
         if accelerator is None:
             AcceleratorState._reset_state(True)
             accelerator = Accelerator(cpu=True)
-        self.accelerator, self.sync = accelerator, sync
+        self.accelerator, self.sync, self.max_grad_norm = accelerator, sync, 0.5
         if scale:
             accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
         torch.manual_seed(0)
@@ -115,7 +116,7 @@ class Training:
             if 0 <= place < share and inputs is batches[place // MICRO_BATCH][0]:
                 spoil_sums(sums, spoil)
             window.backward(sums)
-        result = window.finish(0.5)
+        result = window.finish(self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.average.update(step)
@@ -247,7 +248,7 @@ def test_a_spike_is_more_than_the_factor_times_the_median(window: int) -> None:
     found: list[bool] = []
     expected: list[bool] = []
     for number, norm in enumerate(norms):
-        found.append(bool(spikes.exceeds(torch.tensor(norm))))
+        found.append(bool(torch.tensor(norm) > spikes.limit()))
         last = norms[max(0, number - window) : number]
         expected.append(number >= window and norm > 1.5 * statistics.median_low(last))
         spikes.add(torch.tensor(norm))
@@ -285,6 +286,41 @@ def test_a_spike_that_is_only_reported_is_trained(on_device: bool) -> None:
     assert (bad.step, bad.reason, skipped, warned.guard.history.skipped) == (5, "spike", False, 0)
     assert bad.grad_norm is not None
     assert bad.grad_norm > 50
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 1e9])
+def test_a_clipped_spike_has_the_gradient_of_the_factor_times_the_median(max_grad_norm: float, on_device: bool) -> None:
+    """Unless the option clips it further; and that norm, not the spike's, counts for the median."""
+    options = OptimizerConfig(lr=1e-2, fused=True)
+    health = HealthConfig(spike_factor=50.0, spike="clip", spike_window=3)
+    clipped = Training(options, health, on_device=on_device)
+    twin = Training(options, HealthConfig(), on_device=on_device)
+    clipped.max_grad_norm = twin.max_grad_norm = max_grad_norm
+    for training in (clipped, twin):
+        training.train(range(5))
+    assert not same(clipped.state(), twin.state())
+    limit = 50.0 * statistics.median_low(clipped.guard.state()["grad_norms"])
+    twin.max_grad_norm = min(limit, max_grad_norm or math.inf)
+    clipped.step(5, "spike")
+    twin.step(5, "spike")
+    assert not [name for name in same(clipped.state(), twin.state()) if not close(clipped, twin, name)]
+    clipped.guard.check()
+    ((bad, skipped),) = clipped.guard.history.take_unreported()
+    assert (bad.step, bad.reason, skipped) == (5, "spike", False)
+    assert bad.grad_norm is not None
+    assert bad.grad_norm > 2 * limit
+    assert clipped.guard.state()["grad_norms"][-1] == pytest.approx(limit, rel=1e-6)
+    clipped.step(6)
+    twin.max_grad_norm = max_grad_norm
+    twin.step(6)
+    assert not [name for name in same(clipped.state(), twin.state()) if not close(clipped, twin, name)]
+
+
+def close(a: Training, b: Training, name: str) -> bool:
+    """Rounding apart: the limit is computed in fp32 on the device, and in fp64 here."""
+    x, y = (torch.as_tensor(each.state()[name]) for each in (a, b))
+    return torch.allclose(x, y, rtol=1e-5, atol=1e-9)
 
 
 def saver_of(training: Training, folder: Path) -> tuple[Run, Saver]:
@@ -356,6 +392,7 @@ class Normed(nn.Module):
         (SKIP, nn.Linear(2, 2), "ddp", "bf16", "powersgd", r"comm_hook: powersgd: the hook carries"),
         (SKIP, Normed(), "ddp", "bf16", "none", r"running statistics \(norm\)"),
         (HealthConfig(spike_factor=9, spike="skip"), nn.Linear(2, 2), "zero1", "bf16", "none", r"spike: skip: under"),
+        (HealthConfig(spike_factor=9, spike="clip"), nn.Linear(2, 2), "zero2", "bf16", "none", r"spike: clip: under"),
     ],
 )
 def test_where_a_step_cannot_be_left_out_exactly(
@@ -372,6 +409,7 @@ def test_where_a_step_cannot_be_left_out_exactly(
     [
         (lambda: HealthConfig(spike_factor=0.5), r"health\.spike_factor: 0\.5: more than 1"),
         (lambda: HealthConfig(spike="skip"), r"health\.spike: skip: nothing looks for spikes"),
+        (lambda: HealthConfig(spike="clip"), r"health\.spike: clip: nothing looks for spikes"),
     ],
 )
 def test_options_without_sense_are_refused(make: Callable[[], HealthConfig], because: str) -> None:

@@ -33,9 +33,10 @@ class HealthConfig:
     """A step is a spike if the norm of its gradient, before clipping, exceeds this many times the median of the last
     spike_window trained steps. 0 = off. Try 10. No step is judged before as many were trained."""
 
-    spike: Literal["warn", "skip"] = "warn"
-    """warn: train on a spike, with a warning and an event that has the sample numbers. skip: leave out its update, as
-    of a step that is not finite. Not under ZeRO."""
+    spike: Literal["warn", "clip", "skip"] = "warn"
+    """warn: train on a spike, with a warning and an event that has the sample numbers. clip: also scale its gradient
+    down to spike_factor times the median, if optimizer.max_grad_norm does not scale it further. skip: leave out its
+    update, as of a step that is not finite. clip and skip: not under ZeRO."""
 
     spike_window: PositiveInt = 100
     """Trained steps whose gradient norms give the median."""
@@ -44,6 +45,11 @@ class HealthConfig:
     def finds_spikes(self) -> bool:
         """True if gradient norms are compared with their median."""
         return self.spike_factor > 0
+
+    @property
+    def clips_spikes(self) -> bool:
+        """True if the gradient of a spike is scaled down."""
+        return self.finds_spikes and self.spike == "clip"
 
     @property
     def skips_spikes(self) -> bool:
@@ -61,10 +67,10 @@ class HealthConfig:
                 f"health.spike_factor: {self.spike_factor}: more than 1 is required, or every other step is a spike; "
                 "try 10, or 0 to switch it off"
             )
-        if self.spike == "skip" and not self.finds_spikes:
+        if self.spike != "warn" and not self.finds_spikes:
             raise UsageError(
-                "health.spike: skip: nothing looks for spikes, because health.spike_factor is 0; set it, such as "
-                "--health.spike_factor 10, or leave spike out"
+                f"health.spike: {self.spike}: nothing looks for spikes, because health.spike_factor is 0; set it, such "
+                "as --health.spike_factor 10, or leave spike out"
             )
 
     def describe(self) -> list[str]:
@@ -78,7 +84,7 @@ class HealthConfig:
                 f"{self.max_rollbacks} times, and leaves out the samples of that step"
             )
         if self.finds_spikes:
-            action = "skipped" if self.skips_spikes else "reported"
+            action = {"warn": "reported", "clip": "scaled down to that norm", "skip": "skipped"}[self.spike]
             notices.append(
                 f"steps with a gradient norm above {self.spike_factor:g} times the median of {self.spike_window} are "
                 f"{action}"
@@ -87,17 +93,17 @@ class HealthConfig:
 
 
 def refuse_inexact(config: HealthConfig, model: nn.Module, strategy: str, precision: str, comm_hook: str) -> None:
-    """Raise ``UsageError`` where skipping a step would leave something of it behind."""
+    """Raise ``UsageError`` where a spike cannot be held back, or skipping a step would leave something of it behind."""
+    zero = strategy.startswith("zero")
+    if zero and (config.clips_spikes or config.skips_spikes):
+        raise UsageError(
+            f"health.spike: {config.spike}: under {strategy} DeepSpeed steps before the norm of the gradient is known; "
+            "use --health.spike warn, or a launch file for DDP or FSDP2"
+        )
     if not config.skips:
         return
     option = "health.non_finite: skip" if config.non_finite == "skip" else "health.spike: skip"
     # What a bad step leaves behind differs by part: each has its own refusal and remedy.
-    zero = strategy.startswith("zero")
-    if zero and config.skips_spikes:
-        raise UsageError(
-            f"health.spike: skip: under {strategy} DeepSpeed steps before the norm of the gradient is known; use "
-            "--health.spike warn, or a launch file for DDP or FSDP2"
-        )
     if zero and precision == "fp16":
         raise UsageError(
             f"{option} under {strategy} with precision: fp16: DeepSpeed lowers its loss scale for a gradient that is "

@@ -24,13 +24,13 @@ class Spikes:
         self._places = torch.arange(window, device=device)
         self._count = torch.zeros((), dtype=torch.int64, device=device)
 
-    def exceeds(self, norm: Tensor) -> Tensor:
-        """Return 1 if ``norm`` is a spike, else 0, in fp32. 0 until the window is full."""
+    def limit(self) -> Tensor:
+        """Return the largest norm that is no spike. Infinite until the window is full."""
         ordered = self._norms.sort().values
         # The lower of the two in the middle: a number that was really measured.
         median = ordered[(self._window - 1) // 2]
         is_full = self._count >= self._window
-        return (is_full & (norm > self._factor * median)).float()
+        return torch.where(is_full, self._factor * median, torch.inf)
 
     def add(self, norm: Tensor, trained: Tensor | None = None) -> None:
         """Replace the oldest norm, but not where ``trained`` is 0."""
