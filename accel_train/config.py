@@ -50,7 +50,7 @@ def origin_of(config: object, option: str) -> str:
 
 
 def set_requested_output_dir(output_dir: object) -> None:
-    """Remember the output directory that a command line asks for, before the rest of it is validated."""
+    """Remember the output directory of a command line, before the rest of it is validated."""
     _requested["output_dir"] = output_dir
 
 
@@ -63,7 +63,7 @@ def requested_output_dir() -> Path | None:
 
 
 def default_cache() -> str:
-    """Return the directory for what can be computed again, unless an option names another one."""
+    """Return the directory for recomputable files, unless an option names another one."""
     return os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
 
 

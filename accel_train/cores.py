@@ -47,6 +47,7 @@ def _quota(folder: Path) -> list[float]:
     """Read the quota of one cgroup, in cores. An empty list is no quota."""
     try:
         quota, period = _quota_and_period(folder)
+        # No quota is `max` in version 2 and -1 in version 1.
         if quota.isdigit() and int(quota) > 0:
             return [int(quota) / int(period)]
     except (OSError, ValueError):

@@ -74,6 +74,7 @@ def _schedule(config: ExperimentConfig, earlier: Mapping[str, Any], steps: int) 
     contradicting numbers from one source stay as they are and are refused later.
     """
     schedule = config.schedule
+    # A schedule with a length of its own does not follow that of the run.
     if schedule.decay_steps is not None:
         return schedule
     origins = {name: origin_of(config, f"schedule.{name}") for name in SHORTENED.values()}
@@ -146,6 +147,7 @@ def open_experiment(
     ``checkpoints.best_metric`` or a gate of ``accel-train compare`` outside ``metrics``, or steps to profile beyond
     the last.
     """
+    # First, because lengths and the experiment follow from the data.
     _refuse_different_data(accelerator, dataset_size, fingerprint)
     if metrics is not None:
         refuse_unknown_metric(config.checkpoints.best_metric, metrics)

@@ -86,9 +86,9 @@ class Recipe:
     loads_with: type | None = None
     """Class whose ``from_pretrained`` loads a checkpoint, named by the card on the Hub."""
     first_options: tuple[str, ...] = ()
-    """Its own options that ``--help`` shows first. None: those that stand outside groups."""
+    """Its own options that ``--help`` shows first. None: those outside groups."""
     pipeline: type[TrainedModel] | None = None
-    """What ``accel_train.load`` returns for a checkpoint, and what ``accel-train sample`` and ``export`` use."""
+    """Class returned by ``accel_train.load`` for a checkpoint, and used by ``accel-train sample`` and ``export``."""
     smoke: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values of its own options with ``--smoke``, such as an evaluation of few samples."""
     decided_by: Mapping[str, Literal["min", "max"]] = field(default_factory=dict[str, Literal["min", "max"]])
@@ -257,6 +257,7 @@ class ExperimentConfig:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own = cls.__dict__.get("__post_init__")
+        # An inherited one runs the checks already.
         if own is None:
             return
 

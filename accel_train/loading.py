@@ -26,11 +26,11 @@ P = TypeVar("P", bound=TrainedModel)
 HUB = "hub:"
 DOMAINS = "accel_train.domains"
 ALLOWED = re.compile(r"accel_train\.domains\.([a-z_]+)\.pipeline:([A-Z][A-Za-z]*)")
-"""What a config.json may name. A folder is data, and what it says must never decide which code is imported: only the
-pipelines inside this package can be named."""
+"""Names allowed in a config.json. A folder is data and must never decide about the code to import: only the pipelines
+inside this package can be named."""
 MAX_DESCRIPTION_BYTES = 16 << 20
 DESCRIPTIONS = ("config.json", ADAPTER_DESCRIPTION, "adapter_config.json")
-"""What says what weights are, the first that is there. The last alone is of peft, or of an older version."""
+"""Descriptions of weights: the first one present counts. The last alone is of peft, or of an older version."""
 EXPORTED_OPTIONS = "experiment.json"
 """In every export, also of a recipe that describes no model in config.json."""
 PROOFS = ("example.json", ADAPTER_DESCRIPTION)
@@ -104,6 +104,7 @@ def find(place: Place) -> Path:
         return download_once(place.removeprefix(HUB), cache_directory(None))
     path = expand_path(place)
     is_export = any((path / name).is_file() for name in (*DESCRIPTIONS, EXPORTED_OPTIONS))
+    # A checkpoint has config.json too, and is told from an export by its manifest.
     if is_export and not (path / manifest.MANIFEST).is_file():
         _verify_export(path)
         return path
@@ -134,6 +135,7 @@ def pipeline_of(directory: Path) -> type[Pipeline]:
         )
     module, _, name = named.partition(":")
     found: Any = None
+    # The package first: `find_spec` raises for a module of a missing one.
     if find_spec(f"{DOMAINS}.{match[1]}") is not None and find_spec(module) is not None:
         # Only now is code imported, and only of this package.
         found = getattr(import_module(module), name, None)
@@ -164,7 +166,7 @@ def _recognised(description: Mapping[str, Any], directory: Path) -> type[Pipelin
 
 
 def read_description(directory: Path) -> dict[str, Any]:
-    """Read config.json of a checkpoint or an export, or what adapters have in its place. Raises ``UsageError``."""
+    """Read config.json of a checkpoint or an export, or its counterpart for adapters. Raises ``UsageError``."""
     path = _description_file(directory)
     try:
         return strict_json.read_object(path, MAX_DESCRIPTION_BYTES)

@@ -112,7 +112,7 @@ def _without_left_out(opened: Opened, prepared: Prepared, order: Sampler) -> Sam
 
 @contextmanager
 def _recorded(training: Training) -> Generator[None]:
-    """Record what ended the body, and its bad steps."""
+    """Record the error that ended the body, if any, and its bad steps."""
     try:
         yield
     except NonFiniteError as error:
@@ -252,6 +252,7 @@ class Training:
             return {}
         with self.throughput.pause():
             self.saver.finish()
+            # Stays set after an error, for `run_out_of_memory` to tell it from one of a training step.
             self._is_evaluating = True
             try:
                 # All processes must leave it at the same forward, so they ask each other there.
@@ -269,7 +270,7 @@ class Training:
         return metrics
 
     def run_out_of_memory(self, error: Exception) -> None:
-        """Raise ``StartAgain`` with half of the micro-batch, or add to ``error`` what a person can do.
+        """Raise ``StartAgain`` with half of the micro-batch, or add advice to ``error``.
 
         Not collective: the other processes fail in their next reduction, or are ended by the launcher.
         """

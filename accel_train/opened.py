@@ -1,4 +1,4 @@
-"""The open experiment, and its model prepared for training: what a recipe's loop works with."""
+"""The open experiment, and its model prepared for training: the inputs of a recipe's loop."""
 
 from __future__ import annotations
 

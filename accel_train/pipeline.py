@@ -1,7 +1,7 @@
-"""What a recipe declares so that its trained models can be used: a pipeline, and the description in config.json.
+"""Declarations of a recipe for the use of its trained models: a pipeline, and the description in config.json.
 
-``config.json`` of a checkpoint holds the architecture, and beside it, under the names of ``DESCRIBED``, all that is
-needed to use the weights rightly: the objective that gave their outputs a meaning, the samplers' settings, the
+``config.json`` of a checkpoint holds the architecture, and beside it, under the names of ``DESCRIBED``, everything
+needed to use the weights rightly: the objective (it gives their outputs a meaning), the samplers' settings, the
 normalisation and the units. ``accel_train.load`` reads it and returns the pipeline.
 """
 
@@ -23,8 +23,8 @@ FORMAT = 1
 DESCRIBED = ("recipe", "pipeline", "objective", "sampler", "normalisation", "units", "card")
 """Keys beside the architecture in config.json."""
 ADAPTER_DESCRIPTION = "pipeline.json"
-"""What config.json is for a whole model, for adapters: beside a config.json transformers would take their weights for
-those of the model."""
+"""Counterpart of config.json for adapters: beside a config.json transformers would take their weights for those of the
+model."""
 
 T = TypeVar("T", bound="TrainedModel", covariant=True)
 
@@ -60,7 +60,7 @@ class SampleOptions(Protocol):
 
 
 class TrainedModel(Protocol):
-    """What ``accel-train sample`` needs of a recipe's model: options, how it is loaded, and what it does."""
+    """Interface of a recipe's model for ``accel-train sample``: options, loading, sampling."""
 
     options: ClassVar[type]
     """Options of ``sample``, a frozen dataclass. ``device`` is required, and `seed` and `output` mean what they do in
@@ -72,12 +72,12 @@ class TrainedModel(Protocol):
         ...
 
     def sample(self, options: Any) -> list[str]:
-        """Do what ``accel-train sample`` asks for and return the lines to print."""
+        """Sample for ``accel-train sample`` and return the lines to print."""
         ...
 
 
 class Pipeline(TrainedModel, Protocol):
-    """A trained model with all that is around it. Each recipe has its own call, with inputs in the units of its data.
+    """A trained model with everything around it. Each recipe has its own call, with inputs in the units of its data.
 
     ``domains.NAME.pipeline`` of the library defines a pipeline. Its options have the fields of ``SampleOptions``.
     """
@@ -94,7 +94,7 @@ class Pipeline(TrainedModel, Protocol):
 
     @property
     def standalone(self) -> tuple[Any, ...] | ModuleType | None:
-        """What is cut out of the sources for an export: the class of the model, that of its config, and functions that
+        """Parts to cut out of the sources for an export: the class of the model, that of its config, and functions that
         sample, called with the model, config.json and their arguments. For a model of another library, such as
         transformers, a module that is copied whole: its ``load(directory)`` returns the model, and its functions are
         called alike. None: an export has weights and config.json alone."""
@@ -132,10 +132,10 @@ def describe(
 ) -> dict[str, Any]:
     """Return config.json of a model: its architecture, ``shape``, and how it is used.
 
-    ``shape`` is a dataclass, or what another library wrote into its config.json, where a description of before is
-    replaced. Options are dataclasses by name, or plain values. ``card`` may have ``datasets`` (ids on the Hub),
-    ``base_model`` and ``measured_on`` (the data of the metrics). ``from_pretrained`` of the model's class reads the
-    architecture and leaves out the rest.
+    ``shape`` is a dataclass, or the config.json of another library, where an earlier description is replaced. Options
+    are dataclasses by name, or plain values. ``card`` may have ``datasets`` (ids on the Hub), ``base_model`` and
+    ``measured_on`` (the data of the metrics). ``from_pretrained`` of the model's class reads the architecture and
+    leaves out the rest.
     """
     architecture = _plain_architecture(shape)
     taken = sorted({*DESCRIBED, "format"} & architecture.keys())

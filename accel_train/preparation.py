@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 NOTHING: Mapping[str, Sequence[str]] = MappingProxyType({})
 STEP_GUARD = "step_guard"
-"""Among the choices of a run: where it is found out that a step is not finite. Not an option."""
+"""Key among the choices of a run: whether host or device detects a non-finite step. Not an option."""
 
 
 def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, **named: P.kwargs) -> nn.Module:

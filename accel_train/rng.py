@@ -167,6 +167,7 @@ def _stream_number(stream: str) -> int:
 
 def _derive(parent: int, value: int) -> int:
     """Return the unsigned key of child `value` of a parent key."""
+    # Not value alone: the hash of 0 is 0, which seed 0 would have for its key.
     return _mix_int((parent + (value + 1) * _DERIVE) & _MASK)
 
 
@@ -226,6 +227,7 @@ def _feistel(index: Tensor, bits: int, round_keys: Sequence[int]) -> Tensor:
 def seed_generators(key: int) -> None:
     """Seed the global generators of Python, numpy and torch, in about 14 µs."""
     random.seed(key)
+    # numpy takes seeds of 32 bits.
     np.random.seed(key & 0xFFFFFFFF)
     # torch.manual_seed would also seed every accelerator, which takes ten times as long.
     torch.default_generator.manual_seed(key)

@@ -124,6 +124,7 @@ for _name, _pattern in {
     "int": _INT.pattern,
     "float": _FLOAT.pattern,
 }.items():
+    # BaseLoader takes every word for text. \Z, because PyYAML matches the beginning of a word only.
     _Loader.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), None)
 
 

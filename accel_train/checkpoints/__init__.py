@@ -1,1 +1,1 @@
-"""Checkpoints that are complete, verified and readable under any strategy."""
+"""Complete, verified checkpoints, readable under any strategy."""

@@ -40,8 +40,8 @@ def _allocate(memory: int, size: int) -> None:
 class Writer:
     """One writer process and the memory for its snapshots, allocated once and reused for every save.
 
-    The memory is anonymous (``memfd_create``). It needs no space in ``/dev/shm``, which is small in containers, and the
-    kernel frees it when the processes end, for any reason.
+    The memory is anonymous (``memfd_create``). It needs no space in ``/dev/shm`` (small in containers), and the kernel
+    frees it when the processes end, for any reason.
     """
 
     def __init__(self, size: int) -> None:
@@ -102,8 +102,8 @@ class Writer:
     def settle(self, requests: StopRequests, *, hurry: bool) -> None:
         """Wait until old checkpoints are deleted. In a ``hurry``, skip those still to be hashed.
 
-        A request to stop ends the wait and kills the process. That is safe, because checkpoints are renamed before they
-        are deleted.
+        A request to stop ends the wait and kills the process: safe, because checkpoints are renamed before they are
+        deleted.
         """
         if self._busy or self.broken:
             return

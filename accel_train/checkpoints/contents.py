@@ -27,7 +27,7 @@ from accel_train.wording import shortened
 def saved_names(shards: Shards, run: Run) -> list[str]:
     """List the tensors in ``model.safetensors``: trained parameters and buffers, and frozen ones without a base.
 
-    Raises ``UsageError`` for a module with other state (``get_extra_state``), which would be lost.
+    Raises ``UsageError`` for a module with other state (``get_extra_state``): it would be lost.
     """
     for path, module in shards.module.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -72,7 +72,7 @@ def collections(
 def _weights(shards: Shards, precision: Precision, saved: Sequence[str]) -> Collection:
     """Return the collection of the weights. Buffers and frozen parameters have no exact copy, so they keep their dtype.
 
-    Raises ``UsageError`` for a dtype that no checkpoint holds.
+    Raises ``UsageError`` for a dtype no checkpoint can hold.
     """
     own_dtypes = {name: shards.fixed(name).dtype for name in saved if name not in shards.parameters}
     unknown = [name for name, dtype in own_dtypes.items() if dtype not in weights.DTYPE_NAMES]
@@ -95,6 +95,7 @@ def _optimizer_state(shards: Shards, key: str, names: Sequence[str]) -> Collecti
     def read(name: str) -> Tensor:
         return shards.state(name, key)
 
+    # Spread over the ranks, which share the writing. Weights are not, so that any library can load a single file.
     return Collection(f"optimizer/{key}", read, spread=True, names=names)
 
 
@@ -136,7 +137,7 @@ def texts(
 ) -> dict[str, str]:
     """Build the small JSON files by name. ``random_states`` of all ranks are None for a save without state.
 
-    ``health`` is that of ``StepGuard.state``.
+    ``health`` is ``StepGuard.state``.
     """
     found = indices(planned)
     if random_states is not None:
@@ -184,7 +185,7 @@ def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def random_state() -> Json:
-    """Return the states of this rank's global generators, for code of a recipe that draws from them."""
+    """Return the states of this rank's global generators, for recipe code drawing from them."""
     version, internal, gauss = random.getstate()
     state: Json = {
         "torch": _to_hex(torch.get_rng_state()),

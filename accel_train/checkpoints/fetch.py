@@ -47,7 +47,7 @@ def fetch(place: str, directory: Path) -> Checkpoint:
 
 
 def describe_parent(fetched: Checkpoint) -> dict[str, Any]:
-    """Return run id, name and hash of a fetched checkpoint, for ``run.json`` of the run that begins from it."""
+    """Return run id, name and hash of a fetched checkpoint, for ``run.json`` of a run begun from it."""
     return {
         "run_id": fetched.manifest.get("run_id"),
         "checkpoint": manifests.checkpoint_name(fetched.step),
@@ -87,8 +87,8 @@ def _explain_errors(place: str) -> Generator[None]:
 def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
     """Find the weights of ``init_from``, with notices about them, before a model is built.
 
-    ``init_from`` is a run or a directory made by ``convert``, of which the newest verified checkpoint counts, or a
-    directory with weights. Raises ``UsageError`` for anything else.
+    ``init_from`` is a run or a directory made by ``convert`` (the newest verified checkpoint counts), or a directory
+    with weights. Raises ``UsageError`` for anything else.
     """
     if init_from is None:
         return None, []

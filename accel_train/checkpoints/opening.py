@@ -42,7 +42,7 @@ from accel_train.training.health import rollback
 PATIENCE_SECONDS = 5.0
 """Longest wait for files of another host. Network file systems may show a new file late."""
 LOADING_ATTEMPTS = 3
-"""Number of starts that may die while loading a checkpoint before it is set aside."""
+"""Set a checkpoint aside after this many starts died while loading it."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def open_run(
 ) -> Run:
     """Open ``options.output_dir`` and decide between a start and a resume. All ranks must call it.
 
-    ``resolved`` has the values that the first start derives and later starts keep, such as ``schedule.decay_steps``. If
+    ``resolved`` has the values derived by the first start and kept by later ones, such as ``schedule.decay_steps``. If
     the experiment leaves such an option at None, the saved value counts. Raises ``UsageError`` for an unusable
     directory or another experiment (naming both values), and ``CheckpointsUnusableError`` if checkpoints exist and none
     verifies. Errors of the main process are raised on every process.
@@ -170,7 +170,7 @@ def _empty(directory: Path) -> None:
 
 
 def _demand(options: RunOptions) -> str | None:
-    """Return the option that requires an existing checkpoint, for error messages, or None."""
+    """Return the option requiring an existing checkpoint, for error messages, or None."""
     if options.evaluate_only:
         return "evaluate_only: true"
     if options.resume == "must":
@@ -268,7 +268,7 @@ def _start(options: RunOptions, directory: Path, experiment: Json, resolved: Jso
 
 
 def _check_fetched(checkpoint: Checkpoint, options: RunOptions, experiment: Json, resolved: Json) -> Json:
-    """Compare the experiment with that of a fetched checkpoint and return the resolved values of the new run.
+    """Compare the experiment with a fetched checkpoint's and return the resolved values of the new run.
 
     Deletes the checkpoint and raises ``UsageError`` if it is of another experiment.
     """
@@ -307,7 +307,7 @@ def _refuse_another_origin(resume: str, saved: Mapping[str, Any], directory: Pat
 
 
 def _is_used(directory: Path) -> bool:
-    """Return True if the directory has a run to lose: a trained one, a checkpoint, or one that was set aside."""
+    """Return True if the directory has a run to lose: a trained one, a checkpoint, or one set aside."""
     if has_trained(directory):
         return True
     return bool(manifest.committed(directory / "checkpoints") or set_aside(directory))
@@ -377,7 +377,7 @@ def _wait_until_visible(paths: list[Path]) -> bool:
 def newest_loadable(directory: Path, *, with_state: bool) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest verified checkpoint, and the reasons against newer ones.
 
-    Checkpoints during whose loading ``LOADING_ATTEMPTS`` starts died are set aside.
+    A checkpoint is set aside once ``LOADING_ATTEMPTS`` starts died while loading it.
     """
     checkpoint, reasons = commit.newest_verified(directory / "checkpoints", with_state=with_state)
     if checkpoint is None or run.attempts(directory, checkpoint) < LOADING_ATTEMPTS:

@@ -1,4 +1,4 @@
-"""A save before its commit: its phases, and the values on which the ranks agree."""
+"""A save before its commit: its phases, and the values agreed on by the ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PendingSave:
         return "committed" if self.phase is Phase.COMMITTING else "written"
 
     def outcome(self) -> str:
-        """Return the key in ``REDUCTIONS`` that reports this rank's answer to the others."""
+        """Return the key in ``REDUCTIONS`` to report this rank's answer under."""
         assert self.answer is not None
         return "failed" if "error" in self.answer else self._success
 
@@ -64,7 +64,7 @@ class PendingSave:
         return self.number in (agreed["failed"], agreed[self._success])
 
     def commit_job(self, keep: Mapping[str, Any], queue: Path) -> Json:
-        """Build the writer's job: commit, then delete checkpoints that neither ``keep`` nor the ``queue`` holds."""
+        """Build the writer's job: commit, then delete checkpoints held by neither ``keep`` nor the ``queue``."""
         return {
             "do": "commit",
             "temporary": str(self.temporary),
@@ -82,5 +82,5 @@ class Buffers(NamedTuple):
     keys: dict[str, list[str]]
     plan: planning.Plan
     files: list[Json]
-    """What this rank's writer is told of its files."""
+    """Files of this rank for its writer: name, tensors, and start in the buffer."""
     snapshot: snapshot.Snapshot

@@ -89,7 +89,7 @@ class CheckpointConfig:
 
 
 def refuse_unknown_metric(best_metric: str | None, metrics: Sequence[str]) -> None:
-    """Raise ``UsageError`` for a ``best_metric`` that no evaluation of this run reports."""
+    """Raise ``UsageError`` for a ``best_metric`` reported by no evaluation of this run."""
     if best_metric is None or best_metric in metrics:
         return
     hint = did_you_mean(nearest(best_metric, metrics))
@@ -175,7 +175,7 @@ def of_this_start(options: RunOptions) -> RunOptions:
 
 
 def invalid_pins(names: Iterable[str]) -> list[str]:
-    """Filter names that no checkpoint can have, such as ``step_100`` or ``checkpoint_100``."""
+    """Filter names no checkpoint can have, such as ``step_100`` or ``checkpoint_100``."""
     invalid: list[str] = []
     for name in names:
         match = manifests.NAME.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Refused starts: a base that is gone, and the cleanup of the files that a start created, and of nothing older."""
+"""Refused starts: a missing base, and the cleanup of files created by the start, never of older ones."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def present(directory: Path) -> frozenset[Path]:
 
 
 def remove_new(directory: Path, before: frozenset[Path], rank: int) -> None:
-    """Remove the files that this start created in a directory without a run.
+    """Remove the files created by this start in a directory without a run.
 
-    Every process calls it, after closing its log and lock. Only files of a start and the checkpoint that it copied,
-    absent from ``before``, are removed, and only if no other process holds the lock. Folders are removed if they are
-    empty. Never raises: anything that cannot be removed stays.
+    Every process calls it, after closing its log and lock. Only files of a start and the checkpoint it copied are
+    removed, if absent from ``before`` and if no other process holds the lock. Empty folders go too. Never raises:
+    anything undeletable stays.
     """
     with suppress(OSError, locks.LockedError):
         if rank == 0:
@@ -64,7 +64,7 @@ def _remove_all_files(directory: Path, before: frozenset[Path]) -> None:
 
 
 def _holds_run(directory: Path, before: frozenset[Path]) -> bool:
-    """Return True for more than an untrained start with the checkpoint that it copied."""
+    """Return True for more than an untrained start with the checkpoint it copied."""
     if has_trained(directory):
         return True
     checkpoints = directory / "checkpoints"
@@ -75,7 +75,7 @@ def _holds_run(directory: Path, before: frozenset[Path]) -> bool:
 
 
 def _copied(directory: Path) -> str | None:
-    """Return the name of the checkpoint that a start with ``--resume PATH`` began from, or None."""
+    """Return the name of the checkpoint copied by a start with ``--resume PATH``, or None."""
     saved, _ = recall(directory)
     parent = None if saved is None else saved.get("parent")
     return None if parent is None else parent["checkpoint"]
@@ -101,9 +101,9 @@ def _rmdir(folder: Path, before: frozenset[Path]) -> None:
 
 
 def refuse_missing_base(option: str | None, source: str | None, options: RunOptions) -> None:
-    """Raise ``UsageError`` if ``source``, the value of ``option``, is a base folder that is gone.
+    """Raise ``UsageError`` if ``source``, the value of ``option``, is a missing base folder.
 
-    The message has what the checkpoint to resume from says of it.
+    The message includes the record of it in the checkpoint to resume from.
     """
     if option is None or source is None:
         return
@@ -117,7 +117,7 @@ def refuse_missing_base(option: str | None, source: str | None, options: RunOpti
 
 
 def _resumed_checkpoint(options: RunOptions) -> Path | None:
-    """Return the local checkpoint that this start resumes from, None for a fresh start."""
+    """Return the local checkpoint to resume from, None for a fresh start."""
     if options.overwrite:
         return None
     found = manifest.committed(expand_path(options.output_dir) / "checkpoints")

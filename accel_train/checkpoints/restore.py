@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 def load_initial_weights(model: nn.Module, run: Run, base: Mapping[str, Any] | None = None) -> None:
     """Load weights before ``prepare``, from the checkpoint to resume or else from ``init_from``. Every rank.
 
-    ``base`` refers to the files that the model was built from. A checkpoint without the frozen parameters must refer to
-    the same. Raises ``UsageError`` otherwise.
+    ``base`` refers to the files behind ``model``. A checkpoint without the frozen parameters must refer to the same.
+    Raises ``UsageError`` otherwise.
     """
     if run.checkpoint is not None:
         with run.loading(last=False):
@@ -95,6 +95,7 @@ def _restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, e
     if state or numbers:
         _restore_optimizer(checkpoint, shards, state, int(index["step"]))
     if numbers:
+        # After `set_step`: an optimizer of the user's own has its step counts among its numbers.
         shards.set_numbers(numbers)
     if ema is not None and ema.shards:
         _restore_ema(checkpoint, shards, ema, exact=exact, exact_ema=exact_ema)
@@ -177,7 +178,7 @@ ORDER = (
     "loader.bucket_shapes",
     "distributed.bucket_cap_mb",
 )
-"""Options that may change on resume, and affect the order of floating-point sums."""
+"""Options free to change on resume, although they affect the order of floating-point sums."""
 
 
 def _compare_layouts(

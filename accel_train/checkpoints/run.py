@@ -42,10 +42,10 @@ class Run:
     initial_weights: Path | None = None
     """Directory of the weights named by ``init_from``. The same on every rank."""
     base: Mapping[str, Any] | None = None
-    """Reference to the files of the frozen parameters (``PretrainedBase.reference``), which checkpoints then leave out.
+    """Reference to the files of the frozen parameters (``PretrainedBase.reference``): checkpoints leave these out.
     None: checkpoints hold every parameter."""
     rollbacks: Sequence[Rollback] = ()
-    """Steps that earlier starts went back from."""
+    """Rollbacks of earlier starts."""
     unwritten_config: str | None = None
     """``config.yaml`` of a resume, to be written with ``saved`` after the first step."""
     _lock: Any = field(default=None, repr=False)

@@ -143,6 +143,7 @@ class Saver:
         every rank if any rank could not begin, or if the previous save failed, and ``NonFiniteError`` after a step that
         ends the run.
         """
+        # A bad step that the host has not read yet must not be saved.
         self._ema.guard.check()
         self.finish()
         if step == self._saved_step:
@@ -171,7 +172,7 @@ class Saver:
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add an evaluation's metrics to the checkpoint of ``step``, for ``keep_best`` and ``hub.push: best``.
 
-        All ranks. Does nothing if that step was not saved. A failing disk is a warning, because the checkpoint remains
+        All ranks. Does nothing if the step was not saved. A failing disk is a warning, because the checkpoint remains
         valid without them.
         """
         self.finish()
@@ -240,6 +241,7 @@ class Saver:
         temporary, extras = self._make_directory(step, needed_bytes)
         if temporary is None:
             return None
+        # One value of each buffer is saved, and a resume gives it to every rank.
         self._shards.agree_on_buffers()
         buffers.snapshot.take()
         failpoints.hit("after_snapshot", self._rank)

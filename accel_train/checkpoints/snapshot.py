@@ -1,7 +1,7 @@
-"""Copy the planned tensors into the memory of the ranks that write them.
+"""Copy the planned tensors into the memory of their writing ranks.
 
-The pieces of a tensor are sent from the ranks that hold them into the owner's buffer, one bucket at a time. Beside its
-own share no rank allocates more than a bucket.
+Each rank sends its pieces of a tensor into the owner's buffer, one bucket at a time. Beside its own share no rank
+allocates more than a bucket.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Snapshot:
         return [parts[device] for device in sorted(parts)]
 
     def _copy_all(self) -> None:
-        """Copy the tensors that this rank writes, where every rank holds everything."""
+        """Copy the tensors written by this rank, where every rank holds everything."""
         needed = DEVICE_MARGIN * self._plan.sizes[self._rank]
         on_device = self._stream is not None and self._free_device_memory() > needed
         own = [slot for slot in self._plan.tensors if slot.owner == self._rank]

@@ -30,7 +30,7 @@ CHUNK_BYTES = 8 << 20
 NICENESS = 10
 """The training loop has priority if cores are scarce."""
 RETENTION_SECONDS = 1.0
-"""Longest time that a save waits for the deletion of old checkpoints."""
+"""Longest wait of a save for the deletion of old checkpoints."""
 PATIENCE_SECONDS = 30.0
 """Longest wait for a directory made by another host to appear. Network file systems cache names."""
 
@@ -123,11 +123,11 @@ def write(job: Mapping[str, Any], buffer: memoryview) -> Json:
 
 
 class Retention:
-    """Deletion of old checkpoints after a commit, in short pieces between which a new job can start.
+    """Deletion of old checkpoints after a commit, in short pieces, so a new job can start in between.
 
     After the first commit of a process, checkpoints of earlier processes must be hashed, which may take minutes. Work
-    left undone at the end of the process is done by the next one. That is safe, because checkpoints are renamed before
-    they are deleted.
+    left undone at the end of the process is done by the next one: safe, because checkpoints are renamed before they are
+    deleted.
     """
 
     def __init__(self) -> None:
@@ -146,6 +146,7 @@ class Retention:
         """Start after the commit of ``job``."""
         self._job = job
         final = Path(job["final"])
+        # Hashed while it was written, so it need not be read again.
         retention.remember(self._cache, final)
         if self._hashing is None:
             self._hashing = retention.hash_ahead(final.parent, self._cache)

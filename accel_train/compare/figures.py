@@ -189,9 +189,10 @@ def _losses(run: Run, lines: Mapping[int, Line], window: Window, equal_seconds: 
 
 
 def _recent_losses(run: Run, window: Window, seconds: float) -> list[float]:
-    """Return the losses of a tenth of the steps, up to the one that was reached after ``seconds``."""
+    """Return the losses of a tenth of the steps, up to the one reached after ``seconds``."""
     reached = [line for line in run.lines if line.get("elapsed_seconds", math.inf) <= seconds]
     steps = [int(line["step"]) for line in reached]
+    # A tenth of all steps, as at the end of the run, so that both means are over as many steps.
     tail_start = max(steps, default=0) - TAIL_SHARE * window.last
     recent = [line for line in reached if line["step"] > tail_start]
     return _column(recent, "loss")

@@ -47,7 +47,7 @@ class Plan:
         return self.key is None and len(self.variants) > 2
 
     def differences(self) -> dict[str, list[Any]]:
-        """Return the values of each option that differs between variants, except ``output_dir``."""
+        """Return the values of each option differing between variants, except ``output_dir``."""
         names = dict.fromkeys(name for variant in self.variants for name in variant.config)
         # Every run has its own, which is no difference of the experiment.
         names.pop("output_dir", None)
@@ -185,7 +185,7 @@ def _vary_table(result: Result) -> list[str]:
 
 
 def best_lines(result: Result) -> list[str]:
-    """Name the setting of highest throughput and those that cannot be told apart from it."""
+    """Name the setting of highest throughput and those indistinguishable from it."""
     throughput = [values.get("samples_per_second") for values in result.values]
     known = {index: values for index, values in enumerate(throughput) if values}
     if not known:

@@ -155,6 +155,7 @@ def run_once(
     last lines of the output.
     """
     started = time.perf_counter()
+    # The system counts all children so far, so the run's share is a difference.
     cpu_before = _cpu_seconds_of_children()
     with log.open("wb") as output:
         child = subprocess.Popen(
@@ -190,7 +191,7 @@ def _cpu_seconds_of_children() -> float:
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM, which a launcher forwards, then SIGKILL to processes still alive."""
+    """Send SIGTERM (a launcher forwards it), then SIGKILL to processes still alive."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             # SIGKILL follows in any case: workers of the group may outlive the launcher that has just ended.

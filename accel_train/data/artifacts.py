@@ -90,9 +90,9 @@ def hosts_without(cache: Path, rank: int, world_size: int) -> str | None:
 
 @contextlib.contextmanager
 def one_at_a_time(lock: Path) -> Generator[None]:
-    """Let one process at a time, of those that share the file system, into the block. The others wait.
+    """Let one process at a time, among all on the same file system, into the block. The others wait.
 
-    Where the file system has no locks, all enter at once: what they write must bear it.
+    Where the file system has no locks, all enter at once: their writes must bear it.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as stream:
@@ -116,6 +116,7 @@ def cached_folder(
     if rank == 0:
         _build_unless_intact(folder, write)
     barrier()
+    # On a file system shared with rank 0 the folder is there by now, and this only verifies it.
     _build_unless_intact(folder, write)
     barrier()
     return folder

@@ -1,4 +1,4 @@
-"""What a dataset offers: samples by index, whole batches, lengths, shapes."""
+"""Protocols of a dataset: samples by index, whole batches, lengths, shapes."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
@@ -44,5 +44,5 @@ class ShapedDataset(Protocol):
     """Dataset whose samples differ in shape. A batch has samples of one shape."""
 
     def sample_shape(self, index: int, /) -> tuple[int, ...]:
-        """Return the shape that decides which samples fit into one batch. Must be cheap, like `length`."""
+        """Return the shape: samples of equal shape fit into one batch. Must be cheap, like `length`."""
         ...

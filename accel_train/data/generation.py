@@ -15,7 +15,7 @@ from accel_train.cores import usable_cores
 T = TypeVar("T")
 
 SECONDS_WORTH_WORKERS = 15.0
-"""Shortest work that starts workers. Each imports torch and the main script, which takes seconds of its core."""
+"""Shortest work worth starting workers for. Each imports torch and the main script: seconds of its core."""
 
 AHEAD_PER_WORKER = 2
 """Most blocks of a worker that are being made or wait to be taken."""

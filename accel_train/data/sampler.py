@@ -62,7 +62,7 @@ class BatchShard(NamedTuple):
 
 
 class EvenSetting(NamedTuple):
-    """Sizes that divide without remainder: global = world_size * micro * accumulation."""
+    """Sizes dividing without remainder: global = world_size * micro * accumulation."""
 
     global_batch_size: int
     micro_batch_size: int

@@ -1,9 +1,9 @@
 """Cache of computed tensors on disk: an entry for each key, shared by runs, processes and hosts.
 
 An entry is a safetensors file with the hash of its content, written by one rename: it is complete or absent. Entries
-lie in a folder named by the hash of `about`, which tells how they were computed, so those of other weights or settings
-are never met. A limit on the size of all folders together is kept by deleting what was used longest ago. What a live
-run uses is not deleted: each run holds a locked list of its keys, and the lock ends with its process.
+lie in a folder named by the hash of `about` (how they were computed), so those of other weights or settings are never
+met. A limit on the size of all folders together is kept by deleting the least recently used entries. Those in use by a
+live run stay: each run holds a locked list of its keys, and the lock ends with its process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SUFFIX = ".safetensors"
 
 
 class DamagedEntryError(RuntimeError):
-    """An entry is not what was written. The message names its file and the remedy."""
+    """An entry differs from the one written. The message names its file and the remedy."""
 
 
 class Entry(NamedTuple):
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 class TensorCache:
-    """Entries that were computed in one way. `about` tells how, in plain values; `root` holds those of all ways.
+    """Entries computed in one way. `about` tells how, in plain values; `root` holds those of all ways.
 
     `cap_bytes` limits the files of all ways together. Can be pickled, for the workers of a loader.
     """
@@ -68,6 +68,7 @@ class TensorCache:
 
     def file(self, key: str) -> Path:
         """Return the file of a key, a hash in hexadecimal."""
+        # In 256 folders, so that none has all of a million files.
         return self.folder / key[:2] / f"{key}{SUFFIX}"
 
     def missing(self, keys: Iterable[str]) -> list[str]:
@@ -126,6 +127,7 @@ class TensorCache:
     def lease(self, keys: Sequence[str]) -> Lease:
         """Protect entries from deletion, whether or not they exist yet, and count them as used now."""
         with _locked(self.root):
+            # Under the lock of `keep_within_cap`, so that a deletion going on sees the lease or ends before it.
             lease = Lease(self.root, [f"{self.folder.name}/{key}" for key in keys])
         for key in keys:
             with contextlib.suppress(OSError):
@@ -134,9 +136,9 @@ class TensorCache:
         return lease
 
     def keep_within_cap(self) -> int:
-        """Delete what was used longest ago, of any way, until the cap is kept. Return the bytes deleted.
+        """Delete the least recently used entries, of any way, until the cap is kept. Return the bytes deleted.
 
-        Raises ``UsageError`` if what live runs use is larger than the cap.
+        Raises ``UsageError`` if the entries of live runs are larger than the cap.
         """
         if self.cap_bytes is None:
             return 0
@@ -196,6 +198,7 @@ def live_leases(root: Path) -> set[str]:
     for file in (root / LEASES).glob("*"):
         with contextlib.suppress(FileNotFoundError), file.open("r+", encoding="utf-8") as stream:
             try:
+                # Granted only if the writer of the list is gone: it holds a shared lock until it ends.
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.unlink(missing_ok=True)
             except OSError:  # held by a live process, or no locks here
@@ -213,9 +216,9 @@ def entries(root: Path, folder: str = "*") -> Iterator[Entry]:
 
 
 def clear(root: Path, used_before: float) -> tuple[list[Entry], int]:
-    """Delete the entries last used before a time, in seconds since 1970, that no live run uses.
+    """Delete the entries last used before a time, in seconds since 1970, except those of live runs.
 
-    Returns the deleted ones, and the number of those that stay because they are in use.
+    Returns the deleted ones, and the number of those kept because they are in use.
     """
     deleted: list[Entry] = []
     in_use = 0
@@ -272,7 +275,7 @@ def content_hash(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _verified(content: bytes) -> dict[str, Tensor]:
-    """Decode an entry. Raises ``ValueError`` if it is not what was written."""
+    """Decode an entry. Raises ``ValueError`` if it is damaged."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 

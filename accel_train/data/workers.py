@@ -1,4 +1,4 @@
-"""torch's DataLoader as the reader of requests, with errors that name the request and its worker."""
+"""torch's DataLoader as the reader of requests, with errors naming the request and its worker."""
 
 import contextlib
 import copy

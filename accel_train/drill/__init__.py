@@ -1,1 +1,1 @@
-"""`accel-train drill`: faults injected into short runs of a recipe, and a save interval from what they cost."""
+"""`accel-train drill`: faults injected into short runs of a recipe, and a save interval from their cost."""

@@ -69,7 +69,7 @@ class Sizes:
 
 
 def refuse_options_set_here(arguments: Sequence[str]) -> None:
-    """Raise ``UsageError`` for a flag that the runs would override."""
+    """Raise ``UsageError`` for a flag overridden by the runs."""
     for name in verification.given_flags(arguments):
         if name in SET_HERE:
             remedy = "give --steps N instead" if name == "max_steps" else "leave it out"
@@ -103,7 +103,7 @@ def adapt(fault: Fault, options: Mapping[str, Any]) -> Fault:
 
 
 def run_flags(options: Mapping[str, Any], arguments: Sequence[str], sizes: Sizes, *, on_devices: bool) -> list[str]:
-    """Return the words behind the user's own that every run gets: a few steps of a small batch, two saves."""
+    """Return the words every run gets behind the user's own: a few steps of a small batch, two saves."""
     batch = verification.choose_sizes(options, arguments, sizes.steps)
     flags = verification.common_flags(options, arguments, batch)
     # At the same steps on every machine, whatever the config says.
@@ -124,7 +124,7 @@ def run_flags(options: Mapping[str, Any], arguments: Sequence[str], sizes: Sizes
 
 
 def fault_flags(fault: Fault, arguments: Sequence[str], repository: str) -> list[str]:
-    """Return the words that only the runs of one fault get."""
+    """Return the words for the runs of one fault only."""
     if fault.name == "hub_down":
         # One round of the queue at the end, which cannot succeed.
         return _words({"hub.repo_id": repository, "hub.push": "every", "hub.finish_minutes": "0.02"})

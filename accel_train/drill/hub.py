@@ -1,4 +1,4 @@
-"""A Hub on the loopback that accepts the check before training and is then gone."""
+"""A Hub on the loopback: it accepts the check before training and is then gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class VanishingHub:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment of a run that is to use it."""
+        """Environment of a run against it."""
         port = self._server.server_address[1]
         return {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
 

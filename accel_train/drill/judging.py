@@ -1,4 +1,4 @@
-"""Judge what a fault did to a run: its end, its checkpoints, its resume, and the bits of the result."""
+"""Judge the effect of a fault on a run: its end, its checkpoints, its resume, and the bits of the result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENDING_SECONDS = 90.0
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoints that a fault left."""
+    """The checkpoints left by a fault."""
 
     newest: int
     """Step of the newest committed one, 0 for none."""

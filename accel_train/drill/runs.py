@@ -1,4 +1,4 @@
-"""Starts of a recipe in processes of their own, with what they print and the events they record."""
+"""Starts of a recipe in processes of their own, with their output and recorded events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINES_SHOWN = 8
 
 
 class Child(Protocol):
-    """What is used of ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` in use."""
 
     pid: int
 
@@ -76,7 +76,7 @@ class Ended:
 
 
 class Runner:
-    """Starts commands one after another. Only processes that it started are signalled."""
+    """Starts commands one after another. Signals its own processes only."""
 
     def run(
         self,

@@ -38,12 +38,12 @@ WARM = 2
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """The run that nothing happened to."""
+    """The undisturbed run."""
 
     ended: Ended
     run: RecordedRun
     evaluations: Sequence[int]
-    """Steps after which there is an evaluation."""
+    """Steps followed by an evaluation."""
     last: int
     step_seconds: float
     save_seconds: float
@@ -72,8 +72,9 @@ class Trials:
         self._flags = faults.run_flags(options, arguments, sizes, on_devices=layout.on_devices)
 
     def undisturbed(self) -> Undisturbed:
-        """Make the run that the others are compared with. Raises ``UsageError`` or ``RunFailedError`` if it fails."""
+        """Make the run to compare the others with. Raises ``UsageError`` or ``RunFailedError`` if it fails."""
         home = self._home("undisturbed")
+        # Its length is not known yet, so the limit only ends a run that hangs.
         ended = self._start(home, "whole", _request(home, "whole"), DAY)
         if ended.code == 2:
             raise UsageError(USAGE_ERROR.sub("", ended.last_lines))
@@ -159,6 +160,7 @@ class Trials:
         if fault.action == "hub_down":
             variables = hub.variables
         if fault.action == "hang":
+            # The timeout of its collectives ends it, however long the undisturbed run was.
             limit = min(limit, SHORTEST_LIMIT + self._timeout_seconds())
 
         def when_ready(child: Child) -> None:
@@ -201,6 +203,7 @@ def _request(home: Path, name: str) -> Request:
 
 def _save_seconds(ended: Ended) -> float:
     """Return the seconds for which a save stops training. The first one also starts the writer."""
+    # Reversed, so that the first save of a step counts: a second one finds the step saved and returns at once.
     saves = {event.step: event.seconds for event in reversed(ended.events) if event.name == "save" and event.rank == 0}
     times = [saves[step] for step in sorted(saves)]
     return median(times[1:] or times)

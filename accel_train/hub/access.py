@@ -16,8 +16,8 @@ def check_repository(config: HubConfig) -> None:
     """Create the repository if it does not exist and check write access. Main process, before training.
 
     Makes three requests of at most 30 s each. Raises ``UsageError`` for a missing token, a token without write
-    permission, or an unreachable Hub, while no training time is lost. A Hub that answers with 429 or 5xx is only
-    logged as a warning, because such trouble passes.
+    permission, or an unreachable Hub, while no training time is lost. The answers 429 and 5xx are only logged as a
+    warning, because such trouble passes.
     """
     if config.repo_id is None:
         return

@@ -31,12 +31,12 @@ ATTEMPTS = 5
 
 
 def download(spec: str, directory: Path) -> Path:
-    """Download a pushed checkpoint to ``directory/checkpoint_<step>`` and return that path. One process.
+    """Download a pushed checkpoint to ``directory/checkpoint_<step>`` and return the path. One process.
 
     ``spec`` is ``org/name@1200`` or ``org/name@step-00001200`` (a step), ``org/name@REVISION`` (any branch, tag or
     commit) or ``org/name`` (main, the newest). It may begin with ``hub:``. The files of the manifest go to a temporary
-    directory, which is renamed once every sha256 matches. An identical checkpoint at that path is kept. Raises
-    ``UsageError`` for a different one and for other errors of the user, else ``HubError``.
+    directory, renamed once every sha256 matches. An identical checkpoint at the path is kept. Raises ``UsageError`` for
+    a different one and for other errors of the user, else ``HubError``.
     """
     repo, revision = _parse(spec)
     directory.mkdir(parents=True, exist_ok=True)
@@ -53,6 +53,7 @@ def download(spec: str, directory: Path) -> Path:
 def download_once(spec: str, cache: Path) -> Path:
     """Download a pushed checkpoint into ``cache`` unless it is there. One process. Raises like ``download``."""
     pushed = download_manifest(spec)
+    # Named by its files and not by the revision: a branch may have moved since the last download.
     contents = hashlib.sha256(json.dumps(pushed["files"], sort_keys=True).encode()).hexdigest()[:16]
     folder = cache / "hub" / contents
     path = folder / manifests.checkpoint_name(pushed["step"])
@@ -73,7 +74,7 @@ def download_manifest(spec: str) -> Json:
 
 
 def pushed_steps(spec: str) -> list[int]:
-    """List the steps that a repository names by a branch or a tag, in order. One process. Raises like ``download``."""
+    """List the steps with a branch or tag in a repository, in order. One process. Raises like ``download``."""
     repo, _ = _parse(spec)
     with limited_silence(60.0):
         refs = _persist(lambda: hub_api().list_repo_refs(repo), repo)
@@ -95,7 +96,7 @@ def _parse(spec: str) -> tuple[str, str | None]:
 
 
 def _fetch(repo: str, revision: str | None, temporary: Path) -> None:
-    """Download the manifest and the files that it lists."""
+    """Download the manifest and the files it lists."""
     # All from one commit, so that a push in the meantime cannot mix two checkpoints.
     oid = _resolve(repo, revision)
     manifest = _get_manifest(repo, revision, oid, temporary)

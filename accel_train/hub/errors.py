@@ -49,7 +49,7 @@ def describe(error: BaseException) -> Problem:
     """Classify an error of a push or download.
 
     An HTTP response anywhere in the chain of causes is judged by its status. Without one the network is assumed to be
-    down, which passes. ``ValueError`` and the like would only be raised again.
+    down for a while. ``ValueError`` and the like would only be raised again.
     """
     response = _find_response(error)
     if response is None:

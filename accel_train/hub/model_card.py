@@ -20,7 +20,7 @@ TEXT_LINES = 60
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What the card says beside the checkpoint and its report."""
+    """Facts for the card beside the checkpoint and its report."""
 
     repo_id: str
     revision: str
@@ -29,15 +29,15 @@ class CardFacts:
     """``module.Class`` with a ``from_pretrained``."""
     license: str = ""
     command: str | None = None
-    """Command that trained it, secrets hidden."""
+    """Training command, secrets hidden."""
 
 
 def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], facts: CardFacts, description: Any = None) -> str:
     """Build the text of README.md with its front matter.
 
     ``texts`` are the other files of the push. The card shows all pictures and Markdown texts of the report among them.
-    ``description`` is config.json, of which ``card`` has what the recipe says for this page: ``pipeline_tag``,
-    ``datasets``, ``base_model``, ``measured_on`` and ``usage``. Never raises: unreadable parts are left out.
+    ``description`` is config.json. Its ``card`` has the recipe's entries for this page: ``pipeline_tag``, ``datasets``,
+    ``base_model``, ``measured_on`` and ``usage``. Never raises: unreadable parts are left out.
     """
     described: Mapping[str, Any] = description if isinstance(description, Mapping) else {}
     card: Any = described.get("card")
@@ -105,7 +105,7 @@ def _texts(about: Mapping[str, Any], key: str) -> list[str] | None:
 
 
 def _usage(described: Mapping[str, Any], about: Mapping[str, Any], facts: CardFacts) -> str:
-    """Return the lines that load the recipe's pipeline, for a model of this package."""
+    """Return the lines to load the recipe's pipeline, for a model of this package."""
     named = described.get("pipeline")
     if not isinstance(named, str) or not named.startswith("accel_train."):
         return ""
@@ -175,7 +175,7 @@ def _beginning(name: str, content: bytes) -> str:
 
 
 def _loading(checkpoint: Checkpoint, facts: CardFacts) -> str:
-    """Return code that loads with the recipe's class, if known, and with plain safetensors."""
+    """Return code to load with the recipe's class, if known, and with plain safetensors."""
     files: Any = checkpoint.manifest.get("files") or {}
     repo_id = facts.repo_id
     revision = facts.revision

@@ -30,7 +30,7 @@ from accel_train.store.strict_json import Json
 logger = logging.getLogger(__name__)
 
 LAST_STARTS = 5
-"""Maximum number of times ``finish`` starts a worker that is not running."""
+"""Maximum number of worker starts in ``finish``."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class HubStatus:
 
 
 class Pusher:
-    """Queue checkpoints and run the worker process that pushes them.
+    """Queue checkpoints and run the worker process for their pushes.
 
     Every rank may hold one. It acts on the main process only, and only if a repository is configured. Build it after
     ``check_repository``. Entries left in the queue by an earlier start are pushed from then on. Raises ``UsageError``
@@ -87,8 +87,8 @@ class Pusher:
     def offer(self, checkpoint: Checkpoint) -> None:
         """Queue a committed checkpoint if the options select it. Costs a few small file operations. Never raises.
 
-        Offering one twice changes nothing, so a resumed run offers the checkpoint that it resumes from. The process may
-        have died between its commit and its offer.
+        Offering one twice changes nothing, so a resumed run offers its checkpoint again: the process may have died
+        between commit and offer.
         """
         if self._on:
             self._guarded(lambda: self._offer(checkpoint))
@@ -98,7 +98,7 @@ class Pusher:
         self._held = checkpoint
 
     def offer_held(self) -> None:
-        """Offer what is held, if anything is. A step after its commit the metrics of its evaluation are in it."""
+        """Offer the held checkpoint, if any. A step after its commit it has the metrics of its evaluation."""
         if self._held is not None:
             self.offer(self._held)
             self._held = None
@@ -152,6 +152,7 @@ class Pusher:
         self._newest = checkpoint
         name = checkpoint.path.name
         offers = self._queue.offers(str(checkpoint.manifest.get("run_id")))
+        # A resume offers its checkpoint again, and it must count once.
         if offers.get("last") != name:
             # Counted over all starts of the run, so that every n-th stays every n-th.
             offers["committed"] = int(offers["committed"]) + 1
@@ -281,8 +282,8 @@ def push_the_rest(
 ) -> HubStatus:
     """Push the remaining checkpoints of a run without steps left, as the end of training does. Main process.
 
-    Its last start may have ended with a queue, or was asked to stop in its last step, which leaves ``push: last`` to
-    the next start. Raises and waits like ``Pusher``.
+    Its last start may have left a queue, or a ``push: last`` undone because it was asked to stop in its last step.
+    Raises and waits like ``Pusher``.
     """
     pusher = Pusher(run, config, is_main=True, best_metric=best_metric, best_mode=best_mode)
     pusher.offer(newest)
@@ -290,7 +291,7 @@ def push_the_rest(
 
 
 def _start_worker(run: Path) -> subprocess.Popen[bytes]:
-    """Start a worker that ends with this process."""
+    """Start a worker bound to the life of this process."""
     # Progress bars would fill worker.log.
     variables = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error"}
     # The worker must import this package even if the script's directory alone is on the path.

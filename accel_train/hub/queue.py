@@ -8,8 +8,7 @@
 | ``log.jsonl`` | pushes, retries, drops and failures, one per line |
 | ``offers.json`` | checkpoints offered by training so far, so that every n-th and best survive a restart |
 
-Only the standard library is imported, because the processes that read the queue start often. Tokens are never written
-here.
+Only the standard library is imported, because readers of the queue start often. Tokens are never written here.
 """
 
 from __future__ import annotations
@@ -113,6 +112,7 @@ class HubQueue:
     def fail(self, entry: Entry, reason: str) -> None:
         """Move an entry to ``failed`` with the Hub's reason."""
         record = asdict(entry) | {"reason": reason, "failed_at": _now()}
+        # Recorded before it leaves the queue: a crash in between loses nothing.
         self._write("failed", entry.checkpoint, record)
         self.log("failed", checkpoint=entry.checkpoint, reason=reason)
         self._leave(entry)
@@ -188,6 +188,7 @@ class HubQueue:
     @contextmanager
     def pushing(self, patience_seconds: float = 0.0) -> Generator[str | None, None, None]:
         """Hold the lock for pushing this run. Yields None, or the other process if it holds the lock."""
+        # Not w+, which would erase the holder's name before this process has the lock.
         with (self._folder("") / ".lock").open("a+") as lock:
             deadline = time.monotonic() + patience_seconds
             holder = _acquire(lock)
@@ -280,7 +281,7 @@ def _parse(line: bytes) -> Json:
 
 
 def _acquire(lock: Any) -> str | None:
-    """Take the lock. Returns the process that holds it if that is another one."""
+    """Take the lock. Returns its holder if another process has it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

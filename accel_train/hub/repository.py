@@ -49,7 +49,7 @@ def push_checkpoint(path: Path, entry: Entry, run: Path) -> dict[str, str]:
 
     Returns ``repo_id``, ``revision``, ``commit`` and ``url``. Safe to call again after any failure: an applied commit
     is found by its title even if its response was lost. A concurrent commit makes this one fail (412) and is not
-    overwritten. Raises ``NotPushableError`` for a checkpoint that does not verify, and the errors of
+    overwritten. Raises ``NotPushableError`` for a checkpoint failing verification, and the errors of
     ``huggingface_hub``.
     """
     manifest, _ = pushed_manifest(path, entry.include_state)
@@ -101,6 +101,7 @@ class _Place:
         self._refs = api.list_repo_refs(entry.repo_id)
         self.main = api.list_repo_commits(entry.repo_id)
         step = revision_name(entry.step)
+        # The longer ones are for a step whose name another run, or another version of this step, has taken.
         self._names = (step, f"{step}-{entry.run_id}", f"{step}-{entry.run_id}-{digest}")
 
     def find(self, commits: Sequence[GitCommitInfo]) -> str | None:
@@ -141,6 +142,7 @@ class _Place:
         if commits:
             head = commits[0].commit_id
             existing = self.api.list_repo_files(self.entry.repo_id, revision=head)
+        # For the text of the card only: `name` decides after the commit, by the names taken by then.
         revision = branch or self._free_name() or "main"
         state = "With" if self.entry.include_state else "Without"
         created = self.api.create_commit(
@@ -177,10 +179,10 @@ class _Place:
         return name
 
     def _free_name(self, oid: str | None = None) -> str | None:
-        """Return the first candidate name that is unused, points at ``oid``, or may be replaced.
+        """Return the first candidate name: unused, pointing at ``oid``, or replaceable.
 
-        Names used by another run or a person are left alone. A run that went back and trained the step again moves the
-        name from its earlier commit, provided that main still has that commit.
+        Names used by another run or a person are left alone. After going back and training the step again, a run moves
+        the name from its earlier commit, if main still has it.
         """
         branches, tags = self._targets()
         in_main = {found.commit_id for found in self.main}
@@ -262,7 +264,7 @@ def _loads_with(run: Path) -> str | None:
 
 
 def _description(checkpoint: Checkpoint) -> Any:
-    """Return config.json of the checkpoint, or what adapters have in its place. None without a readable one."""
+    """Return config.json of the checkpoint, or ``ADAPTER_DESCRIPTION`` of adapters. None without a readable one."""
     for name in ("config.json", ADAPTER_DESCRIPTION):
         with contextlib.suppress(OSError, ValueError):
             return strict_json.read(checkpoint.file(name))

@@ -36,7 +36,7 @@ def retried(
     longest_wait: float = LONGEST_BACKOFF_SECONDS,
     waiting: Callable[[float, Problem], None] = lambda seconds, problem: None,
 ) -> T:
-    """Call until it succeeds, at most ``attempts`` times, and start no wait that would end after ``seconds``.
+    """Call until it succeeds, at most ``attempts`` times, and start no wait ending after ``seconds``.
 
     ``waiting`` is called before each wait with its length and its reason. Raises ``GaveUpError``. Another attempt
     cannot cure ``UsageError`` and ``NotPushableError``, so they are raised unchanged.

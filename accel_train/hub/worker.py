@@ -105,6 +105,7 @@ def main(arguments: Sequence[str]) -> None:
         woken.wait(POLL_SECONDS)
         woken.clear()
 
+    # The worker of an earlier start may hold the lock until it notices that its trainer is gone.
     with queue.pushing(LOCK_PATIENCE_SECONDS) as holder:
         if holder is None:
             serve(queue, idle)

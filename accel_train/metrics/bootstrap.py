@@ -56,6 +56,7 @@ def estimate(values: Sequence[float]) -> Estimate:
         n_resamples=RESAMPLES,
         confidence_level=LEVEL,
         method="percentile",
+        # Fixed, so that a gate gives the same verdict on the same values.
         random_state=np.random.default_rng(0),
     ).confidence_interval
     return Estimate(median, float(interval.low), float(interval.high), len(sample))

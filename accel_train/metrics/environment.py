@@ -67,7 +67,7 @@ def cpu_name() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the installed versions of the packages that affect a run's numbers."""
+    """Return the installed versions of packages with effect on a run's numbers."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {"accel_train": __version__}

@@ -131,7 +131,7 @@ def gate_values(gate: Gate, a: Mapping[str, Sequence[float]], b: Mapping[str, Se
 
 
 def refuse_unknown_gates(metrics: Sequence[str]) -> None:
-    """Refuse, inside a run of a comparison, a gate on a metric that no run reports. ``metrics`` are of the evaluation.
+    """Refuse, inside a run of a comparison, a gate on a metric reported by no run. ``metrics`` are of the evaluation.
 
     Loss terms are not known until the first step is logged, so ``compare`` checks them after the run.
     """

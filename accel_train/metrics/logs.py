@@ -125,7 +125,7 @@ class _RankFile(logging.FileHandler):
         self._failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Print one warning. Python prints a traceback for every message, which floods the terminal on a full disk."""
+        """Print one warning. Python prints a traceback for every message, and floods the terminal on a full disk."""
         if not self._failed:
             self._failed = True
             print(f"warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)

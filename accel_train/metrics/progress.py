@@ -1,4 +1,4 @@
-"""What a run logs while it trains, and its progress: a bar on a terminal, elsewhere one plain line per log point."""
+"""Log lines of a run in training, and its progress: a bar on a terminal, elsewhere one plain line per log point."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remainin
 class Progress:
     """Display of step, loss, throughput and time left. Main process only.
 
-    A bar if both stdout and stderr are terminals (``on`` draws it anyway), otherwise log lines, which stay readable in
-    a pipe or batch system. With a bar, the lines still go to the log file.
+    A bar if both stdout and stderr are terminals (``on`` draws it anyway), otherwise log lines: they stay readable in a
+    pipe or batch system. With a bar, the lines still go to the log file.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ def describe(fields: Mapping[str, object], loss_of: str | None = None) -> list[s
 
 
 def _terms(fields: Mapping[str, object]) -> list[str]:
-    """Format the terms of the loss. Empty for a single one, which is the loss but for its coefficient."""
+    """Format the terms of the loss. Empty for a single one: it is the loss but for its coefficient."""
     terms = {name.removeprefix(TERM): value for name, value in fields.items() if name.startswith(TERM)}
     if len(terms) < 2:
         return []

@@ -174,7 +174,7 @@ class Recorder:
             self._writer.write(self._line(event, fields, step))
 
     def out_of_memory(self, step: int, fields: Mapping[str, int]) -> None:
-        """Write the event of a step that did not fit, on whichever process met it: the main one may never know."""
+        """Write the event of running out of memory, on whichever process met it: the main one may never know."""
         # A writer of its own, since only the main process keeps one.
         writer = LineWriter(self._directory / METRICS_FILE)
         named = {**fields, "process": self._accelerator.process_index}
@@ -234,7 +234,7 @@ def _open_metrics(output_dir: Path, start_step: int) -> LineWriter:
 
 
 def log_evaluation(step: int, values: Mapping[str, object], *, own_summary: bool) -> None:
-    """Log the numbers of an evaluation in one line, which the console leaves out after the recipe's own summary."""
+    """Log the numbers of an evaluation in one line, left out on the console after the recipe's own summary."""
     numbers: list[str] = []
     for name, value in values.items():
         if isinstance(value, (int, float)):
@@ -272,7 +272,7 @@ def write_markdown(path: Path, lines: Sequence[str]) -> None:
 def write_page_of_step(report: Path, name: str, lines: Sequence[str], step: int) -> None:
     """Write a page of an evaluation as ``NAME.md``, and keep it as ``NAME/step_STEP.md``. Main process.
 
-    Pages of later steps are of a training that a resume has left, and go.
+    Pages of later steps belong to a training left by a resume, and go.
     """
     write_markdown(report / f"{name}.md", lines)
     folder = report / name

@@ -53,7 +53,7 @@ class LocalCounts:
             self._counts[name] = self._counts.get(name, 0.0) + count
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return the sums over all processes since the last call. A small collective that waits for the device."""
+        """Return the sums over all processes since the last call. A small collective, with a wait for the device."""
         if not self._counts:
             return {}
         device = accelerator.device
@@ -93,7 +93,7 @@ class Throughput:
         """Take ``peak_flops_per_second`` as the dense peak of ONE device in the precision of the matrix products.
 
         None looks up the device and ``precision``. If they are unknown, there is no ``mfu``. ``times`` has the parts of
-        the steps, which the window of gradients takes.
+        the steps, as the gradient window marks them.
         """
         self._device = device
         self._world_size = world_size
@@ -142,7 +142,7 @@ class Throughput:
         self._profiled_steps += profiled
 
     def end_of_step(self) -> None:
-        """End the last part of a step, before anything that a log point, a save or an evaluation adds to it."""
+        """End the last part of a step, before a log point, a save or an evaluation adds to it."""
         if self._times is not None:
             self._times.end("update")
 

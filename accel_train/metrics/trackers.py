@@ -105,7 +105,7 @@ class Trackers:
         run: RunName,
         config: Mapping[str, Any],
     ) -> None:
-        """Start the trackers, which may use the network. Raises ``UsageError`` if one cannot start."""
+        """Start the trackers, possibly over the network. Raises ``UsageError`` if one cannot start."""
         self._accelerator = accelerator
         self._failures: dict[str, int] = {}
         if not names:
@@ -134,6 +134,7 @@ class Trackers:
         numbers = {name: value for name, value in values.items() if _is_number(value)}
         for tracker in list(self._accelerator.trackers):  # a copy, because a failure may remove one
             try:
+                # One by one: in `Accelerator.log` a failing tracker would keep the values from those behind it.
                 tracker.log(numbers, step=step)
                 self._failures[tracker.name] = 0
             except Exception as error:  # each tracker has exceptions of its own

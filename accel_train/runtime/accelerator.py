@@ -60,6 +60,7 @@ def build_accelerator(
     ZeRO's own settings (clipping, accumulation, batch sizes, precision) are generated from the arguments. Raises
     ``UsageError`` if the machine differs from the launch request, and names both.
     """
+    # Called here, because it looks whether Accelerate has state before this run makes some.
     begin_run().callback(_forget_accelerator())
     step_overhead.remember_lookups()
     end_with_the_launcher()
@@ -92,6 +93,7 @@ def build_accelerator(
         kwargs_handlers=list(handlers),
     )
     _verify(accelerator, requested, world_size, precision)
+    # Before `prepare`, which takes the policy from the plugin.
     _keep_fsdp_in_fp32(accelerator)
     return accelerator
 

@@ -1,7 +1,7 @@
 """Compile DeepSpeed's CPU communication with progress messages, and recover from an interrupted compilation.
 
 DeepSpeed would compile it silently inside `init_distributed`. torch guards the build of an extension with a lock file
-and waits for it without a limit. A killed process leaves that file behind.
+and waits for it without a limit. A killed process leaves the file behind.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def one_at_a_time(folder: Path) -> Generator[None]:
 
 
 def clear(folder: Path) -> None:
-    """Delete torch's lock file in ``folder`` if its process is dead, else print the process that holds it.
+    """Delete torch's lock file in ``folder`` if its process is dead, else print its holder.
 
     Compilers that outlive a dead process are waited for.
     """
@@ -88,7 +88,7 @@ def clear(folder: Path) -> None:
 
 
 def _with_open(file: Path) -> list[int]:
-    """List the processes of this user that have the file open."""
+    """List the processes of this user with the file open."""
     own = file.stat()
     found: list[int] = []
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
@@ -101,7 +101,7 @@ def _with_open(file: Path) -> list[int]:
 
 
 def _compiling_in(folder: Path) -> list[int]:
-    """List the compilers that work in ``folder``. A person's shell may be there too and does not count."""
+    """List the compilers working in ``folder``. A person's shell may be there too and does not count."""
     found: list[int] = []
     for process in psutil.process_iter():
         # A process may end between the questions.

@@ -108,7 +108,7 @@ def ddp_handlers(
 
 
 def _refuse_ignored(config: DistributedConfig, strategy: str) -> None:
-    """Refuse options that ``strategy`` does not read."""
+    """Refuse options not read by ``strategy``."""
     changed: dict[str, Any] = {}
     for field in fields(config):
         value = getattr(config, field.name)

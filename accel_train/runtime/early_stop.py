@@ -144,7 +144,9 @@ class EarlyStop:
                 os.close(pipe)
                 return
             number = read[0]
+            # Python writes the number of every signal with a handler, not of these alone.
             if number in STOPPING:
+                # Time for the main thread to run the handler, or to hand over to `StopRequests`, which clears the pipe.
                 time.sleep(SECONDS_FOR_THE_HANDLER)
                 if self._pipe is not None:
                     leave(number)
@@ -179,7 +181,7 @@ def look_for_stop_file(directory: Path) -> None:
 
 
 def listened() -> list[signal.Signals]:
-    """Return the signals that ask for a stop. SIGHUP is left out if it is ignored, as under nohup."""
+    """Return the signals asking for a stop. SIGHUP is left out if it is ignored, as under nohup."""
     numbers: list[signal.Signals] = list(STOPPING)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)

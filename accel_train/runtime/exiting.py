@@ -23,34 +23,34 @@ from accel_train.config import UsageError, requested_output_dir
 SECONDS_TO_BE_HEARD = 5
 """Delay of the other local ranks after a usage error. torchrun ends all of them when the first one exits."""
 EXIT_CODE_VARIABLE = "ACCEL_TRAIN_EXIT_CODE_FILE"
-"""Path of the file in which workers report their exit codes to ``accel-train launch``. torchrun turns each into 1."""
+"""Path of the file for the workers' exit codes, read by ``accel-train launch``. torchrun turns each into 1."""
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL of sysexits.h: saved; start the same command again to resume."""
 
 EXIT_AGAIN = 76
-"""Reported to ``accel-train launch`` in place of 75 by a process that asks for a new start at once."""
+"""Reported to ``accel-train launch`` in place of 75 by a process asking for a new start at once."""
 EXIT_ASKED = 77
 """Reported in place of 75 by a process stopped on request before its first step."""
 STARTED_AGAIN_VARIABLE = "ACCEL_TRAIN_STARTED_AGAIN"
-"""Set by ``accel-train launch`` for a start that continues the run of the same command. ``one_run`` takes it away."""
+"""Set by ``accel-train launch`` for a start continuing the run of the same command. ``one_run`` takes it away."""
 
 current_run = ExitStack()
 """Cleanup of the run in this process."""
 _imports = ExitStack()
-"""What ends once a recipe has imported everything."""
+"""Callbacks for the end of a recipe's imports."""
 _continues = False
-"""The run in this process continues what an earlier start of the same command has begun."""
+"""The run in this process continues an earlier start of the same command."""
 
 
 class StartAgain(RuntimeError):
-    """The run cannot go on in this process. What it needs for a new start is in its directory.
+    """The run cannot go on in this process. Its directory has everything for a new start.
 
     ``one_run`` starts it again if there is one process. Several processes end with exit code 75.
     """
 
 
 def started_again() -> bool:
-    """Return True in a start that continues the run of its own command, which has obeyed ``--overwrite`` already."""
+    """Return True in a start continuing the run of its own command: ``--overwrite`` was obeyed already."""
     return _continues
 
 
@@ -73,6 +73,7 @@ def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
                     return code
                 # Here the error is gone, and with it the frames that held the model.
                 _free_memory()
+                # The next round resumes, even if the command says --overwrite (`policy.of_this_start`).
                 _continues = True
         finally:
             _continues = False
@@ -133,7 +134,7 @@ def run_main(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
 
 
 def before_imports() -> None:
-    """Print the help that the command line asks for and exit with code 0, if an earlier start has written the text.
+    """Print the help asked for on the command line and exit with code 0, if an earlier start has written the text.
 
     A recipe calls it before its other imports, which take seconds. Without such a text ``load_config`` writes one. The
     garbage collector is off until ``run_main``: nothing that modules create is garbage.

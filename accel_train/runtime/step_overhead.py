@@ -51,7 +51,7 @@ def collect_garbage() -> int:
 
 
 def remember_lookups() -> bool:
-    """Cache what Accelerate's optimizer looks up in every step, and return True if it was not cached before.
+    """Cache the look-ups of Accelerate's optimizer in every step, and return True if it was not cached before.
 
     Accelerate 1.15 searches all of ``sys.path`` for ``lomo_optim`` twice per step, 27 us each time, about half of its
     overhead. Its ``zero_grad`` takes the signature of the optimizer's apart, another 9 us. Any process may call it, any

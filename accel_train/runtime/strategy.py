@@ -1,4 +1,4 @@
-"""Name the strategy by which the processes share a model, and verify that ``prepare`` applied it."""
+"""Name the strategy of sharing a model among the processes, and verify that ``prepare`` applied it."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ def embeddings_optional(model: torch.nn.Module) -> Generator[None]:
         try:
             getattr(model, name, lambda: None)()
         except NotImplementedError:
+            # On the instance, so that deleting it uncovers the method of the class again.
             setattr(model, name, lambda: None)
             hidden.append(name)
     try:
@@ -79,7 +80,7 @@ def embeddings_optional(model: torch.nn.Module) -> Generator[None]:
 
 
 def name_wrapped_classes(accelerator: Accelerator, model: torch.nn.Module) -> list[str]:
-    """Let FSDP2 shard by the classes that the model has, and return a notice of those that it names and lacks.
+    """Let FSDP2 shard by the classes in the model, and return a notice of those it names and lacks.
 
     Without names in the launch file Accelerate reads ``_no_split_modules`` of the whole model alone, and stops at the
     first class that this size of it lacks, as ``UpBlock2D`` in some UNets. So the classes of its parts that are there
@@ -90,6 +91,7 @@ def name_wrapped_classes(accelerator: Accelerator, model: torch.nn.Module) -> li
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     plugin: Any = accelerator.state.fsdp_plugin
+    # The other policies do not shard by class.
     if getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy) is not transformer_auto_wrap_policy:
         return []
     name = type(model).__name__
@@ -141,6 +143,7 @@ def _check_fsdp_units(accelerator: Accelerator, model: torch.nn.Module) -> int:
     from torch.distributed.fsdp import FSDPModule
 
     units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    # The root is a unit by itself, so one means that no block was found.
     if len(units) < 2:
         blocks = getattr(model, "_no_split_modules", None)
         if not blocks:
@@ -189,7 +192,7 @@ def apply_fsdp2_prefetch(config: DistributedConfig, model: nn.Module) -> list[st
 
 
 def _chains(model: nn.Module) -> list[list[Any]]:
-    """Return lists of sharded blocks in the order in which they run."""
+    """Return lists of sharded blocks in the order of their forwards."""
     from torch.distributed.fsdp import FSDPModule
 
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 @dataclass(frozen=True)
 class Tested:
-    """One package: the newest release with which the tests have passed, and its private names in use."""
+    """One package: its newest release to pass the tests, and its private names in use."""
 
     newest: str
     """Release line, such as 2.13. Patch releases are assumed to be alike."""
@@ -133,7 +133,7 @@ TESTED: Mapping[str, Tested] = {
 
 
 def newer_than_tested() -> list[str]:
-    """List installed packages that are newer than tested, such as ``torch 2.15.0 (tested up to 2.13)``."""
+    """List installed packages newer than tested, such as ``torch 2.15.0 (tested up to 2.13)``."""
     found: list[str] = []
     for name, tested in TESTED.items():
         try:

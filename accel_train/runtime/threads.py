@@ -1,4 +1,4 @@
-"""Number of torch threads on a CPU: the cores that the machine can spare, unless a person set a number.
+"""Number of torch threads on a CPU: the spare cores of the machine, unless a person set a number.
 
 With more threads than free cores speed collapses, because each parallel region waits for the thread that is not
 running. Two threads on two cores under a load of eight were 30 times slower than one.

@@ -37,7 +37,7 @@ class Applied:
     """Result of `apply_speed_options`."""
 
     notices: Sequence[str]
-    """Habits of the model that were settled."""
+    """Settled habits of the model."""
     choices: Mapping[str, str]
     """The decision and its reason, by option."""
     facts: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Peak matrix throughput of devices, which MFU is measured against."""
+"""Peak matrix throughput of devices, the reference of MFU."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ class Size(NamedTuple):
 
     parameters: int
     trained: int
-    """Parameters that are trained."""
+    """Trained parameters."""
     weight_bytes: int
     offloaded_bytes: int = 0
-    """Weights that stay in host memory."""
+    """Weights kept in host memory."""
 
 
 def size_of(build: Callable[[], nn.Module], *, offload_frozen: bool = False) -> Size:
-    """Return the size of the model of ``build``, which is built on the meta device and so without memory."""
+    """Return the size of the model of ``build``, built on the meta device and so without memory."""
     with torch.device("meta"):
         # Built whole, because only the recipe's own code knows what it builds.
         model = build()
@@ -90,6 +90,7 @@ def refuse_what_cannot_fit(
         available = _device_bytes(device)
         place = str(device)
         if sharded:  # may be offloaded to the host
+            # All processes of the host share its memory.
             available += host / local
             place = f"{device} and host memory"
     if required > available:
@@ -100,7 +101,7 @@ def refuse_what_cannot_fit(
 
 
 def _state_of_trained(optimizer: str, *, training: bool, has_average: bool) -> tuple[int, list[str]]:
-    """Return the bytes that each trained parameter takes beside its weight, and what they are."""
+    """Return the bytes of each trained parameter beside its weight, and a description of them."""
     bytes_each = 0
     parts: list[str] = []
     if has_average:

@@ -25,7 +25,7 @@ GIB = 1 << 30
 PIECE_BYTES = 64 << 20
 """Largest allocation of pinned memory. torch rounds each up to a power of two, which would double that of a block."""
 ALIGNMENT = 256
-"""Bytes to which a parameter is aligned in its buffer, as torch's allocator aligns tensors."""
+"""Alignment of parameters in their buffer, in bytes, as torch's allocator aligns tensors."""
 BUFFERS = 2
 REPLACED_BY_BITSANDBYTES = ("Params4bit", "Int8Params")
 
@@ -60,6 +60,7 @@ def offload_frozen_blocks(
     residents = _Residents(frozen_blocks, device)
     for number, block in enumerate(chosen):
         _fetch_around(block, residents, number)
+        # The buffers hold two blocks, and a state dict needs the values of all.
         block.register_state_dict_post_hook(functools.partial(_put_host_values, frozen_blocks[number]))
     kept = BUFFERS * max(sizes)
     return (
@@ -69,7 +70,7 @@ def offload_frozen_blocks(
 
 
 def offloaded_bytes(model: nn.Module) -> int:
-    """Return the bytes that ``offload_frozen_blocks`` keeps off the device. The model may be on the meta device."""
+    """Return the bytes kept off the device by ``offload_frozen_blocks``. The model may be on the meta device."""
     sizes = [_bytes(_frozen(model, block)) for block in innermost_blocks(model)]
     return max(0, sum(sizes) - BUFFERS * max(sizes, default=0))
 
@@ -119,7 +120,7 @@ def _list_of(name: str) -> str:
 
 
 def _frozen(model: nn.Module, block: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the frozen parameters of a block by name, without those that another module has too."""
+    """Return the frozen parameters of a block by name, without those shared with another module."""
     found = {name: p for name, p in block.named_parameters() if not p.requires_grad}
     if not found:
         return found
@@ -144,9 +145,9 @@ def _aligned(size: int) -> int:
 @dataclass(frozen=True, eq=False)
 class _FrozenBlock:
     buffer: int
-    """Which of the buffers it is brought into."""
+    """Index of the buffer it is brought into."""
     pieces: Sequence[tuple[Tensor, Tensor]]
-    """Bytes in host memory, and the part of the buffer that they are copied to."""
+    """Bytes in host memory, and their part of the buffer."""
     places: dict[str, _Place]
     views: Sequence[tuple[nn.Parameter, Tensor]]
     """Each parameter with its view of the buffer."""
@@ -202,7 +203,7 @@ def _to_host(parameters: dict[str, nn.Parameter], number: int, buffer: Tensor) -
 
 
 class _Residents:
-    """Which block lies in each buffer."""
+    """The block in each buffer."""
 
     def __init__(self, blocks: Sequence[_FrozenBlock], device: torch.device) -> None:
         self._blocks = blocks
@@ -212,11 +213,12 @@ class _Residents:
         self._arrivals: list[torch.cuda.Event | None] = [None] * BUFFERS
         self._last: tuple[bool, int] | None = None
         self._following: dict[tuple[bool, int], int] = {}
-        """By (whether in a backward, block): the block that was used next the last time."""
+        """By (whether in a backward, block): the block used next the last time."""
 
     def fetch(self, number: int, *, backward: bool) -> None:
-        """Let the device wait until the block is there, and begin to copy the one that is expected next."""
+        """Let the device wait until the block is there, and begin to copy the one expected next."""
         if self._last is not None and self._last[1] != number:
+            # Learned in the first pass and used from the second on: no order of the blocks is assumed.
             self._following[self._last] = number
         self._last = (backward, number)
         self._blocks[number].attach()
@@ -250,7 +252,7 @@ class _Residents:
 
 
 def _fetch_around(block: nn.Module, residents: _Residents, number: int) -> None:
-    """Bring the block before its forward, and again before the backward of what it returns."""
+    """Bring the block before its forward, and again before the backward of its outputs."""
     forward: Callable[..., Any] = block.forward
 
     def fetch_again(_gradient: Tensor) -> None:

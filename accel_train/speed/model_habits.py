@@ -27,9 +27,9 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def settle_habits(model: nn.Module, precision: Precision, strategy: str, checkpointing: str) -> list[str]:
     """Settle how the model behaves in training, in place, before it is prepared, and return notices.
 
-    ``checkpointing`` is the mode of activation checkpointing that will be applied. Warns once about dropout and about
-    batch norms that train, which depend on the machine. Raises ``UsageError`` for a model that recomputes by itself
-    already, and for a strategy that would lower weights that the model keeps in fp32.
+    ``checkpointing`` is the mode of activation checkpointing to be applied. Warns once about dropout and about training
+    batch norms: both depend on the machine. Raises ``UsageError`` for a model that recomputes by itself already, and
+    for a strategy that would lower weights that the model keeps in fp32.
     """
     _refuse_lowered(model, precision, strategy)
     notices = [*_freeze_statistics(model), *_own_checkpointing(model, checkpointing), *_leave_out_cache(model)]
@@ -41,7 +41,7 @@ def settle_habits(model: nn.Module, precision: Precision, strategy: str, checkpo
 
 
 def dropout_warning(model: nn.Module) -> str | None:
-    """Return what to say of active dropout in a model, which draws from torch's generator. None without any."""
+    """Return a warning about active dropout in a model: it draws from torch's generator. None without any."""
     drawing = [(name, module) for name, module in model.named_modules() if _drops(module)]
     if not drawing:
         return None
@@ -69,7 +69,7 @@ def _is_rate(value: object) -> bool:
 
 
 def _rates_in_config(module: nn.Module) -> list[str]:
-    """Options of a config, as transformers and diffusers have them, that are rates of dropout above 0."""
+    """Rates of dropout above 0 among the options of a config, as transformers and diffusers have them."""
     config: Any = getattr(module, "config", None)
     values: Any = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     return [name for name, value in values.items() if "drop" in name and _is_rate(value)]

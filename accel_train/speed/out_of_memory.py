@@ -1,4 +1,4 @@
-"""Out of memory: the micro-batch size that a run continues with after it did not fit.
+"""Out of memory: the smaller micro-batch size to continue a run with.
 
 The gradient does not depend on the micro-batch (``training/accumulation.py``), so half of it gives the same samples,
 noise and learning rate in half the activations. A process cannot go on where it ran out: the step is half done, the
@@ -32,14 +32,14 @@ OTHER_MEANS = (
 
 
 class SmallerMicroBatch(NamedTuple):
-    """Micro-batch size that was asked for, the one in use, and the step that ran out of memory."""
+    """Micro-batch size asked for, the one in use, and the step that ran out of memory."""
 
     asked: int
     used: int
     step: int
 
     def notice(self, directory: Path) -> str:
-        """Return the line that a start logs."""
+        """Return the log line of a start."""
         return (
             f"micro_batch_size: {self.used} instead of {self.asked}, because step {self.step} ran out of memory; "
             "samples, noise and learning rate are the same. To try again, give another --micro_batch_size or delete "
@@ -55,7 +55,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def recorded(directory: Path, asked: int) -> SmallerMicroBatch | None:
-    """Return what an earlier start recorded for a micro-batch of ``asked`` samples, or None.
+    """Return the record of an earlier start for a micro-batch of ``asked`` samples, or None.
 
     A record that cannot be read counts as none: the run then meets the same error once more, and records it again.
     """
@@ -81,7 +81,7 @@ def record_half(directory: Path, asked: int, used: int, step: int) -> SmallerMic
 
 
 def explain(used: int, step: int, *, global_batch_size: int) -> str:
-    """Return what a person can do about step ``step`` that did not fit, for an error that ends the run."""
+    """Return advice about running out of memory in step ``step``, for an error ending the run."""
     if used > 1:
         return (
             f"step {step} ran out of memory with micro_batch_size {used}: give --micro_batch_size {used // 2}, which "

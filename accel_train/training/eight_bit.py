@@ -50,6 +50,7 @@ def write_moment(state: Mapping[str, Any], key: str, values: Tensor) -> None:
         codes.copy_(values)
         return
     flat = values.to(codes.device, torch.float32).flatten()
+    # The zeros at the end do not change the largest value of the last block.
     padding = -len(flat) % BLOCK
     blocks = F.pad(flat, (0, padding)).view(-1, BLOCK)
     scale = blocks.abs().amax(1)
@@ -57,6 +58,7 @@ def write_moment(state: Mapping[str, Any], key: str, values: Tensor) -> None:
     middles = (fractions[1:] + fractions[:-1]) / 2
     # A block of zeros has scale 0, and 0 / 0 would be NaN.
     divisor = scale.clamp(min=torch.finfo().tiny)
+    # With the middles between neighbours as bounds, the index found is that of the nearest fraction.
     nearest = torch.bucketize(blocks / divisor[:, None], middles)
     codes.copy_(nearest.flatten()[: len(flat)].view(codes.shape))
     state[f"absmax{number}"].copy_(scale)

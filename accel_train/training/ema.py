@@ -59,6 +59,7 @@ class Ema:
         # Asked for in every step, because FSDP2 and DeepSpeed may replace the tensors behind the names.
         masters = [self.view.master(name) for name in self._shards]
         decay = decay_at(self.config.decay, step)
+        # None unless the device may leave out this very step, which the host then does not know.
         weight_of_step = self.guard.weight_of_step
         if weight_of_step is not None:
             self._update_on_device(masters, weight_of_step * (1 - decay))
@@ -124,6 +125,7 @@ class OptimizerAverage(Ema):
     def _read_average(self) -> None:
         masters = {name: self.view.master(name) for name in self._shards}
         trained = {name: master.clone() for name, master in masters.items()}
+        # `eval` writes the average over the trained weights, in place, and from there it is copied.
         self._optimizer.eval()
         for name, master in masters.items():
             self._shards[name].copy_(master)

@@ -53,6 +53,7 @@ def learning_rate_ratio(adjust_lr_fn: str, shape: Sequence[int]) -> float:
     """Factor on the learning rate of a matrix. ``match_rms_adamw`` gives updates of AdamW's usual size."""
     rows = shape[0]
     columns = shape[1]
+    # An orthogonal m x n matrix has an RMS of 1 / sqrt(max(m, n)), an update of AdamW about 0.2 (arXiv:2502.16982).
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))
@@ -87,6 +88,7 @@ class MuonAdamW(torch.optim.Optimizer):
             if group["muon"]:
                 moved = [parameter for parameter in group["params"] if parameter.grad is not None]
                 matrices.extend(self._matrix(parameter, group) for parameter in moved)
+        # The rate is a function of the step, so all ranks leave out the same matrices and their exchanges match.
         moving = [matrix for matrix in matrices if matrix.group["lr"] != 0]
         # Equal shapes side by side: the ranks of a round have the same amount of work.
         moving.sort(key=lambda matrix: tuple(matrix.parameter.shape))
@@ -212,6 +214,7 @@ class _Round:
         dtype = self.matrices[0].dtype  # the same for all of them, see `_by_mesh`
         if owns_matrix:
             whole = orthogonalise(whole.view(rows, columns), dtype).flatten()
+        # Cast on every rank: one without a matrix has an empty part in the dtype of its gradients.
         exchanged = self._exchange(whole.to(dtype), received, sent)
         parts = exchanged.split(sent[: len(pieces)])
         return [part.view_as(piece) for part, piece in zip(parts, pieces, strict=True)]

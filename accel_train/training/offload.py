@@ -92,6 +92,7 @@ class HostAdamW(torch.optim.Optimizer):
             return torch.empty(parameter.shape, dtype=torch.float32, pin_memory=parameter.is_cuda)
 
         self._hosts[parameter] = host = _Host(buffer(), buffer())
+        # Once: every step copies its gradient into the same buffer.
         host.weights.grad = host.gradient
         return host
 

@@ -267,6 +267,7 @@ def try_saving(
         for trial in (first, second):
             trial.train(range(half, TRIAL_STEPS))
         survives = first.equals(second)
+        # After the comparison, because `holds` leaves the rates and decays of its groups at 0.
         holds_frozen = first.holds("decay")
         reads_rate = first.holds("decay", "no_decay") or first.holds("decay", "no_decay")  # some are a step behind
         if not reads_rate and averages_weights(first.optimizer):
@@ -356,6 +357,7 @@ class _Trial:
                 group["base_lr"] = group["weight_decay"] = 0.0
                 members += group["params"]
         before = [parameter.detach().clone() for parameter in members]
+        # Not step 0, whose warm-up factor of 0 would hold every group.
         self.train(range(1, 2))
         return all(torch.equal(a, b) for a, b in zip(members, before, strict=True))
 

@@ -178,6 +178,7 @@ def _build(
     if config.name == "adamw8bit":
         # By name, because bitsandbytes is an extra and its import takes seconds.
         eight_bit: Any = import_module("bitsandbytes").optim.AdamW8bit
+        # Each group has a decay of its own, and bitsandbytes' default of 0.01 applies to none.
         optimizer = eight_bit(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0)
         return optimizer, "AdamW with 8-bit state (bitsandbytes), fp32 for tensors of fewer than 4096 values"
     if config.name == "adamw_offload":

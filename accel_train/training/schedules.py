@@ -140,6 +140,7 @@ def notices(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[st
     if config.kind in _ENDLESS or max_steps == decay_steps:
         return []
     if max_steps < decay_steps:
+        # The user has named the end of the schedule, so stopping before it is on purpose.
         if config.decay_steps is not None:
             return []
         factor = learning_rate_factor(config, max_steps, decay_steps)
@@ -183,6 +184,7 @@ def _shape(config: ScheduleConfig, done: int, span: int) -> float:
         case "cosine":
             return _half_cosine(done / span)
         case "wsd":
+            # The fraction is one of decay_steps, warm-up included. Before the fall the quotient is above 1: the peak.
             return min(1.0, (span - done) / _wsd_steps(config, span + config.warmup_steps))
         case _:
             return _half_cosine(_cycle_progress(config, done, span))

@@ -1,8 +1,8 @@
 """One view of parameters and optimizer state under DDP, FSDP2 and ZeRO: plain names, fp32, this rank's shard.
 
-Checkpoints, which must survive a change of strategy, and the EMA, which must not communicate, work on these shards.
-``full`` gathers a whole tensor and ``shard_of`` takes this rank's shard of a whole one, so every consumer is written
-once. ``sharding`` holds the layout of each strategy.
+Checkpoints (they survive a change of strategy) and the EMA (it never communicates) work on these shards. ``full``
+gathers a whole tensor and ``shard_of`` takes this rank's shard of a whole one, so every consumer is written once.
+``sharding`` holds the layout of each strategy.
 """
 
 from __future__ import annotations
@@ -171,6 +171,7 @@ class Shards:
         # A class of the user's own may move a parameter all the same.
         values = [tensor.detach().clone() for tensor in stepped] if self._is_own else []
         gradients = [tensor.grad for tensor in stepped]  # ZeRO-offload keeps its buffers there
+        # Replaced as a whole and not changed, so that the real rates and decays come back untouched.
         before = optimizer.param_groups
         try:
             optimizer.param_groups = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in groups]

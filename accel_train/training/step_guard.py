@@ -84,6 +84,7 @@ class StepGuard:
             return None
         usual: Tensor | None = None
         if self._spikes is not None:
+            # Before this norm joins the window, so that a spike does not raise the limit it is judged by.
             usual = self._spikes.limit()
             evidence = replace(evidence, spike=(norm > usual).float())
         if self.on_device:
@@ -119,6 +120,7 @@ class StepGuard:
         """Return True if the update is left out, False if it is made. Raises ``NonFiniteError`` to stop."""
         if bad.reason == "spike":
             return self.config.skips_spikes
+        # A rollback raises as well: the loop turns the error into a new start (`Training.roll_back`).
         if self.config.non_finite != "skip":
             raise NonFiniteError(bad.explanation, bad)
         return True
@@ -243,6 +245,7 @@ class StepResult:
         terms: dict[str, Tensor] = {}
         for total, (k, coefficient) in zip(self.sums, self.coefficients.items(), strict=True):
             if coefficient != 0:
+                # A term without weight in this step is reported as 0, where 0 / 0 would be NaN.
                 terms[k] = total / self.weights[k].clamp(min=1e-12).float()
         return terms
 

@@ -1,4 +1,4 @@
-"""Notifications of ``accel-train monitor --webhook``: what has happened to a run, once, as JSON to an address.
+"""Notifications of ``accel-train monitor --webhook``: news of a run, each once, as JSON to an address.
 
 The monitor sends them and not the run, because a run that was killed or hangs sends nothing.
 """

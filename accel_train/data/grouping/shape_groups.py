@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from accel_train.data.sampler import BatchShard, Draw, Sampler
 
 PROBED_STEPS = 64
-"""First steps of the experiment that are counted for the log."""
+"""First steps of the experiment, counted for the log."""
 Ints = NDArray[np.int64]
 Shape = tuple[int, ...]
 
@@ -71,7 +71,7 @@ class ShapeGroups(NamedTuple):
 
 
 def _cut(group: list[Draw], count: int) -> list[list[Draw]]:
-    """Cut a group into `count` pieces, which differ by one sample at most."""
+    """Cut a group into `count` pieces, equal up to one sample."""
     bounds = [len(group) * part // count for part in range(count + 1)]
     return [group[start:stop] for start, stop in itertools.pairwise(bounds)]
 
@@ -127,7 +127,7 @@ def describe(groups: ShapeGroups, sampler: Sampler, shard: BatchShard) -> str:
 # Compared and hashed by identity: the cache below is keyed by this object.
 @dataclass(frozen=True, eq=False)
 class GroupOrder:
-    """Keyed order of an epoch in which samples of one shape come in groups, for `StepSampler.blocks`.
+    """Keyed order of an epoch with samples of one shape in groups, for `StepSampler.blocks`.
 
     Each epoch has every sample once. The samples of each shape are permuted and cut into groups, and the groups are
     permuted. What is left of each shape, fewer than a group, comes at the beginning and at the end of the epoch: as
@@ -137,7 +137,7 @@ class GroupOrder:
     shapes: Sequence[Shape]
     """Of each sample."""
     group: int
-    """Samples of one shape that are drawn one after another. 1 mixes all samples."""
+    """Samples of one shape drawn one after another. 1 mixes all samples."""
     numbers: Ints = field(init=False, repr=False)
     """Number of the shape of each sample."""
 
@@ -181,6 +181,7 @@ def _epoch(order: GroupOrder, seed: int, epoch: int) -> Ints:
     # Places up to the next multiple of the group's size in the endless order.
     missing = -epoch * size % order.group
     if groups and sum(map(len, rest)) < missing:
+        # Too few samples are left over to reach the multiple, so the last group is taken apart.
         rest.append(groups.pop())
     left = np.concatenate(rest)
     if groups:

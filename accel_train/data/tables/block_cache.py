@@ -1,4 +1,4 @@
-"""Bounded cache of decoded blocks: what was used longest ago goes first."""
+"""Bounded cache of decoded blocks: the least recently used goes first."""
 
 from __future__ import annotations
 

@@ -96,6 +96,7 @@ def _shuffled_rows(order: BlockOrder, seed: int, epoch: int, window: int, chunk:
     end = min(total, (chunk + 1) * CHUNK)
     places = torch.arange(chunk * CHUNK, end, device="cpu")
     # Keyed by the epoch and then by the window: one key alone takes one counter.
+    # Cut to 32 bits, the range of a seed.
     of_epoch = rng.key(seed, "windows", epoch) & 0xFFFFFFFF
     key = rng.key(of_epoch, "rows", window)
     permuted = rng.permute(places, total, key).numpy()

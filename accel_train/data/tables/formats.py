@@ -1,6 +1,6 @@
 """Formats of shards: where the blocks of a file are, and how one is read.
 
-A block is what is read at once: a row group of parquet, a record batch of Arrow, or some thousand lines.
+A block is the unit of reading: a row group of parquet, a record batch of Arrow, or some thousand lines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from accel_train.config import UsageError
 
 SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-"""Files of which each block can be found without reading those before it."""
+"""Files with random access to their blocks."""
 KINDS = {**SUFFIXES, ".txt": "text", ".csv": "csv"}
 UNITS = {"parquet": "row group", "arrow": "record batch", "jsonl": "block of lines"}
 LINES_PER_BLOCK = 4096
@@ -26,7 +26,7 @@ ENCODED = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip-comp
 
 
 class Block(NamedTuple):
-    """Rows that are read at once."""
+    """Rows read at once."""
 
     file: int
     """Index of the shard."""
@@ -156,7 +156,7 @@ def read_batch(file: Path, block: Block, columns: Sequence[str], *, required: bo
 
 
 def parse_line(line: bytes) -> dict[str, Any] | str:
-    """Return the object of a line, or what is wrong with it. A blank line has the fault ""."""
+    """Return the object of a line, or its fault. A blank line has the fault ""."""
     try:
         decoded = line.decode("utf-8").strip()
     except UnicodeDecodeError as error:

@@ -1,7 +1,7 @@
-"""Ledger of the data that a run has seen: which contents from which step on. It lies in each checkpoint.
+"""Ledger of the data seen by a run: its contents, and the step each began at. It lies in each checkpoint.
 
-The order of samples is a function of (seed, step) and of the number of samples, so a span of steps and the contents of
-that time tell every sample that was drawn.
+The order of samples is a function of (seed, step) and of the number of samples, so a span of steps and the contents at
+the time determine every sample drawn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 def continued(ledger: Sequence[Span], start_step: int, fingerprint: str, samples: int) -> list[Span]:
-    """Return the ledger of a run that continues at `start_step` with these contents."""
+    """Return the ledger of a run continued at `start_step` with these contents."""
     # Spans of steps that are lost, because an older checkpoint is resumed, are left out.
     kept = [span for span in ledger if span.from_step < start_step]
     if not kept or kept[-1].fingerprint != fingerprint:

@@ -1,4 +1,4 @@
-"""Rows of files and datasets in blocks, each of which is read by itself, so that no more than one is in memory.
+"""Rows of files and datasets in blocks, each read by itself, so no more than one is in memory.
 
 A block is a row group of parquet, a record batch of Arrow, up to 4,096 lines (8 MiB) of JSONL or text, paragraphs of
 about 8 MiB, a whole document, a whole CSV file, or 1,024 rows of a dataset. Every row has a place for messages.
@@ -38,7 +38,7 @@ ROWS_AT_ONCE = 1024
 """Rows turned into Python's objects at a time: of parquet, of Arrow, and of a dataset."""
 BLANK_LINE = re.compile(rb"\n\s*\n")
 PlacedRow = tuple[str, Mapping[str, Any] | str]
-"""Place, and the fields or what is wrong with the row."""
+"""Place, and the fields or the fault of the row."""
 
 
 class RowBlocks(Protocol):
@@ -69,7 +69,7 @@ class FileRows:
     """Rows of files, in the order of the files."""
 
     option: str
-    """Option that named the files, for messages."""
+    """Option naming the files, for messages."""
     files: tuple[Path, ...]
     columns: tuple[str, ...]
     """Columns of tables to read, where a table has them. The first is that of a line of text."""
@@ -243,7 +243,7 @@ def _paragraph_blocks(file: Path) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class DatasetRows:
-    """Rows of a dataset of `datasets`, which are on disk."""
+    """Rows on disk of a dataset of `datasets`."""
 
     dataset: Any
     name: str

@@ -27,7 +27,7 @@ class DecodedBlock(NamedTuple):
     columns: Mapping[str, Any]
     """Column -> pyarrow array or chunked array."""
     faults: Mapping[int, str]
-    """Rows that hold no value, with the reason: damaged lines of JSONL."""
+    """Rows without a value, with the reason: damaged lines of JSONL."""
     size: int
     """Bytes in memory."""
 
@@ -70,7 +70,7 @@ class ShardedTable:
         return f"{file}, {UNITS[self.index.format]} {block.number}, row {within}"
 
     def block_of(self, row: int) -> int:
-        """Return the number of the block that holds a row."""
+        """Return the number of a row's block."""
         if not 0 <= row < len(self):
             raise IndexError(row)
         return bisect_right(self.starts, row) - 1

@@ -1,7 +1,7 @@
-"""Shards of a table on disk: which files, and where their blocks of rows are.
+"""Shards of a table on disk: their files, and the places of their blocks of rows.
 
-A block is what is read at once: a row group of parquet, a record batch of Arrow, or some thousand lines of JSONL. An
-index of a few numbers per block is all that is kept in memory. It is cached by the size and date of the files.
+A block is the unit of reading: a row group of parquet, a record batch of Arrow, or some thousand lines of JSONL. Only
+an index of a few numbers per block is kept in memory. It is cached by the size and date of the files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ShardIndex(NamedTuple):
     """Where the rows of a table are."""
 
     option: str
-    """Option that named the files, for messages."""
+    """Option naming the files, for messages."""
     files: tuple[Path, ...]
     format: str
     identities: tuple[tuple[int, int], ...]
@@ -121,6 +121,7 @@ def find_shards(option: str, value: str) -> tuple[list[Path], str]:
         inside = [file for file in path.iterdir() if file.is_file()]
         found = sorted(file for file in inside if file.suffix in SUFFIXES)
         nothing = f"{path} holds no such file"
+    # An existing file may have brackets in its name.
     elif path.exists() or not glob.has_magic(str(path)):
         found = [path]
         nothing = ""
@@ -140,7 +141,7 @@ def find_shards(option: str, value: str) -> tuple[list[Path], str]:
 
 
 def is_shards(value: str) -> bool:
-    """Return True for a glob, an Arrow file, or a folder with parquet or Arrow files: what only blocks can be read of.
+    """Return True for a glob, an Arrow file, or a folder with parquet or Arrow files: readable in blocks only.
 
     False for a folder written by `dataset.save_to_disk`.
     """

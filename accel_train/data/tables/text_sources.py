@@ -1,4 +1,4 @@
-"""Sources of rows that hold text: JSON lines, tables, saved datasets and the Hub, with a count of their bad rows.
+"""Sources of text rows: JSON lines, tables, saved datasets and the Hub, with a count of their bad rows.
 
 Every error names its place: file:line, or the source.
 """
@@ -49,7 +49,7 @@ def is_hub_id(path: str, endings: tuple[str, ...]) -> bool:
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Return True for a folder that ``save_to_disk`` of `datasets` wrote."""
+    """Return True for a folder written by ``save_to_disk`` of `datasets`."""
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
@@ -86,7 +86,7 @@ def hub_dataset(path: str, split: str) -> Any:
 
 
 def saved_dataset(folder: Path, split: str) -> Any:
-    """Load a dataset that ``save_to_disk`` wrote, and of several splits the one named ``split``."""
+    """Load a dataset written by ``save_to_disk``, and of several splits the one named ``split``."""
     import datasets
 
     try:

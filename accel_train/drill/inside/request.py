@@ -28,9 +28,9 @@ class Request:
     """One fault of one start."""
 
     events: str
-    """File to which every process appends lines of JSON."""
+    """File of JSON lines, appended to by every process."""
     sent: str
-    """File that the parent creates after its part of the fault: a signal, or the end of the Hub."""
+    """File created by the parent after its part of the fault: a signal, or the end of the Hub."""
     action: Action = "nothing"
     step: int = 0
     """The fault happens when so many optimizer steps are done; for one in an evaluation, in the one behind them."""
@@ -40,7 +40,7 @@ class Request:
     """How long a signal may take from the launcher to the processes."""
 
     def variables(self) -> dict[str, str]:
-        """Return the environment that hands it to the processes."""
+        """Return the environment for the processes, with the request in it."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Options that are most likely to make a step faster, from the shares of its time."""
+"""Options most likely to make a step faster, from the shares of its time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ WORTH_WHILE = 0.05
 
 @dataclass(frozen=True)
 class Setting:
-    """What advice depends on, beside the figures."""
+    """Facts for the advice, beside the figures."""
 
     recipe: str
     """Path of the recipe, for the command."""
     directory: Path
-    """Of the run, whose config.yaml the command compares and whose report gets the profile."""
+    """Of the run: the command compares its config.yaml, and its report gets the profile."""
     options: Mapping[str, Any]
     """Of the run, by their dotted names."""
     world_size: int
@@ -37,20 +37,20 @@ class Advice:
     """One option to try."""
 
     share: float
-    """Of the step's time, that the option may reduce."""
+    """Part of the step's time the option may reduce."""
     reason: str
     vary: str
     """Value of ``accel-train compare --vary``."""
 
     def command(self, setting: Setting) -> str:
-        """Return the command that checks it."""
+        """Return the command to check it."""
         config = setting.directory / CONFIG_FILE
         words = ["accel-train", "compare", setting.recipe, str(config), "--vary", self.vary, "--max_steps", "60"]
         return shlex.join(words)
 
 
 def advise(shares: Shares, setting: Setting) -> list[Advice]:
-    """Return at most three options, the largest share first. None if no part that an option reduces is large."""
+    """Return at most three options, the largest share first. None if no reducible part is large."""
     found = [_workers(shares, setting), _compile(shares, setting), _larger_micro_batch(shares, setting)]
     found += [_precision(shares, setting), _buckets(shares, setting)]
     # Largest first, so that the limit of three cuts what helps least.

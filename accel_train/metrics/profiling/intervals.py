@@ -1,4 +1,4 @@
-"""Sets of points in time, as sorted intervals that do not overlap."""
+"""Sets of points in time, as sorted, disjoint intervals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(first: list[Interval], second: list[Interval]) -> list[Interval]:
-    """Return the points that are in both. Both are merged, and so is the result."""
+    """Return the points in both. Both are merged, and so is the result."""
     common: list[Interval] = []
     i = 0
     j = 0
@@ -40,7 +40,7 @@ def intersect(first: list[Interval], second: list[Interval]) -> list[Interval]:
 
 
 def subtract(first: list[Interval], second: list[Interval]) -> list[Interval]:
-    """Return the points of ``first`` that are not in ``second``. Both are merged, and so is the result."""
+    """Return the points of ``first`` outside ``second``. Both are merged, and so is the result."""
     left: list[Interval] = []
     j = 0
     for start, end in first:

@@ -5,4 +5,4 @@ from __future__ import annotations
 STEP = "accel_train: step"
 DATA_WAIT = "accel_train: data wait"
 PAUSE = "accel_train: pause"
-"""An evaluation or a save, which is not training."""
+"""An evaluation or a save: not training."""

@@ -1,4 +1,4 @@
-"""Profile a range of training steps on the main process, and write what was found into the report."""
+"""Profile a range of training steps on the main process, and write the findings into the report."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _write(profiler: profile, wanted: StepRange, setting: Setting) -> None:
-    """Write the three files. A full disk, which may cut the trace off, costs the profile and not the run."""
+    """Write the three files. A full disk may cut the trace off: it costs the profile and not the run."""
     report = setting.directory / REPORT
     try:
         # Before the first evaluation, a run may have no report.

@@ -20,6 +20,7 @@ PYTHON = "outside operators"
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 # Inductor names its pointwise kernels and reductions after the operators that they stand beside.
+# conv(?!ert): a convolution, not the conversion of a dtype.
 COMPUTE_KERNEL = re.compile(
     r"(?!triton_(?!tem_)).*(gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|matmul|triton_tem|"
     r"conv(?!ert)|flash|fmha|attention|attn)",
@@ -62,7 +63,7 @@ class Shares:
     """By name, in the order in which they claim the time; they sum to 1."""
 
     def of(self, part: str) -> float:
-        """Return the share of a part, 0 for one that this kind of device does not have."""
+        """Return the share of a part, 0 for one this kind of device lacks."""
         return self.parts.get(part, 0.0)
 
 
@@ -78,7 +79,7 @@ def events_of(trace: Mapping[str, Any]) -> list[Event]:
 def measure(events: Sequence[Event]) -> Shares:
     """Return the shares of the time within the spans named ``STEP``. There must be one.
 
-    A moment with several events belongs to the first part that claims it. On a GPU the order is compute, memory-bound
+    A moment with several events belongs to the first part claiming it. On a GPU the order is compute, memory-bound
     operators, communication, data wait, idle: communication and data wait count only where the GPU does nothing else.
     On a CPU the host itself reads the data, so the wait comes first.
     """

@@ -21,7 +21,7 @@ class Clock(Protocol):
     """A way to take the times of parts, on one device."""
 
     def mark(self, part: Part | None) -> None:
-        """End a part that began at the last mark. None: what was since the last mark belongs to no part."""
+        """End a part begun at the last mark. None: the time since then belongs to no part."""
         ...
 
     def take(self) -> dict[Part, float]:
@@ -32,9 +32,9 @@ class Clock(Protocol):
 class StepTimes:
     """Seconds of the parts of the steps between two log points, of this process. No collective.
 
-    ``backward`` includes reductions that overlap with it, and under ZeRO the engine's update. ``update`` is what
-    follows the last backward: the rest of the reduction, clipping, optimizer and EMA. What is left of a step is the
-    wait for data and the preparation of the batch. Devices other than CPU and CUDA have no parts.
+    ``backward`` includes overlapping reductions, and under ZeRO the engine's update. ``update`` follows the last
+    backward: the rest of the reduction, clipping, optimizer and EMA. The rest of a step is the wait for data and the
+    preparation of the batch. Devices other than CPU and CUDA have no parts.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -50,7 +50,7 @@ class StepTimes:
             self._clock.mark(None)
 
     def end(self, part: Part) -> None:
-        """End a part. What follows is the next one."""
+        """End a part and begin the next."""
         if self._clock is not None:
             self._clock.mark(part)
 

@@ -49,7 +49,7 @@ def summarise(steps: StepRange, shares: Shares, advice: list[Advice], setting: S
 
 
 def _advised(advice: list[Advice], setting: Setting) -> list[str]:
-    """Return a numbered list with the command that checks each."""
+    """Return a numbered list with the command to check each."""
     if not advice:
         return ["No option of this project reduces a large part of this step."]
     lines: list[str] = []

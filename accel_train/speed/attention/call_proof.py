@@ -67,7 +67,7 @@ def prove_calls(
 
 
 def kernels_of(call: AttentionCall, device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the names of what runs in a forward of the call on ``device``, for the run info."""
+    """Return the names of the operators in a forward of the call on ``device``, for the run info."""
     inputs = _drawn(call, device)
     return operators_of(lambda: _attend(call, inputs, device, dtype), device)
 
@@ -79,7 +79,7 @@ def in_precision(device_type: str, dtype: torch.dtype) -> torch.autocast:
 
 
 def class_of(call: AttentionCall) -> str:
-    """Return the class that attends: the processor of an attention module of diffusers, else the module."""
+    """Return the attending class: the processor of an attention module of diffusers, else the module."""
     return type(getattr(call.module, "processor", None) or call.module).__name__
 
 
@@ -89,7 +89,7 @@ def one_line(error: Exception) -> str:
 
 
 def kind_of(call: AttentionCall) -> tuple[object, ...]:
-    """Return what tells calls apart in a proof."""
+    """Return a key for the proof: the same for calls of one kind."""
     mask = tuple(call.mask.shape) if isinstance(call.mask, Tensor) else type(call.mask)
     window = getattr(call.module, "sliding_window", None)
     return type(call.module), call.chosen, call.inputs, mask, window

@@ -37,7 +37,7 @@ class AttentionCall:
     """One call of attention. Holds its mask and its settings, but no queries, keys and values."""
 
     module: nn.Module
-    """The module that attends."""
+    """The attending module."""
     chosen: str
     """Name of the function in its library, or ``DIRECT``."""
     inputs: tuple[Drawn, Drawn, Drawn]
@@ -49,7 +49,7 @@ class AttentionCall:
     definition: Attend | None
     """The same by torch's own definition. None where the library defines it."""
     kernels: tuple[str, ...]
-    """Kernels that torch may choose from in this call."""
+    """Kernels for torch to choose from in this call."""
 
 
 @contextmanager

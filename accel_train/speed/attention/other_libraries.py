@@ -60,12 +60,12 @@ NAMES: dict[Library, dict[str, str]] = {
         "flex": "flex",
     },
 }
-"""Names of the option, and what the library calls them. The kernels of torch are restrictions of ``sdpa``."""
+"""Names of the option, and the library's own for them. The kernels of torch are restrictions of ``sdpa``."""
 
 
 @dataclass(frozen=True)
 class LibraryAttention:
-    """What was found, or set, in a model of another library."""
+    """Attention found, or set, in a model of another library."""
 
     name: str
     notice: str
@@ -156,7 +156,7 @@ def _theirs(name: str, library: Library) -> str | None:
 
 
 def _known(parts: Parts) -> list[str]:
-    """Names that all libraries of the model have."""
+    """Names common to all libraries of the model."""
     return [name for name in ("eager", *NAMES["diffusers"], "flash4", *RESTRICTED) if _is_known(name, parts)]
 
 
@@ -245,7 +245,7 @@ def _set_backend(part: Any, backend: str) -> None:
 
 
 def _refuse_other_calls(name: str, parts: Parts, calls: Sequence[AttentionCall]) -> None:
-    """Compare what the model calls with what was asked for."""
+    """Compare the attention called by the model with the one asked for."""
     wanted = {_theirs(name, library) for library, _ in parts}
     restriction = (name,) if name in RESTRICTED else kernels_allowed()
     others: list[str] = []
@@ -367,7 +367,7 @@ def _unproven(name: str, parts: Parts, reason: str) -> LibraryAttention:
 
 
 def _described(name: str, calls: Sequence[AttentionCall]) -> str:
-    """The name asked for, or those that the model calls."""
+    """The name asked for, or those called by the model."""
     if name != "auto":
         return name
     ours = {theirs: own for names in NAMES.values() for own, theirs in names.items()} | {DIRECT: "sdpa"}

@@ -166,7 +166,7 @@ def _meaningful(key_mask: Tensor) -> Tensor:
 
 
 def relative_error(difference: Tensor, expected: Tensor) -> float:
-    """L2 norm of a difference, relative to that of what was expected."""
+    """L2 norm of a difference, relative to the norm of the expected value."""
     # Not 0 / 0, whose NaN would fail the proof of a gradient that is rightly zero.
     size = expected.norm().clamp_min(1e-30)
     return float(difference.norm() / size)

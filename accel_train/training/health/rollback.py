@@ -1,4 +1,4 @@
-"""Going back after a step that is not finite: the samples that a run leaves out from then on.
+"""Going back after a step that is not finite: the samples a run leaves out from then on.
 
 A resume is exact, so a run that starts again meets the same step again. What it needs to get past it is recorded in the
 run directory: the samples concerned, which the next start reads from nowhere (``data/leaving_out.py``). A checkpoint
@@ -21,7 +21,7 @@ MAX_BYTES = 1 << 24
 
 
 class Rollback(NamedTuple):
-    """A step that a run went back from."""
+    """A bad step, with the samples to leave out after it."""
 
     step: int
     """Counted from 1, as training lines do."""
@@ -76,7 +76,7 @@ def record(directory: Path, rollbacks: Sequence[Rollback]) -> None:
 
 
 def notices(directory: Path, rollbacks: Sequence[Rollback]) -> list[str]:
-    """Return lines that a start logs."""
+    """Return the log lines of a start."""
     lines: list[str] = []
     for one in rollbacks:
         samples = shortened([str(sample) for sample in one.samples], 8)

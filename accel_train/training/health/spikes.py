@@ -50,6 +50,7 @@ class Spikes:
         # Until the ring is full, its oldest entry is at 0.
         if count < self._window:
             return norms[:count]
+        # The place that the next norm replaces.
         oldest = count % self._window
         return norms[oldest:] + norms[:oldest]
 

@@ -103,7 +103,7 @@ def _curves(charts: Sequence[Chart], runs: Sequence[ReportedRun], last_step: int
 
 
 def _controls(charts: Sequence[Chart], with_events: bool) -> list[str]:
-    """Return what switches parts of all charts off. The script shows it, since it does nothing without one."""
+    """Return the switches for parts of all charts. The script shows them, since they do nothing without one."""
     parts = ['<p class="controls" hidden>']
     if any(curve.smooth for curve in _all_curves(charts)):
         parts += [_switch("raw", "logged points"), _switch("smooth", "smoothed")]
