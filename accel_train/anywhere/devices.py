@@ -24,7 +24,7 @@ class Devices(Protocol):
 
 
 class ListedDevices:
-    """As many as a file says, which a scheduler, a hook or a person writes."""
+    """As many as a file says. A scheduler, a hook or a person writes it."""
 
     def __init__(self, path: str) -> None:
         """Read the file for the first time. Raises ``UsageError`` if it holds no number."""
@@ -57,7 +57,7 @@ def _number_in(path: Path) -> int | None:
 
 
 class VisibleDevices:
-    """The accelerators that torch sees, or one CPU where there has never been one."""
+    """The accelerators visible to torch, or one CPU if there has never been one."""
 
     def __init__(self) -> None:
         self._last = _visible()

@@ -13,14 +13,14 @@ HELP = "train on the devices that are there, and go on with another layout when 
 
 @dataclass(frozen=True)
 class Request:
-    """What to run and what it may use."""
+    """The recipe to run, and its devices."""
 
     recipe: str
     arguments: tuple[str, ...]
     config_files: tuple[str, ...] = ()
     """Launch files, each for as many devices as it names. Empty: a layout is chosen for the number of devices."""
     devices: str | None = None
-    """File with the number of devices. None: the accelerators that torch sees."""
+    """File with the number of devices. None: the accelerators visible to torch."""
     vram_gib: float | None = None
     """Memory of a GPU, for the plan. None: without a plan."""
     rehearse: bool = False

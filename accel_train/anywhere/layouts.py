@@ -1,4 +1,4 @@
-"""The layout for a number of devices: a launch file, its processes and what the recipe is given."""
+"""The layout for a number of devices: a launch file, its processes and the arguments of the recipe."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Layouts:
 
     @property
     def least(self) -> int:
-        """Devices that the smallest layout requires."""
+        """Devices required by the smallest layout."""
         return min((processes for processes, _, _ in self._files), default=1)
 
     def processes(self, devices: int) -> int:
@@ -65,7 +65,7 @@ class Layouts:
         return processes
 
     def choose(self, devices: int) -> Layout:
-        """Return the layout for ``devices``, of which ``processes`` makes use. Raises ``UsageError`` without a plan."""
+        """Return the layout for ``devices``, using ``processes`` of them. Raises ``UsageError`` without a plan."""
         processes = self.processes(devices)
         for number, path, strategy in self._files:
             if number == processes:

@@ -18,7 +18,7 @@ TOLERANCE = 1e-5
 """Largest relative difference of a loss in fp32 between two layouts."""
 
 REACHED = ("train", "checkpoint", "end")
-"""Events whose step has been trained."""
+"""Events of a trained step."""
 
 Line = Mapping[str, Any]
 Losses = Mapping[int, float]
@@ -35,9 +35,9 @@ class Segment:
     run_id: str | None
     """None if the start failed before it had a run directory."""
     resumed_from: int | None
-    """Step of the checkpoint that it began with, 0 for none. None if it did not get as far as training."""
+    """Step of the checkpoint resumed from, 0 for none. None if it did not get as far as training."""
     last_step: int | None
-    """Last step that the log knows of, by a training line, a checkpoint or its end."""
+    """Last step known to the log, by a training line, a checkpoint or its end."""
     seconds: float
     repeated: Mapping[int, float] = field(default_factory=dict[int, float])
     """Relative difference of the loss, by step that an earlier start had logged as well."""
@@ -45,7 +45,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Observed:
-    """What the log of a run said at one moment."""
+    """Content of a run's log at one moment."""
 
     starts: int = 0
     losses: Losses = field(default_factory=dict[int, float])
@@ -67,7 +67,7 @@ def losses_of(records: Sequence[Line]) -> dict[int, float]:
 def segment_of(
     directory: Path, before: Observed, *, layout: str, processes: int, ended: str, seconds: float
 ) -> Segment:
-    """Describe the start that has just ended. ``before`` was read before it began."""
+    """Describe the start just ended. ``before`` was read before it began."""
     records = _records(directory)
     beginnings = [number for number, record in enumerate(records) if record.get("event") == "environment"]
     resumed: int | None = None
@@ -113,7 +113,7 @@ def _records(directory: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the starts make up one trajectory, with what was compared."""
+    """Whether the starts make up one trajectory, with the compared values."""
 
     problems: tuple[str, ...]
     """Empty: it is one."""
@@ -134,6 +134,7 @@ def judge(segments: Sequence[Segment], precision: str) -> Verdict:
     reached = 0
     for number, segment in enumerate(trained, start=1):
         begin = segment.resumed_from or 0
+        # Compared with the start before: numbers begin at 1, positions at 0.
         if number > 1 and segment.run_id != trained[number - 2].run_id:
             problems.append(f"start {number} belongs to another run, {segment.run_id}")
         # The run may be older than this command, which then vouches for what follows.

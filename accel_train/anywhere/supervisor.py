@@ -157,7 +157,7 @@ class Supervisor:
         return {STARTED_AGAIN_VARIABLE: "1"}
 
     def _watch(self, child: subprocess.Popen[bytes], layout: Layout) -> _Ended:
-        """Wait for the end of ``child``, and ask it to stop when that is wanted."""
+        """Wait for the end of ``child``. Ask it to stop on a signal or a change of devices."""
         asked: str | None = None
         deadline = math.inf
         candidate = layout.processes
@@ -231,7 +231,7 @@ def _reason(code: int, asked: str | None) -> str:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End the launcher with everything that it started. Only descendants of this process."""
+    """End the launcher and all of its descendants. Only descendants of this process."""
     import psutil
 
     with suppress(psutil.Error):

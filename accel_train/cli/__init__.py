@@ -137,6 +137,7 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    # Before the import of the supervisor, so that a wrong flag is refused at once.
     request = anywhere.request_of(arguments)
     from accel_train.anywhere.supervisor import run_anywhere
 
@@ -192,6 +193,7 @@ def _checkpoints(arguments: argparse.Namespace) -> int:
         return commands.ls(place, as_json=arguments.json, quick=arguments.quick)
     if action == "verify":
         return commands.verify(place)
+    # What is left are options of the run by name, None where not given.
     not_flags = ("command", "action", "place", "dry_run")
     flags = {name: value for name, value in vars(arguments).items() if name not in not_flags}
     if action == "prune":

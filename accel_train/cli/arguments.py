@@ -134,8 +134,10 @@ def _add_recipe(
 ) -> None:
     text = "path of the recipe, or the name of a bundled one, such as mmdit"
     if recipes is not None:
+        # As subcommands, because shtab completes each of them with its own options.
         parsers = command.add_subparsers(dest="recipe", help=text)
         for name, add_options in recipes.items():
+            # Its options bring a --help of their own, with a topic.
             add_options(parsers.add_parser(name, help="recipe", add_help=False))
         return
     command.add_argument("recipe", help=text)
@@ -287,6 +289,7 @@ def _add_prune(prune: argparse.ArgumentParser) -> None:
         action="store_true",
         help="list deletions, and the reasons for the rest to stay, without deleting",
     )
+    # Named as in `checkpoints`, because they override the run's options by name.
     for name in ("keep_last", "keep_best", "keep_every", "keep_window_steps", "keep_state_last"):
         prune.add_argument(f"--{name}", type=int, help=f"see checkpoints.{name}")
     prune.add_argument("--keep_window_epochs", type=float, help="see checkpoints.keep_window_epochs")

@@ -1,4 +1,4 @@
-"""Recipes, presets and launch files that come with the package, in a wheel as in a checkout."""
+"""Recipes, presets and launch files of the package, in a wheel as in a checkout."""
 
 from __future__ import annotations
 

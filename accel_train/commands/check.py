@@ -27,7 +27,7 @@ from accel_train.runtime.accelerator import refuse_zero_contradictions
 
 @dataclass(frozen=True)
 class Checked:
-    """A launch file and an experiment that were read together."""
+    """A launch file and an experiment, read together."""
 
     origin: str
     """Where the machine comes from."""
@@ -51,7 +51,7 @@ def check(request: Launch, ignored: Sequence[str] = ()) -> str:
 
 
 def run(request: Launch, *, ignored: Sequence[str] = (), as_json: bool = False, fix: bool = False) -> int:
-    """Print what ``check`` returns, and return the exit code. With ``fix``, change the YAML file first."""
+    """Print the result of a check, and return the exit code. With ``fix``, change the YAML file first."""
     checked = read(request, ignored)
     if fix:
         print(_fix(checked))
@@ -94,7 +94,7 @@ def read(request: Launch, ignored: Sequence[str] = ()) -> Checked:
 
 
 def describe(request: Launch, checked: Checked) -> str:
-    """Return what was read, with notices and findings, for a person."""
+    """Describe the launch file and the experiment, with notices and findings, for a person."""
     machine = checked.machine
     config: Any = checked.loaded.config
     processes = machine.num_processes or 1
@@ -168,7 +168,7 @@ def _fix(checked: Checked) -> str:
 
 
 def _read_again(request: Launch, ignored: Sequence[str], before: Checked) -> Checked:
-    """Read the changed file. One that a start would refuse is undone."""
+    """Read the changed file. Undo the change if a start would refuse it."""
     try:
         return read(request, ignored)
     except UsageError as error:
@@ -180,7 +180,7 @@ def _read_again(request: Launch, ignored: Sequence[str], before: Checked) -> Che
 
 @contextmanager
 def _world_size(processes: int) -> Generator[None]:
-    """Set the variable that a launcher would set, which ``--smoke`` reads."""
+    """Set the number of processes as a launcher would, for ``--smoke`` to read."""
     before = os.environ.get("WORLD_SIZE")
     os.environ["WORLD_SIZE"] = str(processes)
     try:
@@ -193,7 +193,7 @@ def _world_size(processes: int) -> Generator[None]:
 
 
 def _multi_cpu_note(machine: MachineConfig) -> list[str]:
-    """Warn of a file that `accelerate launch` ignores and `accel-train launch` obeys."""
+    """Warn of a file obeyed by `accel-train launch` and ignored by `accelerate launch`."""
     if machine.distributed_type != "MULTI_CPU" or machine.mpirun_hostfile or (machine.num_processes or 1) == 1:
         return []
     return [
@@ -203,7 +203,7 @@ def _multi_cpu_note(machine: MachineConfig) -> list[str]:
 
 
 def _refuse_contradictions(machine: MachineConfig, config: Any, accumulation: int, source: str) -> None:
-    """Refuse settings of the launch file that contradict the experiment, through the environment a start would see."""
+    """Refuse settings of the launch file contradicting the experiment, through the environment of a start."""
     requested = Requested(machine, source, machine.num_processes, None, rehearsal=False)
     environment = {
         "ACCELERATE_MIXED_PRECISION": machine.mixed_precision or "no",

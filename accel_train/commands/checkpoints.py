@@ -42,7 +42,7 @@ class Row:
     metrics: Mapping[str, float]
     state: bool | None
     verified: bool | None
-    """None with ``quick``, which hashes nothing."""
+    """None with ``quick``: nothing is hashed then."""
     reason: str | None
     """The reason for a failed verification."""
     pushed: str | None
@@ -50,7 +50,7 @@ class Row:
 
 
 def ls(place: str, *, as_json: bool = False, quick: bool = False) -> int:
-    """Print a table, or JSON. Hashes every file, except with ``quick``, which reads manifests and compares sizes."""
+    """Print a table, or JSON. Hashes every file, or with ``quick`` reads manifests and compares sizes only."""
     found = find_place(place)
     pushed = _push_states(found)
     rows = [_row(path, pushed.get(path.name), quick) for path in found.checkpoints]
@@ -131,7 +131,7 @@ def _wrong_size(path: Path, files: Mapping[str, Any]) -> str | None:
 
 
 def _without_path(error: Exception, path: Path) -> str:
-    """Return the message without the path, which is already on the line."""
+    """Return the message without the path, already on the line."""
     return str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/")
 
 
@@ -252,7 +252,7 @@ def _names_in(path: Path) -> set[str]:
 def prune(run: str, *, dry_run: bool = False, flags: Mapping[str, Any] | None = None) -> int:
     """Apply retention to a run while it is not training. Return 1 if a deletion failed.
 
-    ``flags`` are options of ``CheckpointConfig`` that override config.yaml; None values are ignored. Hashes every
+    ``flags`` override options of ``CheckpointConfig`` in config.yaml. None values are ignored. Hashes every
     checkpoint. Deletes nothing unless a checkpoint verifies, and never one newer than the newest verified.
     """
     place, directory = find_run(run)
@@ -272,7 +272,7 @@ def prune(run: str, *, dry_run: bool = False, flags: Mapping[str, Any] | None = 
 
 
 def _plan(run: Path, keep: retention.Keep) -> tuple[retention.Plan, list[Path]]:
-    """Return the plan, and the damaged checkpoints newer than the newest verified, which it leaves alone."""
+    """Return the plan, and the damaged checkpoints it leaves alone: those newer than the newest verified."""
     verified, damaged = retention.survey(run / "checkpoints", {})
     if not verified:
         raise UsageError(f"{run}: no checkpoint verifies, so nothing is deleted; see `verify`")
@@ -306,7 +306,7 @@ def _keep_options(place: Place, run: Path, flags: dict[str, Any]) -> retention.K
 
 
 def _known_options(run: Path, group: str, config: type[Any]) -> dict[str, Any]:
-    """Return the saved options that ``config`` still has."""
+    """Return the saved options still known to ``config``."""
     known = option_names(config)
     return {name: value for name, value in _options(run, group).items() if name in known}
 
@@ -367,7 +367,7 @@ def _lock_held(run: Path, *, needed: bool) -> Generator[None]:
 def push(place: str, flags: Mapping[str, Any]) -> int:
     """Push a checkpoint, or all waiting checkpoints of a run, in the foreground. Return 1 if the Hub is unreachable.
 
-    ``flags`` are options of ``HubConfig`` that override config.yaml; None values are ignored.
+    ``flags`` override options of ``HubConfig`` in config.yaml. None values are ignored.
     """
     from accel_train.hub.errors import HubError
     from accel_train.hub.options import HubConfig

@@ -1,4 +1,4 @@
-"""``accel-train completion``: what the shell offers behind the name of each recipe."""
+"""``accel-train completion``: completions after the name of each recipe."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from accel_train.options.loading import preset_names
 
 
 def recipes_with_options(recipes: Sequence[str]) -> dict[str, Callable[[argparse.ArgumentParser], None]]:
-    """Map each recipe, a path or the name of a bundled one, to what adds its presets and options to a parser.
+    """Map each recipe, a path or the name of a bundled one, to a function adding its presets and options to a parser.
 
-    Imports the recipes. Raises ``UsageError`` for one that does not exist.
+    Imports the recipes. Raises ``UsageError`` for a missing one.
     """
     found: dict[str, Callable[[argparse.ArgumentParser], None]] = {}
     for recipe in recipes:

@@ -116,7 +116,7 @@ def _choose(path: Path, stem: str | None) -> str:
 
 
 def _refuse_pickles(path: Path) -> None:
-    """Refuse weights in pickles with the command of the tool that can convert them."""
+    """Refuse weights in pickles, with the command of a tool to convert them."""
     # Accelerate writes a distributed checkpoint into a folder below the directory that people name.
     inside = sorted(entry for entry in path.iterdir() if entry.is_dir())
     for folder in (path, *inside):

@@ -1,4 +1,4 @@
-"""``accel-train data``: look through a dataset before a run, and manage the cache of what was computed from it."""
+"""``accel-train data``: look through a dataset before a run, and manage the cache of entries computed from it."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def cache(action: str, arguments: Sequence[str]) -> int:
 def _folders(root: Path) -> dict[Path, list[Entry]]:
     found: dict[Path, list[Entry]] = {}
     for entry in tensor_cache.entries(root):
+        # Inside of a folder, entries are spread over subfolders of two letters.
         found.setdefault(entry.file.parents[1], []).append(entry)
     return found
 
@@ -107,7 +108,7 @@ def _verify(root: Path) -> int:
 
 
 def _clear(root: Path, unused_days: float) -> int:
-    """Delete entries that no live run uses."""
+    """Delete entries not in use by a live run."""
     before = time.time() - unused_days * DAY_SECONDS
     deleted, in_use = tensor_cache.clear(root, before)
     for folder in root.glob("*"):

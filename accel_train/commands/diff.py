@@ -267,7 +267,7 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 def _widened(x: Tensor) -> Tensor:
-    """Convert to fp64 or complex fp64. Types that torch can only store become the numbers of their bytes."""
+    """Convert to fp64 or complex fp64. Types without arithmetic in torch become the numbers of their bytes."""
     try:
         wide = torch.complex128 if x.is_complex() else torch.float64
         return x.to(wide)

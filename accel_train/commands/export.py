@@ -48,16 +48,16 @@ def export(
     """Write the weights or their EMA as ``destination/model.safetensors``, with its other files and the options.
 
     Adapters are written as peft reads them, with the sha256 of each file of their base, and as other programs do where
-    the pipeline of their recipe says how; if ``merged``, as the whole model that they make of it, which is then built
-    in memory in fp32.
+    the pipeline of their recipe says how. If ``merged``, they are written as the whole model with its base, built in
+    memory in fp32.
 
-    Beside them are model.py, which rebuilds the model with torch alone, an example of inputs and outputs, and
-    verify.py, which repeats it; it is run once. They need a checkpoint whose config.json names the pipeline of its
-    recipe. Of adapters, verify.py compares files and no outputs. experiment.json has the options of the experiment.
-    Above 2 GB the weights are shards with an index. A run stands for its newest verified checkpoint. If
-    ``save_precision`` is lower than fp32, the exact fp32 tensors are taken. Raises ``UsageError`` for a destination in
-    use, a damaged checkpoint, NaN, and values out of the range of ``precision``, and ``ProofError`` if model.py has
-    other outputs than the library's model.
+    Beside them are model.py, to rebuild the model with torch alone, an example of inputs and outputs, and verify.py,
+    run once here, to repeat it. They need the name of the recipe's pipeline in config.json of the checkpoint. Of
+    adapters, verify.py compares files and no outputs. experiment.json has the options of the experiment. Above 2 GB the
+    weights are shards with an index. A run stands for its newest verified checkpoint. If ``save_precision`` is lower
+    than fp32, the exact fp32 tensors are taken. Raises ``UsageError`` for a destination in use, a damaged checkpoint,
+    NaN, and values out of the range of ``precision``, and ``ProofError`` if model.py has other outputs than the
+    library's model.
     """
     found, skipped = places.newest_at(checkpoint)
     target = _unused(destination)
@@ -113,7 +113,7 @@ def _refuse_unmergeable(checkpoint: Checkpoint, is_adapter: bool) -> None:
 def _write_merged(
     checkpoint: Checkpoint, directory: Path, tensors: Mapping[str, TensorInfo], precision: Precision
 ) -> str | None:
-    """Write the model that adapters make of their base. Return a line about it, None if it is to be proven."""
+    """Write the whole model of adapters and their base. Return a line about it, None if it is to be proven."""
     kind: Any = loading.pipeline_of(checkpoint.path)
     staged = directory / "adapters"
     staged.mkdir()
@@ -131,7 +131,7 @@ def _write_merged(
 
 
 def _describe_base(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
-    """Complete the description of adapters by the files of their base, which the checkpoint has in its manifest."""
+    """Complete the description of adapters by the files of their base, from the manifest of the checkpoint."""
     path = directory / ADAPTER_DESCRIPTION
     described: dict[str, Any] = {}
     if path.is_file():
@@ -217,7 +217,7 @@ def _unused(destination: str) -> Path:
 def _best_copy(checkpoint: Checkpoint, source: Source) -> dict[str, TensorInfo]:
     """Find the exact fp32 weights beside the optimizer state, or else the weights of the collection.
 
-    What is not trained, buffers and embedded frozen parameters, is in ``model.safetensors`` alone.
+    Untrained tensors, such as buffers and embedded frozen parameters, are in ``model.safetensors`` alone.
     """
     if source not in diff.stems_in(checkpoint.path):
         raise UsageError(
@@ -243,7 +243,7 @@ def _experiment(checkpoint: Checkpoint, source: Source) -> dict[str, Any]:
 
 
 def _copy_extras(checkpoint: Checkpoint, directory: Path) -> None:
-    """Copy what a recipe wrote beside the weights, as listed in the manifest, since only those files were verified.
+    """Copy a recipe's files beside the weights, as listed in the manifest, since only those were verified.
 
     These are config.json, assets, and other files of the directory itself, such as a tokenizer where transformers
     looks for it. Weights and training state are left out.
@@ -303,6 +303,7 @@ def write_collection(directory: Path, stem: str, tensors: Mapping[str, TensorInf
             )
     split = split_state_dict_into_shards_factory(
         sizes,
+        # Sizes stand for the tensors, so that shards are planned before anything is read.
         get_storage_size=lambda size: size,
         filename_pattern=stem + "{suffix}.safetensors",
         max_shard_size=planning.SHARD_BYTES,

@@ -16,7 +16,7 @@ SCAFFOLD = "recipe.py"
 
 
 def init(directory: str | Path, name: str = "mmdit", *, scaffold: bool = False) -> str:
-    """Copy recipe ``name``, its presets and the launch files, and return what to do next.
+    """Copy recipe ``name``, its presets and the launch files, and return the next steps as text.
 
     With ``scaffold``, the recipe is a new one to be filled in. Raises ``UsageError`` for an unknown recipe, and for a
     directory with files in it.

@@ -170,6 +170,7 @@ def accelerate_settings(path: Path | None, machine: MachineConfig, request: Laun
             flags += [f"--{name}", str(value)]
     settings: Any = launch_command_parser().parse_args([*flags, request.recipe, *request.arguments])
     settings, _, _ = _validate_launch_command(settings)
+    # 0 is Accelerate's count of accelerators on a machine without any.
     if settings.num_processes in (None, 0):
         settings.num_processes = machine.num_processes or 1
     if settings.main_process_port is None and settings.num_machines == 1:
@@ -183,7 +184,7 @@ def accelerate_settings(path: Path | None, machine: MachineConfig, request: Laun
 
 
 def _explicit_flags(machine: MachineConfig) -> list[str]:
-    """Return the flags of a start without a file. Accelerate warns of each that it has to assume."""
+    """Return the flags of a start without a file. Accelerate warns of each missing one."""
     flags = ["--num_processes", str(machine.num_processes), "--num_machines", "1", "--dynamo_backend", "no"]
     if machine.use_cpu:
         flags.append("--cpu")
@@ -220,7 +221,7 @@ def torchrun_command(settings: Any, single: bool) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that is unused now."""
+    """Return a currently unused port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -233,6 +234,7 @@ def _check_rendezvous(machine: MachineConfig, request: Launch) -> None:
         if value is not None:
             overrides[name] = value
     machine = replace(machine, **overrides)
+    # The reader has checked the rank in the file, and a flag may have replaced it.
     if machine.machine_rank >= machine.num_machines:
         raise UsageError(
             f"machine_rank: {machine.machine_rank} must be below num_machines: {machine.num_machines}; machines count "
@@ -266,7 +268,7 @@ class _SignalRelay:
         return child.wait()
 
     def begin_again(self) -> None:
-        """Forget the child that has ended. Until the next one starts, a signal ends the launcher."""
+        """Forget the ended child. Until the next one starts, a signal ends the launcher."""
         self._child = None
 
     def _on_signal(self, number: int, _: object) -> None:

@@ -1,7 +1,7 @@
-"""``accel-train lora``: adapters from a dataset of pictures in six steps, each of which can be called alone.
+"""``accel-train lora``: adapters from a dataset of pictures in six steps. Each can be called alone.
 
-check -> plan -> cache -> train -> validate -> export. The plan is a file, ``RUN/plan.yaml``, that the later steps
-read: a command that is given again continues where it was ended.
+check -> plan -> cache -> train -> validate -> export. The plan is a file, ``RUN/plan.yaml``, read by the later
+steps: the same command continues where it was ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHECKED = (
     *("data.resolutions", "data.bucket_step", "data.max_aspect", "data.split", "data.image_column"),
     *("data.caption_column", "data.caption_extension", "data.min_side", "data.cache_dir"),
 )
-"""Options of the recipe that the check of the data has too."""
+"""Options of the recipe shared with the check of the data."""
 WORSE = 1.02
 """Held-out loss over the lowest one, from which on the pictures are being learned by heart."""
 
@@ -64,7 +64,7 @@ class LoraOptions:
 
 @dataclass(frozen=True)
 class _Request:
-    """What is asked for, and where its files lie."""
+    """The request of a user, and the places of its files."""
 
     dataset: str
     options: LoraOptions
@@ -89,9 +89,9 @@ class _Request:
 
 
 def lora(dataset: str, arguments: Sequence[str]) -> int:
-    """Run the steps that are asked for, and return the exit code of the first that fails, else 0.
+    """Run the requested steps, and return the exit code of the first failing one, else 0.
 
-    Raises ``UsageError``. A step that ends with 75 was stopped: the same command continues.
+    Raises ``UsageError``. 75 means a stopped step: the same command continues.
     """
     request = _read(dataset, arguments)
     actions: dict[Step, Callable[[_Request], int]] = {
@@ -196,7 +196,7 @@ def _launch(request: _Request, *flags: str) -> int:
 
 
 def _validate(request: _Request) -> int:
-    """Show what the evaluations found. The newest checkpoint is evaluated first if that has not been done."""
+    """Show the results of the evaluations. The newest checkpoint is evaluated first if that has not been done."""
     config = request.config()
     newest, _ = places.newest_at(request.run)
     report = request.run / REPORT

@@ -37,7 +37,7 @@ OF_THE_MACHINE = (
     "offload_frozen",
     "evaluation.batch_size",
 )
-"""Options that a preset by memory gives to an intent. In all others it is the balanced one."""
+"""Options of a preset by memory to copy into an intent. Its other options are those of the intent balanced."""
 NOMINAL = 0.9
 """A device of n GB must show at least this share of n GiB: a part is kept by its driver."""
 
@@ -50,7 +50,7 @@ class Machine(NamedTuple):
 
 
 def find_machine(memory_gib: float | None) -> Machine:
-    """Return the smallest accelerator that is visible, or the host without one."""
+    """Return the smallest visible accelerator, or the host without one."""
     if memory_gib is not None:
         return Machine("as --memory_gib says", memory_gib)
     # The smallest device decides, because every process has the same micro-batch.
@@ -62,7 +62,7 @@ def find_machine(memory_gib: float | None) -> Machine:
 
 
 def presets_by_memory() -> dict[int, Path]:
-    """Return the presets by the GB of the device that they are meant for, ascending."""
+    """Return the presets by the memory of their target device in GB, ascending."""
     found: dict[int, Path] = {}
     for path in (folder("recipes") / "presets").glob("*.yaml"):
         match = BY_MEMORY.fullmatch(path.stem)
@@ -108,6 +108,7 @@ def make(
                 chosen = f"chosen: {name}, {_why(gb, meant)}"
                 advice = _advised(tree, intent, flags, base)
                 return tree, [*lines, *reasons, chosen, *advice]
+        # The user has decided on it, so offload is not tried as a last resort.
         if "offload_frozen" in flags:
             break
     listed = "\n".join(reasons)
@@ -135,7 +136,7 @@ def _why(gb: int, meant: list[int]) -> str:
 
 
 def with_machine(experiment: Tree, machine: Tree) -> Tree:
-    """Return an intent with the options of a preset by memory that belong to the machine."""
+    """Return an intent with the machine's options from a preset by memory."""
     values: dict[str, Any] = {}
     for option in OF_THE_MACHINE:
         group, _, leaf = option.partition(".")
@@ -173,7 +174,7 @@ def _find_base(flags: Mapping[str, Any]) -> DiffusersBase:
 
 
 def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase) -> tuple[float, str]:
-    """Return the GiB that a run with these options needs, infinite if it cannot be made here, and words about it."""
+    """Return the GiB needed by a run with these options, infinite if it cannot be made here, and words about it."""
     from accel_train.domains.images.pipelines import memory_need
     from accel_train.domains.images.trained_text.adapters import build, with_trained_text
 
@@ -204,7 +205,7 @@ def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase) -> tuple[float, 
 
 
 def _advised(tree: Tree, intent: Intent, flags: Mapping[str, Any], base: DiffusersBase) -> list[str]:
-    """Add to ``tree`` what the intent wants of this kind of base, in place, and return lines about it."""
+    """Add the intent's option for this kind of base to ``tree``, in place, and return lines about it."""
     if intent != "quality":
         return []
     prediction = base.levels().prediction

@@ -45,7 +45,7 @@ def _named(adapters: Sequence[str]) -> dict[str, str]:
 
 
 def _declared(recipe: str) -> type[TrainedModel]:
-    """Return the pipeline that a recipe's file declares."""
+    """Return the pipeline declared by a recipe's file."""
     module = import_recipe(find_recipe(recipe))
     declaration = getattr(getattr(module, "Config", None), "recipe", None)
     pipeline: type[TrainedModel] | None = getattr(declaration, "pipeline", None)

@@ -1,1 +1,1 @@
-"""Export of a trained model as files that need torch and safetensors alone, with the proof that they are right."""
+"""Export of a trained model as files for torch and safetensors alone, with a proof of their outputs."""

@@ -60,8 +60,8 @@ class ProofError(RuntimeError):
 def write_proof(directory: Path, pipeline: Pipeline) -> str:
     """Write model.py, example.json, example.safetensors and verify.py into an export, and run verify.py.
 
-    ``pipeline`` was loaded from ``directory``, so its outputs are of the exported weights. Returns what verify.py
-    printed. Raises ``ProofError`` if it found a difference.
+    ``pipeline`` was loaded from ``directory``, so its outputs are of the exported weights. Returns the output of
+    verify.py. Raises ``ProofError`` if it found a difference.
     """
     (directory / "model.py").write_text(model_source(pipeline), "utf-8")
     # The file itself, which imports nothing of the library, and not a template that no test would run.
@@ -84,8 +84,9 @@ def model_source(pipeline: Pipeline) -> str:
 
 
 def packages(source: str) -> list[str]:
-    """List the packages that a model.py imports, beside the standard library."""
+    """List the packages imported by a model.py, beside the standard library."""
     found: set[str] = set()
+    # Also inside of functions: the loader imports safetensors in its body.
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
@@ -150,6 +151,7 @@ def _sha256(path: Path) -> str:
 
 def _run(script: Path) -> str:
     # -I leaves out the working directory and PYTHONPATH, and so a checkout of the library.
+    # -B writes no __pycache__ into the export.
     command = [sys.executable, "-I", "-B", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     # A fresh process, as on the machine of whoever gets the export.

@@ -96,7 +96,7 @@ class MachineConfig:
     dynamo: DynamoSettings
     mpirun_hostfile: str | None
     notes: Mapping[str, str]
-    """Sentences by key, for settings that no launcher obeys unless a flag repeats them."""
+    """Sentences by key, for settings without effect unless a flag repeats them."""
     raw: Mapping[str, object]
     """Content of the file."""
     places: Places
@@ -264,6 +264,7 @@ def _processes(top: Section, kind: str, machines: int, override: int | None) -> 
     """Return the number of processes over all machines, or None if neither file nor flag has one."""
     count = 1 if kind == "NO" else None
     if top.values.get("num_processes") is not None:
+        # Refuses Accelerate's -1, which asks for a flag: an absent key does the same.
         count = top.integer("num_processes", 1, low=1)
     if override is not None:
         count = override
@@ -387,6 +388,7 @@ def _rdzv_backend(top: Section) -> str:
 
 def _notes(top: Section) -> dict[str, str]:
     notes: dict[str, str] = {}
+    # Their flags have other defaults than None, and the launcher fills in from the file only what is None.
     ignored = "is not obeyed: `accelerate launch` 1.15 reads it from the command line only; give it"
     backend = _rdzv_backend(top)
     if backend != "static":

@@ -13,6 +13,7 @@ def check_rendezvous(machine: MachineConfig) -> None:
 
     Resolves the host and binds the port for a moment. Call it once per machine, before processes start.
     """
+    # A flag may have replaced the port of the file, and an error must show the one in use.
     values = dict(machine.raw) | {"main_process_port": machine.main_process_port}
     section = Section(machine.path, "", values, machine.places)
     port = DEFAULT_PORT if machine.main_process_port is None else machine.main_process_port

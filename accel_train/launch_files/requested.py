@@ -101,6 +101,7 @@ def _after_launch(line: Sequence[str]) -> list[str] | None:
 
     The interpreter and its options may come first.
     """
+    # Only the first words: later ones may be arguments of a script, with the same name.
     head = [Path(word).name for word in line[:6]]
     for name in ("accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli", "accelerate"):
         if name not in head:
@@ -115,6 +116,7 @@ def _after_launch(line: Sequence[str]) -> list[str] | None:
 
 def _overriding_processes(environment: Mapping[str, str], flags: Mapping[str, Any] | None) -> int | None:
     """Return the number of processes of our own launcher, a rehearsal or a flag. It overrides the file."""
+    # Both start as many processes as were asked for, so WORLD_SIZE is the request.
     if environment.get(MACHINE_FILE_VARIABLE) or environment.get(REHEARSAL_VARIABLE):
         return int(environment.get("WORLD_SIZE", "1"))
     if flags is not None and flags.get("num_processes") is not None:
@@ -137,11 +139,12 @@ def _asked_strategy(environment: Mapping[str, str]) -> str | None:
 
 
 def misleading_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each set variable that older guides recommend without or with bad effect."""
+    """Return a sentence for each variable set on outdated advice, with its problem."""
     found: list[str] = []
     for name, problem in MISLEADING_VARIABLES.items():
         if name in environment:
             found.append(f"{name}={environment[name]} {problem}")
+    # Accelerate sets both to 1 on cards that need it, unless the environment has the name with any value.
     found += [
         f"{name}=0 enables nothing, and defeats the guard that `accelerate launch` sets; unset it"
         for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
@@ -193,7 +196,7 @@ def refuse_experiment_settings(requested: Requested, environment: Mapping[str, s
 
 
 def refuse_accumulation(requested: Requested, environment: Mapping[str, str], accumulation_steps: int) -> None:
-    """Refuse a number of accumulation steps that contradicts the batch sizes. 1, every launcher's default, passes."""
+    """Refuse accumulation steps contradicting the batch sizes. 1, every launcher's default, passes."""
     key = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     value = environment.get(key, "1")
     if value not in ("1", "auto", str(accumulation_steps)):
@@ -208,7 +211,7 @@ def notices(
 ) -> list[str]:
     """Return a sentence for each setting of the launch file without effect, and for each misleading variable.
 
-    `flags` are those of `accelerate launch`, which obeys some settings as flags only. A start and `accel-train check`
+    `flags` are those of `accelerate launch`: some settings take effect as flags only. A start and `accel-train check`
     print the same sentences.
     """
     if machine is None:
@@ -229,7 +232,7 @@ def notices(
 
 
 def clear_environment(environment: MutableMapping[str, str]) -> None:
-    """Remove variables that would override our own arguments, and switch RAM-efficient loading off.
+    """Remove variables overriding our own arguments, and switch RAM-efficient loading off.
 
     RAM-efficient loading is the launcher's default for FSDP. Every process builds the same weights anyway.
     """

@@ -1,4 +1,4 @@
-"""One mapping of a launch file: its known keys, and typed reading with errors that name the position.
+"""One mapping of a launch file: its known keys, and typed reading with the position in every error.
 
 The known keys come from Accelerate itself (`ClusterConfig` and the parser of `accelerate launch`), so they follow its
 version.
@@ -26,9 +26,9 @@ _GROUPS = {
     "mpirun_config": "MPI Arguments",
     "dynamo_config": "Resource Selection Arguments",
 }
-"""Sections of the file, and the group of launcher flags that takes its keys."""
+"""Sections of the file, each with the group of launcher flags for its keys."""
 _PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
-"""Prefixes that the launcher adds to keys without them, in these three sections only."""
+"""Prefixes added by the launcher to keys without them, in these three sections only."""
 _NO_FLAG = {
     # Accelerate reads it with getattr, without a flag.
     "fsdp_config": {"fsdp_ignored_modules": str},
@@ -44,10 +44,10 @@ _FALSE = ("false", "no", "off", "0")
 
 
 class KnownKey(NamedTuple):
-    """A key that Accelerate knows."""
+    """A key known to Accelerate."""
 
     kind: object
-    """Type to which its flag converts. None for a key that is not checked here."""
+    """Type of its flag. None for a key without a type check."""
     null_allowed: bool
 
 
@@ -91,7 +91,7 @@ class Section:
         return value
 
     def boolean(self, key: str, default: bool) -> bool:
-        """Read true or false, or one of the words that YAML 1.1, and so Accelerate, takes for them."""
+        """Read true or false, or a word for them in YAML 1.1, and so in Accelerate."""
         value = self.values.get(key)
         if isinstance(value, bool):
             return value
@@ -151,8 +151,10 @@ def known_keys() -> Mapping[str, Mapping[str, KnownKey]]:
 
     top: dict[str, KnownKey] = {}
     for field in fields(ClusterConfig):
+        # Some fields are None by default against their annotation, such as `tpu_vm: list[str] = None`.
         optional = field.default is None or "Optional" in str(field.type)
         top[field.name] = KnownKey(None, optional)
+    # Annotated as text, but the launcher takes null for `no`.
     top["mixed_precision"] = KnownKey(None, True)
     result = {"": top}
     # argparse has no public list of the options in a group.
@@ -204,7 +206,7 @@ def _section(path: Path, document: Document, name: str) -> Section:
 
 
 def _full_key(section: str, key: str) -> str:
-    """Add the prefix that the launcher adds."""
+    """Add the launcher's prefix to a key without it."""
     prefix = _PREFIXES.get(section, "")
     # As Accelerate does it: the bare `fsdp` or `fp8` counts, without the underscore.
     has_prefix = key.startswith(prefix.rstrip("_"))
@@ -235,6 +237,7 @@ def _check_value(section: Section, key: str, known: KnownKey) -> None:
         if not _is_finite_number(value):
             raise section.refuse(key, "a finite number", "write digits without quotes, or delete the line")
     elif known.kind is not None and isinstance(value, list | dict) and key != "fp8_override_linear_precision":
+        # The exception takes three booleans, one for each of fprop, dgrad and wgrad.
         raise section.refuse(key, "a single value, not a list or mapping", "write names with commas, as a,b")
 
 
@@ -246,11 +249,12 @@ def _is_finite_number(value: object) -> bool:
 
 
 def _unknown(section: Section, key: str) -> UsageError:
-    """Return the error for an unknown key, with the section or the key that was probably meant."""
+    """Return the error for an unknown key, with the section or key probably meant."""
     known = list(known_keys()[section.name])
     with_key = [name for name, keys in known_keys().items() if key in keys]
     others = [name for name in with_key if name != section.name]
     without_prefix = [name for name in known if name.endswith(f"_{key}")]
+    # The empty name stands for the top of the file.
     if others and others[0]:
         remedy = f"it belongs under {others[0]}"
     elif others:

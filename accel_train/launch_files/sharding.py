@@ -24,7 +24,7 @@ _REPLACED_BY_DEEPSPEED_FILE = (
     "offload_param_nvme_path",
     "zero3_save_16bit_model",
 )
-"""Keys that `DeepSpeedPlugin` refuses beside a deepspeed_config_file, but only once the processes run."""
+"""Keys refused by `DeepSpeedPlugin` beside a deepspeed_config_file, but only once the processes run."""
 _NO_NVME = "optimizer and weights are offloaded to host memory only, from where checkpoints are written"
 _REPLICATE = "parallelism_config_dp_replicate_size"
 _SHARD = "parallelism_config_dp_shard_size"
@@ -103,6 +103,7 @@ def read_fsdp(section: Section, mesh: Section, processes: int | None) -> FsdpSet
         offload_params=section.boolean("fsdp_offload_params", False),
         auto_wrap_policy=str(policy),
         transformer_layers=layers,
+        # Accelerate's own default.
         min_num_params=section.integer("fsdp_min_num_params", 10**8, low=1),
         state_dict_type=str(section.choice("fsdp_state_dict_type", FSDP2_STATE_DICT_TYPE, "SHARDED_STATE_DICT")),
         cpu_ram_efficient_loading=section.boolean("fsdp_cpu_ram_efficient_loading", False),
@@ -174,6 +175,7 @@ def _mesh_sizes(mesh: Section, processes: int | None) -> tuple[int | None, int |
         return None, None
     _refuse_other_axes(mesh)
     replicate = mesh.integer(_REPLICATE, 1, low=1)
+    # 1 is Accelerate's default, so a mesh without this key shards nothing.
     shard = mesh.integer(_SHARD, 1, low=1)
     if shard == 1:
         raise mesh.refuse(
@@ -293,7 +295,7 @@ def _accumulation(section: Section) -> int | None:
 
 
 def _number_or_none(section: Section, key: str) -> float | None:
-    """Return None for null and `auto`. Refuses true, which Python would take for 1."""
+    """Return None for null and `auto`. Refuses true, because Python takes it for 1."""
     value = section.values.get(key)
     if isinstance(value, bool):
         raise section.refuse(key, "a number", "correct it, or delete it")
@@ -304,7 +306,7 @@ def _number_or_none(section: Section, key: str) -> float | None:
 
 
 def _deepspeed_file(section: Section, top: Section) -> tuple[Path, Document] | None:
-    """Read the deepspeed_config_file, if there is one. Refuses keys that the file decides."""
+    """Read the deepspeed_config_file, if there is one. Refuses keys decided by the file."""
     name = section.text("deepspeed_config_file")
     # `none` is Accelerate's word for no file, in its environment variable.
     if name is None or name == "none":
@@ -356,6 +358,7 @@ def _refuse_offload(section: Section, key: str, device: str, stage: int) -> None
 def _check_multinode(section: Section, machines: int) -> None:
     from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 
+    # Accelerate's default. Of its launchers only `standard` takes no host file.
     launcher = section.choice("deepspeed_multinode_launcher", DEEPSPEED_MULTINODE_LAUNCHERS, "pdsh")
     if machines > 1 and launcher != "standard" and section.text("deepspeed_hostfile") is None:
         raise section.refuse(

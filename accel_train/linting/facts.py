@@ -136,6 +136,7 @@ class Facts:
             return int(steps)
         if self.dataset_size is None:
             return None
+        # Rounded up, as a start counts the steps of `max_epochs`.
         return math.ceil(self.number("max_epochs") * self.dataset_size / self.number("global_batch_size"))
 
     @property

@@ -72,6 +72,7 @@ def _child(node: yaml.MappingNode, key: str) -> yaml.Node | None:
 
 def _entry(parts: Sequence[str], value: object) -> str:
     """Write ``a: {b: value}`` for an option whose group the file does not have yet."""
+    # In braces, so that missing groups take one line, whatever the indentation around it.
     entry = f"{parts[-1]}: {_written(value)}"
     for group in reversed(parts[:-1]):
         entry = f"{group}: {{{entry}}}"
@@ -80,6 +81,7 @@ def _entry(parts: Sequence[str], value: object) -> str:
 
 def _written(value: object) -> str:
     if isinstance(value, (list, tuple)):
+        # In brackets, because a block list would take several lines.
         return f"[{', '.join(_written(item) for item in value)}]"
     # Through a mapping, because the writer of the config quotes values, and writes whole mappings only.
     return tree_text({"k": value}).removeprefix("k:").strip()
@@ -105,6 +107,7 @@ def _with_entry(text: str, node: yaml.MappingNode, entry: str) -> str:
 def _end_of(node: yaml.Node) -> int:
     """Return the offset behind the last value of a node. Marks of a block lie behind the comments below it."""
     while isinstance(node, yaml.CollectionNode) and not node.flow_style:
+        # A block collection is never empty: YAML writes an empty one in flow style.
         last = node.value[-1]
         node = last[1] if isinstance(last, tuple) else last
     return node.end_mark.index
@@ -123,6 +126,7 @@ def fix_file(path: Path, changes: Mapping[str, object]) -> str:
     # Bytes, because reading as text would change the ends of lines.
     before = path.read_bytes()
     text = before.decode("utf-8")
+    # The reader of YAML drops the mark of an editor on Windows, so the edit does too, and it is put back.
     mark = BYTE_ORDER_MARK if text.startswith(BYTE_ORDER_MARK) else ""
     after = mark + with_values(path, text.removeprefix(mark), changes)
     # The copy first: a crash between the two leaves the former content twice, never not at all.

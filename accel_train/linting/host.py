@@ -113,6 +113,7 @@ def _layout(machine: MachineConfig | None, *, strategy: str, processes: int, mac
             replicate = machine.fsdp.dp_replicate_size
         if machine.deepspeed is not None:
             places = (machine.deepspeed.offload_optimizer_device, machine.deepspeed.offload_param_device)
+            # The reader allows none and cpu alone.
             offload = "cpu" in places
     return Layout(
         strategy=strategy,

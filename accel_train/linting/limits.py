@@ -220,6 +220,7 @@ def output_on_object_store(facts: Facts) -> Finding | None:
 def output_not_shared(facts: Facts) -> Finding | None:
     """All machines write into one run directory. A start compares what they see, and refuses."""
     kind = facts.host.output.filesystem
+    # Only types known to be local: an unknown one may be shared.
     if facts.layout.machines == 1 or kind not in LOCAL:
         return None
     return Finding(
@@ -233,6 +234,7 @@ def output_not_shared(facts: Facts) -> Finding | None:
 def disk_nearly_full(facts: Facts) -> Finding | None:
     """A save without space fails, and with `checkpoints.on_error: stop` the run with it."""
     free = facts.host.output.free_bytes
+    # A fixed bound, because the model is not counted yet. `checkpoints_above_disk` compares with its size.
     if free is None or free >= FEW_BYTES_FREE or facts.is_trial:
         return None
     return Finding(
@@ -248,6 +250,7 @@ def checkpoints_above_disk(facts: Facts) -> Finding | None:
     free = facts.host.output.free_bytes
     state = facts.state_bytes
     kept = int(facts.number("checkpoints.keep_last"))
+    # Without optimizer state a checkpoint is smaller than `state_bytes`.
     if free is None or state is None or kept == 0 or not facts.option("checkpoints.save_state"):
         return None
     # Gradients are not saved.
@@ -303,6 +306,7 @@ def time_limit(facts: Facts) -> Finding | None:
         value=given,
         reason=f"the scheduler ends this job in {left / 60:.0f} minutes, and no save is due before",
         remedy="save more often, or ask for more time",
+        # A quarter of the time left, in minutes: several saves before the end.
         change=("checkpoints.save_every_minutes", max(1.0, float(left // 240))),
     )
 

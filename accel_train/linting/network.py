@@ -85,6 +85,7 @@ def missing_interface(facts: Facts) -> Finding | None:
     if facts.layout.processes == 1 or not facts.host.interfaces:
         return None
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        # Not `Facts.variable`, which lowers the case: names of interfaces are case-sensitive.
         value = facts.environment.get(variable, "")
         # With ^ NCCL takes all other interfaces.
         if not value or value.startswith("^"):

@@ -22,6 +22,7 @@ def few_devices(facts: Facts) -> Finding | None:
     """
     visible = len(facts.host.devices)
     needed = facts.layout.local_processes
+    # No device at all means an unknown host, such as a login node.
     if not facts.on_gpu or visible == 0 or visible >= needed:
         return None
     return Finding(
@@ -112,6 +113,7 @@ def sharding_without_need(facts: Facts) -> Finding | None:
     faster one for a model whose training state fits on each device.
     """
     layout = facts.layout
+    # Under ZeRO-1 and ZeRO-2 weights are whole on every device, so no block is gathered.
     if layout.strategy not in ("fsdp2", "zero3") or layout.processes == 1 or layout.offload:
         return None
     if not _fits_each_device(facts):
@@ -312,6 +314,7 @@ def loader_timeout_above_collective(facts: Facts) -> Finding | None:
     waits = facts.number("loader.timeout_seconds")
     if facts.layout.processes == 1 or facts.workers == 0 or not limit or waits < limit:
         return None
+    # Half of it, so that the loader's own error, with the right cause, comes first.
     below = float(max(1, math.floor(limit / 2)))
     return Finding(
         option="loader.timeout_seconds",

@@ -43,6 +43,7 @@ def no_save_before_the_end(facts: Facts) -> Finding | None:
     other = facts.number("checkpoints.save_every_minutes") or facts.number("checkpoints.save_every_epochs")
     if facts.steps is None or facts.is_trial or other or every <= facts.steps:
         return None
+    # Ten saves over the run.
     better = _round_steps(facts.steps // 10)
     return Finding(
         option="checkpoints.save_every",
@@ -58,6 +59,7 @@ def many_saves(facts: Facts) -> Finding | None:
     count = _saves(facts)
     if count <= MANY_SAVES:
         return None
+    # A hundred saves over the run.
     better = _round_steps((facts.steps or 0) // 100)
     return Finding(
         option="checkpoints.save_every",
@@ -226,6 +228,7 @@ def no_resume_with_restarts(facts: Facts) -> Finding | None:
 def grace_above_torchrun(facts: Facts) -> Finding | None:
     """torchrun kills its processes 30 s after it has forwarded a signal, whatever the scheduler grants."""
     grace = facts.number("checkpoints.grace_seconds")
+    # torchrun sets it for its processes. Under another launcher nothing but the scheduler counts.
     if "TORCHELASTIC_RUN_ID" not in facts.environment:
         return None
     given = facts.variable(GRACE)
@@ -246,6 +249,7 @@ def many_revisions(facts: Facts) -> Finding | None:
     count = _saves(facts) // max(1, int(facts.number("hub.push_every")))
     if facts.option("hub.repo_id") is None or facts.option("hub.push") != "every" or count <= MANY_REVISIONS:
         return None
+    # 50 revisions over the run, well below `MANY_REVISIONS`.
     better = math.ceil(_saves(facts) / 50)
     return Finding(
         option="hub.push_every",

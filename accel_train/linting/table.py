@@ -57,6 +57,7 @@ def ignored_names(environment: Mapping[str, str], more: Iterable[str] = ()) -> l
     """Return the names of the silenced rules. Raises ``UsageError`` for an unknown name."""
     named = environment.get(IGNORE_VARIABLE, "").split(",")
     given = [name.strip() for name in named if name.strip()]
+    # Through `find_rule`, which refuses an unknown name.
     return [find_rule(name).name for name in (*given, *more)]
 
 

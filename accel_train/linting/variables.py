@@ -197,6 +197,7 @@ def threads_above_cores(facts: Facts) -> Finding | None:
     the thread that is not running. Unset, the run divides the cores by itself.
     """
     value = facts.variable(THREADS)
+    # OpenMP also takes a list, with a number for each level of nested regions. It is left alone.
     if not value.isdigit():
         return None
     threads = int(value) * facts.layout.local_processes

@@ -1,4 +1,4 @@
-"""Shell completion of a recipe's presets and options, from the types that read its command line.
+"""Shell completion of a recipe's presets and options, from the types of its config.
 
 shtab writes the script of a shell from an ``argparse`` parser. A parser made here completes and reads nothing.
 """
@@ -19,7 +19,7 @@ from accel_train.options.tree import option_types
 SHELLS = ("bash", "zsh", "fish")
 FLAG = "--print_completion"
 PATHS = ("path", "dir", "from", "resume")
-"""Last words of options that take a path."""
+"""Last words in the names of path options."""
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
@@ -32,7 +32,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def print_completion(cls: type, presets: Sequence[str], arguments: Sequence[str]) -> NoReturn:
-    """Print the script that completes ``accelerate launch RECIPE`` for the recipe of this process, and exit."""
+    """Print the completion script of ``accelerate launch RECIPE`` for the recipe of this process, and exit."""
     after = list(arguments)[list(arguments).index(FLAG) + 1 :]
     recipe = sys.argv[0]
     parser = argparse.ArgumentParser(prog="accelerate", add_help=False)
@@ -40,6 +40,7 @@ def print_completion(cls: type, presets: Sequence[str], arguments: Sequence[str]
     launch.add_argument("--config_file", help="launch file")
     launch.add_argument("--num_processes", help="processes over all machines")
     recipes = launch.add_subparsers()
+    # By the path as typed here, and by the bare name for a start from its own folder.
     for name in dict.fromkeys([recipe, Path(recipe).name]):
         add_options(recipes.add_parser(name, add_help=False, help="recipe"), cls, presets)
     print(script(parser, after[0] if after else ""))
@@ -57,6 +58,7 @@ def add_options(parser: argparse.ArgumentParser, cls: type, presets: Sequence[st
     texts = help_text.option_texts(cls)
     for name, kind in option_types(cls).items():
         sentence = texts.get(name, "").partition(". ")[0]
+        # argparse formats help texts with %.
         text = sentence.replace("%", "%%")
         if kind is bool:
             group, dot, leaf = name.rpartition(".")
@@ -71,7 +73,7 @@ def add_options(parser: argparse.ArgumentParser, cls: type, presets: Sequence[st
 
 
 def _choices(kind: Any) -> list[str] | None:
-    """Return the words that a type names, such as the members of a ``Literal``."""
+    """Return the words allowed by a type: members of its ``Literal``. None without any."""
     words: list[str] = []
     for part in union_members(kind):
         members = get_args(part) if get_origin(part) is tuple else (part,)

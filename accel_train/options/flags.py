@@ -117,7 +117,7 @@ def read_flags(
 ) -> dict[str, Any]:
     """Parse flags to a mapping from dotted option to value. The last of equal options wins.
 
-    ``kinds`` has the type of every option. ``presets`` lists the presets for a message, which takes 0.1 s.
+    ``kinds`` has the type of every option. ``presets`` lists the presets for a message, in 0.1 s.
     """
     values: dict[str, Any] = {}
     words = list(arguments)
@@ -141,7 +141,7 @@ def read_flags(
 
 
 def _negated_option(name: str, kinds: Mapping[str, Any]) -> str | None:
-    """Return the boolean option that ``group.no_leaf`` switches off."""
+    """Return the boolean option switched off by ``group.no_leaf``, or None."""
     group, dot, leaf = name.rpartition(".")
     positive = f"{group}{dot}{leaf.removeprefix('no_')}"
     if leaf.startswith("no_") and kinds.get(positive) is bool:
@@ -324,7 +324,7 @@ def stray(
     known: Sequence[str],
     presets: Callable[[], Sequence[str]],
 ) -> str:
-    """Return the error for a word that belongs to no flag, with the probable meaning."""
+    """Return the error for a word without a flag, with the probable meaning."""
     name, equals, value = word.partition("=")
     name = name.lstrip("-").replace("-", "_")
     is_option = name in known
@@ -368,7 +368,7 @@ def in_this_recipe(remedy: str, known: Sequence[str]) -> str:
 
 
 NEAR = 0.8
-"""Likeness of an option worth proposing. With less, most unknown names have a neighbour that means something else."""
+"""Least similarity of an option worth proposing. Below it, neighbours mostly mean something else."""
 
 
 def nearest_option(key: str, known: Sequence[str]) -> str | None:

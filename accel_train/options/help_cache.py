@@ -26,7 +26,7 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 def find() -> str | None:
-    """Return the help text that the command line of this process asks for, or None if it must be written anew."""
+    """Return the cached help text for the command line of this process, or None if it must be written anew."""
     if requested_topic(sys.argv[1:]) is None:
         return None
     try:
@@ -42,9 +42,9 @@ def find() -> str | None:
 
 @contextmanager
 def recording(sources: Sequence[Path]) -> Generator[None]:
-    """Keep what is printed before an exit with code 0, if this process was started for a help text.
+    """Keep the output before an exit with code 0, if this process was started for a help text.
 
-    ``sources`` are files and folders that the text depends on, besides loaded modules.
+    ``sources`` are the files and folders behind the text, besides loaded modules.
     """
     if requested_topic(sys.argv[1:]) is None:
         # Called from Python, as in a notebook.
@@ -63,7 +63,7 @@ def recording(sources: Sequence[Path]) -> Generator[None]:
 
 
 class _Recorder:
-    """Standard output that remembers what is written to it."""
+    """Standard output, recording everything written to it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -110,6 +110,7 @@ def _hash(name: str) -> str:
 
 def _packages() -> list[str]:
     """List the installed packages with their versions."""
+    # The name of a .dist-info folder has the version, so nothing is read from it.
     folders = [folder for folder in sys.path if folder.endswith(INSTALLED) and os.path.isdir(folder)]
     return sorted(name for folder in folders for name in os.listdir(folder) if name.endswith(".dist-info"))
 

@@ -1,4 +1,4 @@
-"""``--help`` of a recipe: the options that matter first and the names of the groups, one group, or everything.
+"""``--help`` of a recipe: the first options and the names of the groups, one group, or everything.
 
     --help              the first options, then a line for each group
     --help optimizer    one group
@@ -45,7 +45,7 @@ def requested_topic(arguments: Sequence[str]) -> str | None:
 
 
 def topics(cls: type) -> list[str]:
-    """Return every word that ``--help`` takes: ``all``, ``general`` and the groups, with those inside them."""
+    """Return every topic of ``--help``: ``all``, ``general`` and the groups, with those inside them."""
     groups: list[str] = []
     for name in option_names(cls):
         parts = name.split(".")[:-1]
@@ -141,7 +141,7 @@ def _alone(base: object, group: str) -> type:
 
 
 def _in_one_line_each(cls: type, values: object) -> type:
-    """Copy a dataclass with each text on one line, which tyro breaks anew, and ``values`` as defaults."""
+    """Copy a dataclass with each text on one line, for tyro to wrap, and ``values`` as defaults."""
     from tyro.conf import arg
 
     texts = field_texts(cls)
@@ -159,7 +159,7 @@ def _in_one_line_each(cls: type, values: object) -> type:
 
 
 def _overview(cls: type, shown: Sequence[str]) -> list[str]:
-    """Return a line for each group with options that are not in ``shown``."""
+    """Return a line for each group with options not in ``shown``."""
     rest = [name for name in option_names(cls) if name not in shown]
     lines = ["More options, by group: --help GROUP shows one, --help all everything.", ""]
     general = [name for name in rest if "." not in name]
@@ -190,7 +190,7 @@ def option_texts(cls: type, prefix: str = "") -> dict[str, str]:
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """Map each field of one dataclass to the docstring below it, with the fields of the classes that it extends."""
+    """Map each field of one dataclass to the docstring below it, inherited fields included."""
     found: dict[str, str] = {}
     # Classes that it extends first, so that its own texts win.
     for part in reversed(cls.__mro__[:-1]):
@@ -206,7 +206,7 @@ def field_texts(cls: type) -> dict[str, str]:
 
 
 def print_command_help(cls: type, program: str) -> NoReturn:
-    """Print every option of a command that has no config file, and exit with code 0."""
+    """Print every option of a command without a config file, and exit with code 0."""
     import tyro
 
     tyro.cli(cls, args=["--help"], prog=program, description=inspect.getdoc(cls), use_underscores=True)

@@ -1,4 +1,4 @@
-"""Keys of a YAML file or mapping that are no options of a recipe, and what may have been meant."""
+"""Unknown keys of a YAML file or mapping, and the options probably meant."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _key_remedy(key: str, known: Sequence[str]) -> str:
 
 
 class InvalidKey(NamedTuple):
-    """A key of a file that names no option, or a group that is no mapping."""
+    """An unknown key of a file, or a group with a value other than a mapping."""
 
     path: tuple[str, ...]
     value: Any
@@ -61,13 +61,14 @@ def invalid_keys(cls: type, tree: Mapping[str, Any], above: tuple[str, ...]) -> 
             else:
                 yield InvalidKey(path, value, is_group=True)
         elif isinstance(value, Mapping):
+            # No option takes a mapping, so a key of it is what is unknown.
             yield _first_leaf(path, cast(Mapping[str, Any], value))
         elif kind is None:
             yield InvalidKey(path, value, is_group=False)
 
 
 def _first_leaf(path: tuple[str, ...], value: Mapping[str, Any]) -> InvalidKey:
-    """Return the first option inside an unknown mapping, which says more than the name of its group."""
+    """Return the first option inside an unknown mapping: it says more than the name of its group."""
     if not value:
         return InvalidKey(path, value, is_group=False)
     key, leaf = next(iter(flatten(value).items()))

@@ -35,7 +35,7 @@ C = TypeVar("C")
 
 
 _DEFAULT = "default"
-"""Origin of an option that nobody has set."""
+"""Origin of an option left at its default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Loaded(Generic[C]):
     config: C
     origins: Mapping[str, str]
     path: Path | None = None
-    """Preset or file that was read."""
+    """Preset or file with the values."""
 
     def describe(self, *, with_defaults: bool = True) -> str:
         """List the options with value and origin, one per line, optionally without those at their defaults."""
@@ -60,8 +60,8 @@ class Loaded(Generic[C]):
 def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_preset: str = "demo") -> Loaded[C]:
     """Read ``[PRESET | FILE.yaml] [--flag value ...]``. Every process reads the same by itself.
 
-    With ``--smoke``, ``smoke_values`` of the config sets what no flag sets. Raises ``UsageError``. Exits with code 0
-    after ``--help [GROUP]``, ``--print_config`` or ``--print_completion SHELL``.
+    With ``--smoke``, ``smoke_values`` of the config override the file or preset, and flags override both. Raises
+    ``UsageError``. Exits with code 0 after ``--help [GROUP]``, ``--print_config`` or ``--print_completion SHELL``.
     """
     arguments = list(argv)
     source = default_preset
@@ -69,6 +69,7 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
         source = arguments.pop(0)
     prints_config = "--print_config" in arguments
     arguments = [word for word in arguments if word != "--print_config"]
+    # Left among the arguments of a recipe without smoke values, where it is refused as unknown.
     is_smoke = hasattr(cls, "smoke_values") and "--smoke" in arguments
     if is_smoke:
         arguments = [word for word in arguments if word != "--smoke"]
@@ -121,7 +122,7 @@ def _smoke_values(base: object, flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replaced(base: object, smoke: Mapping[str, Any], flags: Mapping[str, Any], source: str) -> dict[str, str]:
-    """Return the options of the file or preset that a flag takes the place of, each with what to say of it."""
+    """Return the options of the file or preset replaced by a flag, each with a note to show as its origin."""
     if not hasattr(base, "replaced_by_flags"):
         return {}
     replaced: dict[str, str] = cast("Any", base).replaced_by_flags(flags)
@@ -151,7 +152,7 @@ class _ConfigRead(BaseException):
 
 
 def config_of(main: Callable[[Sequence[str]], object], argv: Sequence[str]) -> Loaded[Any] | None:
-    """Return the config that ``main(argv)`` would train with, without training. None if it reads no config."""
+    """Return the config of ``main(argv)`` without training. None if it reads no config."""
     _state.reading_only = True
     try:
         main(argv)
@@ -163,9 +164,9 @@ def config_of(main: Callable[[Sequence[str]], object], argv: Sequence[str]) -> L
 
 
 def read_options(cls: type[C], arguments: Sequence[str], program: str) -> C:
-    """Read a dataclass of options from flags alone, as of a command that has no config file. Raises ``UsageError``.
+    """Read a dataclass of options from flags alone, for a command without a config file. Raises ``UsageError``.
 
-    Exits with code 0 after ``--help``, which shows ``program`` as the beginning of the command.
+    Exits with code 0 after ``--help``, printed with ``program`` as the beginning of the command.
     """
     if "--help" in arguments or "-h" in arguments:
         help_text.print_command_help(cls, program)
@@ -198,8 +199,9 @@ def find_source(
     options: Sequence[str] = (),
     after: Sequence[str] = (),
 ) -> Path:
-    """Resolve a preset name or a path to a YAML file. Errors offer the presets that ``names`` returns."""
+    """Resolve a preset name or a path to a YAML file. Errors offer the presets of ``names``."""
     expanded = expand_path(source)
+    # Such as max_steps=10, an option without its dashes.
     if "=" in source or source.replace("-", "_") in options:
         raise UsageError(stray(source, after, options, names))
     # A bare name is a preset, even where a file or folder of that name lies in the working directory.

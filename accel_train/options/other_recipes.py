@@ -1,4 +1,4 @@
-"""Owners of a preset or config, among the recipes beside the one that was started and the shipped ones.
+"""Owners of a preset or config, among the shipped recipes and those beside the started one.
 
 A recipe is read as text, with ``ast``, because its import would load its model. For a message only: 0.2 s of CPU.
 """
@@ -22,7 +22,7 @@ _LIBRARY = Path(__file__).parents[2]
 
 
 def owners(tree: Mapping[str, Any], presets: Path) -> list[Path]:
-    """Return the recipes that have every option of ``tree``. ``presets`` is the folder of this recipe's presets."""
+    """Return the recipes with every option of ``tree``. ``presets`` is the folder of this recipe's presets."""
     if _has_dotted_key(tree):
         # No recipe reads it, whatever options it seems to name.
         return []
@@ -35,7 +35,7 @@ def _has_dotted_key(tree: Mapping[str, Any]) -> bool:
 
 
 def owners_of_preset(name: str, presets: Path) -> list[Path]:
-    """Return the recipes that a shipped preset belongs to; none if there is no such preset."""
+    """Return the owners of a shipped preset. Empty if there is no such preset."""
     shipped = bundled_folder("recipes")
     if shipped is None:
         return []
@@ -52,13 +52,13 @@ def shown(recipes: Sequence[Path]) -> str:
 
 
 def commands(recipes: Sequence[Path], source: str) -> str:
-    """Return the command that starts each recipe with ``source``."""
+    """Return the command to start each recipe with ``source``."""
     return " or ".join(shlex.join(["python", _from_here(recipe), source]) for recipe in recipes)
 
 
 @cache
 def options_of(recipe: Path) -> list[str]:
-    """Return the dotted options of the ``Config`` in a recipe's file; none without one."""
+    """Return the dotted options of the ``Config`` in a recipe's file. Empty without one."""
     return _options(recipe, "Config") or []
 
 
@@ -82,12 +82,12 @@ def _from_here(path: Path) -> str:
 class _Module:
     classes: Mapping[str, ast.ClassDef]
     imported: Mapping[str, str]
-    """Full name of what each imported name stands for."""
+    """Full dotted name, by imported name."""
 
 
 @cache
 def _module(path: Path) -> _Module:
-    """Read the classes and imports of a file; none of both where it is no Python."""
+    """Read the classes and imports of a file. Both are empty if it is not Python."""
     try:
         body = ast.parse(path.read_text("utf-8")).body
     except (OSError, SyntaxError, ValueError):
@@ -101,7 +101,7 @@ def _module(path: Path) -> _Module:
 
 
 def _options(path: Path, name: str) -> list[str] | None:
-    """Return the options of the class that ``name`` stands for in a file. None if it is no class of ours."""
+    """Return the options of class ``name`` as seen from a file. None if it is not a class of ours."""
     module = _module(path)
     if name not in module.classes:
         first, _, rest = name.partition(".")

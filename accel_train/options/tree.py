@@ -35,7 +35,7 @@ def experiment_tree(config: object) -> Tree:
 
 
 def defaults_tree(cls: type) -> Tree:
-    """Return ``experiment_tree`` of the defaults of a config class, which need not fit together."""
+    """Return ``experiment_tree`` of the defaults of a config class. They need not fit together."""
     tree: Tree = {}
     for field in dataclasses.fields(cls):
         value = field.default
@@ -47,7 +47,7 @@ def defaults_tree(cls: type) -> Tree:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes text unless it begins with a letter. PyYAML leaves 1e3 bare, to be read back as a number."""
+    """Dumper quoting text, unless it begins with a letter. PyYAML leaves 1e3 bare, to be read back as a number."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -1,1 +1,1 @@
-"""``accel-train plan``: the launch file, micro-batch and activation checkpointing with which a recipe fits its GPUs."""
+"""``accel-train plan``: fit a recipe to given GPUs by launch file, micro-batch and activation checkpointing."""

@@ -1,4 +1,4 @@
-"""What a plan chooses from, what it fixes, and what it does not consider."""
+"""Search space of a plan: the candidates, the values fixed by flags, and the options left out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOT_CONSIDERED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """Values that a plan may choose."""
+    """One combination of the values to choose."""
 
     strategy: str
     mode: str
@@ -50,9 +50,9 @@ class Space:
     strategies: tuple[str, ...]
     modes: tuple[str, ...]
     sizes: tuple[int, ...]
-    """Micro-batches that divide a process's share of the global batch, ascending."""
+    """Micro-batch sizes to try: divisors of a process's share of the global batch, ascending."""
     fixed: frozenset[str]
-    """Options set by a flag, which are not chosen."""
+    """Options set by a flag and therefore not chosen."""
 
     @property
     def share(self) -> int:
@@ -64,7 +64,7 @@ class Space:
 
 
 def space_of(config: Any, origins: Mapping[str, str], gpus: int) -> Space:
-    """Return what to choose from. Raises ``UsageError`` if the global batch cannot be divided exactly."""
+    """Return the search space. Raises ``UsageError`` if the global batch cannot be divided exactly."""
     total = config.global_batch_size
     if total % gpus:
         raise UsageError(

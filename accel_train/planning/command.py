@@ -1,4 +1,4 @@
-"""``accel-train plan``: simulate candidates on a machine without the GPUs, and choose among those that fit them."""
+"""``accel-train plan``: simulate candidates on a machine without the GPUs, and choose the best within their memory."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
         return text
     command = shlex.join(["accel-train", "plan", recipe, *arguments, *_flags(options)])
     launch, preset = writing.write(options.write, command, found.chosen.candidate, options.gpus, loaded)
+    # Nothing behind the JSON, so that programs can parse the output.
     if options.as_json:
         return text
     start = shlex.join(["accelerate", "launch", "--config_file", str(launch), str(find_recipe(recipe)), str(preset)])
@@ -49,7 +50,7 @@ def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
 
 
 def budget_of(options: Options) -> Budget:
-    """Return the memory that a plan may use."""
+    """Return the memory budget of a plan."""
     margin = options.margin_gib
     if margin is None:
         margin = default_margin(options.vram_gib)
@@ -58,7 +59,7 @@ def budget_of(options: Options) -> Budget:
 
 
 def _reporting(simulator: Simulator, budget: Budget, rates: Rates, share: int) -> Measure:
-    """Return a measure that names each candidate on stderr, because some take many seconds."""
+    """Return a measure with a line on stderr for each candidate, because some take many seconds."""
 
     def measure(candidate: Candidate) -> Probe:
         counted = simulator.count(candidate)
@@ -72,6 +73,7 @@ def _reporting(simulator: Simulator, budget: Budget, rates: Rates, share: int) -
 
 
 def _flags(options: Options) -> list[str]:
+    # Without --json, --explain and --write: the command goes into the head of the files, to plan the same again.
     words = ["--gpus", str(options.gpus), "--vram_gib", f"{options.vram_gib:g}", "--goal", options.goal]
     if options.device is not None:
         words += ["--device", options.device]

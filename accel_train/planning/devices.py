@@ -1,4 +1,4 @@
-"""GPUs that a plan can be made for: memory bandwidth and links. Their matrix peaks are in ``speed.device_peaks``."""
+"""Memory bandwidth and links of the GPUs known to a plan. Their matrix peaks are in ``speed.device_peaks``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class Device(NamedTuple):
     """Bandwidth of its memory in GB/s."""
     link: str
     link_gbs: float
-    """GB/s that one GPU can send to the others of its machine: one direction, half of the sum that sheets give."""
+    """GB/s from one GPU to the others of its machine: one direction, half of the bidirectional sum on data sheets."""
     source: str
 
 
+# GB/s of 16 lanes in one direction.
 _PCIE_3 = ("PCIe 3 x16", 16.0)
 _PCIE_4 = ("PCIe 4 x16", 32.0)
 _PCIE_5 = ("PCIe 5 x16", 64.0)
@@ -48,7 +49,7 @@ DEVICES = {
 }
 """By the name for ``--device``."""
 DEFAULT = "h100-sxm"
-"""Without ``--device`` its rates decide which candidate is faster, and no time is printed."""
+"""Without ``--device``, candidates are compared by the rates of this one, and no time is printed."""
 
 
 def find_device(name: str, precision: str) -> tuple[Device, float]:

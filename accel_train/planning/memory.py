@@ -1,4 +1,4 @@
-"""Memory of a GPU beside the tensors that a simulation counts: rules with their numbers, none of them measured."""
+"""Memory of a GPU beside the simulated tensors: rules with their numbers, none of them measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GIB = 2**30
 
 
 class Rule(NamedTuple):
-    """Memory that something takes on a GPU."""
+    """Memory taken on a GPU by something other than tensors."""
 
     name: str
     gib: float
@@ -28,36 +28,36 @@ RULES = (
     Rule("fragmentation", 0.0, 0.05, False, "gaps in segments of 2 and 20 MiB: 5 % of the tensors"),
 )
 MARGIN_SHARE = 0.05
-"""Part of ``--vram_gib`` that stays free without ``--margin_gib``."""
+"""Part of ``--vram_gib`` to leave free without ``--margin_gib``."""
 BALANCED_SHARE = 0.8
-"""Part of the memory that ``--goal balanced`` plans for."""
+"""Part of the memory to use with ``--goal balanced``."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory of each GPU, of which a plan may use ``limit_gib``."""
+    """Memory of each GPU. A plan may use ``limit_gib`` of it."""
 
     vram_gib: float
     margin_gib: float
     processes: int
     share: float = 1.0
-    """Part of what is left to use."""
+    """Part to use of the memory left by the margin."""
 
     @property
     def limit_gib(self) -> float:
         return (self.vram_gib - self.margin_gib) * self.share
 
     def parts_gib(self, tensors: int) -> dict[str, float]:
-        """Return what each rule adds to ``tensors`` bytes."""
+        """Return the GiB added by each rule to ``tensors`` bytes."""
         rules = [rule for rule in RULES if self.processes > 1 or not rule.several]
         return {rule.name: rule.gib + rule.share * tensors / GIB for rule in rules}
 
     def needed_gib(self, tensors: int) -> float:
-        """Return what a GPU needs for ``tensors`` bytes in blocks of the allocator."""
+        """Return the GiB needed on a GPU for ``tensors`` bytes in blocks of the allocator."""
         return tensors / GIB + sum(self.parts_gib(tensors).values())
 
     def tensor_bytes(self) -> float:
-        """Return the most bytes of tensors that fit."""
+        """Return the largest number of tensor bytes within the limit."""
         fixed = sum(self.parts_gib(0).values())
         # Every rule is linear in the tensors, so one GiB of them shows the slope.
         growth = self.needed_gib(GIB) - fixed

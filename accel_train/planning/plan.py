@@ -1,4 +1,4 @@
-"""A plan: the chosen candidate, the reason for each of its values, and what helps if nothing fits."""
+"""A plan: the chosen candidate, the reason for each of its values, and remedies if nothing fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel_train.simulation import ledger
 
 @dataclass(frozen=True)
 class Plan:
-    """What was chosen and from what."""
+    """The chosen candidate, and the space and chains it was chosen from."""
 
     recipe: str
     goal: Goal
@@ -41,7 +41,7 @@ class Plan:
         return {"launch file": strategy, MICRO_BATCH: self._reason_of_size(), MODE: mode}
 
     def exceeding(self) -> list[Probe]:
-        """Return the simulated candidates that do not fit, the nearest first."""
+        """Return the simulated candidates over the limit, the nearest first."""
         probes = [probe for chain in self.chains for probe in chain.probes if not probe.fits(self.budget)]
         return sorted(probes, key=lambda probe: probe.tensors)
 
@@ -65,6 +65,7 @@ class Plan:
             return f"takes {other.time.total / self.chosen.time.total:.2f} times as long"
         nearest = smallest(chains)
         reasons = [chain.left_out for chain in chains if chain.left_out]
+        # Without a reason each chain was searched down to its smallest micro-batch, so this is the least memory.
         if nearest is not None and not reasons:
             return f"does not fit, needs at least {nearest.needed_gib(self.budget):.2f} GiB"
         return reasons[0]
@@ -91,7 +92,7 @@ class Plan:
 
 
 def make_plan(recipe: str, goal: Goal, space: Space, budget: Budget, chains: Sequence[Chain], config: Any) -> Plan:
-    """Choose among what was simulated. Raises ``UsageError`` if nothing fits or a start would refuse everything."""
+    """Choose among the simulated candidates. Raises ``UsageError`` if nothing fits or a start would refuse all."""
     chosen = best(chains, goal, budget)
     if chosen is None:
         raise UsageError(_nothing_fits(space, budget, chains, config))
@@ -116,7 +117,7 @@ def _nothing_fits(space: Space, budget: Budget, chains: Sequence[Chain], config:
 
 
 def _enough(budget: Budget, needed: float) -> float:
-    """Return the memory of a GPU whose limit is ``needed`` at least, in tenths of a GiB."""
+    """Return the smallest GPU memory with a limit of at least ``needed``, in GiB, rounded up to tenths."""
     used = needed / budget.share
     # The default margin grows with the memory, one of --margin_gib does not.
     enough = used + budget.margin_gib
@@ -131,12 +132,13 @@ def _share(budget: Budget) -> str:
 
 
 def _remedies(space: Space, budget: Budget, config: Any, found: Probe) -> list[str]:
-    """Return what a person may change, the least harmful first."""
+    """Return possible remedies, the least harmful first."""
     remedies: list[str] = []
     if budget.share < 1:
         remedies.append("--goal speed, which uses all that the margin leaves")
     smallest_values = {MICRO_BATCH: 1, MODE: MODES[-1]}
     values = {MICRO_BATCH: space.sizes[0], MODE: space.modes[0]}
+    # A flag with the smallest value is not the cause, and leaving it out helps nothing.
     larger = [name for name in sorted(space.fixed) if values[name] != smallest_values[name]]
     remedies += [f"without --{name} a smaller value is tried" for name in larger]
     remedies.append(f"more --gpus than {space.gpus}, over which {LAUNCH_FILES['fsdp2']} divides the states")

@@ -36,11 +36,11 @@ class Probe:
 
     @property
     def states(self) -> int:
-        """Bytes that no micro-batch can avoid: all of them are there when the optimizer steps."""
+        """Bytes held whatever the micro-batch: all of them are there when the optimizer steps."""
         return sum(self.counted["held"].get(name, 0) for name in STATES)
 
     def needed_gib(self, budget: Budget) -> float:
-        """Return what a GPU needs."""
+        """Return the GiB needed on each GPU."""
         return budget.needed_gib(self.tensors)
 
     def fits(self, budget: Budget) -> bool:
@@ -69,6 +69,7 @@ def probe_of(candidate: Candidate, micro_batches: int, counted: Mapping[str, Any
         tensors=counted["peak_in_blocks"] + missing * counted["inputs_in_blocks"] // simulated,
         place=peak["place"],
         work=work,
+        # The work ends with the last micro-batch and the end of the step.
         time=step_time(work, parts[-2], parts[-1], candidate.strategy, rates),
         counted=counted,
     )

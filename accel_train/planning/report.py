@@ -19,7 +19,7 @@ EXACT = "exact"
 MODELLED = "modelled"
 RULE = "a rule, not measured"
 MACHINE_GPUS = 8
-"""GPUs that a machine seldom has more of."""
+"""Usual maximum of GPUs in one machine. A plan for more has a note about several machines."""
 NEAREST = 5
 """Alternatives listed by --explain."""
 
@@ -163,7 +163,7 @@ def _line(name: str, seconds: float, text: str) -> str:
 
 
 def _alternatives(plan: Plan, named: Named | None) -> list[str]:
-    """List the nearest that do not fit, those that do, and what was left out."""
+    """List the nearest candidates over the limit, those within it, and the chains left out."""
     budget = plan.budget
     lines = ["nearest that do not fit:"]
     for probe in plan.exceeding()[:NEAREST]:

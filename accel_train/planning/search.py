@@ -1,4 +1,4 @@
-"""The search: for each strategy and mode of activation checkpointing the largest micro-batch that fits.
+"""Search for the largest fitting micro-batch of each strategy and mode of activation checkpointing.
 
 Memory grows with the micro-batch, so a few sizes are simulated and the rest follows. One case is apart: with a single
 micro-batch a process never holds gradients beside the activations of the next one, and may need less than with two half
@@ -17,12 +17,12 @@ from accel_train.planning.memory import Budget
 from accel_train.planning.probe import Probe
 
 Measure = Callable[[Candidate], Probe]
-"""Raises ``UsageError`` for what a start would refuse."""
+"""Raises ``UsageError`` if a start would refuse the candidate."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """What was found for one strategy and mode."""
+    """Results of the search for one strategy and mode."""
 
     strategy: str
     mode: str
@@ -38,6 +38,7 @@ class Chain:
 def search(space: Space, goal: Goal, budget: Budget, measure: Measure) -> list[Chain]:
     """Simulate as few candidates as the goal needs."""
     found: list[Chain] = []
+    # Modes run from the fastest to the smallest, so that what is found early rules later ones out unsimulated.
     for strategy in space.strategies:
         for mode in space.modes:
             found.append(_search_chain(space, goal, budget, measure, found, (strategy, mode)))
@@ -103,7 +104,7 @@ def _search_chain(
 
 
 def _slower_by_recomputing(space: Space, chain: Chain, budget: Budget, fastest: Probe | None) -> str | None:
-    """Return why a mode with more recomputation than that of ``chain`` cannot be faster than what was found."""
+    """Return why a mode with more recomputation than ``chain`` cannot be the fastest, or None."""
     for probe in chain.probes:
         if probe.candidate.micro_batch_size != space.share:
             continue
@@ -118,7 +119,7 @@ def _slower_by_recomputing(space: Space, chain: Chain, budget: Budget, fastest: 
 def _sizes_to_the_limit(
     space: Space, budget: Budget, simulate: Callable[[int], Probe], fastest: Probe | None, largest: Probe
 ) -> tuple[tuple[Probe, ...], str | None]:
-    """Return the simulated sizes: the largest that fits and the next larger, unless it cannot be the fastest."""
+    """Simulate sizes up to the limit, unless no size can be the fastest. Return them, and the reason if cut short."""
     probes = [largest]
     if largest.fits(budget):
         return tuple(probes), None
@@ -138,8 +139,9 @@ def _sizes_to_the_limit(
 def _towards_the_limit(
     sizes: Sequence[int], budget: Budget, simulate: Callable[[int], Probe], ends: tuple[Probe, Probe]
 ) -> list[Probe]:
-    """Simulate sizes until the largest that fits is known. Of ``ends`` the first fits and the second does not."""
+    """Simulate sizes until the largest fitting one is known. Of ``ends`` the first fits and the second does not."""
     fits, exceeds = ends
+    # Index of a size that fits, and of one that does not: `largest` stands behind the end of `sizes`.
     low = 0
     high = len(sizes)
     probes: list[Probe] = []
@@ -158,7 +160,7 @@ def _towards_the_limit(
 
 
 def _between(sizes: Sequence[int], budget: Budget, fits: Probe, exceeds: Probe) -> int:
-    """Return the largest of ``sizes`` that should fit, on the line through two simulated ones, or the smallest."""
+    """Return the largest of ``sizes`` expected to fit, on the line through two simulated ones, or else the smallest."""
     width = exceeds.candidate.micro_batch_size - fits.candidate.micro_batch_size
     each = (exceeds.tensors - fits.tensors) / width
     free = budget.tensor_bytes() - fits.tensors

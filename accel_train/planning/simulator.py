@@ -1,4 +1,4 @@
-"""Simulates candidates, each in a process of its own that is forked from this one, which has imported everything.
+"""Simulate each candidate in a process of its own, forked from this one after all imports.
 
 A new process would import torch and the recipe again: five seconds of CPU for each candidate.
 """
@@ -52,7 +52,7 @@ class Simulator:
         """Processes started so far."""
 
     def read_config(self) -> Loaded[Any]:
-        """Return the config that the recipe would start with. Its modules are then imported for all candidates."""
+        """Return the config of a start of the recipe. Its modules are then imported for all candidates."""
         for name in IMPORTED:
             importlib.import_module(name)
         loaded = config_of(import_recipe(find_recipe(self.recipe)).main, self._arguments)
@@ -61,7 +61,7 @@ class Simulator:
         return loaded
 
     def count(self, candidate: Candidate) -> Mapping[str, Any]:
-        """Return the fields of ``simulation.step.Counted``. Raises ``UsageError`` for what a start would refuse."""
+        """Return the fields of ``simulation.step.Counted``. Raises ``UsageError`` if a start would refuse it."""
         counted = self._count(candidate)
         # Empty where the micro-batches differ, and then no one of them can stand for the others.
         if not counted["work"]:
@@ -81,6 +81,7 @@ class Simulator:
             self.recipe,
             (*self._arguments, *candidate.flags()),
             num_processes=self._processes,
+            # Given, or every candidate would bind a free port that nothing uses.
             main_process_port=PORT,
         )
         options = SimulationOptions(None, (None,), self._step, None, False, None, LARGEST)
@@ -99,7 +100,7 @@ class Simulator:
 
 
 def run_apart(words: Sequence[str], environment: Mapping[str, str], place: Path) -> str:
-    """Run the worker of a simulation to its end in a process of its own. Returns what it printed."""
+    """Run the worker of a simulation to its end in a process of its own. Returns its output."""
     # Here, because it stands on the simulation, and so on much else that a plan does without.
     from accel_train.simulation import worker
 
@@ -113,7 +114,8 @@ def run_apart(words: Sequence[str], environment: Mapping[str, str], place: Path)
 
 
 def _can_fork() -> bool:
-    """Return True if this process has one thread. A child would not have the others, and wait for what they hold."""
+    """Return True if this process has one thread. A child lacks the others, and would wait for their locks forever."""
+    # Only Linux lists threads there. Elsewhere a new process is started.
     tasks = Path("/proc/self/task")
     return tasks.is_dir() and len(list(tasks.iterdir())) == 1
 

@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from accel_train.simulation.work import Work
 
 PRODUCT_SHARE = 0.65
-"""Part of the matrix peak that products reach. Measured on an H200 in bf16: 616 to 714 of 989 TFLOP/s
+"""Part of the matrix peak reached by products. Measured on an H200 in bf16: 616 to 714 of 989 TFLOP/s
 (docs/performance.md, G0)."""
 ATTENTION_SHARE = 0.34
 """The same of attention, forward and backward: 337 of 989 TFLOP/s, measured there."""
 MEMORY_SHARE = 0.88
-"""Part of the memory bandwidth that a copy reaches: 4,236 of 4,800 GB/s, measured there."""
+"""Part of the memory bandwidth reached by a copy: 4,236 of 4,800 GB/s, measured there."""
 LINK_SHARE = 0.8
-"""Part of a link's bandwidth that collectives reach. A rule, not measured."""
+"""Part of a link's bandwidth reached by collectives. A rule, not measured."""
 LATENCY_SECONDS = 20e-6
 """Time of a collective without bytes. A rule, not measured."""
 HOST_SECONDS = 5e-6
-"""Time of the host for each kernel, with which small ones wait for it. A rule, not measured."""
+"""Host time per kernel. Small kernels wait for it. A rule, not measured."""
 BACKWARD_SHARE = 2 / 3
-"""Part of a micro-batch's work that its backward is: two products for each of the forward."""
+"""Share of the backward in a micro-batch's work: two products for each one of the forward."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second."""
+    """FLOPs and bytes of a device per second."""
 
     products: float
     attention: float
@@ -48,7 +48,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, and what they are made of."""
+    """Seconds of one optimizer step, by part."""
 
     products: float
     attention: float
@@ -57,7 +57,7 @@ class StepTime:
     communication: float
     """All of it, beside the computation or not."""
     exposed: float
-    """The part of it that the computation does not hide."""
+    """The part of it not hidden by the computation."""
 
     @property
     def computation(self) -> float:

@@ -34,6 +34,7 @@ def paths_in(directory: str) -> tuple[Path, Path]:
 
 def write(directory: str, command: str, candidate: Candidate, gpus: int, loaded: Loaded[Any]) -> tuple[Path, Path]:
     """Write both files into ``directory`` and return their paths. Raises ``UsageError`` if one is there already."""
+    # Asked again: the search since the first check may have taken minutes.
     launch, preset = paths_in(directory)
     launch.parent.mkdir(parents=True, exist_ok=True)
     head = f"# Written by: {command}\n"
@@ -53,7 +54,7 @@ def launch_text(strategy: str, gpus: int) -> str:
 
 
 def planned_tree(loaded: Loaded[Any], candidate: Candidate) -> Tree:
-    """Return the options that differ from the recipe's defaults, with the planned values."""
+    """Return the options set by preset, file or flags, with the planned values."""
     values = flatten(experiment_tree(loaded.config))
     # Defaults stay out of the file: a later release may improve them.
     kept = {name: value for name, value in values.items() if loaded.origins.get(name) != "default"}

@@ -70,7 +70,7 @@ class _Fork:
     options: Tree
     """Nested options of the run at the checkpoint, with the length of the branch."""
     flags: Sequence[str]
-    """Words of the command line that change options."""
+    """Words of the command line for the changed options."""
     changed: Mapping[str, Any]
     """Changed options, by dotted name."""
     free: Sequence[str]

@@ -79,7 +79,7 @@ class RecordedRun:
         return None, reasons
 
     def starts(self, first: int, last: int) -> list[Start]:
-        """Return the starts that wrote the training lines of the steps ``first`` to ``last``."""
+        """Return the starts behind the training lines of the steps ``first`` to ``last``."""
         # By identity: lines of an abandoned pass have the same steps.
         lines = self.lines("train")
         counted = {id(lines[step]) for step in lines if first <= step <= last}
@@ -93,7 +93,7 @@ class RecordedRun:
         return list(found.values())
 
     def last_start(self) -> Start:
-        """Return the start that wrote the end of the log."""
+        """Return the start behind the end of the log."""
         numbers = [number for number, record in enumerate(self.records) if record.get("event") == "environment"]
         return self._start_at(numbers[-1])
 

@@ -119,7 +119,7 @@ def build_directory(
 
 
 def link_checkpoint(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Create a checkpoint in ``folder`` whose files are links to those of another."""
+    """Create a checkpoint in ``folder`` of links to the files of another."""
     target = folder / manifest.checkpoint_name(checkpoint.step)
     for name in (manifest.MANIFEST, *checkpoint.manifest["files"]):
         file = target / name
@@ -159,7 +159,7 @@ def set_length(options: Tree, steps: int) -> Tree:
 
 
 def log_steps(options: Tree, steps: Sequence[int], last: int) -> Tree:
-    """Return the options of a run up to ``last`` that logs at least ``steps``.
+    """Return the options of a run up to ``last``, logging at least ``steps``.
 
     A run also logs its first and last step. An earlier end of the recorded run may thus be a logged step between.
     """

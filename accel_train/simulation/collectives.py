@@ -99,7 +99,7 @@ class Collectives:
 
 
 def sent_bytes(kind: str, group_size: int, size: int) -> int:
-    """Return what each process sends for a tensor of ``size`` bytes: a ring, ``(N - 1) / N`` of it, twice to reduce."""
+    """Return the bytes sent by each process for ``size`` bytes: a ring, ``(N - 1) / N`` of them, twice to reduce."""
     passes = 2 if kind == "all-reduce" else 1
     return round(passes * size * (group_size - 1) / group_size)
 

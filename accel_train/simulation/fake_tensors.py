@@ -28,7 +28,7 @@ class FakeWhereNeeded(TorchDispatchMode):
         super().__init__()
         self.fake = fake
         self.computing = 0
-        """Depth of forwards that run now."""
+        """Nesting depth of the running forwards."""
 
     def __enter__(self) -> FakeWhereNeeded:
         # DTensor looks here for the mode of its local tensors, to compute the shapes of results with it.

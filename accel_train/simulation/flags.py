@@ -10,7 +10,7 @@ from accel_train.config import UsageError
 
 REQUEST = "request.json"
 REPORT = "report.json"
-"""Files for the exchange between the command and the process that simulates."""
+"""Files for the exchange between the command and the simulating process."""
 
 
 @dataclass(frozen=True)

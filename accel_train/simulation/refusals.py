@@ -9,7 +9,7 @@ from accel_train.launch_files.machine_config import MachineConfig
 
 
 class Limit(NamedTuple):
-    """Values of an option that can be simulated, and why no others."""
+    """Values of an option supported by a simulation, and the reason against others."""
 
     option: str
     value: Any

@@ -56,7 +56,7 @@ class Counted:
     collectives: list[Row]
     flops: int
     inputs: int
-    """Bytes of all micro-batches and of what was made of them before the first forward."""
+    """Bytes of all micro-batches and of tensors made of them before the first forward."""
     inputs_in_blocks: int
     work: list[Work]
     """Before the first forward, of each micro-batch, and from the optimizer's step on. Empty if micro-batches differ in
@@ -149,7 +149,7 @@ class FakeStep:
 
     @contextmanager
     def _computing(self, where: FakeWhereNeeded, model: nn.Module) -> Generator[None]:
-        """Make tensors fake that the model makes from nothing in its forward."""
+        """Make tensors fake if the model makes them from nothing in its forward."""
 
         def enter(*_: Any) -> None:
             where.computing += 1

@@ -1,4 +1,4 @@
-"""Work of a step in amounts of which a device has a rate: FLOPs, bytes moved, kernels, bytes sent."""
+"""Work of a step in the units of a device's rates: FLOPs, bytes moved, kernels, bytes sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel_train.simulation.fake_tensors import tensors_in
 
 COLLECTIVES = ("c10d", "_c10d_functional")
 ONLY_WRITTEN = ("aten::copy_", "aten::fill_", "aten::zero_")
-"""In-place operators that do not read what they overwrite."""
+"""In-place operators to count as writes only: they do not read the overwritten values."""
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -28,9 +28,9 @@ class Work:
     attention: int = 0
     """FLOPs of attention."""
     moved: int = 0
-    """Bytes that all other operators read and write."""
+    """Bytes read and written by all other operators."""
     kernels: int = 0
-    """Operators that compute or move something. A view does neither."""
+    """Number of operators, without views: they neither compute nor move anything."""
     sent: int = 0
     """Bytes sent in collectives, by the rule of a ring."""
     collectives: int = 0
@@ -103,7 +103,7 @@ class WorkCounter:
 
 
 def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Return the bytes that an operator reads and writes."""
+    """Return the bytes read and written by an operator."""
     name = func._schema.name
     # An allocation writes nothing.
     if "empty" in name:

@@ -1,4 +1,4 @@
-"""The process that simulates: ``python -m accel_train.simulation.worker FOLDER``, in the environment of a launch.
+"""The simulating process: ``python -m accel_train.simulation.worker FOLDER``, in the environment of a launch.
 
 It reads ``request.json`` in the folder and writes ``report.json``: the counts, or the reason of a refusal.
 """
@@ -78,6 +78,7 @@ def simulate_recipe(
     flags, notes = _global_batch(loaded.config, world_size, micro_batches)
     with tempfile.TemporaryDirectory(prefix="accel-train-simulate-") as directory:
         # Nothing of the real run is touched or resumed.
+        # Behind the user's own flags, because the last of equal ones wins.
         words = [*arguments, *flags, "--output_dir", directory]
         try:
             with simulating(FakeStep(step, largest=largest)), _samples_repeated(bool(flags)):

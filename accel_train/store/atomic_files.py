@@ -1,4 +1,4 @@
-"""Small files that are replaced whole: a reader sees the old content or the new. Standard library only."""
+"""Small files, replaced whole: a reader sees the old content or the new. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def replace_file(path: Path, content: bytes) -> None:
     A directory with its name, left by a broken copy perhaps, is set aside. Raises ``OSError``: the old file then stays,
     and nothing else is left.
     """
+    # A fixed name, so that the next write replaces what a crash has left.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Checkpoint directories that are complete or absent: names, hashes and the atomic commit.
+"""Checkpoint directories, complete or absent: names, hashes and the atomic commit.
 
 A checkpoint is written into a temporary directory. Every file is fsynced, hashed and listed in ``manifest.json``, then
 the directory is renamed to its final name. A directory under a final name is therefore complete; ``verify`` checks
@@ -55,6 +55,7 @@ def seal_file(path: Path) -> Json:
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
+    # fsync flushes the file, also through a descriptor opened for reading.
     with path.open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -116,6 +117,7 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> Path | 
 
 def clear_name(final: Path) -> Path | None:
     """Set aside a file, a link or a foreign directory with the name of a new checkpoint. Returns its new path."""
+    # Not `exists`, which follows links: a broken one has the name as well.
     if not os.path.lexists(final):
         return None
     if final.is_dir() and not final.is_symlink() and _looks_like_checkpoint(final):
@@ -150,7 +152,7 @@ def _exchange(temporary: Path, final: Path) -> None:
 
 
 def open_verified(path: Path) -> Checkpoint:
-    """Open a checkpoint that was verified just now: read its manifest, hash nothing. Raises ``ValueError``."""
+    """Open a checkpoint verified just now: read its manifest, hash nothing. Raises ``ValueError``."""
     manifest = manifests.read(path)
     return Checkpoint(path, manifest["step"], manifest)
 
@@ -196,7 +198,7 @@ def unlisted(checkpoint: Checkpoint) -> list[str]:
 
 
 def newest_verified(directory: Path, *, with_state: bool = False) -> tuple[Checkpoint | None, list[str]]:
-    """Find the newest checkpoint that verifies, and the reasons for passing over newer ones.
+    """Find the newest verified checkpoint, and the reasons for passing over newer ones.
 
     ``with_state`` also passes over checkpoints without optimizer state, because a run cannot resume from them.
     """
@@ -247,7 +249,7 @@ def sweep(directory: Path) -> list[Path]:
 
 
 def _is_writer_alive(pid: int, path: Path) -> bool:
-    """True if the process that made ``path`` is alive. Containers reuse process ids, so its start time counts too."""
+    """True if the writer of ``path`` is alive. Containers reuse process ids, so its start time counts too."""
     import psutil  # here: the writer process imports this module and must start fast
 
     try:
@@ -264,6 +266,7 @@ def describe_write_error(error: Exception, directory: Path, needed_bytes: int) -
     """Describe a failed write in one sentence, with the numbers if the disk is full."""
     # safetensors raises its own exception, with "os error 28" in the text in place of an errno.
     full = isinstance(error, OSError) and error.errno in DISK_FULL
+    # The numbers of `DISK_FULL` on Linux.
     if full or re.search(r"os error (28|122|27)\b", str(error)):
         free = shutil.disk_usage(directory).free if directory.exists() else 0
         return (

@@ -49,7 +49,7 @@ _trainer: list[int] = []
 
 
 def belongs_to(trainer: int) -> None:
-    """Set the process that ``kill`` ends along with this one. The writer passes its trainer's process id."""
+    """Set the process for ``kill`` to end along with this one. The writer passes its trainer's process id."""
     _trainer[:] = [trainer]
 
 

@@ -107,6 +107,7 @@ def _check_files(files: Mapping[str, Any]) -> None:
 
 
 def _is_safe_name(name: str) -> bool:
+    # The manifest cannot hold the hash of the file that it is itself.
     if name == MANIFEST or not name.isprintable():
         return False
     parts = name.split("/")

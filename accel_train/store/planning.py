@@ -1,4 +1,4 @@
-"""Assignment of each tensor of a checkpoint to the file that holds it and the rank that writes it.
+"""Assignment of each tensor of a checkpoint to a file, and of each file to the rank writing it.
 
 Each whole tensor has one owner, and owners are balanced by bytes.
 """
@@ -30,7 +30,7 @@ class Collection:
     """Return this rank's live shard by name. It is sharded like the parameter."""
     precision: Precision = "fp32"
     own_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
-    """Dtypes of the tensors that are saved as they are instead of in ``precision``, by name."""
+    """Dtypes of tensors saved as they are instead of in ``precision``, by name."""
     spread: bool = False
     """Split by rank even if one file could hold everything. Weights are not: any library can load a single file."""
     names: Sequence[str] | None = None
@@ -68,6 +68,7 @@ class Plan:
 
     def files(self, stem: str) -> dict[str, str]:
         """Map tensor names to files, for the collection ``stem``."""
+        # With the character behind the stem: exp_avg_sq begins like exp_avg.
         beginnings = (f"{stem}.", f"{stem}-")
         return {slot.name: slot.file for slot in self.tensors if slot.file.startswith(beginnings)}
 
@@ -181,7 +182,7 @@ def _split_into_files(sizes: Mapping[str, int]) -> list[list[str]]:
 
 
 class Piece(NamedTuple):
-    """A range of a whole tensor and the rank that sends it, in elements."""
+    """A range of a whole tensor, in elements, and the rank to send it."""
 
     rank: int
     start: int
@@ -192,7 +193,7 @@ class Piece(NamedTuple):
 
 
 def cover(extents: Sequence[tuple[int, int]]) -> list[Piece]:
-    """List the pieces that make up a whole tensor. Ranks with a replica of a piece send nothing.
+    """List the pieces of a whole tensor. Ranks with a replica of a piece send nothing.
 
     ``extents`` are each rank's first element and number of elements.
     """

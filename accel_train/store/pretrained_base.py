@@ -1,4 +1,4 @@
-"""Pretrained files of a model, by reference: a checkpoint then holds only what training changes."""
+"""Pretrained files of a model, by reference: a checkpoint then holds only trained tensors."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 from accel_train.config import UsageError, expand_path
 from accel_train.store import atomic_files
 
+# hashlib releases the GIL, so threads hash in parallel.
 THREADS = min(8, os.cpu_count() or 1)
 SHA256 = re.compile("[0-9a-f]{64}")
 COARSE_SECONDS = 5.0
@@ -32,15 +33,15 @@ class PretrainedBase:
     """Hub id or path, as given by the user."""
     directory: Path
     files: tuple[str, ...]
-    """Names in ``directory`` of everything that the frozen parameters are read from."""
+    """Names in ``directory`` of all files with frozen parameters."""
     revision: str | None = None
     """Commit on the Hub."""
 
     def reference(self, cache: Path | None = None) -> dict[str, Any]:
         """Return the source, the revision, and the size and sha256 of each file. Reads every byte, in threads.
 
-        In ``cache``, a directory, hashes are remembered, so that a file that has not changed since is not read again.
-        Raises ``UsageError`` for a file that is not there.
+        ``cache`` is a directory of remembered hashes: an unchanged file is not read again. Raises ``UsageError`` for a
+        missing file.
         """
         missing = [name for name in self.files if not (self.directory / name).is_file()]
         if missing or not self.files:
@@ -59,15 +60,16 @@ class PretrainedBase:
 
 
 def remembered_sha256(path: Path, cache: Path) -> str:
-    """Return the sha256 of a file, from ``cache`` if the file has the size and the times that it had then.
+    """Return the sha256 of a file, from ``cache`` if its size, times and inode are unchanged.
 
-    A file that is written again has another time of change, which a program cannot set, whatever it does to the
-    other. One that changed in the last seconds is hashed again: its times may be too coarse to tell.
+    A program can set the time of modification, but not the time of change, and writing changes both. A file changed in
+    the last seconds is hashed again: its times may be too coarse to tell.
     """
     # The target of a link, as in the cache of the Hub.
     real = path.resolve()
     identity = _identity(real)
     entry = cache / "sha256" / f"{hashlib.sha256(str(real).encode()).hexdigest()}.json"
+    # A damaged entry is as good as none.
     with suppress(OSError, ValueError, KeyError, TypeError):
         remembered: Any = json.loads(entry.read_text("utf-8"))
         if remembered["file"] == identity and SHA256.fullmatch(remembered["sha256"]):
@@ -75,6 +77,7 @@ def remembered_sha256(path: Path, cache: Path) -> str:
     digest = _sha256(real)
     facts = real.stat()
     is_old = time.time() - max(facts.st_mtime, facts.st_ctime) > COARSE_SECONDS
+    # Not if the file changed while it was read.
     if is_old and _identity(real) == identity:
         # Without it the next start reads the file again, which is no reason to fail.
         with suppress(OSError):
@@ -94,9 +97,9 @@ def _sha256(path: Path) -> str:
 
 
 def refuse_other_base(recorded: Mapping[str, Any], current: Mapping[str, Any] | None, checkpoint: Path) -> None:
-    """Raise ``UsageError`` unless ``current`` has the very files that the checkpoint's frozen parameters are in.
+    """Raise ``UsageError`` unless ``current`` has the very files of the checkpoint's frozen parameters.
 
-    Where they lie may differ: only names and contents count.
+    Their place may differ: only names and contents count.
     """
     named = f"{checkpoint}: its frozen weights are those of {_describe(recorded)}"
     if current is None:
@@ -124,7 +127,7 @@ def _describe(reference: Mapping[str, Any]) -> str:
 
 
 def looks_like_path(source: str) -> bool:
-    """Return True for what cannot be a Hub id, ``name`` or ``owner/name``, or lies in this project's folder of runs."""
+    """Return True if it cannot be a Hub id (``name`` or ``owner/name``), or lies in this project's folder of runs."""
     return source.startswith((".", "/", "~", "$", "runs/")) or source.count("/") > 1 or source.endswith("/")
 
 
@@ -133,8 +136,8 @@ def refuse_missing_folder(
 ) -> None:
     """Raise ``UsageError`` if ``source``, the value of ``option``, means a local folder and there is none.
 
-    Other libraries would take it for a Hub id. ``recorded`` is the reference to the base in ``checkpoint``, from which
-    this start resumes.
+    Other libraries would take it for a Hub id. ``recorded`` is the reference to the base in ``checkpoint``, the one
+    to resume from.
     """
     wanted = expand_path(source)
     # A folder is recorded with its absolute path, a Hub id as it is.

@@ -105,7 +105,7 @@ class Plan:
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     """Reason to keep each remaining checkpoint, by name."""
     failed: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Error for each checkpoint that could not be removed or stripped, by name. Empty before ``apply``."""
+    """Error of each failed removal or strip, by name of the checkpoint. Empty before ``apply``."""
 
 
 def list_facts(directory: Path) -> list[CheckpointFacts]:
@@ -143,7 +143,7 @@ def read_manifest(path: Path) -> Json | None:
 def plan(
     verified: Sequence[CheckpointFacts], damaged: Sequence[Path], keep: Keep, *, newest: int, busy: Collection[str] = ()
 ) -> Plan:
-    """Decide what to remove and what to strip. A pure function of its arguments.
+    """Decide on removals and strips. A pure function of its arguments.
 
     ``newest`` is the step just committed; unless it is in ``verified``, nothing is removed. ``busy`` are names of
     checkpoints being pushed. If the run went back to an earlier checkpoint, steps later than ``newest`` are removed and
@@ -326,7 +326,7 @@ def _identity(stat: os.stat_result) -> tuple[int, int, int, int]:
 
 
 def remember(cache: VerifyCache, path: Path) -> None:
-    """Add the hashes of a checkpoint that this process has just written, so that it is not read again."""
+    """Add the hashes of a checkpoint just written by this process, to avoid reading it again."""
     manifest = read_manifest(path)
     if manifest is None:
         return
@@ -351,7 +351,7 @@ def survey(directory: Path, cache: VerifyCache) -> tuple[list[CheckpointFacts], 
 
 
 def keeps_all(directory: Path, keep: Keep, newest: int) -> bool:
-    """True if nothing is to be removed or stripped, so that no file needs to be hashed."""
+    """True if nothing is to be removed or stripped, and no file needs hashing."""
     if keep.keep_last > 0 or keep.keep_state_last > 0:
         return False
     # Steps of a future that the run went back from are removed even if everything else is kept.
@@ -361,7 +361,7 @@ def keeps_all(directory: Path, keep: Keep, newest: int) -> bool:
 
 
 def hash_ahead(directory: Path, cache: VerifyCache) -> Iterator[None]:
-    """Hash the files that ``prune`` will verify, newest first, into ``cache``. Yields after each piece."""
+    """Hash the files of the next ``prune``, newest first, into ``cache``. Yields after each piece."""
     for _, path in reversed(manifests.committed(directory)):
         known = cache.setdefault(path, {})
         manifest = read_manifest(path)

@@ -44,9 +44,9 @@ class ExperimentOptions(dict[str, Any]):
 
 
 def experiment_options(directory: Path) -> ExperimentOptions:
-    """Read all options of the experiment behind a checkpoint or an export; of any other directory there are none.
+    """Read all options of the experiment behind a checkpoint or an export. Empty for any other directory.
 
-    Raises ``UsageError`` for a file that cannot be read.
+    Raises ``UsageError`` for an unreadable file.
     """
     for name, key in WRITTEN_OPTIONS:
         path = directory / name
@@ -68,6 +68,7 @@ def has_trained(directory: Path) -> bool:
     except ValueError:
         # Somebody's run, which `read_run` recreates or refuses.
         return True
+    # An incomplete file is somebody's run as well.
     return bool(saved.get("trained")) or any(key not in saved for key in _NEEDED)
 
 
@@ -81,13 +82,14 @@ def refuse_changes(
 ) -> list[str]:
     """Raise ``UsageError`` for a different experiment in a used directory, with both values of each difference.
 
-    ``allow`` and ``free`` are options or groups of options that may differ. An option that the version which began the
-    run did not have counts as its default there. Returns the differences in ``allow``.
+    ``allow`` and ``free`` are options or groups of options allowed to differ. An option newer than the run counts as
+    its default there. Returns the differences in ``allow``.
     """
     for name in allow:
         if not any(is_covered(key, [name]) for key in experiment):
             raise UsageError(f"allow: {name!r} is no option of this experiment; name the option that has changed")
     resolved = saved.get("resolved", {})
+    # Resolved values last: an option left open then and given now is compared with the value in use.
     before = {**defaults, **saved["experiment"], **resolved}
     changed: dict[str, str] = {}
     allowed: list[str] = []
@@ -115,10 +117,10 @@ def refuse_changes(
 
 
 def options_since(before: Mapping[str, Any], experiment: Mapping[str, Any]) -> str:
-    """Name the options that the recipe has got since the run began.
+    """Name the options added to the recipe since the run began.
 
-    Their defaults are taken for what the run did before. That is so for options of this package, and for one of your
-    own only if its default changes nothing.
+    Their defaults are taken for the former behaviour. This holds for options of this package, and for one of your own
+    only if its default changes nothing.
     """
     added = [f"{name} {experiment[name]!r}" for name in sorted(experiment.keys() - before.keys())]
     if not added:
@@ -130,7 +132,7 @@ def options_since(before: Mapping[str, Any], experiment: Mapping[str, Any]) -> s
 
 
 def is_covered(key: str, names: Sequence[str]) -> bool:
-    """Return True if one of ``names`` is the option ``key`` or a group that contains it."""
+    """Return True if one of ``names`` is the option ``key`` or a group around it."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
@@ -205,6 +207,7 @@ def load(directory: Path) -> Json:
     if schema == RUN_SCHEMA:
         strict_json.check_seal(saved)
     elif schema != 1 or strict_json.SEAL in saved:
+        # A flipped bit in the schema must not switch the check of the hash off.
         raise ValueError("it has changed since it was written")
     for key, kind in _KINDS.items():
         if key in saved and not isinstance(saved[key], kind):
@@ -238,6 +241,7 @@ def recall(directory: Path) -> tuple[Json | None, str | None]:
                 raise ValueError(f"it has no {key!r}")
         return saved, None
     except UsageError:
+        # A ValueError too, but the file of a newer version must not be recreated.
         raise
     except (FileNotFoundError, ValueError) as error:
         reason = str(error)

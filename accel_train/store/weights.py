@@ -39,7 +39,7 @@ INTEGERS = {
 }
 """Dtypes of buffers, to be matched exactly by the model."""
 DTYPE_NAMES = {dtype: name for name, dtype in (FLOATS | INTEGERS).items()}
-"""Spelling in safetensors files, of the dtypes that a checkpoint can hold."""
+"""Names in safetensors files, of the dtypes of a checkpoint."""
 
 # Exceptions of safetensors, json and torch for malformed files. RecursionError is a RuntimeError.
 MALFORMED = (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError)
@@ -238,7 +238,7 @@ def _nothing_to_read(directory: Path, stem: str) -> UsageError:
 
 
 class TensorReader:
-    """A context manager that reads tensors by name in any order and opens each file once."""
+    """Context manager for reading tensors by name in any order. Opens each file once."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
         self._tensors = tensors
@@ -318,6 +318,7 @@ def load_weights(
     _refuse_misfits(misfits, directory)
     # Inside the block, because the tensors are views of the open files.
     with TensorReader(common) as reader:
+        # Not strict: names were checked above, and buffers may be missing from the file.
         model.load_state_dict(_read_finite(reader, common), strict=False)
     return one_sided
 

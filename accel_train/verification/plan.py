@@ -33,7 +33,7 @@ class Sizes:
     """Step of the save and of the evaluation in the middle."""
     batch: int
     even: int | None
-    """Micro-batch size that divides the batch. None: no smaller one does."""
+    """Micro-batch size dividing the batch. None: no smaller one does."""
     ragged: int | None
     """Micro-batch size for micro-batches of unequal size. None: with every size they are equal."""
 
@@ -44,7 +44,7 @@ class Sizes:
 
 
 def refuse_options_set_here(arguments: Sequence[str]) -> None:
-    """Raise ``UsageError`` for a flag that the runs would override."""
+    """Raise ``UsageError`` for a flag set by the runs themselves."""
     for name in given_flags(arguments):
         if name in SET_HERE:
             remedy = "give --steps N before the recipe instead" if name == "max_steps" else "leave it out"
@@ -147,5 +147,5 @@ def resumed(sizes: Sizes, reference: Outcome) -> Spec:
 
 
 def probe() -> Spec:
-    """Return the run of one step that shows how large the gradient is."""
+    """Return a run of one step, to measure the norm of the gradient."""
     return Spec("probe", {"max_steps": "1", "schedule.warmup_steps": "1"})

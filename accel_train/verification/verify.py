@@ -54,7 +54,7 @@ class Request:
     config_file: str | None = None
     """Launch file of the user's own, rehearsed on two processes."""
     output: str | None = None
-    """Directory that keeps the runs. None: a temporary one."""
+    """Directory to keep the runs. None: a temporary one."""
     as_json: bool = False
 
 
@@ -151,7 +151,7 @@ def _header(facts: Mapping[str, Any]) -> list[str]:
 
 
 class _Runs:
-    """Makes the runs that the checks need, some of them at the same time."""
+    """Makes the runs for the checks, some of them at the same time."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Runs:
         self._in_fp32 = "precision" not in plan.given_flags(request.arguments) or options["precision"] == "fp32"
 
     def make(self, checks: Sequence[Check]) -> Evidence:
-        """Run everything that the checks need. Raises if the first run of all fails."""
+        """Run everything needed by the checks. Raises if the first run of all fails."""
         needed = dict.fromkeys(name for check in checks for name in check.runs)
         absent = {name: reason for name in needed if (reason := self._obstacle(name))}
         own = float(self._options["optimizer.max_grad_norm"])
@@ -208,7 +208,7 @@ class _Runs:
         return None
 
     def _acting_clip(self, own: float) -> float:
-        """Return a ``max_grad_norm`` that acts: the recipe's own, or half the norm of the first gradient."""
+        """Return an acting ``max_grad_norm``: the smaller of the recipe's and half the norm of the first gradient."""
         probe = self._runner.run(plan.probe())
         if probe.code == 2:
             raise UsageError(probe.message)

@@ -19,7 +19,7 @@ from accel_train.rerun.better.ratios import Estimate
 FEWEST = 10
 """Fewest samples for an interval."""
 POWER = 0.8
-"""Probability with which a difference that is said to be resolved would be shown."""
+"""Probability of showing a true difference as large as ``Difference.resolves``."""
 Direction = Literal["min", "max"]
 Winner = Literal["A", "B", "equal", "not resolved", "divided"]
 
@@ -41,7 +41,7 @@ class Difference:
     p: float | None
     """Probability of a difference as large by chance, times the number of metrics that decide if this is one."""
     resolves: float | None
-    """Smallest true difference that would be shown with probability ``POWER``."""
+    """Smallest true difference to be shown with probability ``POWER``."""
     equal: bool
     """True if every sum of every sample has the same bits."""
     better: Direction | None

@@ -52,7 +52,7 @@ class Estimate:
 
     value: float
     influence: Values
-    """(samples,). What each sample adds to ``value``: its mean is 0, and ``value`` varies as the mean of them does."""
+    """(samples,). Contribution of each sample to ``value``. Their mean is 0 and varies as ``value`` does."""
     bits: bytes
     """Of all sums it is made of."""
 

@@ -20,7 +20,7 @@ class Request:
 
 @contextmanager
 def recording(request: Request) -> Generator[None]:
-    """Record the body, which is a recipe that evaluates and exits, and write what its samples gave."""
+    """Record the body, an evaluation of a recipe up to its exit, and write the values of its samples."""
     with evaluation.recorded_by_sample() as calls:
         try:
             yield

@@ -34,7 +34,7 @@ def _row(one: Difference, width: int) -> str:
 
 
 def reading(one: Difference) -> str:
-    """Say what the difference is, in words."""
+    """Put the difference into words."""
     if one.equal:
         return "equal bit for bit"
     if one.half_width is None:
@@ -46,7 +46,7 @@ def reading(one: Difference) -> str:
 
 
 def verdict(differences: Sequence[Difference], winner: Winner) -> list[str]:
-    """Return the verdict, with the metrics that it rests on."""
+    """Return the verdict, with its deciding metrics."""
     deciding = [one for one in differences if one.better is not None]
     if winner == "equal":
         samples = deciding[0].samples

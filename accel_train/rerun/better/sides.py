@@ -42,7 +42,7 @@ class Side:
 
     @property
     def fingerprint(self) -> str | None:
-        """Fingerprint of the data. None for a checkpoint that has none."""
+        """Fingerprint of the data. None for a checkpoint without one."""
         return self.checkpoint.manifest.get("experiment", {}).get(FINGERPRINT)
 
 
@@ -103,7 +103,7 @@ def find_recipe(a: Side, b: Side, given: str | None) -> Path:
 def resolve(side: Side, recipe: Path, seed: int, flags: Sequence[str], folder: Path) -> Resolved:
     """Return the options of an evaluation, by the recipe's own reading. Both sides have one seed, which keys noise.
 
-    Raises ``UsageError`` for flags that the recipe refuses, and for those that change more than an evaluation.
+    Raises ``UsageError`` for flags refused by the recipe, and for those changing more than an evaluation.
     """
     config = folder / f"{side.letter}.yaml"
     # Nothing may be read from, or pushed to, the place of the run itself.

@@ -1,4 +1,4 @@
-"""A recorded run again from one of its checkpoints, in a process that is observed."""
+"""Rerun of a recorded run from one of its checkpoints, in an observed process."""
 
 from __future__ import annotations
 

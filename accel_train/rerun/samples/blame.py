@@ -73,7 +73,7 @@ class Blame:
     step: int
     limit: float
     recorded: Mapping[str, float] | None
-    """Values that the run logged. None for a step that it did not log."""
+    """Values logged by the run. None for a step without a line in the log."""
     whole: Mapping[str, float]
     """The same step, trained again up to it."""
     samples: Sequence[Sample]
@@ -84,7 +84,7 @@ class Blame:
 
     @property
     def as_recorded(self) -> bool:
-        """True if the step has the bits that the run logged."""
+        """True if the step has the logged bits."""
         return self.recorded is not None and all(_same(self.whole[k], v) for k, v in self.recorded.items())
 
 

@@ -1,4 +1,4 @@
-"""Find the first step that uses any of some samples, inside of the process of a recipe: only it knows its order."""
+"""Find the first step using any of some samples, inside the process of a recipe: only it knows its order."""
 
 from __future__ import annotations
 
