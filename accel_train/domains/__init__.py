@@ -1,1 +1,1 @@
-"""What is trained: everything that knows a model, its data and its objective."""
+"""Training domains, each with its models, data and objectives."""

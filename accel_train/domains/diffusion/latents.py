@@ -130,6 +130,7 @@ def predicted_x0(
         return noisy - _expand_like(noisy, time) * prediction
     a, b = _coefficients_like(noisy, time, config)
     if config.prediction == "epsilon":
+        # a is above 0 at all times: both schedules end at an alpha_bar of 4e-5.
         return (noisy - b * prediction) / a
     return a * noisy - b * prediction
 
@@ -185,7 +186,7 @@ def _cosine_alpha_bar(t: Tensor) -> Tensor:
 
 
 def _coefficients_like(latents: Tensor, time: Tensor, config: LatentDiffusionConfig) -> tuple[Tensor, Tensor]:
-    """Return `coefficients` in shapes that broadcast over `latents`."""
+    """Return `coefficients`, reshaped to broadcast over `latents`."""
     a, b = coefficients(time, config)
     return _expand_like(latents, a), _expand_like(latents, b)
 

@@ -19,8 +19,8 @@ Weighting = Literal["elbo", "uniform"]
 
 SCHEDULE_EPSILON = 1e-4
 MASK_LOGIT = -1e6
-"""Replaces the model's logit for MASK. Softmax of it is exactly 0, because MASK is never a target. A loss that gives
-every token a share of the target, as label smoothing does, has to leave MASK out: its term would be 1e6."""
+"""Replaces the model's logit for MASK. Its softmax is exactly 0, because MASK is never a target. A loss with label
+smoothing must leave MASK out: its term would be 1e6."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TextDiffusionConfig:
 def mask_probability(time: Tensor) -> Tensor:
     """Return (1 - eps) t.
 
-    Exactly 1 at t = 1, beyond the trained times, so that an absent text is fully masked.
+    Exactly 1 at t = 1, beyond the trained times: an absent text is fully masked.
     """
     return torch.where(time < 1, time * (1 - SCHEDULE_EPSILON), 1.0)
 
@@ -79,6 +79,7 @@ def loss_sums(
     logits (B, S, V) of any float dtype, tokens (B, S) uncorrupted. A sample without masked positions gives 0. The
     caller multiplies by each sample's `weight`, sums, and divides by `term_weight` of the global batch.
     """
+    # At all positions: only the device knows how many are masked, so a selection of them would wait for it.
     flat_logits = _without_mask(logits, mask_id).flatten(0, -2)  # (B * S, V)
     losses = F.cross_entropy(flat_logits, tokens.flatten(), reduction="none").view_as(tokens)
     # `where`, not a product: 0 * inf of an unmasked position would be NaN.

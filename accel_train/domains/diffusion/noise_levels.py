@@ -25,19 +25,19 @@ LARGEST_DEBIASED_SNR = 1000.0
 
 @dataclass(frozen=True, eq=False)
 class NoiseLevels:
-    """Levels from the cleanest to the noisiest, and what the model predicts of them."""
+    """Noise levels from cleanest to noisiest, and the model's prediction target."""
 
     a: Tensor
     """Factor of the clean latent, (N,) fp32."""
     b: Tensor
     """Factor of the noise, (N,) fp32."""
     timesteps: Tensor
-    """What the model is given as time, (N,) fp32."""
+    """Time input of the model at each level, (N,) fp32."""
     prediction: Prediction
     weight: Tensor | None = None
-    """Weight of the squared error that the model was trained with, (N,) fp32. None: 1 at every level."""
+    """Weight of the squared error in the model's own training, (N,) fp32. None: 1 at every level."""
     straight: bool = False
-    """Of a flow whose model predicts something other than the flow."""
+    """True for a flow with another prediction target than the flow."""
 
     @property
     def is_flow(self) -> bool:
@@ -58,6 +58,7 @@ class NoiseLevels:
     def level(self, time: Tensor) -> Tensor:
         """Return the level floor(N t) of times in [0, 1], int64 in their shape."""
         # Time 1 falls into the last level, since there is no level N.
+        # In fp64, because the product in fp32 may round up to the next level.
         return (time.double() * len(self)).long().clamp_(max=len(self) - 1)
 
     def add_noise(self, latents: Tensor, noise: Tensor, level: Tensor) -> Tensor:
@@ -104,9 +105,9 @@ def snr_weight(snr: Tensor, prediction: Prediction, weighting: SnrWeighting, gam
     """Return the weight of each sample's squared error, in the shape of ``snr``.
 
     min_snr (Hang et al. 2023, arXiv:2303.09556) is min(SNR, gamma) on x0; soft_min_snr (Crowson et al. 2024,
-    arXiv:2401.11605) is SNR gamma / (SNR + gamma). The error of eps is SNR times that of x0, and that of v SNR + 1
-    times, so they are divided by it. debiased (Yu et al. 2023, arXiv:2310.08442) is 1 / sqrt(SNR) on eps and
-    1 / (SNR + 1) on v.
+    arXiv:2401.11605) is SNR gamma / (SNR + gamma). The error of eps is SNR times the error of x0, the error of v SNR +
+    1 times, so their weights are divided by these factors. debiased (Yu et al. 2023, arXiv:2310.08442) is 1 / sqrt(SNR)
+    on eps and 1 / (SNR + 1) on v.
     """
     if weighting == "none":
         return torch.ones_like(snr)
@@ -122,7 +123,7 @@ def snr_weight(snr: Tensor, prediction: Prediction, weighting: SnrWeighting, gam
 
 
 def levels_of(scheduler: Any, source: str) -> NoiseLevels:
-    """Return the levels that a scheduler of diffusers trains on. Raises ``UsageError`` if it does not say them."""
+    """Return the training levels of a diffusers scheduler. Raises ``UsageError`` if it does not define them."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     name = type(scheduler).__name__

@@ -51,6 +51,7 @@ class LatentSamplingConfig:
 
 def guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
     """Return unconditional + scale * (conditional - unconditional), of logits or x0 (Ho and Salimans 2022)."""
+    # In fp32: the scale multiplies the difference of two similar predictions, and with it the rounding of bf16.
     return torch.lerp(unconditional.float(), conditional.float(), scale)
 
 
@@ -82,6 +83,7 @@ def sample_text(
         keys = rng.sample_keys(seed, "sampling/text", step, sample)
         draws = rng.uniform(keys, (*tokens.shape[1:], 2))  # (B, S, 2): unmask or not, and the token
         stay_masked = mask_probability(next_time) / mask_probability(time)
+        # The last step ends at time 0, where none stays masked: the probability is 0, and no draw is below it.
         unmasked = masked & (draws[..., 0] >= stay_masked.unsqueeze(-1))
         of_tokens = draws[..., 1][unmasked]
         state[unmasked] = _draw_tokens(logits[unmasked], of_tokens, mask_id, config.temperature)
@@ -107,6 +109,7 @@ def sample_latents(
     is also correct for direction-only losses.
     """
     _check_guidance(config.guidance, unconditional)
+    # The only draw: Euler's method, and DDIM with eta 0, are deterministic from here on.
     x = rng.normal(rng.sample_keys(seed, "sampling/latent", 0, sample), shape)  # (B, *shape)
     times = _times(config.steps, sample, config.shift)
     for time, next_time in pairwise(times):
@@ -130,10 +133,12 @@ def _draw_tokens(
     temperature: float,
 ) -> Tensor:
     """Draw one token per row of logits (N, V), never MASK."""
+    # In place, because the caller's selection by a mask is a copy.
     logits[:, mask_id] = MASK_LOGIT
     # The limit of a low temperature, where the division below would give NaN.
     if temperature == 0:
         return logits.argmax(-1)
+    # In fp64, as in `rng.categorical`: a cumulative sum in fp32 skips tokens rarer than its rounding near 1.
     probabilities = (logits / temperature).softmax(-1, dtype=torch.float64)
     return rng.inverse_cdf(draws, probabilities)
 
@@ -141,6 +146,7 @@ def _draw_tokens(
 def _times(steps: int, like: Tensor, shift: float = 1.0) -> list[Tensor]:
     """Return steps + 1 times from 1 to 0, each (B,) float32."""
     batch_size = like.shape[0]
+    # By division and not by adding up, so that the last one is exactly 0: all tokens unmasked, no noise left.
     times = [1 - k / steps for k in range(steps + 1)]
     even = [torch.full((batch_size,), time, device=like.device) for time in times]
     return [shifted(time, shift) for time in even]

@@ -15,7 +15,7 @@ COARSEST_FACTOR = 2.0
 
 
 class NoiseKey(NamedTuple):
-    """What the draws are a function of."""
+    """Key of the draws: equal keys give equal draws."""
 
     seed: int
     stream: str
@@ -47,6 +47,7 @@ def shaped_noise(
 
 def _with_coarser(noise: Tensor, key: NoiseKey, iterations: int, discount: float) -> Tensor:
     channels, height, width = noise.shape[1:]
+    # From 0, as in kohya's sd-scripts: the first level has the full resolution and the full strength.
     for number in range(iterations):
         # One factor for the whole step: sizes of the samples of a micro-batch must not differ.
         draw = rng.host_uniform(key.seed, f"{key.stream}/factor{number}", key.step)

@@ -81,6 +81,7 @@ def training_times(
         keys = rng.sample_keys(seed, stream, step, batch["occurrence"])
         time = rng.uniform(keys)
     else:
+        # One shift for the whole global batch. From the host: equal on every process, and no wait for the device.
         shift = rng.host_uniform(seed, stream, step)
         time = low_discrepancy(batch["position"], global_batch_size, shift, axis)
     if config is not None:
@@ -91,14 +92,15 @@ def training_times(
 def with_density(draws: Tensor, config: TimeConfig) -> Tensor:
     """Map uniform draws in [0, 1) to times of `config.density`, monotonically: float32 in [0, 1].
 
-    Each map is the inverse of the distribution function, so draws that spread evenly give times that follow the density
-    evenly. For mode it is that of 1 - draw, as its formula falls.
+    Each map is the inverse of the distribution function: evenly spread draws give times spread evenly under the
+    density. mode maps 1 - draw, because its formula decreases.
     """
     if config.density == "uniform":
         return draws
     # float32 draws near 1 would lose the last digits of the tail.
     u = draws.to(torch.float64)
     if config.density == "logit_normal":
+        # A draw of 0 gives -inf, and the sigmoid of it is 0.
         normal = torch.special.ndtri(u)
         time = torch.sigmoid(config.logit_mean + config.logit_std * normal)
     elif config.density == "mode":
@@ -119,7 +121,7 @@ def shifted(time: Tensor, shift: float) -> Tensor:
 
 
 def resolution_shift(tokens: int, base_tokens: int) -> float:
-    """Return sqrt(tokens / base_tokens): the shift by which times of one resolution carry over to another."""
+    """Return sqrt(tokens / base_tokens): the shift for reusing times tuned at another resolution."""
     return math.sqrt(tokens / base_tokens)
 
 
@@ -146,6 +148,7 @@ def low_discrepancy(
     alone would put them on a line.
     """
     if axis == 1:
+        # Reduced as integers: the product of a large batch would lose its fraction in floating point.
         position = (position * _lattice_multiplier(count)) % count
     # In float64: position / count of a large batch would lose the last digits of the shift in float32.
     time = (position.to(torch.float64) / count + shift) % 1.0
@@ -166,6 +169,7 @@ def _rescale(time: Tensor) -> Tensor:
     return time.mul_(1 - 2 * TIME_EPSILON).add_(TIME_EPSILON)
 
 
+# Asked for in every step, mostly with the same count.
 @lru_cache(maxsize=16)
 def _lattice_multiplier(count: int) -> int:
     """Return the multiplier coprime to `count` with the largest distance between lattice points.

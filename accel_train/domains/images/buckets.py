@@ -1,7 +1,7 @@
-"""Buckets: the sizes to which pictures are scaled and cropped, and the geometry of each picture in its bucket.
+"""Buckets: target sizes for scaling and cropping, and the geometry of each picture in its bucket.
 
-A bucket of resolution r has an area of at most r * r pixels and sides that are multiples of a step, as in NovelAI's
-aspect-ratio bucketing and kohya's sd-scripts. Sizes are (height, width).
+A bucket of resolution r has at most r * r pixels, with sides in multiples of a step, as in NovelAI's aspect-ratio
+bucketing and kohya's sd-scripts. Sizes are (height, width).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CENTRE = (0.5, 0.5)
 
 
 class Frame(NamedTuple):
-    """Which part of a picture is seen, and in which size. SDXL's conditioning values are three of the fields."""
+    """Scaling and crop of a picture. Three of the fields are SDXL's conditioning values."""
 
     original_size: Size
     """Of the upright picture."""
     scaled_size: Size
     """Of the whole picture, after scaling: it covers the target."""
     crop_top_left: Size
-    """First row and column of the target in the scaled picture, which is flipped before."""
+    """First row and column of the target in the scaled picture, after any flip."""
     target_size: Size
     """The bucket."""
     flipped: bool = False
@@ -42,7 +42,7 @@ class Frame(NamedTuple):
 
     @property
     def kept(self) -> float:
-        """Share of the picture's area that is seen."""
+        """Share of the picture's area inside the crop."""
         return math.prod(self.target_size) / math.prod(self.scaled_size)
 
     @property
@@ -75,12 +75,12 @@ class Buckets:
     def sizes(self, resolution: int) -> list[Size]:
         """Return the buckets of a resolution, from the tallest to the widest.
 
-        For each width the height is the largest that keeps the area, and the other way round.
+        Each width has the largest height within the area, and vice versa.
         """
         return list(_sizes(resolution, self.step, self.max_aspect))
 
     def choose(self, original: Size, resolution: int) -> Size:
-        """Return the bucket of `resolution` that cuts off least of a picture, the larger one of two alike."""
+        """Return the bucket of `resolution` with the least cropping. The larger one wins a tie."""
 
         wanted = math.log(original[1] / original[0])
 
@@ -94,7 +94,7 @@ class Buckets:
         return min(self.sizes(resolution), key=order)
 
     def largest_filled(self, original: Size) -> int:
-        """Return the highest resolution that a picture fills without being enlarged, else the lowest one."""
+        """Return the highest resolution reached without enlarging the picture, else the lowest one."""
         filled: list[int] = []
         for resolution in self.resolutions:
             bucket = self.choose(original, resolution)
@@ -140,7 +140,7 @@ def frame(original: Size, target: Size, *, place: tuple[float, float] = CENTRE, 
 def render(image: Image.Image, seen: Frame) -> Tensor:
     """Return the pixels of a frame, (3, H, W) float32 from -1 to 1. `image` is upright, RGB, of the original size.
 
-    Scaled with a Lanczos filter. Only the part that is seen is computed.
+    Scaled with a Lanczos filter. Only the visible part is computed.
     """
     from PIL.Image import Resampling, Transpose
 

@@ -85,7 +85,7 @@ class PictureConfig:
         emoji.check_groups("--pictures.leave_out", self.leave_out)
 
     def check_path(self, path: str) -> None:
-        """Refuse options that this source of pictures does not read. Raises ``UsageError``."""
+        """Refuse options not read by this source of pictures. Raises ``UsageError``."""
         if path not in EMOJI:
             self._refuse(("leave_out",), f"--data.path {path}")
         if path != SHAPES:
@@ -126,8 +126,8 @@ def prepare_pictures(
     """Write the rows of `data.path` into the cache unless they are there. Every rank calls it (two barriers).
 
     With an autoencoder rank 0 encodes the pictures on `device`, and every rank keeps it there to decode samples. About
-    `heldout_fraction` of the emoji's names are held out; of shapes it is the pairs of colour and form that no training
-    picture shows. Returns None where the data are texts. Raises ``UsageError``.
+    `heldout_fraction` of the emoji's names are held out; of shapes, the pairs of colour and form absent from training
+    pictures. Returns None where the data are texts. Raises ``UsageError``.
     """
     if config.latents == "none":
         return None

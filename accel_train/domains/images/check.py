@@ -23,9 +23,9 @@ from accel_train.wording import shortened
 SHOWN = 8
 """Pictures named for each reason."""
 FLAT = 1.0
-"""Contrast below which a picture has one colour."""
+"""A picture with less contrast counts as one colour."""
 LOW = 0.5
-"""Score below which a reason is named."""
+"""Lower scores are named as reasons."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +82,21 @@ class Row(NamedTuple):
         return len((self.picture.caption or "").split())
 
     def reasons(self) -> list[str]:
-        """Return the scores that are low, the lowest first."""
+        """Return the low scores, lowest first."""
         low = sorted((value, name) for name, value in self.scores.items() if value < LOW)
         return [f"{name} {value:.2f}" for value, name in low]
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a check found."""
+    """Findings of a check."""
 
     found: Pictures
     rows: Sequence[Row]
     exact: Sequence[Sequence[int]]
     """Groups of rows with the same file."""
     near: Sequence[Sequence[int]]
-    """Groups of rows that look alike, exact ones included."""
+    """Groups of similar-looking rows, exact duplicates included."""
     config: CheckConfig
 
     @property
@@ -107,7 +107,7 @@ class Report:
 
     @property
     def usable(self) -> float:
-        """Share of all pictures and captions that are used and not below `min_quality`."""
+        """Share of all pictures and captions in use and not below `min_quality`."""
         used = len(self.rows) - len(self.low)
         # Pictures that cannot be read count as well: a dataset of which half is broken is no good one.
         every = len(self.rows) + len(self.found.left_out)
@@ -115,7 +115,7 @@ class Report:
 
     @property
     def duplicates(self) -> float:
-        """Share of the pictures that look like an earlier one."""
+        """Share of pictures similar to an earlier one."""
         return sum(len(group) - 1 for group in self.near) / max(1, len(self.rows))
 
     @property

@@ -24,7 +24,7 @@ from accel_train.domains.images.scanning import Picture, Pictures, read_pictures
 from accel_train.domains.images.sources import LeftOut, left_out_notices
 
 MUCH_CROPPED = 0.7
-"""Share of a picture that must be kept for it not to be counted in a notice."""
+"""A sample with a smaller kept share counts as much cropped in a notice."""
 
 
 class Sample(NamedTuple):
@@ -38,7 +38,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """How samples are seen: what is random in them, and what is behind transparent pixels."""
+    """Rendering of samples: random crops and flips, and the background of transparent pixels."""
 
     background: Colour
     random_crop: bool = False
@@ -49,7 +49,7 @@ class View:
 class PictureDataset:
     """Map-style dataset of pictures, each sample of the size of its bucket.
 
-    Random crops and flips come from Python's global generator, which the loader seeds for each sample and epoch.
+    Random crops and flips come from Python's global generator, seeded by the loader for each sample and epoch.
     """
 
     def __init__(self, samples: Sequence[Sample], view: View, group_size: int = 1) -> None:
@@ -107,6 +107,7 @@ class PictureDataset:
 def _fingerprint(samples: Sequence[Sample], view: View, group_size: int) -> str:
     # Where the files lie is left out: a copy of the folder is the same data.
     seen = [list(view.background), view.random_crop, view.flip]
+    # With the group size, which decides the order of the samples.
     digest = hashlib.sha256(f"pictures-1 {seen} {group_size}".encode())
     for sample in samples:
         row = [sample.picture.content, sample.caption, sample.target_size]
@@ -123,7 +124,7 @@ class PictureData:
     heldout: PictureDataset
     """Empty with `heldout_fraction` 0. Without flips and random crops."""
     cache: Path
-    """Folder for what is computed from the pictures."""
+    """Folder for data computed from the pictures."""
     fingerprint: str
     """sha256 of both splits' files, captions and sizes."""
     notices: tuple[str, ...]
@@ -177,7 +178,7 @@ def prepare_pictures(
 
 
 def _samples(found: Pictures, config: PictureDataConfig, named: str) -> tuple[list[Sample], list[str]]:
-    """Return a sample for each picture and resolution, and notices of what is left out."""
+    """Return a sample for each picture and resolution, and notices of omissions."""
     samples: list[Sample] = []
     left_out = list(found.left_out)
     for picture in found.pictures:

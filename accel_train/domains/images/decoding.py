@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from PIL import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM")
-"""Formats that are tried. Others of Pillow start programs (EPS) or are seldom pictures to learn from."""
+"""Accepted formats. Pillow's others start programs (EPS) or are seldom pictures to learn from."""
 MAX_PIXELS = 89_478_485
 """Pillow's own limit: 256 MiB with 3 bytes a pixel."""
 WHITE = (255, 255, 255)
 ORIENTATION = 0x0112
 """Tag of EXIF."""
 SIDEWAYS = (5, 6, 7, 8)
-"""Orientations that exchange width and height."""
+"""Orientations with width and height exchanged."""
 
 T = TypeVar("T")
 _filters = threading.Lock()
@@ -35,11 +35,11 @@ Colour = tuple[int, int, int]
 
 
 class PictureError(ValueError):
-    """A picture that cannot be used. The text is the reason, without the name of the file."""
+    """An unusable picture. The text is the reason, without the file name."""
 
 
 class PictureHeader(NamedTuple):
-    """What a file says of its picture before it is decoded."""
+    """Header of a picture file, read before decoding."""
 
     width: int
     """Of the upright picture."""

@@ -143,7 +143,7 @@ def _by_metadata(folder: Path, pictures: Sequence[Path], source: Source) -> List
 
 
 def _rows(file: Path, left_out: list[LeftOut]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (file:line, row). Lines that are no JSON object are left out."""
+    """Yield (file:line, row). Lines other than JSON objects are left out."""
     for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
         if not line.strip():
             continue

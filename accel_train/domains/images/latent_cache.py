@@ -1,11 +1,11 @@
 """Latents of pictures and outputs of text encoders on disk, computed once by all processes together.
 
-Of a latent its mean and log-variance are stored, not a sample: a run draws anew at each use, keyed by (seed, step,
-sample). An entry is named by what it was computed from, the hash of the picture's file and its frame, or the text. Its
-folder is named by the encoder's identity. So an edited picture, another encoder or another size never meets a latent of
-before, and of an edited folder only the edited pictures are encoded again.
+A latent is stored as mean and log-variance, not as a sample: a run draws anew at each use, keyed by (seed, step,
+sample). An entry is named by its source: the hash of the picture's file and its frame, or the text. Its folder is named
+by the encoder's identity. An edited picture, another encoder or another size therefore never reads an old latent, and
+after edits in a folder only the edited pictures are encoded again.
 
-Encoders come in as functions, so that nothing here knows the library that they are from.
+Encoders are passed as functions: this module does not know their library.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from accel_train.domains.images.weighting.masks import Masks
 
 PIXELS = "pixels-1"
-"""Changes with anything that gives other pixels for a frame."""
+"""Version of the pixels of a frame. Change it with the rendering."""
 BYTES_BETWEEN_CHECKS = 2**28
-"""Bytes that each process writes between two looks at the cap."""
+"""Bytes written by each process between two checks of the cap."""
 MEAN = "mean"
 LOGVAR = "logvar"
 DRAW_STREAM = "latent/draw"
 
 
 class Latents(NamedTuple):
-    """What an encoder gives for a batch: the distribution of each latent."""
+    """Output of an encoder for a batch: the distribution of each latent."""
 
     mean: Tensor  # (B, C, h, w)
     logvar: Tensor | None = None  # (B, C, h, w)
@@ -58,7 +58,7 @@ EncodeTexts = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class EncoderIdentity:
-    """What an encoder's outputs depend on, beside its input."""
+    """Everything an encoder's outputs depend on, besides its input."""
 
     source: str
     """Hub id or path."""
@@ -81,7 +81,7 @@ def weights_hash(*modules: nn.Module) -> str:
 
 
 def frame_key(content: str, seen: Frame) -> str:
-    """Return the key of a frame of the picture whose file has the hash `content`."""
+    """Return the key of a frame of a picture. `content` is the hash of its file."""
     return hashlib.sha256(json.dumps([content, list(seen)]).encode()).hexdigest()
 
 
@@ -105,7 +105,7 @@ def draw(latents: Latents, seed: int, step: int, occurrence: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- filling
 @dataclass(frozen=True)
 class Filling:
-    """The processes that fill a cache together, and how."""
+    """Processes filling a cache together, and their batch size."""
 
     rank: int = 0
     world_size: int = 1
@@ -134,12 +134,12 @@ def cached_latents(
     cap_bytes: int | None = None,
     filling: Filling | None = None,
 ) -> TensorCache:
-    """Compute the latents that are missing, of every sample and, with flips, of its mirror image.
+    """Compute the missing latents of every sample and, with flips, of its mirror image.
 
-    Every process calls it (three barriers). Process r first encodes each world_size-th missing entry, then what its
-    host still lacks. The entries are leased for the life of the process. Raises ``UsageError`` for random crops, whose
-    latents cannot be known before, for latents that are not finite, for a full disk, and for a cap below what the run
-    needs.
+    Every process calls it (three barriers). Process r first encodes each world_size-th missing entry, then all entries
+    still missing on its host. The entries are leased for the life of the process. Raises ``UsageError`` for random
+    crops (their latents cannot be computed ahead), for non-finite latents, for a full disk, and for a cap below the
+    needs of the run.
     """
     if dataset.view.random_crop:
         raise UsageError(
@@ -160,6 +160,7 @@ def cached_latents(
     cores, _ = usable_cores()
 
     def compute(batch: Sequence[_Job]) -> list[dict[str, Tensor]]:
+        # Threads are enough: decoders release the interpreter's lock.
         with ThreadPoolExecutor(max(1, cores)) as pool:
             pixels = torch.stack(list(pool.map(lambda job: dataset.pixels(*job.item), batch)))
         latents = encode(pixels)
@@ -184,7 +185,7 @@ def cached_texts(
     cap_bytes: int | None = None,
     filling: Filling | None = None,
 ) -> TensorCache:
-    """Compute the outputs of text encoders that are missing, also that of the empty text, for dropped captions.
+    """Compute the missing outputs of text encoders, including the empty text for dropped captions.
 
     Every process calls it (three barriers), as `cached_latents`.
     """
@@ -252,7 +253,7 @@ def _compute_all(
 
 
 def _cost(job: _Job) -> int:
-    """Return a number to which the size of an entry is proportional."""
+    """Return a number proportional to the size of an entry."""
     return max(1, math.prod(job.shape))
 
 

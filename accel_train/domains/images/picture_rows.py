@@ -1,7 +1,7 @@
 """Pictures as rows of latents beside captions: files in the cache, in the layout of ready-made latents.
 
-A row of `train.jsonl` and `heldout.jsonl` is {text, shard, idx}; shard n holds latents (rows, L, D) in fp16, which
-keeps the 256 values of a pixel apart.
+A row of `train.jsonl` and `heldout.jsonl` is {text, shard, idx}; shard n holds latents (rows, L, D) in fp16, fine
+enough to keep the 256 values of a pixel apart.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Patching:
     """Pixels, or latents, along a side of a patch."""
     vae: PictureVae | None = None
     batch_size: int = 8
-    """Pictures that the autoencoder encodes or decodes at once."""
+    """Pictures per forward of the autoencoder."""
 
     @property
     def identity(self) -> str:
-        """What the tokens of a picture depend on."""
+        """Identity of the tokens: the patch, and the sha256 of the autoencoder if there is one."""
         return f"{self.patch}" if self.vae is None else f"{self.patch} {self.vae.reference.sha256}"
 
     @property
@@ -97,7 +97,7 @@ class CaptionedPictures:
     notices: tuple[str, ...]
 
     def rows(self, data: D) -> D:
-        """Return the options of a `data` group that read these rows as ready-made latents."""
+        """Return the options of a `data` group to read these rows as ready-made latents."""
         options: dict[str, Any] = {"path": str(self.folder / "train.jsonl"), "latents": str(self.folder)}
         heldout = self.folder / "heldout.jsonl"
         if heldout.exists():
@@ -111,7 +111,7 @@ class CaptionedPictures:
 
     @property
     def vae(self) -> VaeReference | None:
-        """The autoencoder that a checkpoint names. None: latents are patches of pixels."""
+        """Autoencoder named by a checkpoint. None: latents are patches of pixels."""
         vae = self.patching.vae
         return None if vae is None else vae.reference
 
@@ -128,6 +128,7 @@ def write_rows(directory: Path, parts: Parts, patching: Patching, total: int = 0
 def _write_shards(directory: Path, parts: Parts, patching: Patching, progress: Progress) -> None:
     shard = 0
     for part, piece in parts:
+        # Appended, because a part comes in several pieces.
         with (directory / f"{part}.jsonl").open("a", encoding="utf-8") as rows:
             for start in range(0, len(piece.captions), ROWS_PER_SHARD):
                 stop = start + ROWS_PER_SHARD

@@ -1,4 +1,5 @@
-"""Scores of sampled pictures and captions: distances in pixels, words, and of shapes what the pixels show."""
+"""Scores of sampled pictures and captions: distances in pixels, words, and properties of shapes read from the
+pixels."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from accel_train.domains.images.picture_rows import CaptionedPictures
 
 Batch = Mapping[str, Tensor]
 ERRORS = ("t2l_error", "t2l_error_shuffled", "unconditional_error")
-"""Sums that ``BothWays.latent_error_sums`` adds to those of ``PictureScores``."""
+"""Sums added by ``BothWays.latent_error_sums`` to those of ``PictureScores``."""
 DISTANCES = ("t2l_distance", "t2l_distance_shuffled", "nearest_distance", "nearest_distance_true")
 CAPTIONS = ("caption_words", "caption_exact")
 SHOWN = ("shown_colour", "shown_position", "shown_form", "shown_size", "shown_count")
@@ -40,15 +41,14 @@ class Drawn(Protocol):
 
 @dataclass(frozen=True)
 class PictureScores:
-    """What a sampled picture or caption is held against. Metrics are means over held-out samples.
+    """Scores of sampled pictures and captions. Metrics are means over held-out samples.
 
-    ``t2l_distance``: root mean square over the values 0 to 1 of all pixels between the picture sampled for a caption
-    and the caption's own; ``_shuffled``: and that of another caption. ``nearest_distance``: between the sampled picture
-    and the training picture nearest to it, far below ``nearest_distance_true``, the same of the caption's own picture,
-    if samples are copies. ``caption_words``: share of words of a caption sampled for a picture that are right at their
-    place; ``caption_exact``: share of captions without a wrong word.
-    Of shapes also the share of sampled pictures that show the caption's colour, position (of single shapes), form,
-    size and count, read from the pixels.
+    ``t2l_distance``: root mean square difference, over all pixels in values of 0 to 1, between the picture sampled for
+    a caption and the caption's own; ``_shuffled``: another caption's. ``nearest_distance``: from the sampled picture to
+    the nearest training picture. If samples are copies, it is far below ``nearest_distance_true``, the same distance
+    for the caption's own picture. ``caption_words``: share of correct words, place by place, in a caption sampled for a
+    picture; ``caption_exact``: share of captions without a wrong word. For shapes also the share of sampled pictures
+    with the caption's colour, position (of single shapes), form, size and count, read from the pixels.
     """
 
     pictures: CaptionedPictures
@@ -115,9 +115,9 @@ def rms_distance(pictures: Tensor, others: Tensor) -> Tensor:
 
 
 def shape_scores(pictures: Tensor, captions: Sequence[str]) -> dict[str, Tensor]:
-    """Compare what each picture shows with its caption: 1 or 0 for each property, (B,) each.
+    """Compare each picture with its caption: 1 or 0 for each property, (B,) each.
 
-    Position counts for single shapes, whose number is in ``singles``. A picture that shows nothing is wrong in all.
+    Position counts for single shapes only; ``singles`` marks them. An empty picture is wrong in all.
     """
     wanted = [read_caption(caption) for caption in captions]
     shown = [read_picture(picture) for picture in pictures]
@@ -159,7 +159,7 @@ def build_scores(
     decode: Callable[[Tensor], str],
     nearest: Callable[[Tensor], Tensor],
 ) -> Scores:
-    """Return the scores of these pictures, or None for latents that are no pictures."""
+    """Return the scores of these pictures, or None if the latents are not pictures."""
     if pictures is None:
         return None
     return PictureScores(pictures, denormalise, decode, nearest)

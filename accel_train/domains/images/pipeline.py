@@ -78,7 +78,7 @@ class PictureOptions:
 
 
 class PicturePipeline:
-    """Pictures of prompts, by a base with the adapter that was trained on it."""
+    """Pictures of prompts, by a base with an adapter trained on it."""
 
     recipe: ClassVar[str] = "lora"
     tag: ClassVar[str | None] = "text-to-image"
@@ -89,12 +89,12 @@ class PicturePipeline:
     def __init__(self, base: Base, pipeline: Any, sampler: Mapping[str, Any], directory: Path) -> None:
         self.base = base
         self.pipeline = pipeline
-        """That of diffusers or of our own MMDiT, with the adapter."""
+        """Pipeline of diffusers or of our own MMDiT, with the adapter."""
         self.sampler = sampler
         self.directory = directory
         """The checkpoint or export."""
         self.adapters: tuple[str, ...] = (lora.ADAPTER,)
-        """Names of the adapters that a call may choose; ``default`` is that of the run."""
+        """Names of adapters to choose from in a call; ``default`` is the run's."""
 
     @property
     def model(self) -> nn.Module:
@@ -125,7 +125,7 @@ class PicturePipeline:
     def attach(self, adapters: Mapping[str, Path]) -> None:
         """Put further adapters beside the first, by name: directories of checkpoints or exports, verified already.
 
-        Raises ``UsageError`` for adapters of another base, for those that do not fit, and for names in use.
+        Raises ``UsageError`` for adapters of another base, for misfitting ones, and for names in use.
         """
         refuse_names(adapters, self.adapters)
         reference = self.base.files().reference(cache_if_usable())
@@ -138,7 +138,7 @@ class PicturePipeline:
 
     @contextmanager
     def using(self, adapter: str | None) -> Generator[None]:
-        """Draw with an adapter, or what the base draws alone with ``base``. None: the first of ``adapters``."""
+        """Draw with an adapter, or with the base alone for ``base``. None: the first of ``adapters``."""
         name = adapter or self.adapters[0]
         refuse_unknown(name, self.adapters)
         # Switched and not taken off: the same pipeline draws all, from the same noise.
@@ -150,10 +150,10 @@ class PicturePipeline:
 
     @classmethod
     def write_merged(cls, adapters: Path, directory: Path, precision: Precision) -> str | None:
-        """Write what the adapter of a checkpoint makes of its base, and return a line about it, None for our own MMDiT.
+        """Write the base of a checkpoint with its adapter merged, and return a line about it, None for our own MMDiT.
 
         It is a pipeline as diffusers saves it, or an export of recipes/mmdit.py. Merged in fp32 and rounded once.
-        Raises ``UsageError`` for a base that is gone or another one, and for values out of the range of ``precision``.
+        Raises ``UsageError`` for a missing or different base, and for values out of the range of ``precision``.
         """
         described = _described(adapters)
         # Text encoders too: what training has rounded for its embeddings would stay rounded.
@@ -161,6 +161,7 @@ class PicturePipeline:
         if isinstance(find_base(whole), DiffusersBase):
             found = cls._load(whole, described, adapters, "cpu")
             pipeline = found.pipeline
+            # Safe: values that are not finite are an error before they are in the weights.
             pipeline.fuse_lora(safe_fusing=True)
             # What has been fused stays in the weights.
             pipeline.unload_lora_weights()
@@ -282,13 +283,13 @@ def _described(directory: Path) -> Mapping[str, Any]:
 
 
 def _description(directory: Path) -> Mapping[str, Any]:
-    """Read config.json; empty for a folder that peft alone wrote."""
+    """Read config.json; empty for a folder written by peft alone."""
     path = directory / "config.json"
     return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 
 
 def _base_files(described: Mapping[str, Any], directory: Path) -> Mapping[str, Any] | None:
-    """Return the files of the base that an adapter was trained on, with their sha256. None where nothing says it."""
+    """Return the files of an adapter's base, with their sha256. None if they are not recorded."""
     recorded = described.get("base_files")
     if recorded is None and (directory / manifest.MANIFEST).is_file():
         # Of a version that wrote them into the manifest alone.
@@ -297,7 +298,7 @@ def _base_files(described: Mapping[str, Any], directory: Path) -> Mapping[str, A
 
 
 def _refuse_other_files(base: Base, described: Mapping[str, Any], directory: Path) -> None:
-    """Raise ``UsageError`` unless the base has the files that the adapter was trained on, by their sha256."""
+    """Raise ``UsageError`` unless the base has the files recorded with the adapter, by their sha256."""
     recorded = _base_files(described, directory)
     if recorded is not None:
         refuse_other_base(recorded, base.files().reference(cache_if_usable()), directory)
@@ -306,7 +307,7 @@ def _refuse_other_files(base: Base, described: Mapping[str, Any], directory: Pat
 def write_files(
     model: nn.Module, base: Base, prediction: str, evaluation: EvaluationConfig, side: int, path: str, directory: Path
 ) -> None:
-    """Write what stands beside the weights of a checkpoint: peft's config, and the description of the pipeline."""
+    """Write the files beside the weights of a checkpoint: peft's config, and the description of the pipeline."""
     adapted: Any = model
     atomic_files.write_json(directory / lora.CONFIG_FILE, lora.adapter_config(model, base.location))
     family = base.family

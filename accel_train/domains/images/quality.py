@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MEASURED_SIDE = 256
-"""Shorter side to which larger pictures are reduced: sharpness depends on the scale."""
+"""Larger pictures are reduced to this shorter side: sharpness depends on the scale."""
 USUAL_SHARPNESS = 100.0
-"""Variance of the Laplacian below which a picture is commonly called blurred."""
+"""A picture with a lower variance of the Laplacian is commonly called blurred."""
 USUAL_CONTRAST = 32.0
-"""Standard deviation of grey levels of which more is not better."""
+"""Standard deviation of grey levels for the full score: more is not better."""
 HASH_SIDE = 32
 HASH_BITS = 8
 Grey = NDArray[np.float64]
 
 
 class Measures(NamedTuple):
-    """What is measured of the pixels of a picture."""
+    """Measurements of a picture's pixels."""
 
     sharpness: float
     """Variance of the Laplacian of the grey levels 0 to 255."""
@@ -74,7 +74,7 @@ def laplacian_variance(grey: Grey) -> float:
 
 
 def perceptual_hash(image: Image.Image) -> int:
-    """Return a 64-bit hash that differs in few bits between pictures that look alike.
+    """Return a 64-bit hash with few differing bits between similar pictures.
 
     The 8 x 8 lowest frequencies of the cosine transform of a grey picture of 32 x 32; a bit tells if a coefficient is
     above their median. Zauner, Implementation and Benchmarking of Perceptual Image Hash Functions (2010).
@@ -91,7 +91,7 @@ def perceptual_hash(image: Image.Image) -> int:
 
 
 def near_duplicates(hashes: Sequence[int], distance: int) -> list[list[int]]:
-    """Return groups of indices whose hashes differ in at most `distance` bits from another one of the group.
+    """Return groups of indices, each with a hash within `distance` bits of another one of the group.
 
     The 64 bits are cut into `distance` + 1 bands. Two such hashes are equal in at least one of them, so only pictures
     with an equal band are compared.
@@ -147,7 +147,7 @@ def quality(found: Mapping[str, float]) -> float:
 
 
 def dataset_quality(qualities: Sequence[float], usable: float, duplicates: float) -> float:
-    """Return the mean quality of the pictures, times the usable share, times the share that is no duplicate."""
+    """Return the mean quality of the pictures, times the usable share, times the share of non-duplicates."""
     if not qualities:
         return 0.0
     return sum(qualities) / len(qualities) * usable * (1 - duplicates)

@@ -1,7 +1,7 @@
 """Every picture of a source read once: its content hash, its size, and whether it can be decoded.
 
-What was decoded without a fault is remembered by its content hash. A later start reads and hashes each file, and
-decodes the new ones only.
+Pictures decoded without a fault are remembered by content hash. A later start reads and hashes each file, and decodes
+the new ones only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCAN_FORMAT = 1
 
 
 class Scan(NamedTuple):
-    """What one reading of a picture file found."""
+    """Result of reading one picture file."""
 
     content: str
     """sha256 of the file, in hexadecimal."""
@@ -48,7 +48,7 @@ class Scan(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A picture that can be decoded."""
+    """A decodable picture."""
 
     name: str
     caption: str | None
@@ -67,11 +67,11 @@ class Pictures:
     pictures: Sequence[Picture]
     left_out: Sequence[LeftOut]
     animated: int = 0
-    """Pictures with several frames, of which the first is taken."""
+    """Pictures with several frames. The first one is taken."""
 
     @property
     def notices(self) -> list[str]:
-        """Lines for the log: what is left out and why."""
+        """Lines for the log: omissions and their reasons."""
         lines = left_out_notices(self.left_out)
         if self.animated:
             lines.append(f"the first frame is taken of {self.animated:,} pictures with several")
@@ -93,8 +93,8 @@ def read_pictures(
 ) -> Pictures:
     """List a source and read each of its pictures once. Collective if processes are connected: they share the reading.
 
-    A picture that cannot be decoded, has a side below `min_side` or more than `max_pixels` is left out with the reason.
-    Pictures without a caption stay. Raises ``UsageError`` for a source without pictures.
+    Undecodable pictures, and those with a side below `min_side` or more than `max_pixels`, are left out with the
+    reason. Pictures without a caption stay. Raises ``UsageError`` for a source without pictures.
     """
     listing = list_pictures(source, cache)
     memory = _memory_file(cache, source, max_pixels)
@@ -234,4 +234,5 @@ def _remember(file: Path, scans: Sequence[Scan]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
     part.write_text(json.dumps(sound), "utf-8")
+    # Renamed when it is whole, because another process may read it at any time.
     part.replace(file)

@@ -1,6 +1,6 @@
-"""What a source of pictures lists: pictures with captions, and what is left out with the reason.
+"""Listing of a source of pictures: pictures with captions, and omissions with their reasons.
 
-A listing has read no picture. ``scanning`` reads each file once and leaves out what cannot be used.
+A listing has read no picture. ``scanning`` reads each file once and leaves out unusable ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accel_train.wording import did_you_mean, nearest, shortened
 CAPTION_COLUMNS = ("text", "caption")
 
 SHOWN_NAMES = 3
-"""Names in a notice of what is left out."""
+"""Names in a notice of omissions."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Source:
     caption_extension: str = ".txt"
     """Of the text file beside a picture."""
     option: str = "--data.path"
-    """What messages call the path."""
+    """Name of the path in messages."""
 
     @property
     def named(self) -> str:
@@ -70,7 +70,7 @@ class Entry(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """A picture or caption that is not used."""
+    """An unused picture or caption."""
 
     name: str
     reason: str
@@ -80,7 +80,7 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Listing:
-    """Everything that a source holds."""
+    """Contents of a source."""
 
     entries: Sequence[Entry]
     left_out: Sequence[LeftOut] = ()
@@ -89,7 +89,7 @@ class Listing:
 def caption_of_row(row: Mapping[str, Any], column: str | None, place: str) -> str | None:
     """Return the caption of a row in `column`, or with None in ``text`` or ``caption``. None if it has no text.
 
-    Raises ``UsageError`` for a `column` that the row does not have.
+    Raises ``UsageError`` for a `column` missing from the row.
     """
     if column is not None and column not in row:
         hint = did_you_mean(nearest(column, row))

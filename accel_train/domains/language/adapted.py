@@ -62,7 +62,7 @@ def _described_base(directory: Path) -> Mapping[str, Any]:
 
 
 def base_precision(directory: Path) -> BasePrecision:
-    """Return the precision of the base that the adapters of a directory were trained on."""
+    """Return the precision of the base in the training of a directory's adapters."""
     found: Any = _described_base(directory).get("precision", "fp32")
     if found not in get_args(BasePrecision):
         known = ", ".join(get_args(BasePrecision))
@@ -74,7 +74,7 @@ def load_adapted(directory: Path, device: torch.device = CPU, *, plain: bool = F
     """Return the model of a checkpoint or an export of adapters, in fp32, on its base, in evaluation.
 
     A base of 8 or 4 bits is quantised as in training; with ``plain`` it is a float model of the same values. Raises
-    ``UsageError`` for a base that is gone or differs, and for damaged adapters.
+    ``UsageError`` for a missing or different base, and for damaged adapters.
     """
     if embeds_base(directory):
         model = _embedded_base(directory)
@@ -154,9 +154,9 @@ def attach(model: nn.Module, adapters: Mapping[str, Path], owner: Path, referenc
 
 
 def save_whole(model: nn.Module, directory: Path, precision: Precision) -> None:
-    """Write config.json, generation_config.json and weights of a model of transformers, which takes ``precision``.
+    """Write config.json, generation_config.json and weights of a transformers model, cast to ``precision`` in place.
 
-    Raises ``UsageError`` for values that are out of its range.
+    Raises ``UsageError`` for values out of its range.
     """
     narrow: Any = model.to(dtype_of(precision))
     refuse_out_of_range(narrow, type(narrow).__name__, precision)

@@ -33,10 +33,10 @@ class BlockEncoder:
     fraction: float
     """Share of rows held out, by the hash of their words."""
     excluded: frozenset[bytes] = frozenset()
-    """Hashes of rows that are left out, because they are held out elsewhere."""
+    """Hashes of rows to leave out, because they are held out elsewhere."""
 
     def __call__(self, number: int) -> EncodedBlock:
-        """Return the tokens of a block. Raises ``UsageError`` for rows that the tokenizer has no template for."""
+        """Return the tokens of a block. Raises ``UsageError`` for rows without a template in the tokenizer."""
         if multiprocessing.parent_process() is not None:
             # One worker a core already.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -56,7 +56,7 @@ class BlockEncoder:
 
 
 class _Block:
-    """What of a block is encoded."""
+    """The encoded part of a block."""
 
     def __init__(self, encoder: BlockEncoder) -> None:
         self.faults: list[Fault] = []

@@ -14,15 +14,16 @@ def training_flops_per_token(model: nn.Module, length: int) -> int:
     """
     forward = forward_flops_per_token(model, length)
     frozen = _matrix_parameters(model) - _matrix_parameters(model, trained_only=True)
+    # A frozen weight has no gradient of its own: one product less, of 2 FLOPs for each parameter.
     return round(3 * forward - 2 * frozen)
 
 
 def forward_flops_per_token(model: nn.Module, length: int) -> int:
     """Return the FLOPs in matrix products of one token's forward in rows of ``length`` tokens, padding included.
 
-    2 N for the weights and 4 L H Q T for attention over the whole row, as a kernel without a sparse mask computes it.
-    N are the parameters without the input embeddings, which are looked up. Of the experts of a layer those count that
-    a token passes.
+    2 N for the weights and 4 L H Q T for attention over the whole row, as a kernel without a sparse mask computes it. N
+    are the parameters without the input embeddings, used by lookup only. Of a layer's experts only the active ones
+    count.
     """
     plain: Any = model
     config = plain.config.get_text_config()
@@ -33,7 +34,7 @@ def forward_flops_per_token(model: nn.Module, length: int) -> int:
 
 
 def _matrix_parameters(model: nn.Module, *, trained_only: bool = False) -> float:
-    """Count the parameters that a token is multiplied with."""
+    """Count the parameters multiplied with each token."""
     plain: Any = model
     share = _share_of_experts(plain.config.get_text_config())
     looked_up = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}

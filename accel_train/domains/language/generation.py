@@ -29,14 +29,15 @@ class Drawing:
 
 
 class KeyedDraw:
-    """Logits processor that leaves of each row the token that its key draws."""
+    """Logits processor: leaves of each row only the token drawn by its key."""
 
     def __init__(self, drawing: Drawing, prompt_length: int) -> None:
         self.drawing = drawing
         self.prompt_length = prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores (B, V) of which all but one of each row are -inf, for ``input_ids`` (B, S)."""
+        """Return scores (B, V) for ``input_ids`` (B, S), -inf but for one token of each row."""
+        # Counted from the end of the prompt: each new token has a draw of its own.
         position = input_ids.shape[1] - self.prompt_length
         sample = torch.full((len(scores),), self.drawing.sample, device=scores.device)
         keys = rng.sample_keys(self.drawing.seed, self.drawing.stream, position, sample)
@@ -56,9 +57,8 @@ def continue_tokens(
 ) -> list[int]:
     """Return the tokens after ``prompt``, up to the end of the text or ``max_new_tokens``, the end included.
 
-    ``model`` is one of transformers in evaluation. What its generation_config.json says of ends and of penalties
-    counts; how tokens are drawn is ``drawing`` alone. ``synced``: a process that ends before others of a sharded model
-    continues computing.
+    ``model`` is one of transformers in evaluation. Its generation_config.json sets ends and penalties; ``drawing``
+    alone sets how tokens are drawn. ``synced``: a process done before others of a sharded model continues computing.
     """
     generator: Any = model
     device = next(model.parameters()).device

@@ -1,7 +1,7 @@
-"""Texts packed into rows of one length, such that no token sees another text's.
+"""Texts packed into rows of one length. No token sees another text's.
 
-A row of several texts is told to transformers by its positions, which begin at 0 with each text. Its attention then
-masks other texts in every layer, windows included, or calls the kernels for varying lengths.
+Positions tell transformers about the texts of a row: they begin at 0 with each text. The attention then masks other
+texts in every layer, windows included, or calls the kernels for varying lengths.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from accel_train.data.datasets import Batch
 Tokens = NDArray[np.int32]
 Ints = NDArray[np.int64]
 IGNORED = -100
-"""Label of a token that is no target, as in transformers."""
+"""Label of a non-target token, as in transformers."""
 IDS = np.int32(2**30 - 1)
 """Bits of the token itself, where it is stored."""
 TARGET = np.int32(2**30)
-"""Bit of a token that the loss counts."""
+"""Bit of a token counted by the loss."""
 COUNTS = ("train", "heldout", "split", "cut", "bad")
-"""What is counted of a source: `EncodedBlock.counts`."""
+"""Counts kept of a source: `EncodedBlock.counts`."""
 FIRST = np.int32(-(2**31))
 """Bit of the first token of a text: the sign."""
 
@@ -36,11 +36,11 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     trained: list[bool]
-    """True where the token counts in the loss as a target. Never the first one, which nothing predicts."""
+    """True where the token counts in the loss as a target. Never the first one: nothing predicts it."""
 
 
 class EncodedBlock(NamedTuple):
-    """Texts of a block, in order. A row that was too long is several texts."""
+    """Texts of a block, in order. A row over the limit is several texts."""
 
     tokens: Tokens
     """All of them, as ``marked`` writes them."""
@@ -49,22 +49,23 @@ class EncodedBlock(NamedTuple):
     keys: Ints
     """(n, 2): of a held-out text the order of its row, else 0."""
     heldout: NDArray[np.bool_]
-    """True for a text that is held out."""
+    """True for a held-out text."""
     counts: dict[str, int]
     """Rows of the training and of the held-out split, rows split and cut for their length, bad rows."""
     faults: Sequence[tuple[str, str]]
-    """Place of each bad row, and what is wrong with it."""
+    """Place and fault of each bad row."""
 
 
 def fit(encoded: Encoded, max_length: int, *, split: bool) -> Iterator[Encoded]:
     """Yield a text in pieces of at most ``max_length`` tokens, or with ``split`` False its beginning alone.
 
-    A piece begins with the last token of the one before, so that every token is predicted once.
+    A piece begins with the last token of the one before: every token is predicted once.
     """
     ids, trained = encoded
     yield Encoded(ids[:max_length], trained[:max_length])
     if not split:
         return
+    # Up to the last token but one: the last alone has been predicted by the piece before.
     for start in range(max_length - 1, len(ids) - 1, max_length - 1):
         piece = trained[start : start + max_length]
         yield Encoded(ids[start : start + max_length], [False, *piece[1:]])
@@ -139,7 +140,7 @@ def pack_texts(tokens: Tokens, lengths: Ints, max_length: int, *, packing: bool)
 
 
 def unmarked(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Return token ids (n,) int64, and which are targets (n,) bool."""
+    """Return token ids (n,) int64 and the mask of targets (n,) bool."""
     ids = torch.from_numpy((tokens & IDS).astype(np.int64))
     return ids, torch.from_numpy((tokens & TARGET) != 0)
 
@@ -162,13 +163,14 @@ def collate(rows: Sequence[Tokens], max_length: int, pad_id: int) -> Batch:
         begins = torch.from_numpy(tokens < 0)
         first[row, :end] = torch.where(begins, places[:end], 0)
         first[row, end:] = end
+    # cummax carries the beginning of each text on to all of its tokens.
     positions = places - first.cummax(dim=1).values
     length = torch.tensor([len(tokens) for tokens in rows])
     return {"input_ids": ids, "labels": labels, "position_ids": positions, "length": length}
 
 
 def fingerprint(tokens: Tokens, lengths: Ints, max_length: int, *, packing: bool) -> str:
-    """Hash the tokens and targets of texts, and what decides their division into rows."""
+    """Hash the tokens and targets of texts, and everything their division into rows depends on."""
     offsets = [0, *np.cumsum(lengths).tolist()]
     digest = hashlib.sha256(f"{max_length} {packing} {offsets}".encode())
     digest.update((tokens & IDS).tobytes())

@@ -112,9 +112,9 @@ class LanguagePipeline:
         self.temperature = temperature
         """Default sampling temperature."""
         self.directory = directory
-        """The checkpoint or export, None for a model that was not loaded from one."""
+        """The checkpoint or export, None for a model loaded from neither."""
         self.adapters: tuple[str, ...] = (lora.ADAPTER,) if hasattr(model, "peft_config") else ()
-        """Names of the adapters that a call may choose; ``default`` is that of a run of adapters."""
+        """Names of adapters to choose from in a call; ``default`` is the one of a run of adapters."""
 
     @property
     def standalone(self) -> tuple[Any, ...] | ModuleType | None:
@@ -185,10 +185,10 @@ class LanguagePipeline:
 
     @classmethod
     def write_merged(cls, adapters: Path, directory: Path, precision: Precision) -> str | None:
-        """Write the whole model that the adapters of a checkpoint make of their base, for ``from_pretrained``.
+        """Write the base of a checkpoint with its adapters merged, as a whole model for ``from_pretrained``.
 
-        A base of 8 or 4 bits counts with the values that it stood for in training. Raises ``UsageError`` for a base
-        that is gone or another one, and for values out of the range of ``precision``.
+        A base of 8 or 4 bits is merged by its dequantised values, as in training. Raises ``UsageError`` for a missing
+        or different base, and for values out of the range of ``precision``.
         """
         model = adapted.load_adapted(adapters, plain=True)
         # Merged in fp32 and rounded once, at the end.
@@ -267,7 +267,7 @@ class LanguagePipeline:
         return [f"{path}: {len(pairs)} answers"]
 
     def examples(self) -> list[Example]:
-        """Return a forward of drawn tokens. Its logits depend on all weights that these tokens pass."""
+        """Return a forward of drawn tokens. Its logits depend on all weights used by these tokens."""
         config: Any = self.model.config
         count, length = EXAMPLE_SHAPE
         draws = rng.uniform(rng.sample_keys(0, "example", 0, torch.arange(count)), (length,))
@@ -340,10 +340,10 @@ def write_files(
     directory: Path,
     base_precision: lora.BasePrecision = "fp32",
 ) -> None:
-    """Write what stands beside the weights of a checkpoint. ``path`` is ``data.path``.
+    """Write the files beside the weights of a checkpoint. ``path`` is ``data.path``.
 
-    config.json is that of transformers with the description of the pipeline, which ``from_pretrained`` leaves alone.
-    That of adapters is pipeline.json, with the architecture of their base and the precision that it had.
+    config.json is transformers' own plus the description of the pipeline, ignored by ``from_pretrained``. Adapters have
+    it in pipeline.json, with the architecture and the precision of their base.
     """
     pretrained.save_files(model, tokenizer, directory, options.source)
     file = directory / "config.json"

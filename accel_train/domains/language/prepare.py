@@ -216,7 +216,7 @@ class _Sources:
 
     @property
     def fraction(self) -> float:
-        """Share of the training source that is held out."""
+        """Share of the training source to hold out."""
         return self.config.heldout_fraction if self.heldout is None else 0.0
 
     @cached_property
@@ -228,7 +228,7 @@ class _Sources:
         return frozenset(content_key(text) for text in found)
 
     def facts(self, source: RowBlocks) -> list[Any]:
-        """Return what decides the texts of a source beside the tokenizer."""
+        """Return everything the texts of a source depend on, besides the tokenizer."""
         if source is self.heldout:
             # Held-out rows of their own are all of their source, whatever the fraction.
             return [source.key]
@@ -309,7 +309,7 @@ def _notices(train: PreparedTokens, heldout: PreparedTokens | None, bad: BadRows
 
 
 def _packing_notices(config: DataConfig, train: PreparedTokens, data: TokenDataset) -> list[str]:
-    """Return notices of texts that were too long, and of the rows."""
+    """Return notices of overlong texts, and of the rows."""
     split = train.counts["split"]
     cut = train.counts["cut"]
     filled = data.tokens / (len(data) * config.max_length)

@@ -80,8 +80,8 @@ class ModelConfig:
 def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any:
     """Return transformers' config of the model, fit for the tokenizer and the length of rows.
 
-    Raises ``UsageError`` for an unknown architecture, an option that it does not have, and a vocabulary or a number of
-    positions that is too small.
+    Raises ``UsageError`` for an unknown architecture, an option missing from its config, and too small a vocabulary or
+    number of positions.
     """
     config = _load_config(options.source, options.revision) if options.source else _from_scratch(options, tokenizer)
     # An id beyond the embeddings would be an index error on a CPU, and on a GPU an assertion without a name.
@@ -160,10 +160,10 @@ def build(
 ) -> nn.Module:
     """Return the model with its adapters, if there are any. It attends by sdpa, or by eager if it has no other.
 
-    ``precision`` is that of the computation, and ``device`` where a base of 8 or 4 bits is quantised.
+    ``precision`` is the compute precision. A base of 8 or 4 bits is quantised on ``device``.
 
     Its weights are those of ``source``, if there is one and ``load_source`` or adapters, and else random. Raises
-    ``UsageError`` for weights that are not there, and for adapters that do not fit.
+    ``UsageError`` for missing weights, and for misfitting adapters.
     """
     # A checkpoint of adapters may have no base, which is therefore read from its source at every start.
     model = _build(options, config, load_source=load_source or adapters.rank > 0)
@@ -257,7 +257,7 @@ def _refuse_missing(source: str, found: Mapping[str, Any]) -> None:
 
 
 def attention_of(model: nn.Module) -> str:
-    """Return the name of the attention that transformers chose for a model."""
+    """Return the name of the attention chosen by transformers for a model."""
     config: Any = model.config
     return config._attn_implementation
 
@@ -306,7 +306,7 @@ def check_packing(model: nn.Module) -> str:
     """Prove that texts packed into one row do not see each other, and return a notice with the largest difference.
 
     Three forwards of two short texts, before the model is sharded, with sdpa or eager, as it was built. Raises
-    ``UsageError`` for a model that cannot take them: a recurrent state, or positions that it does not read.
+    ``UsageError`` for a model unable to take them: with a recurrent state, or without position_ids.
     """
     name = type(model).__name__
     remedy = "Set --data.no_packing, and --loader.bucket_by_length to save padding."
@@ -318,6 +318,7 @@ def check_packing(model: nn.Module) -> str:
     apart, together = _forwards(model, **_two_texts(model))
     # Relative to the largest logit, whose size differs from model to model.
     error = float((apart - together).abs().max() / apart.abs().max())
+    # Not `error >= 1e-4`, which NaN would pass.
     if not error < 1e-4:
         raise UsageError(
             f"--data.packing: {name}: two texts in one row have other logits than alone, by {error:.1e} of the largest "

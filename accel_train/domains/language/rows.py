@@ -15,11 +15,11 @@ from accel_train.wording import nearest
 
 FILES = tuple(KINDS)
 FIELDS = ("messages", "prompt", "completion", "tools")
-"""Fields that a row may have beside its text."""
+"""Optional fields of a row besides its text."""
 
 
 class Fault(NamedTuple):
-    """A row that cannot be used."""
+    """An unusable row."""
 
     place: str
     reason: str
@@ -50,7 +50,7 @@ class Row:
 
 
 def parsed(found: Iterable[tuple[str, Mapping[str, Any] | str]], text_column: str) -> Iterator[Row | Fault]:
-    """Yield the rows of places and fields, and in place of an unusable one what is wrong with it.
+    """Yield the rows of places and fields, and a fault in place of an unusable one.
 
     A row is chat if it has ``messages``, a pair if it has ``prompt`` and ``completion`` (texts or lists of messages),
     else its text is in ``text_column``.
@@ -61,7 +61,7 @@ def parsed(found: Iterable[tuple[str, Mapping[str, Any] | str]], text_column: st
 
 
 def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
-    """Return the row, or what is wrong with it."""
+    """Return the row, or its fault."""
     # Tables fill the columns that a row does not have with None.
     fields = {name: value for name, value in fields.items() if value is not None}
     tools = fields.get("tools")
@@ -111,5 +111,5 @@ def _messages_fault(messages: Any) -> str | None:
 
 
 def is_hub_id(path: str) -> bool:
-    """Return True for owner/name or owner/name:configuration that is no path here."""
+    """Return True for owner/name or owner/name:configuration, unless it is a path here."""
     return text_sources.is_hub_id(path, FILES)

@@ -42,7 +42,7 @@ class EvaluationConfig:
 
 
 class Sample(NamedTuple):
-    """One text: what was given, what the model wrote, and what the text continues with."""
+    """One text: its given part, the model's continuation, and its own."""
 
     prompt: str
     written: str
@@ -72,11 +72,12 @@ def write(
 
 
 def _divide(heldout: TokenDataset, number: int, prompt_tokens: int) -> tuple[list[int], list[int]]:
-    """Return the tokens of a text that are given, and the others."""
+    """Divide the tokens of a text into the given ones and the others."""
     tokens, trained = heldout.text(number)
     first = int(trained.int().argmax())
     # The first token is never trained, so plain text begins to be trained at the second.
     given = prompt_tokens if first <= 1 else first
+    # One token at least is left for the text's own continuation.
     given = min(given, len(tokens) - 1)
     return tokens[:given].tolist(), tokens[given:].tolist()
 

@@ -1,6 +1,6 @@
-"""Rows to token ids, and which of them the loss counts.
+"""Rows to token ids, with a mark on those counted by the loss.
 
-All tokens of plain text are trained, of a pair the completion, of a chat what the assistant says.
+All tokens of plain text are trained, of a pair the completion, of a chat the assistant's turns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def encode(row: Row, tokenizer: Any) -> Encoded:
 
 
 def encode_texts(rows: Sequence[Row], tokenizer: Any) -> list[Encoded]:
-    """Return ``encode`` of rows of plain text, which the tokenizer takes many at a time."""
+    """Return ``encode`` of rows of plain text, tokenised many at a time."""
     if not rows:
         return []
     found = tokenizer([row.text for row in rows])["input_ids"]
@@ -40,8 +40,8 @@ def encode_texts(rows: Sequence[Row], tokenizer: Any) -> list[Encoded]:
 def encode_prompt(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
     """Return the tokens of a text to continue, or of a chat up to where the assistant begins to write.
 
-    They are those with which a row of training begins. Raises ``UsageError`` for a text without tokens, and for
-    messages that the chat template does not take.
+    A training row begins with the same tokens. Raises ``UsageError`` for a text without tokens, and for messages
+    refused by the chat template.
     """
     if not isinstance(prompt, str):
         return _encode_chat_prompt(prompt, tokenizer)
@@ -73,11 +73,12 @@ def _encode_chat_prompt(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -
         raise UsageError(
             f"messages: the chat template refuses them ({type(error).__name__}: {error}); give them as it wants them"
         ) from None
+    # The template has written the special tokens into the text.
     return _tokenise(tokenizer, text, (), special=False)[0]
 
 
 def _with_end(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> Encoded:
-    """Append the end of the text, which is learned so that generation stops."""
+    """Append the end of the text. It is learned, or generation would not stop."""
     ids = list(ids)
     trained = list(trained)
     if tokenizer.eos_token_id is not None and (not ids or ids[-1] != tokenizer.eos_token_id):
@@ -109,6 +110,7 @@ def _encode_messages(row: Row, tokenizer: Any) -> Encoded:
             "--data.chat_template FILE.jinja, the --data.tokenizer of a chat model, or rows with prompt and completion."
         )
     marked = "{% generation %}" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template
+    # The marks are on every turn of the assistant, those of a prompt included.
     if marked and row.first_trained == 0:
         ids, trained = _marked_by_template(row, tokenizer)
     else:
@@ -119,7 +121,7 @@ def _encode_messages(row: Row, tokenizer: Any) -> Encoded:
 
 
 def _marked_by_template(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Use the template's own marks of what the assistant says."""
+    """Use the template's own marks of the assistant's turns."""
     found = tokenizer.apply_chat_template(
         list(row.messages), tools=row.tools, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -139,10 +141,10 @@ def _render(row: Row, tokenizer: Any, count: int | None = None, *, prompt: bool 
 
 
 def _assistant_spans(row: Row, tokenizer: Any) -> list[Span]:
-    """Find what the assistant writes, as ranges of characters of the whole chat.
+    """Find the assistant's turns, as ranges of characters of the whole chat.
 
-    A turn is what the chat up to it has and the prompt for it has not. This needs a template that writes a message
-    alike whatever follows.
+    A turn is the text of the chat up to its end, less the prompt for it. The template must write a message alike
+    whatever follows.
     """
     whole = _render(row, tokenizer)
     spans: list[Span] = []

@@ -2,7 +2,7 @@
 
 A shard has consecutive texts of about 4 million tokens, and texts are packed within it: memory does not depend on the
 size of the source, and texts of one shard alone are packed as a whole. One process of a host computes, the others wait.
-A record beside the shards says where each ends in the source, so that whoever comes next continues behind the last one.
+A record beside the shards has the end of each in the source: the next process continues behind the last one.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class TokenCache:
         return hashlib.sha256(f"{self.key} {name}".encode()).hexdigest()
 
     def read_record(self) -> dict[str, Any]:
-        """Return what is known of the shards, as far as they are whole."""
+        """Return the record of the shards, cut off at the first missing one."""
         try:
             record: dict[str, Any] = json.loads(self.record.read_text("utf-8"))
             names = [shard["name"] for shard in record["train"]]
@@ -192,7 +192,7 @@ class _Preparation:
         self._tokens = 0
 
     def run(self, source: RowBlocks) -> None:
-        """Encode what is missing, then bring the held-out texts into order, and count the targets."""
+        """Encode the missing blocks, then sort the held-out texts, and count the targets."""
         self.record["notices"] = source.notices
         start, skip = self._position()
         count = len(source.rows)
@@ -224,7 +224,7 @@ class _Preparation:
         return block, text
 
     def _take(self, number: int, block: EncodedBlock, first: int) -> None:
-        """Add the texts of a block from the ``first`` one on, and write the shards that are full."""
+        """Add the texts of a block from the ``first`` one on, and write full shards."""
         for place, reason in block.faults:
             self.bad.add(place, reason)
         self.record["blocks"][str(number)] = block.counts
@@ -253,7 +253,7 @@ class _Preparation:
         self._tokens += end - start
 
     def _write_shard(self, end: tuple[int, int]) -> None:
-        """Pack the training texts that wait, and write them with the held-out ones beside them."""
+        """Pack the waiting training texts, and write them with the held-out ones beside them."""
         fields = zip(*self._waiting, strict=True)
         texts = _Texts(*map(np.concatenate, fields))
         self._waiting = []
@@ -271,6 +271,7 @@ class _Preparation:
         shards = self.record["train"]
         described = self._write(f"train {len(shards)}", tokens, lengths, aside)
         shards.append(described | {"end": list(end)})
+        # After every shard: a start that was killed goes on behind the last one.
         self._save(complete=False)
 
     def _write(self, name: str, tokens: Tokens, lengths: Ints, aside: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -286,7 +287,7 @@ class _Preparation:
         }
 
     def _write_heldout(self) -> None:
-        """Write the held-out texts in the order of the hashes of their rows, so that the first are a fair sample."""
+        """Write the held-out texts in the order of the hashes of their rows: the first ones are a fair sample."""
         paths = [self.cache.file(shard["name"]) for shard in self.record["train"]]
         files = OpenShards(paths)
         count = len(paths)
@@ -298,6 +299,7 @@ class _Preparation:
         of_file = np.repeat(np.arange(count), [len(part) for part in lengths])
         # Where each text begins in the tokens of its file.
         starts = [np.cumsum(part) - part for part in lengths]
+        # An empty array first, because a source without a usable row has no shard.
         first = np.concatenate([np.zeros(0, np.int64), *starts])
         length = np.concatenate([np.zeros(0, np.int64), *lengths])
         key = np.concatenate([np.zeros((0, 2), np.int64), *keys])
@@ -339,5 +341,6 @@ class _Preparation:
             ) from None
 
 
+# A function of the module, because workers receive it pickled.
 def _encode(encode: Encode, start: int, number: int) -> EncodedBlock:
     return encode(start + number)

@@ -1,7 +1,7 @@
 """Rows of tokens in shards on disk, read row by row.
 
-A shard is an entry of the cache of tensors. What a step needs is read from the file, without mapping it: pages of a
-map count as memory of each process, and all rows are touched in the course of an epoch. The system's cache of files is
+A shard is an entry of the cache of tensors. A step reads its rows from the file, without mapping it: pages of a map
+count as memory of each process, and all rows are touched in the course of an epoch. The system's cache of files is
 shared by all processes. Every row is compared with its checksum.
 """
 
@@ -32,7 +32,7 @@ NUMBERS: Mapping[str, Any] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 
 
 class Shard(NamedTuple):
-    """A file of rows, and what is in it."""
+    """A file of rows and its counts."""
 
     file: Path
     rows: int
@@ -55,7 +55,7 @@ def shard_tensors(packed: PackedTexts) -> dict[str, Tensor]:
 
 
 class ShardFile:
-    """Parts of the tensors of one shard. Raises ``DamagedEntryError`` for a file that is gone or cut."""
+    """Parts of the tensors of one shard. Raises ``DamagedEntryError`` for a missing or truncated file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -70,7 +70,7 @@ class ShardFile:
         self._start = 8 + length
 
     def read(self, name: str, first: int, end: int) -> Any:
-        """Return elements ``first`` to ``end`` - 1 of a tensor, in the order in which they are stored."""
+        """Return elements ``first`` to ``end`` - 1 of a tensor, in storage order."""
         field = self._fields[name]
         dtype = NUMBERS[field["dtype"]]
         count = (end - first) * dtype.itemsize
@@ -110,7 +110,7 @@ class ShardFile:
 
 
 class OpenShards:
-    """Shards that are opened when they are first read, a few at a time. Can be pickled: a worker opens them itself."""
+    """Shards opened on first read, a bounded number at a time. Can be pickled: a worker opens them itself."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = tuple(files)
@@ -191,7 +191,7 @@ class TokenDataset:
         return trimmed
 
     def _find(self, ends: list[int], index: int) -> tuple[ShardFile, int]:
-        """Return the open file that holds a row or text, and its number in there."""
+        """Return the open file of a row or text, and its number in there."""
         if not 0 <= index < ends[-1]:
             raise IndexError(index)
         number = bisect_right(ends, index)

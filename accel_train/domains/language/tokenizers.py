@@ -19,7 +19,7 @@ BEGIN, END, PAD = "<s>", "</s>", "<pad>"
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
-    """Train a byte-level BPE that begins every text with ``<s>``. Equal texts give equal merges."""
+    """Train a byte-level BPE, with ``<s>`` at the start of every text. Equal texts give equal merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -44,7 +44,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
 def cached_tokenizer(source: str, texts: Callable[[], Sequence[str]], vocab_size: int, cache: Path) -> Any:
     """Return ``train_tokenizer`` from the cache, trained if it is not there. One process trains, others wait for it.
 
-    ``source`` is a hash of what ``texts`` returns, which is called where the tokenizer must be trained.
+    ``source`` is a hash of the result of ``texts``. ``texts`` is called only if the tokenizer must be trained.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise UsageError(
@@ -74,6 +74,7 @@ def sampled(texts: Iterable[str]) -> list[str]:
         kept.append(text)
         characters += len(text)
         while len(kept) > 1 and (len(kept) > SAMPLE_TEXTS or characters > SAMPLE_CHARACTERS):
+            # Thinned and not cut off, so that the sample spans all texts.
             kept = kept[::2]
             every *= 2
             characters = sum(map(len, kept))
@@ -81,14 +82,14 @@ def sampled(texts: Iterable[str]) -> list[str]:
 
 
 def identity_of(tokenizer: Any) -> str:
-    """Hash what decides the tokens of a row: vocabulary and merges, special tokens, the chat template."""
+    """Hash everything the tokens of a row depend on: vocabulary and merges, special tokens, the chat template."""
     facts = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.eos_token_id]
     described = json.dumps([*facts, tokenizer.special_tokens_map], sort_keys=True, default=str)
     return hashlib.sha256(described.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def load_tokenizer(name: str, revision: str | None) -> Any:
-    """Load the tokenizer of a Hub id or folder. Raises ``UsageError`` for one that is not there or not fast."""
+    """Load the tokenizer of a Hub id or folder. Raises ``UsageError`` for a missing or slow one."""
     from transformers import AutoTokenizer
 
     try:

@@ -21,20 +21,20 @@ from accel_train.wording import did_you_mean, nearest, shortened
 
 logger = logging.getLogger(__name__)
 INITS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal")
-"""First values of adapters that leave the base as it is. Others, such as pissa, change it."""
+"""Initialisations of adapters without a change of the base. Others, such as pissa, change it."""
 BASE = "base"
 """Stands for no adapter where one is chosen."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return True for a directory with adapters: a checkpoint, an export, or a folder that peft wrote."""
+    """Return True for a directory with adapters: a checkpoint, an export, or a folder written by peft."""
     # By peft's config, which all three have: weights alone do not tell.
     return (directory / CONFIG_FILE).is_file()
 
 
 def read_adapter(directory: Path) -> dict[str, TensorInfo]:
-    """Find the tensors of the adapter of a directory, by peft's keys; averaged ones in a checkpoint that has them.
+    """Find the tensors of the adapter of a directory, by peft's keys; the EMA in a checkpoint with one.
 
     Raises ``UsageError`` for a malformed file, and for a directory without adapters.
     """
@@ -50,7 +50,7 @@ def read_adapter(directory: Path) -> dict[str, TensorInfo]:
 
 
 def embeds_base(directory: Path) -> bool:
-    """Return True for a checkpoint that holds the frozen weights as well (``checkpoints.base: embed``)."""
+    """Return True for a checkpoint with the frozen weights inside (``checkpoints.base: embed``)."""
     if not any(directory.glob("model*.safetensors")):
         return False
     tensors = weights.find_tensors(directory, "model")
@@ -60,7 +60,7 @@ def embeds_base(directory: Path) -> bool:
 def add_adapter(model: nn.Module, name: str, directory: Path) -> None:
     """Put the adapter of a directory on its base, in place, and choose it.
 
-    Raises ``UsageError`` for one that is no LoRA, that does not fit the layers of the model, or is damaged.
+    Raises ``UsageError`` for one of another kind than LoRA, one for other layers than the model's, and a damaged one.
     """
     tensors = read_adapter(directory)
     settings = _settings(directory)
@@ -102,6 +102,7 @@ def _settings(directory: Path) -> Any:
             "peft first (save_pretrained, path_initial_model_for_weight_conversion)"
         )
     try:
+        # As for training: `inject` gives fp32 to parameters with a gradient alone, and inference mode takes it away.
         return import_peft().LoraConfig(**values | {"inference_mode": False, "init_lora_weights": True})
     except (TypeError, ValueError) as error:
         raise UsageError(
@@ -129,7 +130,7 @@ def _refuse_misfits(directory: Path, tensors: Mapping[str, TensorInfo], expected
 
 
 def choose_adapter(model: nn.Module, name: str | None) -> None:
-    """Compute with one adapter from now on, or with None as the base alone, which then has its own bits."""
+    """Compute with one adapter from now on. None: as the base alone, bit for bit."""
     for layer in _adapted_layers(model):
         layer.enable_adapters(name is not None)
         if name is not None:
@@ -156,7 +157,7 @@ def merge_adapter(model: nn.Module, name: str) -> None:
 
 
 def refuse_out_of_range(model: nn.Module, name: str, precision: Precision) -> None:
-    """Raise ``UsageError`` if a weight of ``model``, which has been cast to ``precision``, is not finite."""
+    """Raise ``UsageError`` for a non-finite weight of ``model``, already cast to ``precision``."""
     # After the cast: a weight that is finite in fp32 may be out of fp16's range.
     for path, parameter in model.named_parameters():
         if not bool(parameter.isfinite().all()):
@@ -171,7 +172,7 @@ def _adapted_layers(model: nn.Module) -> Sequence[Any]:
 
 
 def refuse_whole_model(name: str, directory: Path) -> None:
-    """Raise ``UsageError`` for a directory without adapters that was given as one of them."""
+    """Raise ``UsageError`` for a directory given as adapters but without any."""
     if not is_adapter(directory):
         raise UsageError(
             f"adapters {name}={directory}: holds no adapters but a whole model; give a run with --lora.rank, or a "
@@ -182,9 +183,10 @@ def refuse_whole_model(name: str, directory: Path) -> None:
 def compare_bases(
     recorded: Mapping[str, Any] | None, reference: Mapping[str, Any] | None, directory: Path, owner: Path
 ) -> None:
-    """Raise ``UsageError`` for adapters of another base than the files of ``reference``, which ``owner`` is on.
+    """Raise ``UsageError`` for adapters of another base than the files of ``reference``, the base of ``owner``.
 
-    ``recorded`` are the files that the adapters in ``directory`` name. Without it, as peft writes them, it warns.
+    ``recorded`` are the base files named by the adapters in ``directory``. Without it, as in peft's own folders, it
+    warns.
     """
     if recorded is None or reference is None:
         # To refuse these would refuse most adapters that there are.
@@ -194,7 +196,7 @@ def compare_bases(
 
 
 def refuse_names(names: Mapping[str, Any], taken: tuple[str, ...]) -> None:
-    """Raise ``UsageError`` for names of adapters that cannot be told apart or used."""
+    """Raise ``UsageError`` for ambiguous or unusable names of adapters."""
     for name in names:
         if name == BASE or name in taken or not NAME.fullmatch(name):
             reason = f"{name!r} stands for the base alone" if name == BASE else "is in use, or no plain name"
@@ -205,7 +207,7 @@ def refuse_names(names: Mapping[str, Any], taken: tuple[str, ...]) -> None:
 
 
 def refuse_unknown(adapter: str, known: tuple[str, ...]) -> None:
-    """Raise ``UsageError`` for an adapter that the model does not have."""
+    """Raise ``UsageError`` for an adapter unknown to the model."""
     if adapter != BASE and adapter not in known:
         listed = ", ".join([BASE, *known])
         hint = did_you_mean(nearest(adapter, [BASE, *known]))

@@ -1,6 +1,6 @@
-"""Frozen linear layers whose weights are stored in float8, e4m3 (arXiv:2209.05433), with a scale for each output.
+"""Frozen linear layers with weights stored in float8, e4m3 (arXiv:2209.05433), and a scale for each output.
 
-They are multiplied in the dtype of the computation. The 8 bits halve the memory of bf16 and need no package.
+They are multiplied in the compute dtype. The 8 bits halve the memory of bf16 and need no package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 FLOAT8 = torch.float8_e4m3fn
 STORED = torch.int8
-"""The same bits. peft would give the adapters of a layer in float8 that dtype too."""
+"""The same bits. peft would give the adapters of a float8 layer its dtype too."""
 LARGEST = torch.finfo(FLOAT8).max
 
 
@@ -38,7 +38,7 @@ class Float8Linear(nn.Linear):
         return made
 
     def values(self) -> Tensor:
-        """Return the weight that it stands for, (out, in) in fp32."""
+        """Return the decoded weight, (out, in) in fp32."""
         return decode(self.weight, self.scale, torch.float32)
 
     def forward(self, input: Tensor) -> Tensor:

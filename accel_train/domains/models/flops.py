@@ -12,8 +12,8 @@ from accel_train.domains.models.mmdit import MODALITIES, MultimodalMMDiTConfig
 
 TRAINING_FACTOR = 3
 """A training step costs three forwards: the backward has two matrix products for each of the forward. Not counted:
-recomputation by activation checkpointing, which therefore lowers MFU, and the saving of layers whose input needs no
-gradient (less than 0.5 % beyond toy models)."""
+recomputation by activation checkpointing (it lowers MFU), and the saving of layers with an input without gradient (less
+than 0.5 % beyond toy models)."""
 
 
 def flops_per_sample(config: MultimodalMMDiTConfig, text_length: int, latent_length: int) -> int:
@@ -31,10 +31,13 @@ def flops_per_sample(config: MultimodalMMDiTConfig, text_length: int, latent_len
     qkv_and_out = 4 * length * width**2
     feed_forward = 2 * shape.ffn_ratio * length * width**2
     attention = 2 * length**2 * width  # scores, and the weighted sum of values
+    # Shift, scale and gate of attention and of the feed-forward layer, from one vector for each sample.
     modulation = MODALITIES * 6 * conditioning * width
     blocks = shape.depth * (qkv_and_out + feed_forward + attention + modulation)
 
+    # The two layers of each `TimestepEmbedder`.
     embedders = MODALITIES * (TIME_FEATURES * conditioning + conditioning**2)
+    # `TimeConditioning`: from two embeddings to 4 widths, and back to one.
     time_conditioning = embedders + (2 * 4 + 4) * conditioning**2
     latent_layers = 2 * latent_length * (2 * config.latent_dim * width + 2 * width**2)  # encoder and head
     text_head = text_length * width * config.vocabulary_size
@@ -45,7 +48,7 @@ def flops_per_sample(config: MultimodalMMDiTConfig, text_length: int, latent_len
 def work(config: MultimodalMMDiTConfig, micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor | int]:
     """Count this process's part of a training step, for the throughput.
 
-    A micro-batch holds tokens and text_mask (B, S), latent (B, L, Dz) and weight (B,), which is 0 for padding.
+    A micro-batch holds tokens and text_mask (B, S), latent (B, L, Dz) and weight (B,), 0 for padding.
     """
     tokens = [(batch["text_mask"].sum(-1) * batch["weight"]).sum() for batch in micro_batches]
     padded = 0

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of weights that are multiplied as they are. Quantised ones are decoded to that of their input."""
+"""Dtypes of weights multiplied as they are. Quantised weights are decoded to the dtype of their input."""
 KEPT = frozenset(("timestep", "guidance", "time_ids", "txt_ids", "img_ids"))
-"""Inputs that are embedded in fp32: times, sizes and places, which bf16 could not tell apart."""
+"""Inputs embedded in fp32: bf16 could not tell apart neighbouring times, sizes and places."""
 
 
 def cast_inputs(model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

@@ -29,7 +29,7 @@ WEIGHTS_STEM = "adapter_model"
 LINEAR = ("Linear", "Conv1D")  # the second is GPT-2's name for a linear layer
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 HEAD = re.compile(r"(^|[._])(head|lm_head|classifier|score)$|^proj_out$")
-"""Blocks of diffusers have a proj_out of their own, which is no head."""
+"""Blocks of diffusers have a proj_out of their own, not a head."""
 GROUPS = ("all-linear", "attention")
 
 
@@ -71,7 +71,7 @@ class LoraConfig:
 
 
 class PartOfModel(NamedTuple):
-    """A part whose adapters have a rank of their own."""
+    """A part of the model with its own rank of adapters."""
 
     name: str
     """Path of its module."""
@@ -98,12 +98,12 @@ def apply_lora(
 ) -> None:
     """Freeze the model and give its target layers adapters, in place. Does nothing with rank 0.
 
-    The frozen parameters take ``base_precision``, but for those that the model keeps in fp32; the adapters are fp32.
-    With int8, fp8 or nf4 the linear layers go to ``device``, and the other frozen parameters take the ``precision`` of
-    the computation. Layers of ``parts`` have the rank and alpha of their part.
+    The frozen parameters take ``base_precision``, except those kept in fp32 by the model; the adapters are fp32. With
+    int8, fp8 or nf4 the linear layers go to ``device``, and the other frozen parameters take the compute ``precision``.
+    Layers of ``parts`` have the rank and alpha of their part.
 
     Draws the first matrices from torch's global generator; the second are zero, so the output is unchanged. Raises
-    ``UsageError`` for targets that the model does not have, without peft, and without bitsandbytes where it is needed.
+    ``UsageError`` for targets missing from the model, without peft, and without bitsandbytes where it is needed.
     """
     if config.rank == 0:
         return
@@ -123,7 +123,7 @@ def apply_lora(
 
 
 def loading_precision(config: LoraConfig, precision: Precision) -> Precision:
-    """Return the dtype to load the base in: ``base_precision``, or that of the computation before 8 or 4 bits."""
+    """Return the dtype to load the base in: ``base_precision``, or the compute dtype before 8 or 4 bits."""
     base = config.base_precision
     if base == "int8" or base == "fp8" or base == "nf4":
         return precision
@@ -162,6 +162,7 @@ def inject(model: nn.Module, settings: Any, name: str) -> None:
     with warnings.catch_warnings():
         # peft 0.21 reads a property that transformers 5.23 has renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        # It also warns of every further adapter, and a model may have several here.
         warnings.filterwarnings("ignore", "Already found a `peft_config` attribute", UserWarning)
         import_peft().inject_adapter_in_model(settings, model, name)
     # peft gives an adapter the dtype of its layer, and what trains is fp32.
@@ -197,7 +198,7 @@ def import_peft() -> Any:
 
 
 def resolve_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Return the names of the target layers as peft takes them: the last parts of their paths where that is enough.
+    """Return the names of the target layers as peft takes them: the last parts of their paths where they suffice.
 
     Raises ``UsageError`` for a name without a layer.
     """
@@ -210,9 +211,9 @@ def resolve_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def with_effect(model: nn.Module, targets: Sequence[str], idle: Collection[str]) -> tuple[str, ...]:
-    """Return targets without the layers ``idle``, which the loss does not reach, and log that they are left out.
+    """Return targets without the layers ``idle``, out of reach of the loss, and log their omission.
 
-    They would have no gradient, which DDP refuses. Raises ``UsageError`` if no layer is left.
+    They would have no gradient, and DDP refuses those. Raises ``UsageError`` if no layer is left.
     """
     chosen = target_layers(model, targets)
     left_out = sorted(chosen.intersection(idle))
@@ -268,7 +269,7 @@ def adapter_config(model: nn.Module, base: str | None) -> dict[str, Any]:
 
 
 def by_key_of_peft(tensors: Mapping[str, T], adapter: str = ADAPTER) -> dict[str, T]:
-    """Return the tensors of an adapter by the keys of peft's files. Leaves out what is not of it."""
+    """Return the tensors of an adapter by the keys of peft's files. Leaves out other tensors."""
     found: dict[str, T] = {}
     for name, tensor in tensors.items():
         key = adapter_key(name, adapter)
@@ -279,6 +280,7 @@ def by_key_of_peft(tensors: Mapping[str, T], adapter: str = ADAPTER) -> dict[str
 
 def adapter_key(name: str, adapter: str = ADAPTER) -> str | None:
     """Return peft's key of a parameter of an adapter, None for any other parameter."""
+    # peft's files name DoRA's magnitudes without the `.weight` of the parameter.
     if f".lora_magnitude_vector.{adapter}." in name:
         return f"base_model.model.{name.partition('.lora_magnitude_vector.')[0]}.lora_magnitude_vector"
     if not re.search(rf"\.lora_[AB]\.{re.escape(adapter)}\.", name):

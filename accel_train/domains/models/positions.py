@@ -11,7 +11,7 @@ from accel_train.domains.models.layers import MAX_PERIOD
 def centred_places(grid: tuple[int, int], whole: tuple[int, int]) -> Tensor:
     """Return the indices (h * w,) of a grid (h, w) cut from the centre of a `whole` grid (H, W), row by row.
 
-    Pictures of another shape then have the positions that a crop of the centre would have, as in SD3.
+    Pictures of another shape get the positions of a centre crop, as in SD3.
     """
     height, width = grid
     top = (whole[0] - height) // 2

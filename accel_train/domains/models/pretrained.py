@@ -9,7 +9,7 @@ from huggingface_hub import load_torch_model, snapshot_download
 from torch import nn
 
 DOWNLOAD_OPTIONS = ("revision", "cache_dir", "force_download", "local_files_only", "token")
-"""Options that the hub mixin passes to `_from_pretrained` beside the model's own arguments."""
+"""Options passed by the hub mixin to `_from_pretrained` besides the model's own arguments."""
 WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
 
 

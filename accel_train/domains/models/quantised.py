@@ -24,10 +24,10 @@ PACKED = torch.uint8
 def quantise(model: nn.Module, names: Sequence[str], bits: Bits, *, compute: torch.dtype, device: torch.device) -> None:
     """Replace the linear layers ``names`` by quantised ones, in place, and put them on ``device``.
 
-    Weights go there one by one, so the whole model in its own dtype need not fit. ``compute`` is the dtype that values
-    of four bits are multiplied in; int8 multiplies as integers, with outliers in fp16; fp8 in the dtype of its input.
-    On the meta device only sizes are set. Raises ``UsageError`` without bitsandbytes, on a device that it does not run
-    on, and in a simulation; fp8 does not need it.
+    Weights go there one by one, so the whole model in its own dtype need not fit. ``compute`` is the dtype for
+    multiplying four-bit values; int8 multiplies as integers, with outliers in fp16; fp8 in the dtype of its input. On
+    the meta device only sizes are set. Raises ``UsageError`` without bitsandbytes, on a device unsupported by it, and
+    in a simulation; fp8 does not need it.
     """
     if bits == "fp8":
         for name in names:
@@ -76,6 +76,7 @@ def _has_bias(layer: Any) -> bool:
 def _int8_layer(bnb: Any, layer: nn.Linear) -> Any:
     sizes = (layer.in_features, layer.out_features, _has_bias(layer))
     made = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=OUTLIERS, device="meta")
+    # Without fp16 weights beside the 8 bits: they serve updates, and this layer is frozen.
     made.weight = bnb.nn.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
     return made
 
@@ -91,7 +92,7 @@ def _nf4_layer(bnb: Any, layer: nn.Linear, compute: torch.dtype) -> Any:
 
 
 def _on_device(weight: Any, bits: Bits, device: torch.device) -> Any:
-    """Quantise a weight on ``device``. One on the meta device takes the size that it would have."""
+    """Quantise a weight on ``device``. One on the meta device takes its quantised size."""
     if weight.device.type != "meta":
         return weight.to(device)
     if bits == "int8":
@@ -102,12 +103,14 @@ def _on_device(weight: Any, bits: Bits, device: torch.device) -> Any:
 
 
 def dequantise(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Replace quantised layers by plain ones with the values that they stand for, in place, on their device."""
+    """Replace quantised layers by plain ones with their dequantised values, in place, on their device."""
+    # A list, because the loop replaces modules.
     for name, module in list(model.named_modules()):
         if not is_quantised(module):
             continue
         layer: Any = module
         values = _values(layer).to(dtype)
+        # On the meta device, because weight and bias are replaced at once.
         made = nn.Linear(layer.in_features, layer.out_features, _has_bias(layer), device="meta")
         made.weight = nn.Parameter(values, requires_grad=False)
         made.bias = layer.bias

@@ -44,6 +44,7 @@ class ModulatedBlock(nn.Module):
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
+        # Until `apply_attention` puts another kernel here.
         self.attend = TORCH_CHOICE
         self.shape = shape
         self.modulation = Modulation(shape.width, shape.width, MODULATIONS)
@@ -103,6 +104,7 @@ def drop_path(draws: Tensor, rate: float) -> Tensor:
     the draws from `rng.uniform`, keyed by sample. A generator would make them depend on the process.
     """
     rates = torch.linspace(0, rate, draws.shape[-1], device=draws.device)
+    # Divided by the share that is kept, so that the mean over the draws is the whole branch.
     return (draws >= rates) / (1 - rates)
 
 
@@ -128,4 +130,5 @@ def double(x: Tensor, length: int) -> Tensor:
     first = 0.75 * x + 0.25 * before
     second = 0.75 * x + 0.25 * after
     both = torch.stack((first, second), dim=2)  # (B, N, 2, D)
+    # The last token of an odd length was copied and not averaged: its second half has nothing to stand for.
     return both.flatten(1, 2)[:, :length]

@@ -1,4 +1,4 @@
-"""Autoencoder of pictures, of diffusers, whose latents a model of this package learns."""
+"""Picture autoencoders of diffusers, for models of their latents."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from accel_train.config import UsageError, expand_path
 from accel_train.data.tensor_cache import content_hash
 
 TRIAL_SIDE = 64
-"""Pixels of the picture that is encoded once, to find the channels and the size of latents."""
+"""Side in pixels of a trial picture, encoded once to find the channels and the size of latents."""
 CHANNELS = 3
 IDENTITY_FILE = "latents.identity"
-"""Beside latents in files: what they are known by in place of their bytes, which differ from machine to machine."""
+"""File beside stored latents with their identity, in place of their bytes: those differ from machine to machine."""
 
 
 @dataclass(frozen=True)
 class VaeReference:
-    """Which autoencoder made the latents of a model, and their form."""
+    """Autoencoder behind the latents of a model, and their form."""
 
     source: str
     """Hub id, or path of a folder."""
@@ -62,10 +62,10 @@ class PictureVae(nn.Module):
 
 
 def load_vae(source: str, revision: str | None, option: str, sha256: str | None = None) -> PictureVae:
-    """Load an autoencoder by path or Hub id: its own folder, or a pipeline's, whose ``vae`` is meant. On the CPU.
+    """Load an autoencoder by path or Hub id, on the CPU: from its own folder, or the ``vae`` of a pipeline.
 
-    ``option`` is named in errors. Raises ``UsageError`` for what is none, one of videos, and, with ``sha256``, one with
-    other weights.
+    ``option`` is named in errors. Raises ``UsageError`` for anything else, autoencoders of videos, and, with
+    ``sha256``, other weights.
     """
     module = _load(source, revision, option)
     module.eval().requires_grad_(False)
@@ -112,7 +112,9 @@ def _load(source: str, revision: str | None, option: str) -> Any:
                 str(path) if path.is_dir() else source,
                 subfolder=subfolder,
                 revision=revision,
+                # Some autoencoders overflow in fp16, SDXL's among them.
                 dtype=torch.float32,
+                # A pickle may run code.
                 use_safetensors=True,
             )
         except Exception as error:  # failures of hub, network and format have no common type

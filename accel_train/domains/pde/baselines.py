@@ -163,4 +163,5 @@ def _blocks(rows: Rows, wanted: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         input = batch["input"].flatten(1)
         features = torch.cat([input, batch["parameters"], one], dim=1)
         targets = batch["target"].flatten(1)
+        # In fp64, because the normal equations square the condition number of the features.
         yield features.double(), targets.double()

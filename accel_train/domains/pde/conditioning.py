@@ -1,4 +1,4 @@
-"""Embedding of the time step and the parameters of an equation, which the blocks of the operator are modulated by."""
+"""Embedding of the time step and the parameters of an equation, to modulate the blocks of the operator."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def _magnitudes(fields: Tensor) -> Tensor:
 
 
 def _energy(magnitudes: Tensor, width: int) -> Tensor:
-    """Square the magnitudes of a real FFT, counting columns twice that also stand for their mirror image."""
+    """Square the magnitudes of a real FFT, counting columns with a mirror image twice."""
     # A real FFT leaves out columns that are mirror images. Column 0, and the middle one of an even width, have none.
     column = torch.arange(magnitudes.shape[-1], device=magnitudes.device)
     has_no_mirror = (column == 0) | (2 * column == width)

@@ -18,8 +18,8 @@ def flops_per_sample(
 ) -> int:
     """Count multiplications and additions of one sample's forward, in matrix products and convolutions.
 
-    Equals the part of torch's FlopCounterMode that grows with the batch. `queries` None: the whole grid, whose points
-    are embedded once for all samples. `target`: the target is encoded as well.
+    Equals the batch-dependent part of torch's FlopCounterMode. `queries` None: the whole grid, with its points embedded
+    once for all samples. `target`: the target is encoded as well.
     """
     shape = config.tasks[task]
     grid = config.grid(shape)
@@ -31,10 +31,12 @@ def flops_per_sample(
         total += encoding * shape.target_channels
     if parts.operator or parts.prediction:
         total += _operator_multiplications(shape, grid, model)
+    # Reconstruction decodes both the input and the target.
     latents = 2 * parts.reconstruction + parts.prediction
     if latents:
         total += decoder_multiplications(grid, shape.heads, decoder, queries, latents)
     if parts.reencoding:
+        # On the whole grid whatever the queries, because the encoder reads nothing less.
         total += decoder_multiplications(grid, shape.heads, decoder, None)
         total += encoding * shape.target_channels
     return 2 * total
@@ -86,5 +88,6 @@ def _operator_multiplications(shape: TaskShape, grid: FieldGrid, model: PdeModel
 
 
 def _conditioning_multiplications(shape: TaskShape, width: int) -> int:
+    # Two layers for the time, one for the parameters, and the projection of their sum.
     features = TIME_FEATURES + 2 * width + parameter_features(shape.parameters)
     return width * features

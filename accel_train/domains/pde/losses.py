@@ -56,6 +56,7 @@ def _prediction(forward: Forward) -> Tensor:
 
 
 def _spectral(forward: Forward) -> Tensor:
+    # Every point of the grid is there: the options refuse `queries` with this term and with `_conservation`.
     predicted = forward.predicted.unflatten(-1, forward.task.grid)
     return fields.spectral_loss(predicted, forward.inputs["target"])
 
@@ -88,6 +89,7 @@ def _reconstruction(forward: Forward) -> Tensor:
 
 
 def _reencoding(forward: Forward) -> Tensor:
+    # Behind a stop-gradient for the reason of `_latent`.
     return fields.squared_error(forward.output.reencoded, forward.output.target_latent.detach())
 
 
@@ -179,6 +181,7 @@ def predict(model: Callable[..., Any], batch: Batch, task: int, grid: tuple[int,
     fields = output.prediction.unflatten(-1, grid).float()  # (B, C', H, W)
 
     def correct(guess: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        # Called once `predict` has returned, outside of its no_grad: the correction has gradients.
         given = ResidualGuess(guess, time, fields, batch["input"])
         corrected = model(given, None, parameters, dt, task)
         return corrected.residual, corrected.residual_size

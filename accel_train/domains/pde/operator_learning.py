@@ -25,7 +25,7 @@ from accel_train.domains.pde.transformer import Parts
 
 Stage = Literal["autoencode", "operator", "residual"]
 AUTOENCODER = ("encoders", "target_encoders", "decoder")
-"""Modules that the operator stage can freeze."""
+"""Modules the operator stage can freeze."""
 RESIDUAL = "residual"
 """Module trained in the residual stage alone."""
 
@@ -37,7 +37,7 @@ def model_shape(config: PdeModelConfig, tasks: Iterable[FieldTask]) -> PdeTransf
 
 
 def task_shape(task: FieldTask) -> TaskShape:
-    """Return the shapes of a task, from which the model is built."""
+    """Return the shapes of a task, to build the model from."""
     return TaskShape(
         task.name,
         task.input_channels,
@@ -204,6 +204,7 @@ def add_queries(
         result["query_target"] = fields.at_points(batch["target"], index)
     if "boundary" in terms:
         edge = fields.boundary_points(draws("boundary", BOUNDARY_POINTS), coordinates.shape[1])
+        # The whole grid once for each sample, since their boundary points differ.
         inner = result.get("queries", coordinates.expand(len(edge), -1, -1))
         # Behind the others, where losses on data do not look.
         result["queries"] = torch.cat((inner, edge), dim=1)

@@ -86,6 +86,7 @@ class FieldPipeline:
     def from_directory(cls, directory: Path, device: str = "cpu") -> FieldPipeline:
         """Read a checkpoint or an export. Raises ``UsageError``."""
         model = PdeTransformer.from_pretrained(directory)
+        # Predictions are those of the EMA, as in the evaluations of the training.
         if has_ema(directory):
             load_directory(model, directory, "ema")
         assets = load_field_assets(directory / "assets")
@@ -115,6 +116,7 @@ class FieldPipeline:
             raise UsageError(f"steps {steps}: 1 or more is required, and 1 for {own.name} if it has no time")
         # Keyed by content: a sample has the same noise alone and among others.
         contents = [sample.numpy().tobytes() for sample in state]
+        # 8 bytes, read with a sign: keys of `rng` are int64.
         digests = [hashlib.blake2b(content, digest_size=8).digest() for content in contents]
         keys = torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])
         predicted: list[Tensor] = []
@@ -127,6 +129,7 @@ class FieldPipeline:
                 batch = {"input": normalised[rows], "parameters": own_parameters[rows], "sample": sample[rows]}
                 # Normalised from step to step, and denormalised only for the caller: rounding does not add up.
                 parts.append(self._predict(own, number, batch, refine, seed))
+            # The next input as it is: a task with time has one scale for input and target.
             normalised = torch.cat(parts)
             predicted.append(own.target.denormalise(normalised))
         # A steady task has one answer and no axis of time.
@@ -201,7 +204,7 @@ class FieldPipeline:
         return tasks[name]
 
     def _shapes(self) -> str:
-        """Describe the tensors that the input of each task must have."""
+        """Describe the required input tensors of each task."""
         found: list[str] = []
         for task in self.assets.tasks:
             channels, height, width = (task.input_channels, *task.grid)
@@ -290,7 +293,7 @@ def _noise(stream: str, shape: Sequence[int]) -> Tensor:
 
 
 def _read_fields(file: str, shapes: str) -> tuple[Tensor, Tensor | None]:
-    """Read input fields and, if the file has them, parameters. ``shapes`` describes what the tasks need."""
+    """Read input fields and, if the file has them, parameters. ``shapes`` describes the required input."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -122,6 +122,7 @@ class FieldResidual(nn.Module):
                 inputs = like.new_zeros(1, input, rows, IDLE_TOKENS * columns)
                 fields = ResidualGuess(targets, like.new_zeros(1), targets, inputs)
                 yield self(fields, like.new_zeros(1, 1), task)
+            # One token is enough for an encoder and a head. Only attention refuses a single key.
             elif task != ran:
                 zeros = like.new_zeros(1, 2 * target + input, rows, columns)
                 encoded = self.encoders[task](zeros)

@@ -1,4 +1,4 @@
-"""Autoregressive rollout of fields in time, with an optional beam search that never sees the truth.
+"""Autoregressive rollout of fields in time, with an optional beam search blind to the truth.
 
 A `Step` maps fields (B, C, H, W) to those one time step later, without gradients. It is called equally often on every
 process, so it may run a sharded model.
@@ -70,6 +70,7 @@ def _best(paths: list[Tensor], scores: Tensor, beam: int) -> list[Tensor]:
     """Select the `beam` paths of each sample with the lowest scores (paths, B), best first. NaN is the worst."""
     # A diverged candidate must not win, and NaN is sorted differently by different devices.
     scores = scores.nan_to_num(nan=torch.inf)
+    # Stable, so that the earlier proposal wins a tie on every device.
     order = scores.argsort(dim=0, stable=True)[:beam]  # (beam, B)
     stacked = torch.stack(paths)  # (paths, B, steps, C, H, W)
     rows = torch.arange(scores.shape[1], device=scores.device)

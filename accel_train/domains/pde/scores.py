@@ -25,6 +25,7 @@ from accel_train.metrics.progress import Labels
 
 SHIFTS = (1, -1, 2, 3)
 """Shifts of a periodic field, in points. Each gives another estimate of the same step."""
+# Taken from the front, as many as there are candidates: the first five span the range, the others refine it.
 NOISES = (0.003, 0.01, 0.03, 0.1, 0.3, 0.001, 0.005, 0.02, 0.05)
 """Noise scales relative to the field's size, for the candidates beyond the shifts."""
 MEAN = "mean_nrmse"
@@ -305,6 +306,7 @@ def _error_panel(predicted: Tensor, target: Tensor, down: str = "y (points)") ->
     return Panel(f"error (nRMSE {nrmse:.3g})", error, "e", down, signed=True)
 
 
+# Once per run: later evaluations have the same data and the same rows.
 @lru_cache(maxsize=1)
 def baseline_metrics(data: FieldData, samples: int) -> Mapping[str, float]:
     """Score the baselines on the first ``samples`` held-out rows of each task, the rows of the model's evaluation.

@@ -205,6 +205,7 @@ class QueryPoints(nn.Module):
     def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
         # In bf16 neighbouring points of a fine grid would have the same coordinates.
         x = points.float()
+        # Beyond an end of a periodic domain the own token is one at the other end.
         wrapped = x - x.floor() if self.grid.periodic else x
         sides = self.grid.cells[-self.grid.dimensions :]
         cell: list[Tensor] = []
@@ -310,6 +311,7 @@ class AnyPointDecoder(nn.Module):
         P is 1 for points shared by all rows, or a divisor of B. Row i then has points i % P.
         """
         x = self.embed(tokens, points, grid)
+        # Once for all layers, since the tokens do not change between them.
         normalised = F.layer_norm(tokens, tokens.shape[-1:], eps=NORM_EPS)
         for layer in self.layers:
             x = layer(x, normalised)
@@ -322,6 +324,7 @@ class AnyPointDecoder(nn.Module):
             repeats = len(tokens) // len(points)
             x = x.repeat(repeats, 1, 1)
             own_token = own_token.repeat(repeats, 1)
+        # Mapped first and gathered then: one product for a token, however many points lie in its cell.
         local = at_tokens(self.local(tokens), own_token)  # (B, Q, 2 E)
         scale, shift = local.chunk(2, dim=-1)
         # 1 + scale, so that small weights leave the embedding as it is.

@@ -177,6 +177,7 @@ def _fit_log_linear(train: Rows, rows: Tensor, unigram: Tensor) -> Tensor:
         batch = train.batch(indices.tolist())
         gradient = _log_linear_gradient(weights, batch)
         first.lerp_(gradient, 1 - BETAS[0])
+        # Squared in place: `first` has taken the gradient itself.
         second.lerp_(gradient.square_(), 1 - BETAS[1])
         first_correction = 1 - BETAS[0] ** (step + 1)
         second_correction = 1 - BETAS[1] ** (step + 1)

@@ -27,7 +27,7 @@ from accel_train.wording import did_you_mean, nearest
 DEMO_FILE = Path(__file__).parent / "demo" / "shakespeare.txt"
 LINE_FILES = (".jsonl", ".ndjson", ".txt")
 NO_ID = (*LINE_FILES, *TABLE_FILES, ".json", ".py")
-"""Endings of files, which no id of the Hub has."""
+"""Endings of files. No id of the Hub has one."""
 CODES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip-compressed"}
 
 
@@ -197,7 +197,7 @@ def _text_rows(file: Path, text_column: str, bad: BadRows) -> Iterator[tuple[str
 
 
 def text_fault(row: Mapping[str, Any], column: str) -> str | None:
-    """Return what is wrong with the text of a row, or None."""
+    """Return the fault of a row's text, or None."""
     if column not in row:
         near = nearest(column, row) or next(iter(row), None)
         hint = ""
@@ -279,7 +279,7 @@ def split_heldout(corpus: Corpus, fraction: float) -> tuple[list[int], list[int]
 
 
 def remove_heldout(train: Corpus, heldout: Corpus) -> tuple[list[int], list[int]]:
-    """Return the indices of (training, held-out) texts of two corpora, without training texts that are held out."""
+    """Return the indices of (training, held-out) texts of two corpora, with no held-out text left in training."""
     # Only to drop repeated texts and to order the held-out ones: with shares of 1 and 0 nothing changes sides.
     _, heldout_rows = split_heldout(heldout, 1.0)
     candidates, _ = split_heldout(train, 0.0)

@@ -238,7 +238,7 @@ class TextLatentDataset:
         return int(self._lengths[index])
 
     def trim(self, batch: Mapping[str, Tensor], length: int) -> Batch:
-        """Cut the padded fields to `length` tokens. The caller knows that no text is longer."""
+        """Cut the padded fields to `length` tokens. The caller ensures no text is longer."""
         trimmed = dict(batch)
         for name in self.PADDED:
             trimmed[name] = batch[name][:, :length].contiguous()
@@ -302,9 +302,9 @@ class PreparedData:
     notices: tuple[str, ...]
     """Lines for the main process to log: sizes, texts cut or left out."""
     ledger: tuple[Span, ...] = ()
-    """Data that the resumed run has seen before, if they may change."""
+    """Data seen before by the resumed run, if they may change."""
     contents: str = ""
-    """sha256 of what is read now. Differs from `fingerprint`, that of the first start, if the data changed."""
+    """sha256 of the data read now. Differs from `fingerprint`, taken at the first start, if the data changed."""
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -354,7 +354,7 @@ class PreparedData:
         return self.assets.normalise(torch.stack(rows))
 
     def with_vae(self, vae: VaeReference | None) -> "PreparedData":
-        """Return the data with the autoencoder of its pictures, which checkpoints then name."""
+        """Return the data with the autoencoder of its pictures, for checkpoints to name."""
         return replace(self, assets=replace(self.assets, vae=vae))
 
     def save_assets(self, directory: Path, start_step: int = 0) -> None:

@@ -1,8 +1,8 @@
-"""Length of a text, estimated from its latent, so that text sampled from a latent alone ends by itself.
+"""Length of a text, estimated from its latent: text sampled from a latent alone ends by itself.
 
-The model is trained with the true length of each text, given as the mask of its padding, and says nothing about it. A
-ridge regression of the logarithm of the length on the latent, in closed form over the training split, says what the
-latent knows of the length and falls back to the geometric mean where it knows nothing. It changes nothing in training.
+In training the model receives the true length of each text, as the mask of its padding, and does not predict it. The
+estimate is a ridge regression of the logarithm of the length on the latent, in closed form over the training split. A
+latent without information about the length gives the geometric mean. Training is unaffected.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LengthEstimate:
     """Mean absolute error in tokens on the texts of the fit."""
     shortest: int
     longest: int
-    """Range of the training split, which an estimate does not leave."""
+    """Range of the training split. Estimates are clamped to it."""
 
     def __call__(self, latents: Tensor) -> Tensor:
         """Estimate the tokens of the texts of normalised latents (B, L, Dz), special tokens included: (B,) int64."""
@@ -70,10 +70,10 @@ def load_length(directory: Path) -> LengthEstimate | None:
 
 
 def fit_length(table: Latents, lengths: Tensor, mean: Tensor, std: float, rows: Tensor | None = None) -> LengthEstimate:
-    """Fit the estimate to lengths (N,) of texts with latents in ``table``, which ``mean`` (Dz,) and ``std`` normalise.
+    """Fit the estimate to lengths (N,) of texts with latents in ``table``, normalised by ``mean`` (Dz,) and ``std``.
 
     ``rows`` (N,) are those of the texts in the table, by default all. Takes up to ``MOST_ROWS`` texts, evenly spread.
-    The penalty is that of as many texts as there are features, with the mean length.
+    The penalty weighs as much as one extra text of the mean length for each feature.
     """
     if rows is None:
         rows = torch.arange(len(table))

@@ -19,7 +19,7 @@ Mode = Literal["unconditional", "l2t", "t2l"]
 Part = Literal["text", "latent"]
 MODES: tuple[Mode, ...] = ("unconditional", "l2t", "t2l")
 CONDITION: dict[Mode, Part | None] = {"unconditional": None, "l2t": "latent", "t2l": "text"}
-"""The modality that each mode receives clean. It learns the other one."""
+"""The modality received clean by each mode. The other one is learned."""
 
 
 PREFIXES: dict[Part, list[str]] = {
@@ -39,7 +39,7 @@ class Phase:
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """Modes that occur in this phase."""
+        """Modes of this phase."""
         if self.mode == "mixed":
             return MODES
         return (self.mode,)
@@ -119,10 +119,10 @@ def fix_condition(
     text_time: Tensor,
     latent_time: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the times of text and latent, (B,) each, with that of the step's condition fixed.
+    """Return the times of text and latent, (B,) each, with the time of the step's condition fixed.
 
-    A condition is clean at time 0. At time 1 it is pure noise, which the model reads as an absent condition: it is in
-    a share ``conditioning_dropout`` of the samples, keyed by sample.
+    A condition is clean at time 0. At time 1 it is pure noise, read by the model as an absent condition: in a share
+    ``conditioning_dropout`` of the samples, keyed by sample.
     """
     keys = rng.sample_keys(seed, "condition", step, occurrence)
     condition_time = (rng.uniform(keys) < config.conditioning_dropout).float()
@@ -149,7 +149,7 @@ def phase_of_step(config: ModeConfig, step: int) -> Phase:
 
 
 def learned_conditions(config: ModeConfig) -> set[Part]:
-    """Return the conditions that a run with this config learns: latent for l2t, text for t2l.
+    """Return the conditions learned by a run with this config: latent for l2t, text for t2l.
 
     Unconditional steps teach both, because each modality then has a time of its own, which may be 0.
     """

@@ -134,7 +134,7 @@ class TextLatentPipeline:
         self.assets = assets
         self.device = device
         self.conditions = conditions
-        """Conditions that the model has learned to sample from."""
+        """Conditions the model has learned to sample from."""
 
     @classmethod
     def recognises(cls, description: Mapping[str, Any]) -> bool:
@@ -243,6 +243,7 @@ class TextLatentPipeline:
         arguments: dict[str, Any] = {
             "tokens": tokens,
             "latents": rng.normal(keys, (config.max_latent_length, config.latent_dim)),
+            # Each modality is noisy, clean and absent once.
             "text_time": torch.tensor([0.3, 0.0, 1.0]),
             "latent_time": torch.tensor([0.7, 1.0, 0.0]),
         }

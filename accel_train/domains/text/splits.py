@@ -1,4 +1,4 @@
-"""Splits of the texts that the `data` group names, in memory or in shards (`read_splits`), and their tokens."""
+"""Splits of the texts of the `data` group, in memory or in shards (`read_splits`), and their tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from accel_train.wording import shortened
 
 SPLIT = "split="
 TOKENS = "tokens-1"
-"""Changes with what a cached file of tokens holds, so that no run reads another version's."""
+"""Version of the files of cached tokens. Change it with their content: no run then reads another version's."""
 TOKENS_FILE = "tokens.safetensors"
 DEFAULT_SHUFFLE_BLOCKS = 16
 DEFAULT_CACHE_MIB = 256
@@ -46,7 +46,7 @@ DEFAULT_CACHE_MIB = 256
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that prepare data together."""
+    """Processes preparing data together."""
 
     rank: int
     world_size: int
@@ -55,12 +55,12 @@ class Processes:
     device: str
 
     def building(self) -> Building:
-        """Return what functions take that build a part of the cache together."""
+        """Return the arguments of functions building a part of the cache together."""
         return Building(rank=self.rank, world_size=self.world_size, barrier=self.barrier, progress=self.progress)
 
 
 class Building(TypedDict):
-    """Arguments of the functions that build a part of the cache together."""
+    """Arguments of functions building a part of the cache together."""
 
     rank: int
     world_size: int

@@ -162,7 +162,7 @@ def fit(texts: Sequence[str], dim: int, normalise: bool) -> TfidfSvdEncoder:
 
 
 def _document_frequency(texts: Sequence[str]) -> Counter[str]:
-    """Count the texts that contain each word."""
+    """Count the texts with each word."""
     frequency: Counter[str] = Counter()
     for text in texts:
         frequency.update(set(words_of(text)))

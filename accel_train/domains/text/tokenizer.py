@@ -44,7 +44,7 @@ class Tokens:
 
     @classmethod
     def load(cls, path: Path) -> "Tokens":
-        """Read what `save` wrote."""
+        """Read a file of `save`."""
         from safetensors.torch import load_file
 
         saved = load_file(path)
@@ -115,14 +115,14 @@ class TextTokenizer:
         return {"pad_id": self.pad_id, "mask_id": self.mask_id, "special_ids": self.special_ids}
 
     def identity(self) -> str:
-        """Hash all that decides the ids of a text: the tokenizer, and the library that applies it."""
+        """Hash everything the ids of a text depend on: the tokenizer, and the version of its library."""
         import tokenizers
 
         about = [tokenizers.__version__, self.to_json(), self.ids()]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
     def settings(self, max_length: int) -> dict[str, object]:
-        """Return the standard `tokenizer_config.json`, with which transformers knows mask and padding."""
+        """Return the standard `tokenizer_config.json`, for transformers to know mask and padding."""
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": max_length,

@@ -1,1 +1,1 @@
-"""Pictures without a download: the bundled emoji, and generated shapes whose captions can be checked."""
+"""Pictures without a download: the bundled emoji, and generated shapes with checkable captions."""

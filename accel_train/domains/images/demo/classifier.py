@@ -1,7 +1,7 @@
 """Small classifier of the bundled emoji: does a picture belong to one group, such as flags, or to another?
 
-It judges pictures that were drawn for captions of that group. Trained in seconds, on blurred, shifted and noisy emoji,
-because drawn pictures are less sharp than real ones.
+Judges pictures drawn for captions of the group. Trained in seconds, on blurred, shifted and noisy emoji, because drawn
+pictures are less sharp than real ones.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor, nn
 from accel_train.domains.images.demo import emoji
 
 SIZE = 32
-"""Pixels of a side of what it sees. Other pictures are scaled."""
+"""Side of its input in pixels. Other sizes are scaled."""
 HELDOUT = 0.25
-"""Share of the names that it does not see, for its own accuracy."""
+"""Share of names held out to measure its own accuracy."""
 STEPS = 500
 BATCH = 64
 SEED = 0
 SHIFT = 2
 """Largest shift in pixels."""
 PATCH = 4
-"""Side of the patches whose strength of colour is varied, as a model of patches draws them unevenly."""
+"""Side of the patches varied in colour strength, because a model of patches draws them unevenly."""
 JITTER = 0.8
-"""Largest standard deviation of that strength."""
+"""Largest standard deviation of the strength."""
 FALSE_ALARMS = 0.001
-"""Share of the other groups' disturbed emoji, of names that it has seen, that it may take for one of the group. Small,
-because it is asked about pictures of which few should be: a logit above 0 would let seven times as many pass."""
+"""Allowed share of false positives on the other groups' disturbed training emoji. Small, because few of the judged
+pictures should belong to the group: a threshold of 0 would pass seven times as many."""
 DRAWS = 8
-"""Disturbed copies of each emoji that the share is measured on."""
+"""Disturbed copies of each emoji to measure the share on."""
 
 
 class EmojiNet(nn.Module):
@@ -57,20 +57,20 @@ class EmojiNet(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Judge:
-    """The trained classifier, and how often it is right on names that it has not seen."""
+    """The trained classifier and its accuracy on held-out names."""
 
     group: str
     model: EmojiNet
     threshold: float
-    """Logit above which it calls a picture one of the group."""
+    """Pictures with a higher logit count as the group's."""
     right_inside: float
-    """Share of held-out emoji of the group that it calls so."""
+    """Share of the group's held-out emoji it recognises."""
     right_outside: float
-    """Share of held-out emoji of other groups that it does not call so."""
+    """Share of the other groups' held-out emoji it rejects."""
 
     @torch.no_grad()
     def calls(self, pictures: Tensor) -> Tensor:
-        """Return True for each of the pictures (N, H, W, 3) uint8 that it takes for one of the group."""
+        """Return True for each picture (N, H, W, 3) uint8 classified as one of the group."""
         return self.model(_pixels(pictures)) > self.threshold
 
 
@@ -78,7 +78,7 @@ class Judge:
 def train_judge(group: str) -> Judge:
     """Train the classifier of a group on the CPU. Deterministic; leaves the global generator as it was.
 
-    Raises ``UsageError`` for a group that is none.
+    Raises ``UsageError`` for an unknown group.
     """
     # Before the training, which takes seconds.
     emoji.check_groups("--evaluation.judge", (group,))
@@ -101,7 +101,7 @@ def train_judge(group: str) -> Judge:
 
 
 def _fit(model: EmojiNet, inside: Tensor, outside: Tensor) -> None:
-    """Train on batches of which half is of the group."""
+    """Train on batches with half of their pictures from the group."""
     generator = torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=STEPS)
@@ -119,7 +119,7 @@ def _fit(model: EmojiNet, inside: Tensor, outside: Tensor) -> None:
 
 
 def _threshold(model: EmojiNet, outside: Tensor) -> float:
-    """Return the logit that a share ``FALSE_ALARMS`` of the other groups' disturbed pictures exceeds."""
+    """Return the logit exceeded by a share ``FALSE_ALARMS`` of the other groups' disturbed pictures."""
     generator = torch.Generator().manual_seed(SEED + 1)
     # In batches, each of which has a shift and an order of colours of its own.
     batches = [batch for _ in range(DRAWS) for batch in outside.split(BATCH)]

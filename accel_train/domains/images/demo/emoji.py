@@ -24,7 +24,7 @@ SIZES = (32, 64)
 SKIN_TONES = "skin tones"
 """Names all emoji of a skin tone, where groups are left out."""
 PATH = "emoji"
-"""What stands for them in place of a folder of pictures."""
+"""Stands for them in place of a folder of pictures."""
 
 
 class Emoji(NamedTuple):
@@ -65,7 +65,7 @@ def groups() -> list[str]:
 
 
 def check_groups(option: str, names: tuple[str, ...]) -> None:
-    """Refuse a name that is neither a group nor `SKIN_TONES`. Raises ``UsageError``."""
+    """Refuse names other than groups and `SKIN_TONES`. Raises ``UsageError``."""
     known = [*groups(), SKIN_TONES]
     for name in names:
         if name not in known:

@@ -1,4 +1,4 @@
-"""Reading of generated shapes from pixels: the scene that a picture shows, to hold against its caption."""
+"""Reading of a generated scene back from its pixels, to compare it with the caption."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from accel_train.domains.images.demo.shapes import (
 )
 
 COVERED = 0.5
-"""Share of a pixel above which it belongs to a shape."""
+"""A pixel covered by more than this share belongs to a shape."""
 MIN_PIXELS = 4
 RADIUS_STEPS = 9
 
 
 def read_caption(caption: str) -> Scene:
-    """Return the scene that a caption of `shapes` describes. Raises ``ValueError`` for another text."""
+    """Return the scene described by a caption of `shapes`. Raises ``ValueError`` for another text."""
     number, size, colour, form, *place = caption.split()
     count = NUMBERS.index(number) + 1
     if count > 1:
@@ -44,7 +44,7 @@ def read_picture(picture: Tensor) -> Scene | None:
     """Return the scene of a picture (S, S, 3) uint8. None if it shows nothing.
 
     The colour is the nearest of the palette to the mean of the pixels furthest from white. Shapes are the connected
-    regions covered by it. Form and size are those of the drawn shape that fits the first region best.
+    regions covered by it. Form and size come from the drawn shape with the best fit to the first region.
     """
     from scipy import ndimage
 
@@ -90,7 +90,7 @@ def _colour(ink: Tensor) -> str:
 
 
 def _around(region: Tensor) -> Tensor:
-    """Return the region (S, S) with the pixels that touch it."""
+    """Return the region (S, S) grown by its neighbouring pixels."""
     picture = region.float()[None, None]  # (1, 1, S, S)
     grown = torch.nn.functional.max_pool2d(picture, 3, stride=1, padding=1)
     return grown[0, 0]
@@ -106,7 +106,7 @@ def _centre(coverage: Tensor) -> Tensor:
 
 
 def _best_fit(coverage: Tensor, centre: Tensor) -> tuple[str, float]:
-    """Return the form and the radius in pixels whose picture differs least from this one."""
+    """Return form and radius, in pixels, of the drawn shape with the smallest difference."""
     size = len(coverage)
     ends = 0.8 * RADII["small"] * size, 1.2 * RADII["large"] * size
     # A little beyond both sizes, so that a shape between them is read as the nearer one.

@@ -1,7 +1,8 @@
 """Generated pictures of coloured shapes with captions, such as "a small red circle top left".
 
-A picture is a function of (seed, index, size). Some pairs of colour and form occur in held-out pictures only:
-whoever draws them right has combined what it learned apart. `shape_reading` reads the caption back from the pixels.
+A picture is a function of (seed, index, size). Some pairs of colour and form occur in held-out pictures only: a model
+drawing them right has combined colours and forms it learned separately. `shape_reading` reads the caption back from the
+pixels.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ SINGLE_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Scene:
-    """What a caption says of a picture."""
+    """Content of a picture, as in its caption."""
 
     count: int
     size: str
     colour: str
     form: str
     place: int | None
-    """Row times 3 plus column. None for several shapes, which lie anywhere."""
+    """Row times 3 plus column. None for several shapes, placed anywhere."""
 
     @property
     def caption(self) -> str:
-        """Six words in every case, so that the number of words gives nothing away."""
+        """Always six words: their number gives nothing away."""
         words = f"{NUMBERS[self.count - 1]} {self.size} {self.colour}"
         if self.place is None:
             return f"{words} {PLURALS[self.form]} scattered about"
@@ -62,7 +63,7 @@ class Scene:
 
     @property
     def heldout(self) -> bool:
-        """True for the pairs of colour and form that no training picture shows: one in nine."""
+        """True for the pairs of colour and form absent from training pictures: one in nine."""
         return held_out(self.colour, self.form)
 
 
@@ -92,7 +93,7 @@ def scenes(seed: int, count: int, heldout: bool = False) -> list[tuple[Scene, Te
 
 
 def _scene(draws: Tensor, found: list[tuple[str, str]]) -> tuple[Scene, Tensor]:
-    """Turn the 19 draws of a picture into its scene: what it shows, 9 for the places, 6 for the offsets."""
+    """Turn the 19 draws of a picture into its scene: 4 for the content, 9 for the places, 6 for the offsets."""
     many, pair, size, number = draws[:4].tolist()
     colour, form = found[int(pair * len(found))]
     order = draws[4:13].argsort()
@@ -128,9 +129,9 @@ def draw(scene: Scene, centres: Tensor, size: int) -> Tensor:
 
 
 def coverage_of(form: str, centres: Tensor, radii: Tensor, size: int) -> Tensor:
-    """Return the share of each pixel that a shape covers: (N, size, size), for centres (N, 2) and radii (N,) in pixels.
+    """Return the share of each pixel covered by a shape: (N, size, size), for centres (N, 2) and radii (N,) in pixels.
 
-    From the signed distance to the outline, which is exact along straight edges.
+    From the signed distance to the outline, exact along straight edges.
     """
     pixels = torch.arange(size) + 0.5
     x = pixels - centres[:, 0, None, None]  # (N, 1, W)

@@ -1,1 +1,1 @@
-"""Adapters in the file format of kohya's sd-scripts, which ComfyUI reads."""
+"""Adapters in the file format of kohya's sd-scripts, also read by ComfyUI."""

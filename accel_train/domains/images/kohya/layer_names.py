@@ -1,8 +1,8 @@
 """Names of layers in kohya's sd-scripts and ComfyUI, by their paths in diffusers.
 
-UNets of 1.x and 2.x keep the names of diffusers, that of XL has the names of the original (sgm). Transformers have
-those of the original too, where query, key and value are one layer: their adapters become one, with the first matrices
-below each other and the second ones on the diagonal, of as many times the rank.
+UNets of 1.x and 2.x keep the names of diffusers, XL has the original's (sgm). Transformers also have the original's
+names, with query, key and value as one layer: their adapters are joined to one of the summed rank, with the first
+matrices stacked and the second ones on the diagonal.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ JOINED = {
     "attention.to_v": 2,
     "proj_mlp": 3,
 }
-"""Which part of a joined layer each of these is."""
+"""Number of each layer among the parts of its joined layer."""
 FLUX_EMBEDDERS = {
     "timestep_embedder.linear_1": "time_in.in_layer",
     "timestep_embedder.linear_2": "time_in.out_layer",
@@ -171,7 +171,7 @@ TABLES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 
 
 class Layer(NamedTuple):
-    """Adapter of a layer: ``down`` (rank, in), ``up`` (out, rank), whose product counts alpha / rank times."""
+    """Adapter of a layer: ``down`` (rank, in), ``up`` (out, rank). Their product is scaled by alpha / rank."""
 
     down: Tensor
     up: Tensor
@@ -179,7 +179,7 @@ class Layer(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Layer of the original model that a layer of diffusers is, or is a part of."""
+    """Counterpart of a diffusers layer in the original model: a whole layer or a part of one."""
 
     name: str
     part: int = 0
@@ -192,8 +192,7 @@ class Place(NamedTuple):
 def renamed(layers: Mapping[str, Layer], facts: Mapping[str, str]) -> dict[str, Layer]:
     """Return adapters under the names of kohya, from those by path in diffusers.
 
-    ``facts`` are from ``kohya_facts``. Raises ``UsageError`` for a layer that has no name there, and for two of one
-    name.
+    ``facts`` are from ``kohya_facts``. Raises ``UsageError`` for a layer without a name there, and for two of one name.
     """
     parts: dict[str, dict[int, Layer]] = {}
     places: dict[str, Place] = {}
@@ -259,7 +258,7 @@ def place_of(path: str, facts: Mapping[str, str]) -> Place:
 
 
 def _joined(parts: Mapping[int, Layer], widths: tuple[int, ...]) -> Layer:
-    """Return one adapter of layers whose outputs stand below each other. Those that are missing have zeros."""
+    """Join the adapters of layers with stacked outputs. Missing ones are zero."""
     if not widths:
         return parts[0]
     layers = [parts[number] for number in sorted(parts)]
@@ -282,7 +281,7 @@ def _swapped(layer: Layer) -> Layer:
 
 
 def _scaled(layer: Layer) -> Layer:
-    """Return the adapter with its scale in the weights, for layers of Flux whose alpha diffusers does not read."""
+    """Fold the scale into the weights, for Flux layers read by diffusers without their alpha."""
     rank = layer.down.shape[0]
     return Layer(layer.down, layer.up * (layer.alpha / rank), float(rank))
 

@@ -33,10 +33,10 @@ LARGE_LAYERS = 38
 def kohya_facts(
     family: str, prediction: str, config: Mapping[str, Any], source: str, side: int
 ) -> dict[str, str] | None:
-    """Return metadata by what the base is, and what its names depend on. None: no names are known.
+    """Return metadata of the base, and the facts behind the names of its layers. None: no names are known.
 
-    ``family`` is the class of the pipeline, ``prediction`` what its scheduler says, ``config`` that of the denoiser,
-    ``side`` the resolution in pixels. Keys without a prefix are for ``layer_names`` and not written.
+    ``family`` is the class of the pipeline, ``prediction`` the prediction type of its scheduler, ``config`` the
+    denoiser's, ``side`` the resolution in pixels. Keys without a prefix are for ``layer_names`` and not written.
     """
     # By the class, since a folder or fork may have any name.
     if family in TRANSFORMERS:
@@ -57,7 +57,7 @@ def kohya_facts(
 
 
 def written(facts: Mapping[str, str]) -> dict[str, str]:
-    """Return those facts that belong into the file."""
+    """Return the facts to write into the file."""
     return {name: value for name, value in facts.items() if name.startswith(("ss_", "modelspec."))}
 
 

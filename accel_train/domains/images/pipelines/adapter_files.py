@@ -1,8 +1,7 @@
 """Adapters as other programs read them: diffusers' ``load_lora_weights``, and the names of kohya's sd-scripts.
 
 ``pytorch_lora_weights.safetensors`` has peft's keys below the component, and the settings of the adapter as metadata.
-kohya's file, which ComfyUI reads too, has the layers of the original model with ``lora_down``, ``lora_up`` and
-``alpha``.
+kohya's file, also read by ComfyUI, has the layers of the original model with ``lora_down``, ``lora_up`` and ``alpha``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from accel_train.store.weights import TensorReader
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 KOHYA_FILE = "kohya_lora.safetensors"
 METADATA_KEY = "lora_adapter_metadata"
-"""Under which diffusers looks for the settings of an adapter."""
+"""Key of an adapter's settings, as diffusers looks for them."""
 PREFIX = "base_model.model."
 """Of the keys in peft's own files."""
 LAYER = ".lora_A."
@@ -65,7 +64,7 @@ def write_diffusers(directory: Path, tensors: Mapping[str, Tensor], settings: Ma
 
 
 def is_joint(tensors: Mapping[str, Tensor]) -> bool:
-    """Return True for adapters of a denoiser and of text encoders, whose keys begin with the component."""
+    """Return True for adapters of a denoiser and of text encoders. Their keys begin with the component."""
     return any(key.startswith(f"{PREFIX}{TEXT}") for key in tensors)
 
 
@@ -87,7 +86,7 @@ def by_component(tensors: Mapping[str, Tensor], component: str) -> dict[str, dic
 
 
 def settings_of_part(part: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a component's settings have in place of the whole model's."""
+    """Return a component's own settings, in place of the whole model's."""
     downs: dict[str, Tensor] = {}
     for path, tensor in tensors.items():
         if LAYER in path:
@@ -110,7 +109,7 @@ def write_kohya(
 ) -> str:
     """Write ``kohya_lora.safetensors`` for a UNet or a transformer, and return a line with the number of layers.
 
-    ``facts`` are from ``kohya_facts``. Raises ``UsageError`` for a layer that has no name there.
+    ``facts`` are from ``kohya_facts``. Raises ``UsageError`` for a layer without a name there.
     """
     parts = by_component(tensors, DENOISER)
     found: dict[str, dict[str, Layer]] = {}

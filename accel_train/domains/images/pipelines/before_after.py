@@ -88,11 +88,12 @@ def _pictures(inputs: Inputs, options: EvaluationConfig, captions: Sequence[str]
 def _seed(seed: int, caption: str) -> int:
     """Return the seed of a caption's noise, whatever is drawn beside it."""
     digest = hashlib.blake2b(caption.encode(), digest_size=4).digest()
+    # Without the sign: a generator reports a negative seed as one beyond int64, where MMDiT's sampler reads it.
     return rng.key(seed, "lora/before_after", int.from_bytes(digest)) & (2**63 - 1)
 
 
 def _alike(pictures: Sequence[Tensor], side: int) -> Tensor:
-    """Scale pictures (3, H, W) to squares, as those that are drawn: (N, H, W, 3) uint8."""
+    """Scale pictures (3, H, W) to squares like the drawn ones: (N, H, W, 3) uint8."""
     import numpy as np
 
     images = [to_image(picture).resize((side, side)) for picture in pictures]
@@ -105,7 +106,7 @@ def metric_names(options: EvaluationConfig) -> tuple[str, ...]:
 
 
 def judge(drawn: BeforeAfter | None, options: EvaluationConfig) -> dict[str, float]:
-    """Return the shares of pictures that the classifier of ``options.judge`` takes for one of its group, and its own.
+    """Return the shares of pictures recognised by the classifier of ``options.judge``, and its own accuracies.
 
     The first call trains it, in seconds. Call it on one process.
     """

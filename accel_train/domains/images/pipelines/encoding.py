@@ -1,4 +1,4 @@
-"""What the encoders of a base give for captions and pictures, once, in the cache on disk."""
+"""Outputs of a base's encoders for captions and pictures, computed once into the cache on disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accel_train.domains.images.pipelines.loading import Base, DiffusersBase, te
 def encode_texts(pipeline: Any, base: Base, captions: Sequence[str]) -> dict[str, Tensor]:
     """Return the embeddings of captions, by the pipeline's own ``encode_prompt``, by name on the CPU.
 
-    Prompts with a mask are padded with zeros to the longest that is allowed, so all captions have one shape.
+    Prompts with a mask are padded with zeros to the longest allowed, so all captions have one shape.
     """
     length = base.prompt_tokens
     encoded = base.family.encode(pipeline, captions, length)
@@ -36,6 +36,7 @@ def encode_texts(pipeline: Any, base: Base, captions: Sequence[str]) -> dict[str
 def encode_pictures(vae: Any, pixels: Tensor) -> Latents:
     """Return mean and logvar (B, C, H, W) of pixels (B, 3, H, W) from -1 to 1, on any device, in fp32 on the CPU."""
     is_video = type(vae).__name__ == "AutoencoderKLQwenImage"
+    # The VAE of Qwen-Image is one of videos: a picture is a single frame, (B, 3, 1, H, W).
     given = pixels.to(vae.device)
     found = vae.encode(given.unsqueeze(2) if is_video else given)
     if not hasattr(found, "latent_dist"):
@@ -48,12 +49,12 @@ def encode_pictures(vae: Any, pixels: Tensor) -> Latents:
 
 
 def identity_of_vae(pipeline: Any, base: Base) -> EncoderIdentity:
-    """Return what cached latents depend on."""
+    """Return the identity of cached latents."""
     return EncoderIdentity(base.source, base.revision, weights_hash(pipeline.vae), {"dtype": "fp32"})
 
 
 def identity_of_texts(pipeline: Any, base: Base) -> EncoderIdentity:
-    """Return what cached embeddings depend on, or tokens where text encoders are trained."""
+    """Return the identity of cached embeddings, or of cached tokens if text encoders are trained."""
     settings = {"dtype": base.config.encoder_precision, "tokens": base.prompt_tokens, "family": base.family.name}
     if isinstance(base, DiffusersBase) and base.trained_text:
         return EncoderIdentity(base.source, base.revision, _hash_of_tokenizers(base), settings | {"tokens_of": "CLIP"})

@@ -1,4 +1,4 @@
-"""What differs between families of pipelines of diffusers, as values and functions of a ``Family``."""
+"""Differences between families of diffusers pipelines, as values and functions of a ``Family``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 Conditioning = Mapping[str, Tensor]
-"""What a text encoder says of captions, by name, with a first dimension for the captions."""
+"""Outputs of text encoders by name, with the captions as first dimension."""
 
 
 class Predicting(NamedTuple):
@@ -25,7 +25,7 @@ class Predicting(NamedTuple):
     config: Any
     """Of the denoiser, from before it was wrapped."""
     guidance: float
-    """Of a denoiser that is distilled from guidance and takes its scale as an input."""
+    """Guidance scale, an input of denoisers distilled from guidance."""
 
 
 def _scale(vae: Any, latents: Tensor) -> Tensor:
@@ -58,11 +58,11 @@ class Family:
     """Class names in model_index.json."""
     denoiser: Literal["unet", "transformer"]
     targets: tuple[str, ...]
-    """Layers that get an adapter where lora.targets says nothing."""
+    """Default of lora.targets: the layers with an adapter."""
     encode: Callable[[Any, Sequence[str], int | None], dict[str, Tensor]]
     """(pipeline, captions, longest prompt in tokens) -> conditioning, by the pipeline's own encode_prompt."""
     predict: Callable[[nn.Module, Predicting], Tensor]
-    """What the denoiser predicts of its inputs, in their shape."""
+    """Prediction of the denoiser from its inputs, in the shape of ``noisy``."""
     sample: Callable[[Conditioning, Conditioning], dict[str, Any]]
     """(conditioning of a prompt, of the empty prompt) -> arguments of the pipeline's call."""
     guidance_scale: float
@@ -75,9 +75,9 @@ class Family:
     normalise: Callable[[Any, Tensor], Tensor] = _scale
     """(vae, latents as it encodes) -> latents as the denoiser counts them."""
     empty: Callable[[Any, Conditioning], dict[str, Tensor]] = _keep_empty
-    """(pipeline, embeddings of an empty prompt) -> what its guidance takes in their place."""
+    """(pipeline, embeddings of an empty prompt) -> their replacement in guidance."""
     embed: Callable[[Any, Conditioning], dict[str, Tensor]] = _as_they_are
-    """(pipeline, what ``encode`` returned) -> embeddings. Where text encoders are trained, those are tokens."""
+    """(pipeline, result of ``encode``) -> embeddings. With trained text encoders the argument holds tokens."""
     left_out: Callable[[Conditioning, Conditioning], dict[str, Tensor]] = _all_empty
     """(conditioning of captions, of an empty one) -> conditioning in their place where captions are dropped."""
     draws_at_once: int = 1
@@ -85,4 +85,4 @@ class Family:
     call: Mapping[str, Any] | None = None
     """Further arguments of the pipeline's call."""
     idle: Callable[[nn.Module], frozenset[str]] = _no_layers
-    """Paths of the denoiser's layers that have no influence on a picture."""
+    """Paths of denoiser layers without influence on a picture."""

@@ -101,6 +101,7 @@ def _predict_flux(model: nn.Module, inputs: Predicting) -> Tensor:
         guidance=_guidance(inputs),
         pooled_projections=inputs.conditioning["pooled"],
         encoder_hidden_states=prompt,
+        # Tokens of the text have no place in the picture.
         txt_ids=torch.zeros(prompt.shape[1], 3, device=prompt.device),
         img_ids=_positions(rows, columns, 3, prompt.device),
         return_dict=False,
@@ -109,6 +110,7 @@ def _predict_flux(model: nn.Module, inputs: Predicting) -> Tensor:
 
 
 def _sample_flux(prompt: Mapping[str, Tensor], empty: Mapping[str, Tensor]) -> dict[str, Any]:
+    # No empty prompt: Flux is distilled, and has the scale of guidance as an input or none.
     return {"prompt_embeds": prompt["prompt"], "pooled_prompt_embeds": prompt["pooled"]}
 
 
@@ -263,6 +265,7 @@ def _predict_qwen(model: nn.Module, inputs: Predicting) -> Tensor:
         guidance=_guidance(inputs),
         encoder_hidden_states=inputs.conditioning["prompt"],
         encoder_hidden_states_mask=inputs.conditioning["prompt_mask"],
+        # Frames, rows and columns: its layout is one of videos, like its VAE.
         img_shapes=[[(1, rows, columns)]] * len(inputs.noisy),
         return_dict=False,
     )[0]

@@ -1,4 +1,4 @@
-"""What a run of adapters learns from: latents of pictures, embeddings of captions, and the base around them."""
+"""Inputs of a run of adapters: latents of pictures, embeddings of captions, and the base around them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Inputs:
         return {name: value[None].to(self.pipeline.vae.device) for name, value in found.items()}
 
     def embeddings(self, text: str) -> dict[str, Tensor]:
-        """Return what the denoiser sees of an encoded text, to draw it.
+        """Return the denoiser's view of an encoded text, to draw it.
 
         Where text encoders are trained, the denoiser of the pipeline encodes it now: every process must call it.
         """
@@ -75,9 +75,9 @@ class Inputs:
     def process(
         self, levels: NoiseLevels, denoiser_config: Any, options: ObjectiveConfig, times: TimeConfig
     ) -> Denoising:
-        """Return the process that the denoiser is trained on, on the device of the VAE.
+        """Return the denoiser's training process, on the device of the VAE.
 
-        Raises ``UsageError`` for a weighting that belongs to another one.
+        Raises ``UsageError`` for a weighting of another process.
         """
         refuse_foreign_weights(options, times, levels, self.base.source)
         device = self.pipeline.vae.device
@@ -114,12 +114,13 @@ def prepare_inputs(
 ) -> Inputs:
     """Read the pictures, encode them, their captions and ``prompts`` once, and drop the text encoders. Collective.
 
-    Raises ``UsageError``, also for buckets that the base cannot take.
+    Raises ``UsageError``, also for buckets unfit for the base.
     """
     pictures = prepare_pictures(config, rank=rank, world_size=world_size, barrier=barrier)
     pipeline = base.components(device)
     _refuse_step(config, base, pipeline)
     filling = Filling(rank, world_size, barrier, base.config.encoder_batch_size, progress=True)
+    # First, while the pipeline has its text encoders: pictures of the class are drawn from a caption.
     prior = _prior(config, base, pipeline, pictures.train, filling)
     cap_bytes = config.cap_bytes
     masked = [sample.picture for data in (pictures.train, pictures.heldout) for sample in data.samples]
@@ -134,6 +135,7 @@ def prepare_inputs(
         cap_bytes=cap_bytes,
         filling=filling,
     )
+    # Before pictures are encoded, so that text encoders and the VAE's activations need not fit together.
     freed = encoding.drop_text_encoders(pipeline)
     identity = encoding.identity_of_vae(pipeline, base)
     encode = partial(encoding.encode_pictures, pipeline.vae)
@@ -167,7 +169,7 @@ def prepare_inputs(
 def _prior(
     config: PictureDataConfig, base: Base, pipeline: Any, training: PictureDataset, filling: Filling
 ) -> tuple[PictureDataset, list[str]] | None:
-    """Draw the pictures of the prior that are missing, and read all of them. Collective."""
+    """Draw the missing pictures of the prior, and read all of them. Collective."""
     frozen = with_frozen_text(base)
     encode = partial(encoding.encode_texts, pipeline, frozen)
     drawn = draw_missing(config, frozen, pipeline, encode, filling)

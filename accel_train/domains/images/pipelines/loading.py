@@ -43,7 +43,7 @@ FAMILIES = (
     flow_transformers.Z_IMAGE,
 )
 LIBRARIES = ("diffusers", "transformers")
-"""Whose classes a component may have. A pipeline with code of its own is not loaded."""
+"""Libraries allowed for the class of a component. A pipeline with code of its own is not loaded."""
 UNUSED = ("safety_checker", "feature_extractor", "image_encoder")
 
 
@@ -81,7 +81,7 @@ class DiffusersBase:
     revision: str | None
     """Commit of a Hub id."""
     trained_text: tuple[str, ...] = ()
-    """Text encoders that are trained, and belong to the denoiser then. The rest of the pipeline has none."""
+    """Trained text encoders. They belong to the denoiser, and the rest of the pipeline has none."""
 
     @property
     def source(self) -> str:
@@ -114,7 +114,7 @@ class DiffusersBase:
     def denoiser(self, precision: Precision) -> nn.Module:
         """Load the denoiser in ``precision``, in training mode. On the meta device it has no weights.
 
-        With text encoders that are trained it is a ``DenoiserWithText``.
+        With trained text encoders it is a ``DenoiserWithText``.
         """
         model = self.component(self.family.denoiser, precision)
         model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
@@ -132,6 +132,7 @@ class DiffusersBase:
         library, class_name = _index(self.directory)[component]
         kind: Any = getattr(import_module(library), class_name)
         folder = self.directory / component
+        # From its config alone: a simulation has no values to read.
         if simulated.weights_have_no_values():
             if library == "diffusers":
                 return kind.from_config(kind.load_config(folder)).train()
@@ -154,7 +155,7 @@ class DiffusersBase:
         return levels_of(kind.from_pretrained(self.directory / "scheduler"), self.source)
 
     def files(self) -> PretrainedBase:
-        """Return the weight files of what is trained, which checkpoints name."""
+        """Return the weight files of the trained components, for checkpoints to name."""
         denoiser = self.family.denoiser
         if not self.trained_text:
             names = self._weight_files(denoiser)
@@ -188,7 +189,7 @@ class DiffusersBase:
         load_directory(pipeline, self.family.denoiser, directory, name)
 
     def choose(self, pipeline: Any, name: str | None) -> None:
-        """Draw with one adapter from now on, or with None what the base draws alone."""
+        """Draw with one adapter from now on. None: with the base alone."""
         if name is None:
             pipeline.disable_lora()
             return
@@ -205,7 +206,7 @@ class DiffusersBase:
         return sum(info.elements for info in find_tensors(folder, stem).values())
 
     def text_encoders(self) -> list[str]:
-        """Return the names of the text encoders that the pipeline has."""
+        """Return the names of the pipeline's text encoders."""
         index = _index(self.directory)
         return [name for name, kind in index.items() if name.startswith("text_encoder") and kind[0] is not None]
 
@@ -251,7 +252,7 @@ def text_encoders(pipeline: Any) -> dict[str, nn.Module]:
 
 
 def _build_whole() -> None:
-    """Let transformers build whole text encoders under ZeRO-3 too: what is not prepared would stay empty shards."""
+    """Let transformers build whole text encoders under ZeRO-3 too: unprepared ones would stay empty shards."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
@@ -273,7 +274,7 @@ def _take_any_dtype(vae: Any) -> None:
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Keep diffusers and transformers from drawing progress bars and from notices of what they leave out."""
+    """Silence diffusers and transformers: no progress bars, no notices of omissions."""
     from diffusers.utils import logging as of_diffusers
     from transformers.utils import logging as of_transformers
 

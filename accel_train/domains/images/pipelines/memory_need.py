@@ -1,4 +1,4 @@
-"""Memory that adapters on a pipeline take while they are trained, estimated by arithmetic before anything is loaded.
+"""Memory for training adapters on a pipeline, estimated by arithmetic before anything is loaded.
 
 Weights are counted. Activations are numbers estimated by hand for each family, until a planner measures them.
 """
@@ -20,7 +20,7 @@ RESERVED_GIB = 1.0
 VAE_GIB = 5.0
 """Activations of a VAE in fp32, for each megapixel."""
 SELECTIVE = 0.5
-"""Share of activations that activation checkpointing of mode selective keeps."""
+"""Share of activations kept by selective activation checkpointing."""
 
 
 class Activations(NamedTuple):
@@ -44,11 +44,11 @@ ACTIVATIONS = {
 }
 """By name of the family. Estimated by hand, not measured."""
 UNKNOWN = Activations(5.0, 100.0)
-"""Of a family that is not listed: the most of all."""
+"""For an unlisted family: the most of all."""
 
 
 class Load(NamedTuple):
-    """What a run puts on a device at once."""
+    """Load of a run on one device."""
 
     size: Size
     """Of the denoiser with its adapters."""
@@ -62,7 +62,7 @@ class Load(NamedTuple):
 
 
 class Need(NamedTuple):
-    """GiB that a device must have, at the three times when a run takes most."""
+    """GiB required on a device, at the three peaks of a run."""
 
     texts: float
     """While captions are encoded: text encoders and VAE."""
@@ -70,11 +70,11 @@ class Need(NamedTuple):
     """While pictures are encoded: VAE and its activations."""
     training: float
     parts: str
-    """What training is made of."""
+    """Parts of the training peak."""
 
     @property
     def most(self) -> float:
-        """The largest of the three, with what is reserved."""
+        """The largest of the three, plus the reserve."""
         return max(self.texts, self.pictures, self.training) + RESERVED_GIB
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class Need(NamedTuple):
 
 
 def estimate(base: DiffusersBase, load: Load) -> Need:
-    """Return the memory that a run needs. Reads headers of files, no weights."""
+    """Estimate the memory of a run. Reads headers of files, no weights."""
     texts = encoder_bytes(base) / GIB
     vae = base.values_of("vae") * FP32_BYTES / GIB
     size = load.size
@@ -115,8 +115,10 @@ def _activations(family: str, load: Load) -> float:
     known = ACTIVATIONS.get(family, UNKNOWN)
     each = known.checkpointed
     if load.checkpointing == "selective":
+        # Selective keeps more than full does, never less.
         each = max(each, SELECTIVE * known.whole)
     elif load.checkpointing != "full":
         each = known.whole
+    # The table is of bf16, 2 bytes a value.
     wider = FP32_BYTES / 2 if load.precision == "fp32" else 1.0
     return each * wider * load.megapixels * load.micro_batch_size

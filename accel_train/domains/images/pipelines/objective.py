@@ -1,4 +1,4 @@
-"""Loss of a denoiser: what its scheduler says, on noise that is keyed by sample."""
+"""Loss of a denoiser, as defined by its scheduler, on noise keyed by sample."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from accel_train.domains.images.weighting.masks import MASK
 Batch = Mapping[str, Tensor]
 STREAM = "lora"
 SIZES = ("original_size", "crop_top_left", "target_size")
-"""Of a batch, (B, 2) each, in the order in which XL counts them."""
+"""Fields of a batch, (B, 2) each, in XL's order."""
 BANDS = 4
-"""Parts of equal length that the times of held-out losses are divided into, from clean to noisy."""
+"""Equal parts of the times of held-out losses, from clean to noisy."""
 METRICS = ("loss", *(f"loss_band_{band}" for band in range(1, BANDS + 1)))
 
 
@@ -61,7 +61,7 @@ class ObjectiveConfig:
 
 
 def refuse_foreign_weights(options: ObjectiveConfig, times: TimeConfig, levels: NoiseLevels, source: str) -> None:
-    """Raise ``UsageError`` for a weighting that belongs to another process than that of the base."""
+    """Raise ``UsageError`` for a weighting of another process than the base's."""
     if levels.is_flow and options.snr_weighting != "none":
         raise UsageError(
             f"objective.snr_weighting {options.snr_weighting}: {source} is trained by flow matching, whose weights are "
@@ -87,7 +87,7 @@ class Denoising:
     options: ObjectiveConfig
     times: TimeConfig
     guidance: float = 1.0
-    """Given to a denoiser that is distilled from guidance."""
+    """Input of a denoiser distilled from guidance."""
 
     def noised(self, batch: Batch, seed: int, step: int, global_batch_size: int) -> dict[str, Tensor]:
         """Return the inputs, target and weights of a micro-batch. All draws are keyed by (seed, step, sample).
@@ -123,7 +123,7 @@ class Denoising:
         return self._at(latents, noise, self.levels.level(time), batch)
 
     def weights(self, level: Tensor) -> Tensor:
-        """Return the weight of each sample's squared error, (B,), with that of the base's own training."""
+        """Return the weight of each sample's squared error, (B,), including the weight of the base's own training."""
         if self.levels.is_flow:
             found = timesteps.loss_weight(self.levels.b[level], self.times.weighting)
         else:
@@ -193,6 +193,6 @@ def summary(metrics: Mapping[str, float]) -> str:
 
 
 def describe_objective(levels: NoiseLevels, family: Family) -> str:
-    """Return a notice of what is trained."""
+    """Return a notice of the prediction target."""
     predicted = {"epsilon": "the noise", "v_prediction": "v", "sample": "the latent", "flow": "the flow"}
     return f"{family.name}: by its own config the {family.denoiser} predicts {predicted[levels.prediction]}"

@@ -50,7 +50,7 @@ def _sample(prompt: Mapping[str, Tensor], empty: Mapping[str, Tensor]) -> dict[s
 
 
 def sample_pooled(prompt: Mapping[str, Tensor], empty: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what the pipelines of XL and SD3 take in place of a prompt."""
+    """Return the arguments of the pipelines of XL and SD3 in place of a prompt."""
     return {
         **_sample(prompt, empty),
         "pooled_prompt_embeds": prompt["pooled"],

@@ -84,6 +84,7 @@ def draw(
         # A process of a sharded model that ended before the others would leave them waiting.
         evaluation.stopping_point()
         arguments = family.sample(encoded(prompt), empty)
+        # Without the sign: a generator reports a negative seed as one beyond int64, where MMDiT's sampler reads it.
         picture_seed = rng.key(seed, "lora/validation", number) & (2**63 - 1)
         found.append(draw_picture(pipeline, family, arguments, picture_seed, side, options.steps, options.guidance))
     return found

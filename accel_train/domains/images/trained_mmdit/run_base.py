@@ -1,4 +1,4 @@
-"""A trained MMDiT as a base of adapters: its parts, its weights, and the noise levels that it was trained on."""
+"""A trained MMDiT as a base of adapters: its parts, its weights, and the noise levels of its training."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ASSETS = "assets"
 
 @dataclass(frozen=True, eq=False)
 class MMDiTBase:
-    """A checkpoint or an export of recipes/mmdit.py on pictures, whose files are verified."""
+    """A checkpoint or an export of recipes/mmdit.py on pictures, with verified files."""
 
     config: BaseConfig
     directory: Path
@@ -131,12 +131,12 @@ class MMDiTBase:
         pipeline.transformer.eval()
 
     def choose(self, pipeline: MMDiTPipeline, name: str | None) -> None:
-        """Draw with one adapter from now on, or with None what the base draws alone."""
+        """Draw with one adapter from now on. None: with the base alone."""
         assert pipeline.transformer is not None
         choose_adapter(pipeline.transformer, name)
 
     def levels(self) -> NoiseLevels:
-        """Return the noise levels of its process, spread and weighted as the times that it was trained on."""
+        """Return the noise levels of its process, spread and weighted like the times of its training."""
         # A fixed list of levels, as a scheduler of diffusers has: the recipe draws an index, for all families alike.
         middles = (torch.arange(LEVELS) + 0.5) / LEVELS
         times = shifted(with_density(middles, self.times), self.times.shift)
@@ -146,7 +146,7 @@ class MMDiTBase:
         return NoiseLevels(a, b, times, prediction, weight, straight=self.diffusion.kind == "flow")
 
     def files(self) -> PretrainedBase:
-        """Return its weights, and with them all else that gives them a meaning."""
+        """Return its weights, and all other files they depend on."""
         weights = sorted(path.name for path in self.directory.glob(f"{self._stem}*.safetensors"))
         # With another tokenizer or scale the same weights would be another base.
         beside = [f"{ASSETS}/{name}" for name in ("assets.json", "latent.safetensors", "tokenizer.json")]

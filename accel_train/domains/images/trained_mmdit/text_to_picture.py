@@ -1,6 +1,6 @@
 """Our own MMDiT as a text-to-image pipeline: its captions, its patches, its sampler.
 
-The pipeline has the parts that recipes/lora.py reads of one of diffusers, under the same names: text encoder, VAE and
+To recipes/lora.py it looks like a pipeline of diffusers, with parts of the same names: text encoder, VAE and
 transformer. An absent caption is one of as many masked tokens, at time 1, as in recipes/mmdit.py.
 """
 
@@ -24,12 +24,12 @@ TARGETS = (
     *("streams.1.qkv", "streams.1.out", "streams.1.ffn.expand", "streams.1.ffn.project"),
     "streams.0.qkv",
 )
-"""All of the pictures' stream, and what it sees of the captions' stream. The rest of the last block of captions has no
+"""All of the pictures' stream, and its view of the captions' stream. The rest of the last block of captions has no
 influence on a picture, so an adapter there would have no gradient."""
 
 
 class Encoded(NamedTuple):
-    """What an encoder without a distribution returns, as diffusers names it."""
+    """Output of an encoder without a distribution, as diffusers names it."""
 
     latent: Tensor
 
@@ -41,9 +41,9 @@ class Drawn(NamedTuple):
 
 
 class CaptionTokens(nn.Module):
-    """Tokens of captions, by the tokenizer that the base was trained with, in place of a text encoder.
+    """Tokens of captions, by the tokenizer of the base's training, in place of a text encoder.
 
-    The tokenizer's file is a buffer, so that what is cached belongs to it, as embeddings belong to the weights.
+    The tokenizer's file is a buffer: cached tokens belong to it, as embeddings belong to the weights.
     """
 
     def __init__(self, file: Path, max_length: int, mask_id: int, pad_id: int, special_ids: Sequence[int]) -> None:
@@ -189,6 +189,7 @@ class MMDiTPipeline:
             options,
             0,
             seeds,
+            # Always given, and called only with a guidance other than 1.
             unconditional=self._predictor(left_out(given, given), grid),
         )
         pixels = self.vae.decode(self.vae.denormalise(as_grid(drawn, grid)))  # (B, 3, H, W)
@@ -238,7 +239,7 @@ def left_out(given: Conditioning, empty: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def _idle(model: nn.Module) -> frozenset[str]:
-    """Return what the last block does with captions after attention, and the head of captions."""
+    """Return the layers of the last block for captions after attention, and the head of captions."""
     denoiser: Any = model
     last = f"transformer.blocks.{len(denoiser.transformer.blocks) - 1}.streams.0"
     names = ("out", "ffn.expand", "ffn.project")

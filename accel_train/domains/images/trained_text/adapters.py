@@ -1,4 +1,4 @@
-"""Which text encoders of a base get adapters, and on which layers. CLIP alone."""
+"""Adapters on the text encoders of a base, CLIP alone: the choice of encoders and of their layers."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class TextEncoderConfig:
 
 
 def with_trained_text(base: Base, options: TextEncoderConfig, strategy: str = "single") -> Base:
-    """Return a base whose denoiser encodes captions itself, if the options say so.
+    """Return a base with a denoiser that encodes captions itself, if the options say so.
 
-    Raises ``UsageError`` for one whose text encoders are not CLIP alone, with the reason, and under ZeRO-3.
+    Raises ``UsageError`` for one with text encoders other than CLIP, with the reason, and under ZeRO-3.
     """
     if options.rank == 0:
         return base
@@ -123,7 +123,8 @@ def with_frozen_text(base: Base) -> Base:
 
 @torch.no_grad()
 def _embed(pipeline: Any, tokens: joint.Conditioning) -> dict[str, torch.Tensor]:
-    """Encode by the model that stands in the denoiser's place."""
+    """Encode by the model in the denoiser's place."""
+    # The families with CLIP alone all have a UNet.
     return pipeline.unet(tokens=tokens)
 
 
@@ -165,9 +166,9 @@ def apply_adapters(
 
 
 def _layers(encoder: nn.Module, targets: tuple[str, ...], skips_last: bool) -> list[str]:
-    """Return the paths of an encoder's target layers. One without influence would have no gradient, which DDP refuses.
+    """Return the paths of an encoder's target layers. One without influence would have no gradient, and DDP refuses it.
 
-    Of XL's first encoder that is the last block, when there is a second one whose output is pooled.
+    In the first of XL's two encoders this is the last block: the pooled output is the second one's.
     """
     # transformers 5 has no text_model in CLIPTextModel.
     where = "text_model.encoder" if hasattr(encoder, "text_model") else "encoder"
@@ -181,7 +182,7 @@ def _layers(encoder: nn.Module, targets: tuple[str, ...], skips_last: bool) -> l
 
 
 def groups(base: Base) -> Mapping[str, tuple[str, ...]]:
-    """Return the parts of the model that have groups of their own in the optimizer, for their learning rate."""
+    """Return the parts of the model with groups of their own in the optimizer, for their learning rate."""
     names = base.trained_text if isinstance(base, DiffusersBase) else ()
     return {PART: names} if names else {}
 

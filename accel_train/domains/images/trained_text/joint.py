@@ -12,7 +12,7 @@ from accel_train.domains.images.pipelines import unets
 from accel_train.domains.images.pipelines.family import Conditioning, Predicting
 
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
-"""Components of a pipeline, by that of the text encoder."""
+"""Tokenizers of a pipeline, by text encoder."""
 Encoders = Mapping[str, Any]
 
 
@@ -87,6 +87,7 @@ class DenoiserWithText(nn.Module):
             return conditioning
         noisy, timestep = given
         assert sizes is not None
+        # Guidance is not read: UNets have no input for it.
         inputs = Predicting(noisy, timestep, conditioning, sizes, self.config, guidance=1.0)
         return self.way.predict(self.denoiser, inputs)
 
@@ -114,12 +115,12 @@ def denoiser_of(model: nn.Module) -> nn.Module:
 
 
 def predict(model: nn.Module, inputs: Predicting) -> Tensor:
-    """Predict by a prepared ``DenoiserWithText``, whose conditioning are tokens."""
+    """Predict by a prepared ``DenoiserWithText``, conditioned on tokens."""
     return model(inputs.noisy, inputs.timestep, tokens=inputs.conditioning, sizes=inputs.sizes)
 
 
 def tokenise(pipeline: Any, captions: Sequence[str], length: int | None) -> dict[str, Tensor]:
-    """Return the tokens of captions, (B, L) int64 for each text encoder that the pipeline has, as it pads them."""
+    """Return the tokens of captions, (B, L) int64 for each text encoder of the pipeline, as it pads them."""
     found: dict[str, Tensor] = {}
     for name, tokenizer_name in TOKENIZERS.items():
         tokenizer = getattr(pipeline, tokenizer_name, None)

@@ -1,7 +1,7 @@
-"""Pictures of the class that the base draws before training, where the folder of the prior has too few.
+"""Pictures of the class, drawn by the base before training if the folder of the prior has too few.
 
 As in diffusers' DreamBooth script, from one caption. The noise of a picture is a function of its number alone, the
-processes share the numbers, and a picture that is there stays: a run that was killed continues with the next one.
+processes share the numbers, and existing pictures stay: a killed run continues with the next one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from accel_train.store.atomic_files import replace_file, replace_json
 
 STEM = "drawn_"
 RECORD = "drawn.json"
-"""What the pictures were drawn from. Others are not put beside them."""
+"""Base, caption, steps and side of the drawn pictures. Others are not put beside them."""
 STREAM = "lora/prior"
 
 
@@ -38,14 +38,15 @@ def draw_missing(
 ) -> list[str]:
     """Draw pictures of ``data.prior.caption`` until there are ``data.prior.count``, and return notices. Collective.
 
-    ``pipeline`` is that of ``base`` without the denoiser, on the device, and ``encode`` its text encoders. The denoiser
-    is loaded for the drawing alone, in bf16 on a GPU. Own pictures in the folder count. Raises ``UsageError`` for a
-    folder whose pictures were drawn from something else, or that not all processes see.
+    ``pipeline`` is the base's, without the denoiser, on the device, and ``encode`` its text encoders. The denoiser is
+    loaded for the drawing alone, in bf16 on a GPU. Own pictures in the folder count. Raises ``UsageError`` for a folder
+    with pictures drawn from something else, or not shared by all processes.
     """
     prior = config.prior
     if prior.path is None or prior.count == 0:
         return []
     folder = expand_path(prior.path)
+    # Down to a multiple of the step, like the sides of buckets.
     side = config.resolutions[0] // config.bucket_step * config.bucket_step
     drawn_from = {"base": base.location, "caption": prior.caption, "steps": prior.steps, "side": side}
     files = [folder / f"{STEM}{number:05d}.png" for number in range(prior.count - _own_pictures(folder))]
@@ -75,7 +76,7 @@ def draw_missing(
 
 
 def _own_pictures(folder: Path) -> int:
-    """Return the number of pictures in the folder that were not drawn here."""
+    """Count the pictures in the folder not drawn here."""
     if not folder.exists():
         return 0
     files = [file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and not is_mask(file)]
@@ -83,7 +84,7 @@ def _own_pictures(folder: Path) -> int:
 
 
 def _refuse_others(folder: Path, drawn_from: Mapping[str, Any], is_added_to: bool) -> None:
-    """Raise ``UsageError`` for a place that takes no drawn pictures, and for pictures drawn from something else."""
+    """Raise ``UsageError`` for a place unfit for drawn pictures, and for pictures drawn from something else."""
     option = f"data.prior.path {str(folder)!r}"
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{option}: is a file, and data.prior.count draws into a folder; give a folder")
@@ -136,6 +137,8 @@ def _draw(
         arguments = family.sample(prompt, family.empty(pipeline, empty))
         with Progress("pictures of the class", len(files), shown) as progress:
             for number, file in files.items():
+                # Without the sign: a generator reports a negative seed as one beyond int64, and MMDiT's sampler
+                # reads it back into int64.
                 seed = rng.key(0, STREAM, number) & (2**63 - 1)
                 with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
                     drawn = draw_picture(pipeline, family, arguments, seed, side, prior.steps, None)

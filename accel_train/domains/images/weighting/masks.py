@@ -1,4 +1,4 @@
-"""Masks of the loss: what of a picture is learned, from its alpha channel or from a file beside it."""
+"""Masks of the loss: the learned parts of a picture, from its alpha channel or from a file beside it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MASK = "mask"
 class Masks:
     """Weights of the error by place: 1 where a mask is white or the picture opaque, ``outside`` where black.
 
-    Those of frames that do not change are kept once they were computed.
+    Weights of fixed frames are kept once computed.
     """
 
     def __init__(self, files: Mapping[str, tuple[Path, str]], config: MaskConfig, reduction: int) -> None:
@@ -124,7 +124,7 @@ def _file_beside(picture: Picture) -> Path | None:
 
 
 def _checked(path: Path, picture: Picture) -> str:
-    """Return the sha256 of a mask that fits its picture."""
+    """Refuse a mask of another size than its picture, and return its sha256."""
     content = path.read_bytes()
     try:
         width, height = decode_picture(content).size

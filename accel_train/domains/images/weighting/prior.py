@@ -1,7 +1,7 @@
-"""Prior preservation: every training picture comes with one of the class that it belongs to (arXiv:2208.12242).
+"""Prior preservation: every training picture is paired with one of its class (arXiv:2208.12242).
 
-The pictures of the prior are cut to the sizes of the training pictures, so that both are rows of one micro-batch. Which
-one comes with which is drawn anew in each epoch.
+The pictures of the prior are cut to the sizes of the training pictures, so both are rows of one micro-batch. Pairs are
+drawn anew in each epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.weighting.masks import MASK
 
 PREFIX = "prior_"
-"""Before the names of what a sample has of its picture of the prior."""
+"""Prefix of the fields of a sample's picture of the prior."""
 ROWS = 2
 """Pictures of a sample."""
 LOADED: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
@@ -30,7 +30,7 @@ LOADED: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     # Times are spread evenly over each half, as of a batch of twice the size.
     "position": lambda value: (ROWS * value, ROWS * value + 1),
 }
-"""What the loader adds to a batch, for a training picture and that of the prior."""
+"""Fields added to a batch by the loader, for a training picture and its picture of the prior."""
 
 
 class PairedPictures:
@@ -48,10 +48,11 @@ class PairedPictures:
         return len(self.own)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return what both have. The partner comes from Python's global generator, which the loader seeds."""
+        """Return the fields of both. The partner comes from Python's global generator, seeded by the loader."""
         item = self.own[index]
         partner = random.choice(self.partners[self.own.sample_shape(index)])
         other = self.prior[partner]
+        # The prior has no masks and counts everywhere, but both halves of a batch need the same fields.
         if MASK in item:
             other[MASK] = torch.ones_like(item[MASK])
         return item | {f"{PREFIX}{name}": value for name, value in other.items()}

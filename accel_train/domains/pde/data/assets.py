@@ -16,7 +16,7 @@ from accel_train.domains.pde.fields import Scale
 
 ASSETS_FORMAT = 1
 WIDE = 20.0
-"""Ratio of the largest to the smallest value above which one linear scale fits badly."""
+"""Above this ratio of the largest to the smallest value, one linear scale fits badly."""
 
 
 @dataclass(frozen=True)

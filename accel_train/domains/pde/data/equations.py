@@ -47,7 +47,7 @@ DEFAULT_RESOLUTION = {1: 128, 2: 32}
 GENERATOR = 1
 """Version of the generated data. It changes when the same options give other data."""
 TASK_OPTIONS = ("speed", "viscosity", "snapshots", "dt", "time_stride", "resolution_1d", "resolution_2d")
-"""Options of generation that some tasks do not read."""
+"""Options of generation not read by every task."""
 BLOCK = 32
 """Samples generated together. Blocks are always whole, so sample i does not depend on the number of samples."""
 MODES = 6
@@ -277,7 +277,7 @@ def _generate(config: PdeDataConfig, task: str, sharing: int, progress: bool, di
 
 
 def _key(config: PdeDataConfig, task: str) -> str:
-    """Hash everything that the generated data depend on, for the name of their folder."""
+    """Hash everything the generated data depend on, for the name of their folder."""
     # Options that this task does not read stay out, so that changing them finds the same data.
     sizes = [*map(config.samples, SPLITS), config.resolution(KINDS[task].space)]
     options = [getattr(config, name) for name in ("seed", *KINDS[task].options)]

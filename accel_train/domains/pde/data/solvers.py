@@ -33,6 +33,7 @@ def solve_burgers(spectrum: Spectrum, viscosity: Float, dt: float, snapshots: in
     decay = -viscosity[:, None] * (2 * np.pi * number) ** 2  # (B, X / 2 + 1)
     # The viscous decay over half a step. Two of them make the whole one.
     half = np.exp(decay * (step / 2))
+    # Of (u^2 / 2)_x: half of 2 pi i k. 0 beyond the resolved modes, so that the square of u adds none there.
     slope = -1j * np.pi * number * resolved * step
 
     for _ in range(snapshots - 1):

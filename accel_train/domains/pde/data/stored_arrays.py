@@ -1,7 +1,7 @@
 """Arrays of fields in HDF5 files and zarr folders, read by chunk with bounded memory.
 
 A contiguous HDF5 dataset is memory-mapped, and its pages are handed back to the system as they add up. A chunked or
-compressed one is read by whole chunks, which are kept in a bounded cache.
+compressed one is read by whole chunks, kept in a bounded cache.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def open_array(file: Path, dataset: str, cache: BlockCache[Array]) -> StoredArra
     stored = content[dataset]
     offset = stored.id.get_offset()
     if offset is None:  # chunked or compressed
+        # The file stays open, because chunks are read through it.
         return ChunkedArray(file, dataset, stored, cache)
+    # The map needs the offset and no HDF5 handle.
     mapped = MappedArray(file, offset, stored.shape, stored.dtype, cache.limit_bytes)
     content.close()
     return mapped

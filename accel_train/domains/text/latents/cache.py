@@ -43,7 +43,7 @@ class LatentTable:
     row_of: Tensor  # (N,) int64
     opener: Callable[[Path], Tensor]
     identity: str = ""
-    """Of ready-made latents whose bytes depend on the machine that encoded them: what they were made of, and by."""
+    """For ready-made latents with bytes dependent on the encoding machine: their source and their encoder."""
     _open: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:

@@ -1,15 +1,14 @@
-"""Texts in shards larger than memory: one pass that checks, identifies and splits them, and reading by index.
+"""Texts in shards larger than memory: one pass to check, identify and split them, and reading by index.
 
-The pass leaves a folder in the cache, so that a later start with the same files reads no shard:
+The pass leaves a folder in the cache. A later start with the same files reads no shard:
 
     ids       8 bytes a row: the head of the sha256 of its text, 0 for an unusable row
     sides     1 byte a row: left out, training or held out
     texts     held-out texts, and a sample of the training texts to fit on
     facts     counts for the log
 
-The id of a sample is the hash of its text, and not its file and row: it survives a file that is renamed, cut or merged,
-and rows that are removed before it. Each text is compared with its id when it is read, so damage that the format does
-not notice is an error too.
+The id of a sample is the hash of its text, and not its file and row: it survives renamed, cut or merged files, and rows
+removed before it. Each text is compared with its id on reading, so damage unnoticed by the format is an error too.
 """
 
 from __future__ import annotations
@@ -38,28 +37,28 @@ LEFT_OUT, TRAIN, HELDOUT = range(3)
 HELDOUT_ROWS = 2**14
 """Most held-out texts. They are kept in memory, because evaluation reads them in the order of their hash."""
 SAMPLE_ROWS = 2**17
-"""Most training texts that a tokenizer or TF-IDF is fitted on."""
+"""Most training texts to fit a tokenizer or TF-IDF on."""
 CHARACTERS = 2**26
 """Most characters of the held-out texts, and of the sample. Long texts are fewer."""
 ROWS_PER_PARTITION = 2**22
-"""Rows whose hashes are compared at a time, to find equal texts."""
+"""Rows to compare at a time by their hashes, to find equal texts."""
 Keys = NDArray[np.uint64]
 Ints = NDArray[np.int64]
 
 
 class SplitRules(NamedTuple):
-    """What decides about a row, beside its text."""
+    """Rules for the side of a row, besides its text."""
 
     column: str
     min_words: int
     max_bad_rows: int
     fraction: float
-    """Share of held-out texts. 0: those of `heldout_keys`, which no training text may equal."""
+    """Share of held-out texts. 0: the texts of `heldout_keys`. No training text may equal one."""
     heldout_keys: tuple[int, ...] = ()
 
 
 class SplitShards(NamedTuple):
-    """Both splits of a table, and what is fitted on."""
+    """Both splits of a table, and the sample to fit on."""
 
     train: ShardTexts
     heldout: list[str]
@@ -87,6 +86,7 @@ def split_shards(
     """
     described = json.dumps([SPLIT_FORMAT, table.index.key, list(table.columns), rules])
     folder = cache / "splits" / hashlib.sha256(described.encode()).hexdigest()
+    # Rank 0 works alone. Out of reach of its cache, the processes of a host work at once and share its cores.
     sharing = world_size if rank else 1
     write = partial(_write_split, table, rules, sharing, progress and rank == 0)
     cached_folder(folder, write, rank=rank, barrier=barrier)
@@ -132,7 +132,7 @@ class ShardTexts(Sequence[str]):
             yield from self.of_block(number)
 
     def take(self, indices: Sequence[int]) -> list[str]:
-        """Read texts in the order of `indices`. Raises `UsageError` for a text that is not the one of the pass."""
+        """Read texts in the order of `indices`. Raises `UsageError` for a text changed since the pass."""
         rows = self._rows(indices)
         return self._checked(self.table.take(self.column, rows), rows)
 
@@ -256,7 +256,7 @@ def _scan_block(table: ShardedTable, rules: SplitRules, number: int) -> _Scanned
 
 
 def _fault(block: DecodedBlock, row: int, value: Any, column: str) -> str | None:
-    """Return what is wrong with a row, "" for a blank line, or None."""
+    """Return the fault of a row, "" for a blank line, or None."""
     if row in block.faults:
         return block.faults[row]
     return text_fault({column: value}, column)
@@ -343,7 +343,7 @@ def _choose_sides(keys_file: Path, usable: NDArray[np.bool_], rules: SplitRules)
 
 
 def _rows_of_partition(keys: Keys, usable: NDArray[np.bool_], partition: int, partitions: int) -> Ints:
-    """Return the usable rows whose hash falls into one of `partitions` parts."""
+    """Return the usable rows with hashes in part `partition` of `partitions`."""
     found: list[Ints] = []
     for start in range(0, len(keys), ROWS_PER_PARTITION):
         piece = slice(start, start + ROWS_PER_PARTITION)

@@ -91,13 +91,14 @@ def block_latents(
 ) -> BlockLatents:
     """Load the latents of all training texts and compute the missing ones. Every rank calls it (two barriers).
 
-    A file is named by the encoder and by the ids of its texts, so blocks survive others that come or go. Rank r
+    A file is named by the encoder and by the ids of its texts, so blocks survive the coming and going of others. Rank r
     first builds blocks r, r + world_size, ... Then each rank builds those still missing on its own disk. Each process
     reads every file once to verify it.
     """
     # One file for a block, however many ranks: which rank builds it does not show in the result.
     files = [_file_of(texts, number, encoder, cache) for number in range(len(texts.sizes))]
     filled = [number for number, file in enumerate(files) if file is not None]
+    # Each rank starts at another block, so ranks with one disk seldom build the same one at the same time.
     start = rank % max(1, len(filled))
     for assigned in (filled[rank::world_size], filled[start:] + filled[:start]):
         total = sum(texts.sizes[number] for number in assigned)
