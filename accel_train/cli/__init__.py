@@ -145,9 +145,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
+    # Read first, so that a wrong flag is refused without the imports of a simulation.
+    rest, options = read_arguments(arguments.arguments, arguments)
     from accel_train.simulation.command import simulate
 
-    rest, options = read_arguments(arguments.arguments, arguments)
     print(simulate(arguments.recipe, rest, options))
     return 0
 

@@ -126,8 +126,9 @@ class Workers:
         processes: list[Any] = []
         if batches is not None and self._settings.num_workers > 0:
             processes = batches._workers
-        # Deleting the DataLoader's iterator ends its workers.
+        # Deleting the DataLoader's iterator, of which this was the last reference, ends its workers.
         self._batches = None
+        del batches
         for process in processes:
             # A hanging worker ignores the DataLoader's SIGTERM.
             if process.is_alive():

@@ -346,7 +346,7 @@ def _gpu_ids(top: Section, kind: str, processes: int | None, machines: int) -> t
         raise top.refuse("gpu_ids", "`all`, or different ids with commas and no spaces", "write it as '0,1'")
     needed = (processes or machines) // machines
     # Accelerate refuses a single id for several GPUs, whatever the number of processes.
-    if kind.startswith("MULTI_") and machines == 1:
+    if kind.startswith("MULTI_") and kind != "MULTI_CPU" and machines == 1:
         needed = max(needed, 2)
     if len(ids) < needed:
         raise top.refuse(

@@ -13,9 +13,9 @@ def check_rendezvous(machine: MachineConfig) -> None:
 
     Resolves the host and binds the port for a moment. Call it once per machine, before processes start.
     """
-    # A flag may have replaced the port of the file, and an error must show the one in use.
-    values = dict(machine.raw) | {"main_process_port": machine.main_process_port}
-    section = Section(machine.path, "", values, machine.places)
+    # Flags may have replaced both, and an error must show those in use.
+    used = {"main_process_ip": machine.main_process_ip, "main_process_port": machine.main_process_port}
+    section = Section(machine.path, "", dict(machine.raw) | used, machine.places)
     port = DEFAULT_PORT if machine.main_process_port is None else machine.main_process_port
     if machine.num_machines > 1:
         host = str(machine.main_process_ip)

@@ -178,13 +178,17 @@ class Facts:
 
     @property
     def state_bytes(self) -> int | None:
-        """Bytes of weights, gradients, optimizer and EMA of the trained parameters, None before they are counted."""
-        if self.parameters is None:
-            return None
+        """Bytes of weights, gradients, optimizer and EMA of the trained parameters.
+
+        None before they are counted, and for an optimizer with an unknown state.
+        """
         from accel_train.speed.fitting import OPTIMIZER_BYTES
 
+        of_optimizer = OPTIMIZER_BYTES.get(str(self.option("optimizer.name")))
+        if self.parameters is None or of_optimizer is None:
+            return None
         # 4 bytes each for weight and gradient in fp32; the EMA below is fp32 too.
-        each = 8 + OPTIMIZER_BYTES.get(str(self.option("optimizer.name")), 0)
+        each = 8 + of_optimizer
         if self.number("ema.decay") > 0:
             each += 4
         return self.parameters * each

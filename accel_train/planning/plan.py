@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_train.config import UsageError
@@ -80,15 +80,25 @@ class Plan:
             return f"of {ends[0]} and {ends[1]}, the ends, the one of less memory"
         if size == self.space.share:
             return "the whole share of a GPU: nothing is accumulated"
-        larger = self.space.sizes[self.space.sizes.index(size) + 1]
-        for probe in self.exceeding():
-            candidate = probe.candidate
-            same = (candidate.strategy, candidate.mode) == (self.chosen.candidate.strategy, self.chosen.candidate.mode)
-            if same and candidate.micro_batch_size == larger:
-                needed = probe.needed_gib(self.budget)
-                over = needed - self.budget.limit_gib
-                return f"the largest that fits: {larger} needs {needed:.2f} GiB, {over:.2f} too much"
-        return "the largest that fits"
+        nearest = self._next_larger()
+        if nearest is None:
+            return "the largest that fits"
+        larger = nearest.candidate.micro_batch_size
+        needed = nearest.needed_gib(self.budget)
+        if nearest.fits(self.budget):
+            return f"faster than {larger}, which needs {needed:.2f} GiB and fits too"
+        over = needed - self.budget.limit_gib
+        return f"the largest that fits: {larger} needs {needed:.2f} GiB, {over:.2f} too much"
+
+    def _next_larger(self) -> Probe | None:
+        """Return the simulated candidate of the next larger micro-batch, all else equal."""
+        chosen = self.chosen.candidate
+        larger: list[Probe] = []
+        for probe in (probe for chain in self.chains for probe in chain.probes):
+            size = probe.candidate.micro_batch_size
+            if size > chosen.micro_batch_size and replace(chosen, micro_batch_size=size) == probe.candidate:
+                larger.append(probe)
+        return min(larger, key=lambda probe: probe.candidate.micro_batch_size, default=None)
 
 
 def make_plan(recipe: str, goal: Goal, space: Space, budget: Budget, chains: Sequence[Chain], config: Any) -> Plan:

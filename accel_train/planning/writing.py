@@ -37,7 +37,8 @@ def write(directory: str, command: str, candidate: Candidate, gpus: int, loaded:
     # Asked again: the search since the first check may have taken minutes.
     launch, preset = paths_in(directory)
     launch.parent.mkdir(parents=True, exist_ok=True)
-    head = f"# Written by: {command}\n"
+    # An argument may have several lines, and each has to stay a comment.
+    head = "".join(f"# {line}\n" for line in f"Written by: {command}".splitlines())
     replace_file(launch, (head + launch_text(candidate.strategy, gpus)).encode())
     replace_file(preset, (head + tree_text(planned_tree(loaded, candidate))).encode())
     return launch, preset

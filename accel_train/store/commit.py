@@ -139,7 +139,10 @@ def describe_broken_link(path: Path) -> str | None:
 
 
 def _exchange(temporary: Path, final: Path) -> None:
-    """Swap two directories atomically. On file systems without that operation, move the older one aside first."""
+    """Swap two directories atomically. On file systems without that operation, move the older one aside first.
+
+    A crash between those renames loses the checkpoint of this step, no other.
+    """
     libc = ctypes.CDLL(None)
     one = os.fsencode(temporary)
     other = os.fsencode(final)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import importlib.util
 import json
 import os
@@ -463,8 +464,20 @@ def test_rendezvous(tmp_path: Path) -> None:
     check_rendezvous(read_machine_config(write(tmp_path, busy)))
     check_rendezvous(read_machine_config(write(tmp_path, DDP)))
     preset = next(file for file in PRESETS if file.stem == "multi_node")
+    machine = read_machine_config(preset)
     with pytest.raises(UsageError, match=r"main_process_ip: first-machine.invalid`: must be an address"):
-        check_rendezvous(read_machine_config(preset))
+        check_rendezvous(machine)
+    # Replaced by a flag.
+    with pytest.raises(UsageError, match=r"main_process_ip: other.invalid`: must be an address"):
+        check_rendezvous(dataclasses.replace(machine, main_process_ip="other.invalid"))
+
+
+def test_one_gpu_id_is_too_few_for_several_gpus_only(tmp_path: Path) -> None:
+    """As Accelerate has it, which does not read them for processes on CPUs."""
+    one = "num_machines: 1\nnum_processes: 1\ngpu_ids: '0'\ndistributed_type: "
+    assert read_machine_config(write(tmp_path, one + "MULTI_CPU\nuse_cpu: true\n")).gpu_ids == ("0",)
+    with pytest.raises(UsageError, match="at least 2 ids"):
+        read_machine_config(write(tmp_path, one + "MULTI_GPU\n"))
 
 
 def test_reading_imports_no_accelerate_before_it_is_needed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import resource
@@ -85,3 +86,5 @@ def test_derived_facts() -> None:
     assert facts.steps == 3
     assert facts.accumulation == 4
     assert facts.state_bytes == 16_000
+    unknown = dataclasses.replace(facts, options={**facts.options, "optimizer.name": "prodigyopt:Prodigy"})
+    assert unknown.state_bytes is None

@@ -19,6 +19,7 @@ from accel_train.planning.devices import find_device
 from accel_train.planning.flags import Goal, Options, add_flags, read_arguments
 from accel_train.planning.memory import GIB, Budget
 from accel_train.planning.plan import Plan, make_plan
+from accel_train.planning.probe import Probe
 from accel_train.planning.search import search
 from tests.planning.made_up import made_up, space
 
@@ -171,6 +172,21 @@ def test_a_plan_gives_the_reason_of_each_value() -> None:
     assert reasons["launch file"].startswith("ddp: ")
     assert reasons["micro_batch_size"].startswith("the largest that fits: 64 needs 11.56 GiB, 1.56 too much")
     assert "none: " in reasons["activation_checkpointing.mode"]
+
+
+def test_a_larger_size_that_fits_may_be_slower() -> None:
+    small = dataclasses.replace(space(1, 8), modes=("none",))
+    budget = Budget(16.0, 0.0, 8)  # for 4 samples
+
+    def slower_with_4(candidate: Candidate) -> Probe:
+        made = made_up(candidate, small.micro_batches(candidate))
+        slow = dataclasses.replace(made.time, products=10.0)
+        return dataclasses.replace(made, time=slow) if candidate.micro_batch_size == 4 else made
+
+    chains = search(small, "speed", budget, slower_with_4)
+    found = make_plan("mmdit", "speed", small, budget, chains, config())
+    assert found.chosen.candidate.micro_batch_size < 4
+    assert found.reasons()[MICRO_BATCH] == "faster than 4, which needs 15.76 GiB and fits too"
 
 
 def test_what_is_not_considered_and_what_does_not_fit_is_listed() -> None:

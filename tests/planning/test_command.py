@@ -110,7 +110,9 @@ def test_micro_batches_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_written_files_are_read_as_they_were_meant(strategy: str, tmp_path: Path) -> None:
     gpus = 1 if strategy == "single" else 4
     loaded = read(["demo", *ARGUMENTS])
-    launch, preset = write(str(tmp_path), "accel-train plan", Candidate(strategy, "full", 2), gpus, loaded)
+    launch, preset = write(str(tmp_path), "accel-train plan 'two\nlines'", Candidate(strategy, "full", 2), gpus, loaded)
+    for file in (launch, preset):
+        assert file.read_text().startswith("# Written by: accel-train plan 'two\n# lines'\n")
     machine = read_machine_config(launch)
     assert (machine.strategy, machine.num_processes) == (strategy, gpus)
     bundled = read_machine_config(PRESETS / LAUNCH_FILES[strategy])

@@ -84,9 +84,12 @@ def _with_end(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> En
     if tokenizer.eos_token_id is not None and (not ids or ids[-1] != tokenizer.eos_token_id):
         ids.append(tokenizer.eos_token_id)
         trained.append(True)
-    # Nothing comes before the first token, so it is never a target.
-    trained[0] = False
-    return Encoded(ids, trained)
+    return _without_first(ids, trained)
+
+
+def _without_first(ids: list[int], trained: list[bool]) -> Encoded:
+    """Mark the first token as no target, since nothing comes before it. A row may have no token at all."""
+    return Encoded(ids, [False, *trained[1:]] if trained else [])
 
 
 def _tokenise(tokenizer: Any, text: str, spans: Sequence[Span], *, special: bool) -> tuple[list[int], list[bool]]:
@@ -116,8 +119,7 @@ def _encode_messages(row: Row, tokenizer: Any) -> Encoded:
     else:
         spans = _assistant_spans(row, tokenizer)
         ids, trained = _tokenise(tokenizer, _render(row, tokenizer), spans, special=False)
-    trained[0] = False
-    return Encoded(ids, trained)
+    return _without_first(ids, trained)
 
 
 def _marked_by_template(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]]:

@@ -86,7 +86,8 @@ def _training_rows(total: int) -> Tensor:
     """Choose rows at even distances, in a fixed random order."""
     # Shuffled, because the first eighth validates and the batches of the log-linear fit should be mixed.
     count = min(total, MAX_TRAINING_ROWS)
-    rows = torch.linspace(0, total - 1, count).round().long()
+    # In fp64: in fp32 the last place may lie behind the last of more than 2^24 rows.
+    rows = torch.linspace(0, total - 1, count, dtype=torch.float64).round().long()
     generator = torch.Generator().manual_seed(0)
     shuffled = torch.randperm(len(rows), generator=generator)
     return rows[shuffled]

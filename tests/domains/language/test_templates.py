@@ -73,6 +73,15 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_marked() -> No
     assert learned(Row("x", messages=CHAT[:3]), tiny.tokenizer(rewriting)) == "Friends to this ground.\n"
 
 
+@pytest.mark.parametrize("row", [Row("x", text=""), Row("x", messages=CHAT)], ids=["text", "chat"])
+def test_a_row_without_a_token_has_nothing_to_learn(row: Row) -> None:
+    """The tokenizer adds no special tokens, and the template renders nothing."""
+    tokenizer = tiny.tokenizer("{{ '' }}")
+    tokenizer.backend_tokenizer.post_processor = None
+    tokenizer.eos_token = None
+    assert templates.encode(row, tokenizer) == ([], [])
+
+
 def test_a_template_that_raises_names_the_row() -> None:
     strict = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(UsageError, match=r"f:3: the chat template refuses its messages .*roles must alternate"):

@@ -12,6 +12,12 @@ VOCABULARY, LENGTH, DIM = 12, 6, 3
 PAD = 0
 
 
+def test_the_last_of_many_rows_is_one_of_them() -> None:
+    """In fp32 the last of more than 2^24 places may round up beyond it."""
+    total = 2**24 + 4
+    assert int(baselines._training_rows(total).max()) == total - 1
+
+
 class Texts:
     """Random tokens 1 to 11; the last two positions of every third text are padding."""
 

@@ -148,11 +148,7 @@ def prepare_inputs(
         return CachedPictures(data, latents, texts, masks)
 
     train: Any = with_latents(pictures.train, masks)
-    notices = [
-        *pictures.notices,
-        *describe_masks(masks, masked),
-        _about_texts(base, freed),
-    ]
+    notices = [*pictures.notices, *describe_masks(masks, masked), _about_texts(base, freed)]
     if train.latents is None:
         notices.append("pictures are encoded at every step (data.crop random); data.crop centre encodes them once")
     heldout = with_latents(pictures.heldout, masks)
