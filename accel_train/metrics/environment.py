@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 # Matched against the last part of an option name, such as hub.token.
 SECRET = re.compile(r"token|secret|password|passwd|credential|api[-_]?key", re.IGNORECASE)
 # Packages that affect the numbers of a run.
-PACKAGES = ("torch", "accelerate", "transformers", "datasets", "numpy", "deepspeed")
+PACKAGES = (
+    *("torch", "accelerate", "transformers", "datasets", "numpy", "deepspeed"),
+    *("diffusers", "peft", "torchao", "bitsandbytes"),
+)
 
 
 def describe_environment(accelerator: Accelerator) -> dict[str, object]:

@@ -18,6 +18,7 @@ import threading
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -270,6 +271,8 @@ def test_the_environment_has_no_secrets(accelerator: Accelerator, monkeypatch: p
     assert (
         facts["versions"]["torch"] == torch.__version__.split("+")[0] or facts["versions"]["torch"] == torch.__version__
     )  # type: ignore[index]
+    installed = {name for name in environment.PACKAGES if find_spec(name)}
+    assert installed <= facts["versions"].keys()  # type: ignore[attr-defined]
 
 
 def test_git_commit_of_the_script(tmp_path: Path) -> None:
