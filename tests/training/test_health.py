@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -54,12 +54,14 @@ class Counting(torch.optim.SGD):
 
 
 def spoil_sums(sums: dict[str, Tensor], how: str) -> None:
-    """Make the loss NaN, or only its gradient, or its gradient large."""
+    """Make the loss NaN, or only its gradient, or its gradient large, or 0."""
     if how == "loss":
         # In a part without gradient: the gradient alone would not tell.
         sums["main"] = sums["main"] + float("nan")
     if how == "gradient":
         sums["main"].register_hook(lambda gradient: gradient * float("nan"))
+    if how == "zero":
+        sums.update({name: 0.0 * value for name, value in sums.items()})
     if how == "spike":
         sums["main"] = 1e4 * sums["main"]
 
@@ -113,7 +115,8 @@ class Training:
         for inputs in window:
             sums = loss_sums(self.model, inputs)
             # Reckoned, because a look at the sample numbers would be a read of the device.
-            if 0 <= place < share and inputs is batches[place // MICRO_BATCH][0]:
+            is_bad = 0 <= place < share and inputs is batches[place // MICRO_BATCH][0]
+            if is_bad or spoil == "zero":
                 spoil_sums(sums, spoil)
             window.backward(sums)
         result = window.finish(self.max_grad_norm)
@@ -315,6 +318,21 @@ def test_a_clipped_spike_has_the_gradient_of_the_factor_times_the_median(max_gra
     twin.max_grad_norm = max_grad_norm
     twin.step(6)
     assert not [name for name in same(clipped.state(), twin.state()) if not close(clipped, twin, name)]
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("spike", ["clip", "skip"])
+def test_after_steps_without_a_gradient_no_step_is_a_spike(spike: Literal["clip", "skip"], on_device: bool) -> None:
+    """Neither one with a gradient, nor another without, whose scale would be 0 / 0."""
+    options = OptimizerConfig(lr=1e-2, fused=True)
+    watched = Training(options, HealthConfig(spike_factor=50.0, spike=spike, spike_window=3), on_device=on_device)
+    plain = Training(options, HealthConfig(), on_device=on_device)
+    for training in (watched, plain):
+        training.train(range(5), spoil="zero", at=range(4))
+        training.guard.check()
+    assert watched.guard.state()["grad_norms"][:2] == [0.0, 0.0]
+    assert not same(watched.state(), plain.state())
+    assert not watched.guard.history.take_unreported()
 
 
 def close(a: Training, b: Training, name: str) -> bool:

@@ -25,12 +25,13 @@ class Spikes:
         self._count = torch.zeros((), dtype=torch.int64, device=device)
 
     def limit(self) -> Tensor:
-        """Return the largest norm that is no spike. Infinite until the window is full."""
+        """Return the largest norm that is no spike. Infinite until the window is full, and while its median is 0."""
         ordered = self._norms.sort().values
         # The lower of the two in the middle: a number that was really measured.
         median = ordered[(self._window - 1) // 2]
-        is_full = self._count >= self._window
-        return torch.where(is_full, self._factor * median, torch.inf)
+        # Steps without a gradient make nothing usual: a limit of 0 would scale a gradient of 0 to NaN.
+        is_usual = (self._count >= self._window) & (median > 0)
+        return torch.where(is_usual, self._factor * median, torch.inf)
 
     def add(self, norm: Tensor, trained: Tensor | None = None) -> None:
         """Replace the oldest norm, but not where ``trained`` is 0."""
