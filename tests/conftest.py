@@ -22,7 +22,7 @@ from accel_train.runtime import tested_versions
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "of the tests that -m selects, those of part DAY of PARTS; with -m slow, a part each day"
+    text = "slow tests to run beside those that -m selects: part DAY of PARTS, another one each day"
     parser.addoption("--part", metavar="DAY/PARTS", type=part, help=text)
 
 
@@ -53,13 +53,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu"):
             # Errors elsewhere. Drivers and kernels of a GPU warn of matters of their own, once in a process.
             item.add_marker(pytest.mark.filterwarnings("default"))
-    yield
     if config.option.part is None:
+        yield
         return
     today, parts = config.option.part
-    due = items[today::parts]  # those of a file, which take about as long, go to different days
-    config.hook.pytest_deselected(items=[item for number, item in enumerate(items) if number % parts != today])
-    items[:] = due
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    due = slow[today::parts]  # those of a file, which take about as long, go to different days
+    config.hook.pytest_deselected(items=[item for number, item in enumerate(slow) if number % parts != today])
+    # Aside from -m, which is usually there to leave slow tests out.
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    yield
+    # First, because the last tests of a run should be short: the other cores wait for them.
+    items[:0] = due
 
 
 EXTRAS = ("bitsandbytes", "deepspeed", "diffusers", "prodigyopt", "schedulefree", "tensorboard", "torchao")
