@@ -17,6 +17,7 @@ from accel_train.checkpoints.policy import refuse_unknown_metric
 from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError, expand_path, origin_of
 from accel_train.data import sampler
+from accel_train.data.tables.ledger import DataHistory, Ledger
 from accel_train.experiment_options import ExperimentConfig as ExperimentConfig
 from accel_train.experiment_options import Recipe as Recipe
 from accel_train.hub.pusher import push_the_rest
@@ -27,7 +28,6 @@ from accel_train.opened import Opened, smaller_micro_batch
 from accel_train.runtime import threads
 from accel_train.runtime.exiting import current_run
 from accel_train.runtime.main_alone import on_main
-from accel_train.store.names import EVALUATION_FILE
 from accel_train.training import schedules
 from accel_train.training.schedules import ScheduleConfig
 
@@ -134,14 +134,15 @@ def open_experiment(
     *,
     dataset_size: int,
     fingerprint: str,
+    ledger: Ledger = (),
     notices: Sequence[str] = (),
     metrics: Sequence[str] | None = None,
 ) -> Opened:
     """Open the run directory for a start or a resume. All processes call it; collective.
 
-    An epoch has ``dataset_size`` samples. ``fingerprint`` identifies the data. ``notices`` are logged first.
-    ``metrics`` names everything that an evaluation reports. With None, an unknown metric is found by the first
-    evaluation only.
+    An epoch has ``dataset_size`` samples. ``fingerprint`` identifies the data. With a ``ledger``, that of the
+    checkpoint to resume, they may differ from those that the run began with. ``notices`` are logged first. ``metrics``
+    names everything that an evaluation reports. With None, an unknown metric is found by the first evaluation only.
 
     Raises the errors of ``open_run``, and ``UsageError`` for processes with different data, and for a
     ``checkpoints.best_metric`` or a gate of ``accel-train compare`` outside ``metrics``, or steps to profile beyond
@@ -158,16 +159,17 @@ def open_experiment(
     max_steps = length.max_steps
     config.profile.refuse_beyond(max_steps)
     micro_batch_size, size_notices = _agree_on_micro_batch(config, accelerator)
-    run = _open_run(config, accelerator, fingerprint, length, micro_batch_size)
+    history = DataHistory(fingerprint, dataset_size, ledger)
+    run = _open_run(config, accelerator, history.fingerprint, length, micro_batch_size)
     # A resume keeps the schedule of the first start.
     decay_steps = run.resolved("schedule.decay_steps")
     batch_sizes = (config.global_batch_size, accelerator.num_processes, micro_batch_size)
-    info(logger, *notices, *length.notices, *size_notices, *sampler.notices(*batch_sizes))
+    info(logger, *notices, *history.notices, *length.notices, *size_notices, *sampler.notices(*batch_sizes))
     info(logger, *schedules.notices(length.schedule, decay_steps, max_steps), run.decision)
     _keep_threads(run, accelerator)
     finished = run.start_step >= max_steps and not config.evaluate_only
     if finished:
-        _log_finished(config, run.start_step, max_steps)
+        info(logger, *run.finished_notices(max_steps))
     return Opened(
         config=config,
         accelerator=accelerator,
@@ -177,6 +179,7 @@ def open_experiment(
         decay_steps=decay_steps,
         micro_batch_size=micro_batch_size,
         accumulation_steps=sampler.accumulation_steps(*batch_sizes),
+        history=history,
         finished=finished,
     )
 
@@ -206,12 +209,6 @@ def _open_run(
 def _keep_threads(run: Run, accelerator: Accelerator) -> None:
     if run.checkpoint is not None:
         info(logger, *threads.keep_threads(run.checkpoint.manifest, accelerator.device.type))
-
-
-def _log_finished(config: ExperimentConfig, step: int, max_steps: int) -> None:
-    info(logger, f"the run is finished: step {step} of {max_steps}; raise --max_steps to continue")
-    if not (config.report_directory / EVALUATION_FILE).exists():
-        info(logger, f"{config.report_directory} has no {EVALUATION_FILE}: --evaluate_only writes it")
 
 
 def _refuse_different_data(accelerator: Accelerator, dataset_size: int, fingerprint: str) -> None:

@@ -79,7 +79,7 @@ def training(
         prepared.ema,
         config.checkpoints,
         config.hub,
-        write_extras,
+        opened.with_ledger(write_extras),
         epoch=order.epoch,
         on_commit=log.saved,
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from accel_train.checkpoints.run import Run
 from accel_train.config import expand_path
 from accel_train.data.options import resolve_loader
+from accel_train.data.tables.ledger import DataHistory
 from accel_train.experiment_options import ExperimentConfig
 from accel_train.metrics.profiling.advice import Setting
 from accel_train.metrics.profiling.step_times import StepTimes
@@ -56,6 +58,8 @@ class Opened:
     """Samples per process and forward: that of the config, or a smaller one after running out of memory."""
     accumulation_steps: int
     """Micro-batches per process and step."""
+    history: DataHistory
+    """The data of this start and of those before."""
     finished: bool
     """No step is left, and the config asks for no evaluation."""
 
@@ -68,6 +72,15 @@ class Opened:
         """Return the config as nested values, with the micro-batch and schedule in use where they differ from it."""
         used = replace(self.config, micro_batch_size=self.micro_batch_size, schedule=self.schedule)
         return to_tree(used)
+
+    def with_ledger(self, write_extras: Callable[[Path], None]) -> Callable[[Path], None]:
+        """Return a function that writes the extra files of a checkpoint, and the ledger of its data."""
+
+        def write(directory: Path) -> None:
+            write_extras(directory)
+            self.history.save(directory / "assets", self.start_step)
+
+        return write
 
     def learning_rate_factor(self, step: int, decay_steps: int | None = None) -> float:
         """Return the factor of the learning rate in step ``step``. The schedule ends at ``decay_steps``, by default

@@ -24,6 +24,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from accel_train import experiment, loop, preparation, startup
+from accel_train.checkpoints.run import earlier_assets
 from accel_train.data.loader import StepBatches
 from accel_train.data.sampler import StepSampler
 from accel_train.domains.language import flops, perplexity, pipeline, prepare, pretrained, samples
@@ -52,7 +53,7 @@ class Config(experiment.ExperimentConfig):
 
     recipe: ClassVar = experiment.Recipe(
         # Runs of before have the last one, in whose place there is --attention.
-        free_to_change=("evaluation", "data.cache_dir", "model.attn_implementation"),
+        free_to_change=("evaluation", "data.cache_dir", "data.changed", "model.attn_implementation"),
         labels=Labels(
             units={"nll": "nats per token", "accuracy": "fraction"},
             titles={"nll": "NLL"},
@@ -99,11 +100,7 @@ def work(batches: StepBatches, flops_per_token: int) -> dict[str, Tensor | int]:
 
 # ------------------------------------------------------------------------------------------------------ evaluation
 def evaluate(
-    config: Config,
-    prepared: Prepared,
-    model: pretrained.LanguageModel,
-    data: prepare.LanguageData,
-    step: int,
+    config: Config, prepared: Prepared, model: pretrained.LanguageModel, data: prepare.LanguageData, step: int
 ) -> dict[str, float]:
     """Compute held-out perplexity and write samples.md, with the EMA weights. Every process calls it."""
     options = config.evaluation
@@ -137,7 +134,8 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=PRESETS, default_preset=DEFAULT_PRESET).config
     accelerator = startup.start(config)
-    data = startup.prepare_data(accelerator, partial(prepare.prepare_data, config.data, config.model))
+    preparing = partial(prepare.prepare_data, config.data, config.model, earlier=earlier_assets(config.run_options()))
+    data = startup.prepare_data(accelerator, preparing)
     order = StepSampler(len(data.train), config.global_batch_size, config.seed)
     shape = pretrained.resolve_config(config.model, data.tokenizer, config.data.max_length)
     opened = experiment.open_experiment(
@@ -145,6 +143,7 @@ def main(argv: Sequence[str]) -> int:
         accelerator,
         dataset_size=len(data.train),
         fingerprint=data.fingerprint,
+        ledger=data.ledger,
         notices=data.notices,
         metrics=perplexity.METRICS,
     )
@@ -167,10 +166,8 @@ def main(argv: Sequence[str]) -> int:
     if config.evaluate_only:
         return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))
 
-    facts = (config.model, config.evaluation, config.data.path)
-    write_extras = partial(
-        pipeline.write_files, plain, data.tokenizer, *facts, base_precision=config.lora.base_precision
-    )
+    facts = (config.model, config.evaluation, config.data.path, config.lora.base_precision)
+    write_extras = partial(pipeline.write_files, plain, data.tokenizer, *facts)
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
             set_learning_rate(prepared.optimizer, opened.learning_rate_factor(batches.step))

@@ -24,11 +24,12 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, startup
+from accel_train.checkpoints.run import earlier_assets
 from accel_train.config import UsageError
 from accel_train.data.sampler import StepSampler
 from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images import pipeline as pictures
-from accel_train.domains.images.options import PictureDataConfig
+from accel_train.domains.images.options import FREE_TO_CHANGE, PictureDataConfig
 from accel_train.domains.images.pipelines import before_after, loading, objective, validation
 from accel_train.domains.images.pipelines.inputs import Inputs, prepare_inputs
 from accel_train.domains.images.pipelines.objective import Denoising
@@ -56,7 +57,7 @@ class Config(experiment.ExperimentConfig):
     """LoRA adapters on a text-to-image pipeline of diffusers, or on our own MMDiT."""
 
     recipe: ClassVar = experiment.Recipe(
-        free_to_change=("evaluation", "data.cache_dir", "base.encoder_batch_size", "base.offload_encoders"),
+        free_to_change=("evaluation", *FREE_TO_CHANGE, "base.encoder_batch_size", "base.offload_encoders"),
         labels=Labels(units=dict.fromkeys(objective.METRICS, "mean squared error"), own_summary=True),
         decided_by={"loss": "min"},
         first_options=(
@@ -174,14 +175,14 @@ def evaluate(
 @one_run
 def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
-    preset = preset_without_one(argv)
-    config = load_config(Config, argv, presets=PRESETS, default_preset=preset).config
+    config = load_config(Config, argv, presets=PRESETS, default_preset=preset_without_one(argv)).config
     accelerator = startup.start(config)
     found = loading.find_base(config.base)
     base = adapters.with_trained_text(found, config.text_encoders, strategy_of(accelerator))
     levels = base.levels()
-    prepare_data = partial(prepare_inputs, config.data, base, config.evaluation.prompts, accelerator.device)
-    inputs = startup.prepare_data(accelerator, prepare_data)
+    given = (config.data, base, config.evaluation.prompts, accelerator.device)
+    preparing = partial(prepare_inputs, *given, earlier=earlier_assets(config.run_options()))
+    inputs = startup.prepare_data(accelerator, preparing)
     if config.cache_only:
         logs.info(logger, *inputs.notices)
         return 0
@@ -191,6 +192,7 @@ def main(argv: Sequence[str]) -> int:
         accelerator,
         dataset_size=len(inputs.train),
         fingerprint=inputs.fingerprint,
+        ledger=inputs.ledger,
         notices=inputs.notices,
         metrics=(*objective.METRICS, *before_after.metric_names(config.evaluation)) if len(inputs.heldout) else (),
     )
@@ -201,9 +203,8 @@ def main(argv: Sequence[str]) -> int:
     plain = preparation.build_model(opened, adapters.build, base, *options, config.precision, accelerator.device)
     logs.info(logger, objective.describe_objective(levels, base.family), *adapters.describe_adapters(plain, *options))
     process = inputs.process(levels, plain.config, config.objective, config.times)
-    parts = adapters.groups(base)
     example = partial(inputs.call_once, process)
-    prepared = preparation.prepare(opened, plain, freezable=parts, base=base.files(), example=example)
+    prepared = preparation.prepare(opened, plain, freezable=adapters.groups(base), base=base.files(), example=example)
     adapters.set_rate(prepared.optimizer, config.optimizer.lr, config.text_encoders)
     run_evaluation = partial(evaluate, config, prepared, inputs, process)
     if config.evaluate_only:

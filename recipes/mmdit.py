@@ -158,13 +158,13 @@ def write_report(
 
 # ------------------------------------------------------------------------------------------------------------ main
 def save_extras(
-    config: Config, shape: mmdit.MultimodalMMDiTConfig, data: dataset.PreparedData, start_step: int, directory: Path
+    config: Config, shape: mmdit.MultimodalMMDiTConfig, data: dataset.PreparedData, directory: Path
 ) -> None:
     """Write the files for sampling from the checkpoint, beside its weights."""
     objective = config.modes, config.text, config.latent
     facts = config.evaluation, config.seed, data.assets, config.data.path
     records.write_json(directory / "config.json", pipeline.describe_model(shape, *objective, *facts))
-    data.save_assets(directory / "assets", start_step)
+    data.assets.save(directory / "assets")
 
 
 def prepare_data(
@@ -184,8 +184,7 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=PRESETS).config
     accelerator = startup.start(config)
-    earlier = run.earlier_assets(config.run_options())
-    preparing = partial(prepare_data, config, str(accelerator.device), earlier)
+    preparing = partial(prepare_data, config, str(accelerator.device), run.earlier_assets(config.run_options()))
     data, scores = startup.prepare_data(accelerator, preparing)
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed, blocks=data.train.order)
     opened = experiment.open_experiment(
@@ -193,6 +192,7 @@ def main(argv: Sequence[str]) -> int:
         accelerator,
         dataset_size=len(data.train),
         fingerprint=data.fingerprint,
+        ledger=data.ledger,
         notices=[*data.notices, *picture_scores.notices(scores)],
         metrics=[*baseline_scores.metric_names(data), *picture_scores.metric_names(scores)],
     )
@@ -210,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
     if config.evaluate_only:
         return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))
 
-    write_extras = partial(save_extras, config, shape, data, opened.start_step)
+    write_extras = partial(save_extras, config, shape, data)
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
             step = batches.step

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, rng, startup
+from accel_train.checkpoints.run import earlier_assets
 from accel_train.config import PositiveInt
 from accel_train.data.grouping import task_sampler
 from accel_train.data.loader import StepBatches
@@ -40,7 +41,9 @@ from accel_train.domains.pde import (
     tokens,
     transformer,
 )
-from accel_train.domains.pde.data import equations, rows
+from accel_train.domains.pde.data import rows
+from accel_train.domains.pde.data.equations import PdeDataConfig
+from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.operator_learning import StepObjective
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig
@@ -61,7 +64,7 @@ class Config(experiment.ExperimentConfig):
     """Neural PDE operator on latent tokens: several equations, one transformer."""
 
     recipe: ClassVar = experiment.Recipe(
-        free_to_change=("evaluation", "data.cache_dir", "data.cache_mib", "data.workers"),
+        free_to_change=("evaluation", "data.cache_dir", "data.cache_mib", "data.changed", "data.workers"),
         labels=scores.LABELS,
         decided_by={"nrmse": "min"},
         loads_with=transformer.PdeTransformer,
@@ -73,7 +76,7 @@ class Config(experiment.ExperimentConfig):
 
     output_dir: str = "runs/pde-demo"
     model: PdeModelConfig = field(default_factory=PdeModelConfig)
-    data: equations.PdeDataConfig = field(default_factory=equations.PdeDataConfig)
+    data: PdeDataConfig = field(default_factory=PdeDataConfig)
     task_weights: tuple[PositiveInt, ...] | None = None
     """Steps of each task of data.tasks in a block of steps. None: one of each."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -123,21 +126,14 @@ def loss_sums(model: nn.Module, inputs: Batch, learned: StepObjective) -> dict[s
 
 
 def work(
-    config: Config,
-    shape: PdeTransformerConfig,
-    learned: StepObjective,
-    batches: StepBatches,
+    config: Config, shape: PdeTransformerConfig, learned: StepObjective, batches: StepBatches
 ) -> dict[str, Tensor | int]:
     """Count this process's part of a step, for the throughput."""
     points = math.prod(shape.grid(shape.tasks[learned.number]).cells)
     weights = torch.stack([batch["weight"].sum() for batch in batches.micro_batches])
     samples = sum(len(batch["weight"]) for batch in batches.micro_batches)
     per_sample = flops.training_flops_per_sample(shape, learned.number, config.objective.queries, learned.parts)
-    return {
-        "tokens": weights.sum() * points,
-        "padded_tokens": samples * points,
-        "flops": samples * per_sample,
-    }
+    return {"tokens": weights.sum() * points, "padded_tokens": samples * points, "flops": samples * per_sample}
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
@@ -178,17 +174,18 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=PRESETS, default_preset=DEFAULT_PRESET).config
     accelerator = startup.start(config)
-    data = startup.prepare_data(accelerator, partial(equations.prepare_pde, config.data))
-    sizes = data.train.sizes
-    order = task_sampler.TaskSampler(sizes, config.global_batch_size, config.seed, config.task_weights)
+    preparing = partial(prepare_pde, config.data, earlier=earlier_assets(config.run_options()))
+    data = startup.prepare_data(accelerator, preparing)
+    order = task_sampler.TaskSampler(data.train.sizes, config.global_batch_size, config.seed, config.task_weights)
     operator_learning.check_tasks(config.objective, config.evaluation, data.tasks)
-    run = experiment.lengths(config, accelerator, sum(sizes))
+    run = experiment.lengths(config, accelerator, len(data.train))
     stages = operator_learning.check_stages(config.objective, run.warmup_steps, run.max_steps, run.decay_steps)
     opened = experiment.open_experiment(
         config,
         accelerator,
-        dataset_size=sum(sizes),
+        dataset_size=len(data.train),
         fingerprint=data.fingerprint,
+        ledger=data.ledger,
         notices=[*data.notices, *stages],
         metrics=scores.metric_names(data, refined=config.model.residual_depth > 0),
     )
@@ -199,8 +196,7 @@ def main(argv: Sequence[str]) -> int:
     shape = operator_learning.model_shape(config.model, data.tasks)
     model = preparation.build_model(opened, transformer.PdeTransformer, shape)
     needs = shape.attention_needs(accelerator.device, config.precision, config.micro_batch_size)
-    freezable = operator_learning.freezable(config.objective, model)
-    prepared = preparation.prepare(opened, model, needs, freezable)
+    prepared = preparation.prepare(opened, model, needs, operator_learning.freezable(config.objective, model))
     optimizer = prepared.optimizer
     run_evaluation = partial(evaluate, config, prepared, data)
     if config.evaluate_only:

@@ -199,7 +199,7 @@ def language_run(run: Path, options: LanguageModelConfig = tiny.LLAMA, *, ema: b
         directory = assets.parent
         tokenizer = tiny.tokenizer(tiny.CHATML)
         language_pipeline.write_files(
-            model, tokenizer, options, LanguageEvaluation(temperature=1.0), "org/texts:plain", directory
+            model, tokenizer, options, LanguageEvaluation(temperature=1.0), "org/texts:plain", "fp32", directory
         )
         # Tied embeddings are saved once, as the saver does.
         parameters = dict(model.named_parameters())
@@ -227,8 +227,8 @@ def adapter_run(
 
     def save(assets: Path) -> None:
         directory = assets.parent
-        about = (source, LanguageEvaluation(temperature=1.0), "org/texts:plain", directory)
-        language_pipeline.write_files(model, tiny.tokenizer(tiny.CHATML), *about, adapters.base_precision)
+        about = (source, LanguageEvaluation(temperature=1.0), "org/texts:plain")
+        language_pipeline.write_files(model, tiny.tokenizer(tiny.CHATML), *about, adapters.base_precision, directory)
         save_file(saved, directory / "model.safetensors", {"format": "pt"})
         if ema:
             save_file({name: 0.5 * value for name, value in trained.items()}, directory / "ema.safetensors")

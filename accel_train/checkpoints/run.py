@@ -16,7 +16,7 @@ from accel_train.checkpoints.policy import RunOptions
 from accel_train.config import UsageError, expand_path
 from accel_train.store import atomic_files, commit, failpoints, strict_json
 from accel_train.store.manifest import Checkpoint, checkpoint_name, committed
-from accel_train.store.names import LOADING_FILE, REPORT, RUN_FILE
+from accel_train.store.names import EVALUATION_FILE, LOADING_FILE, REPORT, RUN_FILE
 from accel_train.store.run_file import renew_run, write_run
 from accel_train.training.health.rollback import Rollback
 
@@ -121,6 +121,14 @@ class Run:
         # Hidden files are the temporary ones of a killed writer.
         reports = sorted((self.directory / REPORT).glob("[!.]*"))
         return [f"checkpoints/{checkpoint_name(step)}", *(f"{REPORT}/{file.name}" for file in reports)]
+
+    def finished_notices(self, max_steps: int) -> list[str]:
+        """Return lines for the log of a start that has no step left."""
+        lines = [f"the run is finished: step {self.start_step} of {max_steps}; raise --max_steps to continue"]
+        report = self.directory / REPORT
+        if not (report / EVALUATION_FILE).exists():
+            lines.append(f"{report} has no {EVALUATION_FILE}: --evaluate_only writes it")
+        return lines
 
     def resolved(self, key: str) -> Any:
         """Return a value derived by the first start and kept by later ones, such as ``schedule.decay_steps``."""

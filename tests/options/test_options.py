@@ -227,6 +227,7 @@ data.speed
 data.viscosity
 data.seed
 data.workers
+data.changed
 data.cache_mib
 data.cache_dir
 task_weights
@@ -276,6 +277,7 @@ data.text_column
 data.sample_by
 data.heldout_path
 data.heldout_fraction
+data.changed
 data.max_bad_rows
 data.tokenizer
 data.vocab_size

@@ -1,4 +1,4 @@
-"""Ledger of the data seen by a run: its contents, and the step each began at. It lies in each checkpoint.
+"""History of the data of a run: their contents now, and what was seen from which step. It lies in each checkpoint.
 
 The order of samples is a function of (seed, step) and of the number of samples, so a span of steps and the contents at
 the time determine every sample drawn.
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from accel_train.config import UsageError
 
 LEDGER = "ledger.json"
+Changed = Literal["refuse", "allow"]
+"""Of the option ``data.changed``: whether a resume continues with other data than before."""
 
 
 class Span(NamedTuple):
@@ -23,6 +26,45 @@ class Span(NamedTuple):
     fingerprint: str
     """Hash of the contents."""
     samples: int
+
+
+Ledger = tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class DataHistory:
+    """The data that this start reads, and those that the resumed run has read before."""
+
+    contents: str
+    """sha256 of everything that decides the samples."""
+    samples: int
+    ledger: Ledger = ()
+    """What the checkpoint tells. Empty for a new run, and where data must not change."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the run: that of the data it began with, if they may change."""
+        return self.ledger[0].fingerprint if self.ledger else self.contents
+
+    @property
+    def notices(self) -> list[str]:
+        """A line for the log, if the data have changed since the checkpoint."""
+        if not self.ledger or self.ledger[-1].fingerprint == self.contents:
+            return []
+        before = self.ledger[-1].samples
+        return [f"--data.changed allow: {self.samples:,} samples, other data than the {before:,} of the checkpoint"]
+
+    def save(self, folder: Path, start_step: int) -> None:
+        """Write the ledger of a run that was started or resumed at ``start_step`` into a folder of a checkpoint."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_ledger(folder, continued(self.ledger, start_step, self.contents, self.samples))
+
+
+def earlier_ledger(changed: Changed, earlier: Path | None) -> Ledger:
+    """Read the ledger in the assets of the checkpoint to resume. Empty for a new run, and if data must not change."""
+    if changed == "refuse" or earlier is None:
+        return ()
+    return tuple(read_ledger(earlier))
 
 
 def continued(ledger: Sequence[Span], start_step: int, fingerprint: str, samples: int) -> list[Span]:

@@ -6,12 +6,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from accel_train.config import Fraction, FractionBelowOne, NonNegativeInt, PositiveFloat, PositiveInt, UsageError
+from accel_train.data.tables.ledger import Changed
 from accel_train.domains.images import decoding
 from accel_train.domains.images.buckets import Buckets
 from accel_train.domains.images.sources import Source
 
 DRAWING_STEPS = 50
 """As in diffusers' DreamBooth script."""
+
+
+FREE_TO_CHANGE = ("data.cache_dir", "data.cache_gib", "data.changed")
+"""Options that a resume may change: they change no sample."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,9 @@ class PictureDataConfig:
     """A folder of pictures (captions in text files beside them, or in metadata.jsonl), parquet files, a folder written
     by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration). emoji or emoji:GROUP: the bundled
     ones, such as emoji:flags."""
+    changed: Changed = "refuse"
+    """Pictures or captions that changed since the run began, such as added ones. refuse: do not resume. allow: continue
+    with them; assets/ledger.json of a checkpoint records which data were used from which step."""
     split: str = "train"
     """Split of a saved or Hub dataset."""
     image_column: str | None = None

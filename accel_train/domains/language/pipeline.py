@@ -337,8 +337,8 @@ def write_files(
     options: ModelConfig,
     evaluation: EvaluationConfig,
     path: str,
+    base_precision: lora.BasePrecision,
     directory: Path,
-    base_precision: lora.BasePrecision = "fp32",
 ) -> None:
     """Write the files beside the weights of a checkpoint. ``path`` is ``data.path``.
 

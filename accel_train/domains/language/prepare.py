@@ -15,6 +15,7 @@ from torch import Tensor
 
 from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError, expand_path
 from accel_train.data.artifacts import open_cache
+from accel_train.data.tables.ledger import Changed, Ledger, earlier_ledger
 from accel_train.data.tables.row_blocks import FileRows, RowBlocks, SampleBy, dataset_rows, file_rows
 from accel_train.data.tables.shards import warn_of_changes
 from accel_train.data.tables.text_sources import BadRows, content_key, hub_dataset, is_saved_dataset, saved_dataset
@@ -47,6 +48,9 @@ class DataConfig:
     """Held-out rows: any source accepted by `path`. null: heldout_fraction of `path`."""
     heldout_fraction: FractionBelowOne = 0.04
     """Share of rows held out for evaluation, by a hash of their words. Has no effect with heldout_path."""
+    changed: Changed = "refuse"
+    """Data that changed since the run began, such as added or removed rows. refuse: do not resume. allow: continue with
+    the tokenizer of the checkpoint; its assets/ledger.json records which data were used from which step."""
     max_bad_rows: NonNegativeInt = 0
     """Unusable rows (bad JSON, no text, nothing to learn) to leave out. The next one is an error with its place."""
     tokenizer: str | None = None
@@ -93,6 +97,8 @@ class LanguageData:
     """sha256 of both splits and the tokenizer."""
     notices: tuple[str, ...]
     """Lines for the main process to log."""
+    ledger: Ledger = ()
+    """Data seen before by the resumed run, if they may change."""
 
 
 def prepare_data(
@@ -102,19 +108,27 @@ def prepare_data(
     rank: int = 0,
     world_size: int = 1,
     barrier: Callable[[], None] = lambda: None,
+    earlier: Path | None = None,
 ) -> LanguageData:
     """Return the rows of a run, tokenised and packed by the first start with them. Every process calls it (barrier).
 
     One process of a host does the work, in worker processes where it takes long, and the others wait. Memory does not
-    depend on the size of the data. Raises ``UsageError``.
+    depend on the size of the data. ``earlier`` is the folder of assets in the checkpoint to resume, whose tokenizer is
+    used if ``config.changed`` allows other data. Raises ``UsageError``.
     """
+    ledger = earlier_ledger(config.changed, earlier)
     cache = open_cache(config.cache_dir, rank, world_size)
     sources = _Sources(config, cache)
     # One process logs it. It reads no row, so the others need not wait.
     if rank == 0:
         sources.name_changed_files()
     bad = BadRows(config.max_bad_rows)
-    tokenizer, notices = _tokenizer(config, model, sources, cache)
+    if ledger and earlier is not None:
+        # The model was trained on its ids. One that is trained on other data has others.
+        tokenizer, notices = tokenizers.load_tokenizer(str(earlier.parent), None), []
+        tokenizers.set_chat_template(tokenizer, config.chat_template)
+    else:
+        tokenizer, notices = _tokenizer(config, model, sources, cache)
     # Not the number of pieces: ids of added tokens may leave gaps.
     layout = Layout(config.max_length, config.packing, 1 + max(tokenizer.get_vocab().values()))
     heldout = None
@@ -139,7 +153,7 @@ def prepare_data(
     counts = train.targets.float() + 1.0
     unigram = (counts / counts.sum()).log()
     notices = [*_notices(train, heldout, bad), *notices, *_packing_notices(config, train, train_data)]
-    return LanguageData(train_data, heldout_data, tokenizer, unigram, fingerprint, tuple(notices))
+    return LanguageData(train_data, heldout_data, tokenizer, unigram, fingerprint, tuple(notices), ledger)
 
 
 def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by: SampleBy, cache: Path) -> RowBlocks:

@@ -14,7 +14,7 @@ from torch import Tensor
 from accel_train.config import UsageError
 from accel_train.data.datasets import Batch
 from accel_train.data.tables.block_order import BlockOrder
-from accel_train.data.tables.ledger import Span, continued, write_ledger
+from accel_train.data.tables.ledger import Ledger
 from accel_train.data.tables.text_sources import texts_hash
 from accel_train.domains.models.vae import VaeReference
 from accel_train.domains.text.encoders import LatentEncoder, load_encoder
@@ -301,10 +301,8 @@ class PreparedData:
     """sha256 of both splits' contents and of all preprocessing."""
     notices: tuple[str, ...]
     """Lines for the main process to log: sizes, texts cut or left out."""
-    ledger: tuple[Span, ...] = ()
+    ledger: Ledger = ()
     """Data seen before by the resumed run, if they may change."""
-    contents: str = ""
-    """sha256 of the data read now. Differs from `fingerprint`, taken at the first start, if the data changed."""
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -356,8 +354,3 @@ class PreparedData:
     def with_vae(self, vae: VaeReference | None) -> "PreparedData":
         """Return the data with the autoencoder of its pictures, for checkpoints to name."""
         return replace(self, assets=replace(self.assets, vae=vae))
-
-    def save_assets(self, directory: Path, start_step: int = 0) -> None:
-        """Write the assets, and the ledger of a run that was started or resumed at `start_step`."""
-        self.assets.save(directory)
-        write_ledger(directory, continued(self.ledger, start_step, self.contents, len(self.train)))

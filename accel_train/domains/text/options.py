@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError
+from accel_train.data.tables.ledger import Changed
 from accel_train.data.tables.shards import is_shards
 from accel_train.domains.text.encoders import Pooling
 
@@ -33,7 +34,7 @@ class DataConfig:
     cache_mib: PositiveInt | None = None
     """With read shards: cache of decoded texts in MiB, per process and worker, and as much again for mapped latents. If
     a window of shuffle_blocks does not fit, blocks are read repeatedly. null: 256."""
-    changed: Literal["refuse", "allow"] = "refuse"
+    changed: Changed = "refuse"
     """Data that changed since the run began, such as added or removed rows. refuse: do not resume. allow: continue with
     tokenizer, encoder, mean and std of the checkpoint; its assets/ledger.json records which data were used from which
     step."""

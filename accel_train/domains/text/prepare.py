@@ -11,7 +11,7 @@ import torch
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder, open_cache
 from accel_train.data.tables.block_order import BlockOrder
-from accel_train.data.tables.ledger import Span, read_ledger
+from accel_train.data.tables.ledger import earlier_ledger
 from accel_train.domains.text import tfidf
 from accel_train.domains.text.corpus import Corpus, resolve_path
 from accel_train.domains.text.dataset import (
@@ -57,11 +57,10 @@ def prepare_data(
     memory, or with `read: shards` reads them by block. Latents are memory-mapped. Raises `UsageError`.
     """
     processes = Processes(rank, world_size, barrier or _no_barrier, progress, device)
-    ledger: tuple[Span, ...] = ()
-    if config.changed == "allow" and earlier is not None:
+    ledger = earlier_ledger(config.changed, earlier)
+    if ledger:
         # The model was trained on this tokenizer and this scale. Other data would give others.
         assets = earlier
-        ledger = tuple(read_ledger(earlier))
     cache = open_cache(config.cache_dir, rank, world_size)
     splits = read_splits(config, cache, processes)
     saved = load_assets(assets, device) if assets else None
@@ -89,12 +88,8 @@ def prepare_data(
     train_data = _training_dataset(table, own, train, train_tokens, splits.order)
     heldout_data = _dataset(heldout.texts, heldout_tokens, heldout_table, own)
     notices = [*splits.notices, *_truncation_notice(train_tokens, config.max_length)]
-    contents = hashlib.sha256(f"{train_data.fingerprint}{heldout_data.fingerprint}".encode()).hexdigest()
-    # The run is that of its first contents. A resume with others is no other experiment if they may change.
-    fingerprint = ledger[0].fingerprint if ledger else contents
-    if ledger and ledger[-1].fingerprint != contents:
-        notices.append(f"--data.changed allow: other data than the {ledger[-1].samples:,} samples of the checkpoint")
-    return PreparedData(train_data, heldout_data, own, fingerprint, tuple(notices), ledger, contents)
+    fingerprint = hashlib.sha256(f"{train_data.fingerprint}{heldout_data.fingerprint}".encode()).hexdigest()
+    return PreparedData(train_data, heldout_data, own, fingerprint, tuple(notices), ledger)
 
 
 def _training_dataset(

@@ -101,7 +101,7 @@ def test_latents_are_the_means_of_the_autoencoder(tmp_path):
     assert torch.allclose(token, mean[3, :, 2:4, 4:6].permute(1, 2, 0), atol=2e-3)
     levels = (shown.permute(0, 2, 3, 1).clamp(-1, 1) + 1) * 127.5
     assert (pictures.pixels(latents[:2]).float() - levels).abs().max() < 1.5
-    prepared.save_assets(tmp_path / "assets")
+    prepared.assets.save(tmp_path / "assets")
     reference = load_assets(tmp_path / "assets").vae
     assert reference == pictures.vae
     assert reference is not None

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from accel_train.domains.pde import baselines as field_baselines
 from accel_train.domains.pde.baselines import baselines, nrmse, ridge_fit
-from accel_train.domains.pde.data.equations import PdeDataConfig, prepare_pde
+from accel_train.domains.pde.data.equations import PdeDataConfig
+from accel_train.domains.pde.data.prepare import prepare_pde
 
 
 class Rows:

@@ -11,7 +11,7 @@ import torch
 
 from accel_train.config import UsageError
 from accel_train.domains.pde import operator_learning, options
-from accel_train.domains.pde.data.equations import prepare_pde
+from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.rows import FieldData
 from accel_train.domains.pde.losses import TERMS
 from accel_train.domains.pde.transformer import PdeTransformer

@@ -12,7 +12,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from accel_train.domains.pde import scores
-from accel_train.domains.pde.data.equations import PdeDataConfig, prepare_pde
+from accel_train.domains.pde.data.equations import PdeDataConfig
+from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.rows import FieldData
 from accel_train.domains.pde.options import MOST_CANDIDATES, ConditioningConfig, EvaluationConfig
 from accel_train.domains.pde.pictures import Panel, limits, write_fields

@@ -107,11 +107,11 @@ def test_nothing_fitted_sees_held_out_text(tmp_path: Path) -> None:
     two = prepare_data(replace(config, heldout_path=str(tmp_path / "two.txt"), cache_dir=str(tmp_path / "cache2")))
     for part, data in (("one", one), ("two", two)):
         (tmp_path / part).mkdir()
-        data.save_assets(tmp_path / part)
+        data.assets.save(tmp_path / part)
     names = sorted(file.name for file in (tmp_path / "one").iterdir())
     fitted = ["encoder.json", "encoder.safetensors", "latent.safetensors", "length.json", "tokenizer.json"]
     fitted += ["assets.json", "tokenizer_config.json"]
-    assert names == sorted([*fitted, "ledger.json"])
+    assert names == sorted(fitted)
     for name in fitted:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert one.train.fingerprint == two.train.fingerprint
@@ -174,7 +174,7 @@ def test_a_checkpoints_assets_stand_in_for_fitting(tmp_path: Path) -> None:
     config = settings(tmp_path)
     first = prepare_data(config)
     (tmp_path / "assets").mkdir()
-    first.save_assets(tmp_path / "assets")
+    first.assets.save(tmp_path / "assets")
     again = prepare_data(replace(config, cache_dir=str(tmp_path / "empty")), assets=tmp_path / "assets")
     assert same(first, again)
     assert again.fingerprint == first.fingerprint
@@ -210,7 +210,7 @@ def test_a_transformers_encoder_and_tokenizer(tmp_path: Path) -> None:
     small = prepare_data(replace(config, latent_dim=4, pooling="cls", encoder_max_length=5))
     assert small.latent_shape == (1, 4)
     (tmp_path / "assets").mkdir()
-    data.save_assets(tmp_path / "assets")
+    data.assets.save(tmp_path / "assets")
     loaded = load_assets(tmp_path / "assets")
     torch.testing.assert_close(loaded.encode([data.heldout.texts[0]]), data.heldout[0]["latent"][None])
     tiny_encoders.bert(tmp_path / "bert", seed=1)

@@ -22,7 +22,7 @@ from accel_train.config import UsageError
 from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
-from accel_train.data.tables.ledger import LEDGER, Span, continued, read_ledger
+from accel_train.data.tables.ledger import LEDGER, DataHistory, Span, read_ledger
 from accel_train.domains.text.corpus import DEMO_FILE
 from accel_train.domains.text.dataset import PreparedData
 from accel_train.domains.text.latents import cache as latent_cache
@@ -218,11 +218,12 @@ def test_changed_data_go_on_with_the_scale_of_the_checkpoint_and_the_ledger_tell
 ) -> None:
     folder = shards(tmp_path / "data")
     first = prepare_data(settings(tmp_path, changed="allow"))
-    first.save_assets(tmp_path / "assets")
+    first.assets.save(tmp_path / "assets")
+    history = DataHistory(first.fingerprint, len(first.train))
+    history.save(tmp_path / "assets", 0)
     kept = prepare_data(settings(tmp_path, changed="allow"), earlier=tmp_path / "assets")
     assert kept.fingerprint == first.fingerprint
-    kept.save_assets(tmp_path / "same", start_step=10)
-    assert (tmp_path / "same" / LEDGER).read_bytes() == (tmp_path / "assets" / LEDGER).read_bytes()
+    assert kept.ledger == (Span(0, first.fingerprint, len(first.train)),)
 
     (folder / "part-0.parquet").unlink()
     built: list[int] = []
@@ -233,7 +234,8 @@ def test_changed_data_go_on_with_the_scale_of_the_checkpoint_and_the_ledger_tell
     )
     changed = prepare_data(settings(tmp_path, changed="allow"), earlier=tmp_path / "assets")
     assert sum(built) < len(changed.train)  # latents of blocks that are still there come from the cache
-    assert changed.fingerprint == first.fingerprint != changed.contents
+    assert changed.ledger == kept.ledger
+    assert changed.fingerprint != first.fingerprint
     assert changed.tokenizer.to_json() == first.tokenizer.to_json()
     assert torch.equal(changed.latent_mean, first.latent_mean)
     assert changed.latent_std == first.latent_std
@@ -242,24 +244,11 @@ def test_changed_data_go_on_with_the_scale_of_the_checkpoint_and_the_ledger_tell
     assert len(shared) > 150
     before, after = zip(*shared, strict=True)
     assert equal([first.train.batch(list(before))], [changed.train.batch(list(after))])
-    changed.save_assets(tmp_path / "changed", start_step=10)
-    assert read_ledger(tmp_path / "changed") == [
-        Span(0, first.fingerprint, len(first.train)),
-        Span(10, changed.contents, len(changed.train)),
-    ]
     # By default a change is another fingerprint, which a resume refuses.
     assert prepare_data(settings(tmp_path), earlier=tmp_path / "assets").fingerprint != first.fingerprint
     (tmp_path / "assets" / LEDGER).unlink()
     said = refusal(lambda: prepare_data(settings(tmp_path, changed="allow"), earlier=tmp_path / "assets"))
     assert re.search(r"--data\.changed allow: .*ledger\.json cannot be read .*--allow data_fingerprint", said)
-
-
-def test_the_ledger_forgets_steps_that_are_lost() -> None:
-    ledger = [Span(0, "a", 5), Span(10, "b", 6), Span(20, "c", 7)]
-    assert continued(ledger, 30, "c", 7) == ledger
-    assert continued(ledger, 20, "b", 6) == ledger[:2]
-    assert continued(ledger, 15, "a", 5) == [*ledger[:2], Span(15, "a", 5)]
-    assert continued([], 0, "a", 5) == [Span(0, "a", 5)]
 
 
 @pytest.mark.fault("R8", injected="rows changed between starts", outcome="exit 2; --data.changed allow continues")

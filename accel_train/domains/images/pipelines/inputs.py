@@ -6,12 +6,14 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
+from accel_train.data.tables.ledger import Ledger, earlier_ledger
 from accel_train.data.tensor_cache import TensorCache
 from accel_train.domains.diffusion.noise_levels import NoiseLevels
 from accel_train.domains.diffusion.timesteps import TimeConfig
@@ -41,6 +43,8 @@ class Inputs:
     fingerprint: str
     notices: tuple[str, ...]
     prior_weight: float = 1.0
+    ledger: Ledger = ()
+    """Data seen before by the resumed run, if they may change."""
 
     @property
     def rows(self) -> int:
@@ -111,10 +115,11 @@ def prepare_inputs(
     rank: int = 0,
     world_size: int = 1,
     barrier: Callable[[], None] = lambda: None,
+    earlier: Path | None = None,
 ) -> Inputs:
     """Read the pictures, encode them, their captions and ``prompts`` once, and drop the text encoders. Collective.
 
-    Raises ``UsageError``, also for buckets unfit for the base.
+    ``earlier``: assets of the checkpoint to resume. Raises ``UsageError``, also for buckets unfit for the base.
     """
     pictures = prepare_pictures(config, rank=rank, world_size=world_size, barrier=barrier)
     pipeline = base.components(device)
@@ -159,7 +164,8 @@ def prepare_inputs(
         train = PairedPictures(train, with_latents(prior[0]))
         notices += prior[1]
         fingerprint = _both(fingerprint, prior[0].fingerprint)
-    return Inputs(base, pipeline, texts, train, heldout, fingerprint, tuple(notices), config.prior.weight)
+    ledger = earlier_ledger(config.changed, earlier)
+    return Inputs(base, pipeline, texts, train, heldout, fingerprint, tuple(notices), config.prior.weight, ledger)
 
 
 def _prior(

@@ -1,8 +1,4 @@
-"""Data of partial differential equations, generated here or read from files.
-
-Files are ``{task}_train.h5`` and ``{task}_heldout.h5`` (or ``.zarr``) with the schema of
-`accel_train.domains.pde.data.files`, or those of PDEBench.
-"""
+"""Options of the `data` group, and the equations whose fields are generated here."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,23 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from accel_train import rng
-from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed, UsageError, expand_path
-from accel_train.data.artifacts import cached_folder, open_cache
-from accel_train.data.generation import blocks_in_order, split_evenly
+from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed, UsageError
+from accel_train.data.generation import blocks_in_order
 from accel_train.data.progress import Progress
-from accel_train.domains.pde.data.files import (
-    DEFAULT_CACHE_MIB,
-    FieldHeader,
-    FieldPart,
-    StoredFields,
-    read_stored,
-    require,
-    write_fields,
-)
-from accel_train.domains.pde.data.pdebench import check_layout, parameter_of, spacing_of
-from accel_train.domains.pde.data.rows import FieldData, build_field_data
+from accel_train.data.tables.ledger import Changed
+from accel_train.domains.pde.data.files import FieldHeader, write_fields
 from accel_train.domains.pde.data.solvers import Float, gaussian_fields, solve_burgers, solve_darcy
-from accel_train.domains.pde.data.stored_arrays import ZARR, open_fields
 
 DEMO = "demo"
 SPLITS = ("train", "heldout")
@@ -90,6 +75,9 @@ class PdeDataConfig:
     workers: NonNegativeInt | Literal["auto"] = "auto"
     """Processes for generation, with the same data for any number. 0: this process alone. auto: one per core of the
     host if the work takes longer than starting them."""
+    changed: Changed = "refuse"
+    """Files that changed since the run began, such as added samples. refuse: do not resume. allow: continue with the
+    normalisation of the checkpoint; its assets/ledger.json records which data were used from which step."""
     cache_mib: PositiveInt | None = None
     """Files: decoded chunks of each split kept by each process and each worker, in MiB. At least one is kept. null:
     256."""
@@ -263,7 +251,8 @@ def _block(config: PdeDataConfig, task: str, split: str, number: int) -> tuple[F
     return KINDS[task].generate(config, keys)
 
 
-def _generate(config: PdeDataConfig, task: str, sharing: int, progress: bool, directory: Path) -> None:
+def generate(config: PdeDataConfig, task: str, sharing: int, progress: bool, directory: Path) -> None:
+    """Write both splits of a task into a folder. ``sharing`` processes generate at the same time."""
     kind = KINDS[task]
     # Darcy flow is steady: its rows go from a coefficient to a solution, not from a time to the next.
     dt = config.dt if kind.space == 1 else 0.0
@@ -276,125 +265,10 @@ def _generate(config: PdeDataConfig, task: str, sharing: int, progress: bool, di
             write_fields(directory / f"{task}_{split}.h5", header, samples, blocks, bar.update)
 
 
-def _key(config: PdeDataConfig, task: str) -> str:
+def key_of(config: PdeDataConfig, task: str) -> str:
     """Hash everything the generated data depend on, for the name of their folder."""
     # Options that this task does not read stay out, so that changing them finds the same data.
     sizes = [*map(config.samples, SPLITS), config.resolution(KINDS[task].space)]
     options = [getattr(config, name) for name in ("seed", *KINDS[task].options)]
     text = json.dumps([GENERATOR, sizes, options])
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[StoredFields]]:
-    """Select the samples of each split: from its own file, or the first and last of every PDEBench file."""
-    own = {split: folder / f"{task}_{split}.h5" for split in SPLITS}
-    zarr = {split: folder / f"{task}_{split}{ZARR}" for split in SPLITS}
-    if any(directory.is_dir() for directory in zarr.values()):
-        own = zarr
-    elif not any(file.is_file() for file in own.values()):
-        return _pdebench_splits(config, task, folder)
-    points = config.points_of_files()
-    splits: dict[str, list[StoredFields]] = {}
-    for split, file in own.items():
-        stored = _open(file, task)
-        size = len(stored.parameters)
-        count = config.samples(split) or size
-        splits[split] = [stored.select(split, (0, size), count, points)]
-    return splits
-
-
-def _pdebench_splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[StoredFields]]:
-    """Hold out the last samples of every file, so that both splits have every parameter value."""
-    points = config.points_of_files()
-    files = [_open(file, task) for file in _pdebench_files(config, task, folder)]
-    sizes = [len(stored.parameters) for stored in files]
-    heldout = split_evenly(config.heldout_samples, [size // 10 for size in sizes])
-    remaining = [size - count for size, count in zip(sizes, heldout, strict=True)]
-    train = split_evenly(config.train_samples, remaining)
-    of_train: list[StoredFields] = []
-    of_heldout: list[StoredFields] = []
-    for stored, size, last, first in zip(files, sizes, heldout, train, strict=True):
-        end = max(0, size - last)
-        of_heldout.append(stored.select("heldout", (end, size), last, points))
-        of_train.append(stored.select("train", (0, size - last), first, points))
-    return {"train": of_train, "heldout": of_heldout}
-
-
-def _pdebench_files(config: PdeDataConfig, task: str, folder: Path) -> list[Path]:
-    pattern = KINDS[task].pdebench if task in KINDS else f"{task}_*.h5"
-    if files := sorted(folder.rglob(pattern)):
-        return files
-    content = "no such folder"
-    if folder.is_dir():
-        names = sorted(file.name for file in folder.glob("*"))
-        content = ", ".join(names[:8]) or "nothing"
-    raise UsageError(
-        f"--data.path {config.path!r}: {folder} has no data of task {task!r}; it holds: {content}. Files "
-        f"{task}_train.h5 and {task}_heldout.h5, or PDEBench's {pattern}, are required: correct path or --data.tasks."
-    )
-
-
-def _open(file: Path, task: str) -> StoredFields:
-    try:
-        # Closed at once: rows are read by loader workers, which cannot share an open HDF5 file.
-        with open_fields(file) as content:
-            stored = read_stored(file, content) if "fields" in content else _read_pdebench(file, content, task)
-    except OSError as error:
-        raise UsageError(
-            f"--data.path: {file} cannot be read ({error}). A complete file is required for the training split "
-            "and for the held-out one: bring it, or delete both to use others of the folder."
-        ) from None
-    if stored.header.task != task:
-        raise UsageError(f"--data.path: {file} holds task {stored.header.task!r}; {task!r} is required. Rename it.")
-    return stored
-
-
-def _read_pdebench(file: Path, content: Any, task: str) -> StoredFields:
-    """Read a PDEBench file of one parameter value.
-
-    It holds `tensor` (N, T, X) or (N, T, X, C). Darcy flow has (N, 1, X, Y) and the coefficient `nu` (N, X, Y).
-    """
-    if task not in KINDS:
-        raise UsageError(
-            f"--data.path: {file} is not of our schema, and of PDEBench {', '.join(KINDS)} are read, not {task!r}. "
-            "Write it with the schema of accel_train.domains.pde.data.files."
-        )
-    kind = KINDS[task]
-    steady = kind.space == 2
-    names = ("nu", "tensor") if steady else ("tensor",)
-    coordinates = ("x-coordinate",) if steady else ("x-coordinate", "t-coordinate")
-    require(file, content, (*names, *coordinates))
-    shape = content["tensor"].shape
-    check_layout(file, content, task, steady)
-    dt = 0.0
-    if not steady:  # some files have one time more than snapshots
-        dt = spacing_of(file, content["t-coordinate"][: shape[1]], shape[1])
-    header = FieldHeader(task, (kind.attribute,), 1, dt, kind.boundary, kind.conserved)
-    parameter = parameter_of(file, content, kind.attribute)
-    samples = shape[0]
-    value = np.full((samples, 1), parameter, np.float32)
-    part = FieldPart(file, names, kind.space, 0, samples)
-    return StoredFields(header, part, value)
-
-
-def prepare_pde(
-    config: PdeDataConfig, *, rank: int = 0, world_size: int = 1, barrier: Callable[[], None] | None = None
-) -> FieldData:
-    """Prepare the rows of all tasks. Every rank calls it with the same configuration (several barriers).
-
-    Rank 0 generates the data missing from the cache. The others wait, at most for the timeout of collectives. On a
-    host without access to rank 0's cache, each process generates a copy with its share of the cores.
-    """
-    cache = open_cache(config.cache_dir, rank, world_size) / "pde"
-    # One process waits for nobody.
-    barrier = barrier or (lambda: None)
-    splits: dict[str, dict[str, list[StoredFields]]] = {}
-    for task in config.tasks:
-        folder = expand_path(config.path)
-        if config.path == DEMO:
-            sharing = world_size if rank else 1  # processes that generate at the same time
-            write = partial(_generate, config, task, sharing, rank == 0)
-            folder = cached_folder(cache / f"{task}-{_key(config, task)}", write, rank=rank, barrier=barrier)
-        splits[task] = _splits(config, task, folder)
-    cache_bytes = (config.cache_mib or DEFAULT_CACHE_MIB) * 2**20
-    return build_field_data(splits, config.time_stride, cache, rank=rank, barrier=barrier, cache_bytes=cache_bytes)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.data.datasets import Batch
-from accel_train.domains.pde.data.assets import WIDE, FieldAssets, FieldTask
+from accel_train.data.tables.ledger import Ledger
+from accel_train.domains.pde.data.assets import WIDE, FieldAssets, FieldTask, with_scales_of
 from accel_train.domains.pde.data.files import (
     DEFAULT_CACHE_MIB,
     Array,
@@ -160,6 +161,8 @@ class FieldData:
     """sha256 of both splits' contents and of all preprocessing."""
     notices: tuple[str, ...]
     """Lines for the main process to log."""
+    ledger: Ledger = ()
+    """Data seen before by the resumed run, if they may change."""
 
     @property
     def tasks(self) -> tuple[FieldTask, ...]:
@@ -178,11 +181,15 @@ def build_field_data(
     rank: int,
     barrier: Callable[[], None],
     cache_bytes: int = DEFAULT_CACHE_MIB * 2**20,
+    ledger: Ledger = (),
+    saved: FieldAssets | None = None,
 ) -> FieldData:
     """Build the rows of every task in `stored`. Every rank calls it (two barriers per task).
 
     Rank 0 computes mean, deviation and hash of all contents in one pass. They are cached in `cache` until a file
-    changes its size or date. `cache_bytes` bounds the decoded chunks of each split in each process and worker.
+    changes its size or date. `cache_bytes` bounds the decoded chunks of each split in each process and worker. `saved`
+    are the assets of a checkpoint with its `ledger`, whose normalisation replaces that of the data. Raises `UsageError`
+    for tasks of another shape.
     """
     # Mismatched files of any task are refused before the first pass over the contents.
     data: dict[str, dict[str, Fields]] = {}
@@ -195,7 +202,8 @@ def build_field_data(
     tasks: list[FieldTask] = []
     for name, splits in stored.items():
         task = _describe(splits, data[name]["train"], facts[name]["train"], time_stride)
-        tasks.append(task)
+        # The model was trained on its scales. Other data would give others.
+        tasks.append(task if saved is None else with_scales_of(saved, task))
     assets = FieldAssets(tuple(tasks))
     described = json.dumps([facts, _fingerprinted(assets), time_stride])
     digest = hashlib.sha256(described.encode())
@@ -213,7 +221,7 @@ def build_field_data(
     for name in stored:
         notices += _scale_notices(data[name]["train"], assets.task(name))
     joined = JoinedRows(tuple(train.values()))
-    return FieldData(joined, train, heldout, assets, digest.hexdigest(), tuple(notices))
+    return FieldData(joined, train, heldout, assets, digest.hexdigest(), tuple(notices), ledger)
 
 
 def _parameters(files: Sequence[StoredFields]) -> Array:

@@ -20,8 +20,10 @@ from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard
 from accel_train.domains.pde.data import equations as pde
+from accel_train.domains.pde.data import prepare
 from accel_train.domains.pde.data.assets import load_field_assets
-from accel_train.domains.pde.data.equations import PdeDataConfig, prepare_pde
+from accel_train.domains.pde.data.equations import PdeDataConfig
+from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.rows import FieldData
 from accel_train.domains.pde.data.solvers import solve_burgers, solve_darcy
 from accel_train.options.loading import from_tree
@@ -219,8 +221,8 @@ def test_splits_seeds_and_tasks_have_draws_of_their_own(tmp_path: Path) -> None:
 
 def test_made_once_and_again_when_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    real = pde._generate  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(pde, "_generate", lambda config, task, *rest: made.append(task) or real(config, task, *rest))
+    real = prepare.generate
+    monkeypatch.setattr(prepare, "generate", lambda config, task, *rest: made.append(task) or real(config, task, *rest))
     first = demo(tmp_path)
     assert made == ["advection", "darcy"]
     assert demo(tmp_path, time_stride=3).fingerprint != first.fingerprint
@@ -238,8 +240,8 @@ def test_made_once_and_again_when_damaged(tmp_path: Path, monkeypatch: pytest.Mo
 def prepared_by_rank(rank: int, cache: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{cache / 'store'}", rank=rank, world_size=2)
     made: list[str] = []
-    real = pde._generate  # pyright: ignore[reportPrivateUsage]
-    pde._generate = lambda config, task, *rest: made.append(task) or real(config, task, *rest)  # pyright: ignore[reportPrivateUsage]
+    real = prepare.generate
+    prepare.generate = lambda config, task, *rest: made.append(task) or real(config, task, *rest)
     config = PdeDataConfig(train_samples=40, heldout_samples=8, resolution_2d=8, cache_dir=str(cache))
     data = prepare_pde(config, rank=rank, world_size=2, barrier=torch.distributed.barrier)
     (cache / f"{rank}.json").write_text(json.dumps([made, data.fingerprint]))

@@ -1,0 +1,164 @@
+"""Training and held-out rows of the options of the `data` group: of files, and of fields generated here.
+
+Files are ``{task}_train.h5`` and ``{task}_heldout.h5`` (or ``.zarr``) with the schema of
+`accel_train.domains.pde.data.files`, or those of PDEBench.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accel_train.config import UsageError, expand_path
+from accel_train.data.artifacts import cached_folder, open_cache
+from accel_train.data.generation import split_evenly
+from accel_train.data.tables.ledger import earlier_ledger
+from accel_train.domains.pde.data.assets import load_field_assets
+from accel_train.domains.pde.data.equations import DEMO, KINDS, SPLITS, PdeDataConfig, generate, key_of
+from accel_train.domains.pde.data.files import (
+    DEFAULT_CACHE_MIB,
+    FieldHeader,
+    FieldPart,
+    StoredFields,
+    read_stored,
+    require,
+)
+from accel_train.domains.pde.data.pdebench import check_layout, parameter_of, spacing_of
+from accel_train.domains.pde.data.rows import FieldData, build_field_data
+from accel_train.domains.pde.data.stored_arrays import ZARR, open_fields
+
+
+def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[StoredFields]]:
+    """Select the samples of each split: from its own file, or the first and last of every PDEBench file."""
+    own = {split: folder / f"{task}_{split}.h5" for split in SPLITS}
+    zarr = {split: folder / f"{task}_{split}{ZARR}" for split in SPLITS}
+    if any(directory.is_dir() for directory in zarr.values()):
+        own = zarr
+    elif not any(file.is_file() for file in own.values()):
+        return _pdebench_splits(config, task, folder)
+    points = config.points_of_files()
+    splits: dict[str, list[StoredFields]] = {}
+    for split, file in own.items():
+        stored = _open(file, task)
+        size = len(stored.parameters)
+        count = config.samples(split) or size
+        splits[split] = [stored.select(split, (0, size), count, points)]
+    return splits
+
+
+def _pdebench_splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[StoredFields]]:
+    """Hold out the last samples of every file, so that both splits have every parameter value."""
+    points = config.points_of_files()
+    files = [_open(file, task) for file in _pdebench_files(config, task, folder)]
+    sizes = [len(stored.parameters) for stored in files]
+    heldout = split_evenly(config.heldout_samples, [size // 10 for size in sizes])
+    remaining = [size - count for size, count in zip(sizes, heldout, strict=True)]
+    train = split_evenly(config.train_samples, remaining)
+    of_train: list[StoredFields] = []
+    of_heldout: list[StoredFields] = []
+    for stored, size, last, first in zip(files, sizes, heldout, train, strict=True):
+        end = max(0, size - last)
+        of_heldout.append(stored.select("heldout", (end, size), last, points))
+        of_train.append(stored.select("train", (0, size - last), first, points))
+    return {"train": of_train, "heldout": of_heldout}
+
+
+def _pdebench_files(config: PdeDataConfig, task: str, folder: Path) -> list[Path]:
+    pattern = KINDS[task].pdebench if task in KINDS else f"{task}_*.h5"
+    if files := sorted(folder.rglob(pattern)):
+        return files
+    content = "no such folder"
+    if folder.is_dir():
+        names = sorted(file.name for file in folder.glob("*"))
+        content = ", ".join(names[:8]) or "nothing"
+    raise UsageError(
+        f"--data.path {config.path!r}: {folder} has no data of task {task!r}; it holds: {content}. Files "
+        f"{task}_train.h5 and {task}_heldout.h5, or PDEBench's {pattern}, are required: correct path or --data.tasks."
+    )
+
+
+def _open(file: Path, task: str) -> StoredFields:
+    try:
+        # Closed at once: rows are read by loader workers, which cannot share an open HDF5 file.
+        with open_fields(file) as content:
+            stored = read_stored(file, content) if "fields" in content else _read_pdebench(file, content, task)
+    except OSError as error:
+        raise UsageError(
+            f"--data.path: {file} cannot be read ({error}). A complete file is required for the training split "
+            "and for the held-out one: bring it, or delete both to use others of the folder."
+        ) from None
+    if stored.header.task != task:
+        raise UsageError(f"--data.path: {file} holds task {stored.header.task!r}; {task!r} is required. Rename it.")
+    return stored
+
+
+def _read_pdebench(file: Path, content: Any, task: str) -> StoredFields:
+    """Read a PDEBench file of one parameter value.
+
+    It holds `tensor` (N, T, X) or (N, T, X, C). Darcy flow has (N, 1, X, Y) and the coefficient `nu` (N, X, Y).
+    """
+    if task not in KINDS:
+        raise UsageError(
+            f"--data.path: {file} is not of our schema, and of PDEBench {', '.join(KINDS)} are read, not {task!r}. "
+            "Write it with the schema of accel_train.domains.pde.data.files."
+        )
+    kind = KINDS[task]
+    steady = kind.space == 2
+    names = ("nu", "tensor") if steady else ("tensor",)
+    coordinates = ("x-coordinate",) if steady else ("x-coordinate", "t-coordinate")
+    require(file, content, (*names, *coordinates))
+    shape = content["tensor"].shape
+    check_layout(file, content, task, steady)
+    dt = 0.0
+    if not steady:  # some files have one time more than snapshots
+        dt = spacing_of(file, content["t-coordinate"][: shape[1]], shape[1])
+    header = FieldHeader(task, (kind.attribute,), 1, dt, kind.boundary, kind.conserved)
+    parameter = parameter_of(file, content, kind.attribute)
+    samples = shape[0]
+    value = np.full((samples, 1), parameter, np.float32)
+    part = FieldPart(file, names, kind.space, 0, samples)
+    return StoredFields(header, part, value)
+
+
+def prepare_pde(
+    config: PdeDataConfig,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    barrier: Callable[[], None] | None = None,
+    earlier: Path | None = None,
+) -> FieldData:
+    """Prepare the rows of all tasks. Every rank calls it with the same configuration (several barriers).
+
+    Rank 0 generates the data missing from the cache. The others wait, at most for the timeout of collectives. On a
+    host without access to rank 0's cache, each process generates a copy with its share of the cores. `earlier` is the
+    folder of assets in the checkpoint to resume, whose normalisation is used if `config.changed` allows other data.
+    """
+    ledger = earlier_ledger(config.changed, earlier)
+    saved = load_field_assets(earlier) if ledger and earlier is not None else None
+    cache = open_cache(config.cache_dir, rank, world_size) / "pde"
+    # One process waits for nobody.
+    barrier = barrier or (lambda: None)
+    splits: dict[str, dict[str, list[StoredFields]]] = {}
+    for task in config.tasks:
+        folder = expand_path(config.path)
+        if config.path == DEMO:
+            sharing = world_size if rank else 1  # processes that generate at the same time
+            write = partial(generate, config, task, sharing, rank == 0)
+            folder = cached_folder(cache / f"{task}-{key_of(config, task)}", write, rank=rank, barrier=barrier)
+        splits[task] = _splits(config, task, folder)
+    cache_bytes = (config.cache_mib or DEFAULT_CACHE_MIB) * 2**20
+    return build_field_data(
+        splits,
+        config.time_stride,
+        cache,
+        rank=rank,
+        barrier=barrier,
+        cache_bytes=cache_bytes,
+        ledger=ledger,
+        saved=saved,
+    )
