@@ -98,8 +98,7 @@ def test_a_recipe_goes_on_with_changed_data_if_allowed(
     module: Any = import_recipe(find_recipe(recipe))
     words, change = start(tmp_path)
 
-    def train(steps: int, *more: str) -> Path:
-        run = tmp_path / "run"
+    def train(steps: int, *more: str, run: Path = tmp_path / "run") -> Path:
         length = ["--max_steps", str(steps), "--schedule.kind", "constant", "--schedule.warmup_steps", "0"]
         places = ["--output_dir", str(run), "--data.cache_dir", str(tmp_path / "cache")]
         assert module.main([*words, *places, *length, "--log.progress_bar", "off", *more]) == 0
@@ -118,6 +117,10 @@ def test_a_recipe_goes_on_with_changed_data_if_allowed(
     assert first.samples != second.samples
     if kept is not None:
         assert (after / kept).read_bytes() == (before / kept).read_bytes()
+    # A directory of its own begins with what the checkpoint tells.
+    copy = train(4, "--data.changed", "allow", "--resume", str(same), run=tmp_path / "copy")
+    assert read_ledger(copy / "assets") == [first, second]
+    assert (copy / "model.safetensors").read_bytes() == (after / "model.safetensors").read_bytes()
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

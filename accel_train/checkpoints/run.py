@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accel_train.checkpoints.policy import RunOptions
+from accel_train.checkpoints.policy import POLICIES, RunOptions
 from accel_train.config import UsageError, expand_path
 from accel_train.store import atomic_files, commit, failpoints, strict_json
 from accel_train.store.manifest import Checkpoint, checkpoint_name, committed
@@ -143,11 +143,16 @@ class Run:
 
 
 def earlier_assets(options: RunOptions) -> Path | None:
-    """Return the folder ``assets`` of the newest checkpoint in ``output_dir``, or None for a run without one."""
+    """Return the folder ``assets`` of the newest checkpoint in ``output_dir``, else of the one that ``resume`` names.
+
+    None for a run without one, and for a checkpoint on the Hub, which comes later.
+    """
     if options.overwrite:
         return None
     checkpoints = expand_path(options.output_dir) / "checkpoints"
     folders = [path / "assets" for _, path in committed(checkpoints)]
+    if not folders and options.resume not in POLICIES:
+        folders.append(expand_path(options.resume) / "assets")
     saved = [folder for folder in folders if folder.is_dir()]
     if not saved:
         return None
