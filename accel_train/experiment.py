@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -58,7 +57,7 @@ def _max_steps(config: ExperimentConfig, dataset_size: int) -> int:
         return config.max_steps
     assert config.max_epochs is not None, "ExperimentConfig requires one of the two"
     # Rounded up, so that the last pass leaves out no sample.
-    return math.ceil(config.max_epochs * dataset_size / config.global_batch_size)
+    return config.batch_schedule.steps_for(config.global_batch_size, config.max_epochs * dataset_size)
 
 
 def _decay_steps(config: ExperimentConfig, earlier: Mapping[str, Any], max_steps: int) -> int:
@@ -165,6 +164,7 @@ def open_experiment(
     decay_steps = run.resolved("schedule.decay_steps")
     batch_sizes = (config.global_batch_size, accelerator.num_processes, micro_batch_size)
     info(logger, *notices, *history.notices, *length.notices, *size_notices, *sampler.notices(*batch_sizes))
+    info(logger, *config.batch_schedule.notices(max_steps))
     info(logger, *schedules.notices(length.schedule, decay_steps, max_steps), run.decision)
     _keep_threads(run, accelerator)
     finished = run.start_step >= max_steps and not config.evaluate_only

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from accel_train.checkpoints.policy import CheckpointConfig, RunOptions, of_this_start
 from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
-from accel_train.data.options import LoaderConfig
+from accel_train.data.options import BatchScheduleConfig, LoaderConfig
 from accel_train.hub.options import HubConfig, refuse_without_metric
 from accel_train.metrics.profiling.options import ProfileConfig
 from accel_train.metrics.progress import Labels, LogConfig
@@ -111,7 +111,7 @@ class ExperimentConfig:
     seed: Seed = 0
     """Seed of everything random: initial weights, data order, noise."""
     global_batch_size: PositiveInt = 64
-    """Samples per optimizer step over all processes: part of the experiment."""
+    """Samples per optimizer step over all processes: part of the experiment. batch_schedule may change it later."""
     micro_batch_size: PositiveInt = 64
     """Samples per process per forward: part of the machine. Accumulation is derived from the two."""
     max_steps: PositiveInt | None = None
@@ -162,6 +162,7 @@ class ExperimentConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    batch_schedule: BatchScheduleConfig = field(default_factory=BatchScheduleConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
@@ -174,6 +175,10 @@ class ExperimentConfig:
     def report_directory(self) -> Path:
         """Directory for curves, metrics and samples, to be looked at. May not exist yet."""
         return expand_path(self.output_dir) / REPORT
+
+    def batch_size(self, step: int) -> int:
+        """Return the samples of optimizer step ``step``, counted from 0, over all processes."""
+        return self.batch_schedule.size(self.global_batch_size, step)
 
     @classmethod
     def first_options(cls) -> list[str]:
@@ -227,7 +232,12 @@ class ExperimentConfig:
             "log.trackers": [],
         }
         # A schedule of thousands of steps, or a push of some checkpoints only, has no meaning in two steps.
-        for group, defaults in (("schedule", ScheduleConfig("constant")), ("hub", HubConfig())):
+        unused = {
+            "schedule": ScheduleConfig("constant"),
+            "batch_schedule": BatchScheduleConfig(),
+            "hub": HubConfig(),
+        }
+        for group, defaults in unused.items():
             values |= {f"{group}.{key}": value for key, value in flatten(to_tree(defaults)).items()}
         if "output_dir" not in flags:
             values |= {"output_dir": f"{self.output_dir}-smoke", "overwrite": True, "resume": "auto"}

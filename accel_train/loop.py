@@ -64,8 +64,8 @@ def training(
     Leaving it for any reason finishes the last save and ends readers and trackers. The main process calls
     ``write_extras(directory)`` to add files to a checkpoint, such as the model's config.
     """
-    simulation = simulated.active()
-    if simulation is not None:
+    order = sampler.scheduled(order, opened.config.batch_schedule)
+    if (simulation := simulated.active()) is not None:
         with simulation.training(opened, prepared, dataset, order) as steps:
             yield steps
         return
@@ -207,7 +207,7 @@ class Training:
             totals = self._counts.take(self.opened.accelerator)
         config = self.opened.config
         self.throughput.update(
-            samples=config.global_batch_size,
+            samples=config.batch_size(batches.step),
             data_wait_seconds=batches.data_wait_seconds,
             profiled=config.profile.holds(self.done),
             **totals,
@@ -216,7 +216,7 @@ class Training:
         if logs:
             # `result.fields` waits for the device, and `throughput.read` times the interval up to that wait.
             line = result.fields() | self.throughput.read()
-            line |= self.run_info.fields(self.order.epoch(self.done))
+            line |= self.run_info.fields(self.order.epoch(self.done), config.batch_size(batches.step))
             self.log.train(self.done, line | fields)
         self.record_bad_steps()
 
@@ -275,7 +275,8 @@ class Training:
         Not collective: the other processes fail in their next reduction, or are ended by the launcher.
         """
         config = self.opened.config
-        share = math.ceil(config.global_batch_size / self.opened.accelerator.num_processes)
+        batch_size = config.batch_size(max(0, self.done - 1))
+        share = math.ceil(batch_size / self.opened.accelerator.num_processes)
         # What a forward really held: half of a larger number would not be less.
         used = min(self.opened.micro_batch_size, share)
         if self._is_evaluating:
@@ -285,15 +286,14 @@ class Training:
             )
             return
         if config.out_of_memory == "stop" or used == 1:
-            error.add_note(out_of_memory.explain(used, self.done, global_batch_size=config.global_batch_size))
+            error.add_note(out_of_memory.explain(used, self.done, global_batch_size=batch_size))
             return
-        directory = self.opened.run.directory
-        smaller = out_of_memory.record_half(directory, config.micro_batch_size, used, self.done)
+        smaller = out_of_memory.record_half(self.opened.run.directory, config.micro_batch_size, used, self.done)
         self.log.out_of_memory(self.done, {"micro_batch_size": used, "next_micro_batch_size": smaller.used})
         # Without the error as its cause, whose frames hold the tensors of the step.
         raise StartAgain(
             f"step {self.done} ran out of memory with micro_batch_size {used}; the next start continues from the "
-            f"newest checkpoint with {smaller.used} and the same global batch of {config.global_batch_size}"
+            f"newest checkpoint with {smaller.used} and the same global batch of {batch_size}"
         ) from None
 
     def roll_back(self, error: NonFiniteError) -> None:

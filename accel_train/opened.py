@@ -83,11 +83,14 @@ class Opened:
         return write
 
     def learning_rate_factor(self, step: int, decay_steps: int | None = None) -> float:
-        """Return the factor of the learning rate in step ``step``. The schedule ends at ``decay_steps``, by default
-        the run's."""
+        """Return the factor of the learning rate in step ``step``, with that of ``batch_schedule``.
+
+        The schedule ends at ``decay_steps``, by default the run's.
+        """
         if decay_steps is None:
             decay_steps = self.decay_steps
-        return schedules.learning_rate_factor(self.schedule, step, decay_steps)
+        growth = self.config.batch_schedule.factor(self.config.global_batch_size, step)
+        return growth * schedules.learning_rate_factor(self.schedule, step, decay_steps)
 
 
 @dataclass(frozen=True)

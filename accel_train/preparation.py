@@ -186,4 +186,4 @@ def _run_info(
         "strategy": strategy_of(opened.accelerator),
         "choices": choices,
     }
-    return RunInfo(facts, applied.compiled, optimizer, opened.config.global_batch_size)
+    return RunInfo(facts, applied.compiled, optimizer)

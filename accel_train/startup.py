@@ -50,7 +50,8 @@ def start(config: ExperimentConfig) -> Accelerator:
     smaller = smaller_micro_batch(config)
     accelerator = build_accelerator(
         precision=config.precision,
-        global_batch_size=config.global_batch_size,
+        # The largest, because options of DDP that forbid accumulation must hold to the end.
+        global_batch_size=max((config.global_batch_size, *config.batch_schedule.sizes)),
         micro_batch_size=smaller.used if smaller else config.micro_batch_size,
         max_grad_norm=config.optimizer.max_grad_norm,
         collective_timeout_seconds=config.collective_timeout_seconds,

@@ -112,7 +112,7 @@ def noised(
 ) -> tuple[Batch, Tensor]:
     """Return the denoiser's inputs with their target, and their weight: the number of pictures."""
     encoded = inputs.encoded(batch)
-    rows = inputs.rows * config.global_batch_size
+    rows = inputs.rows * config.batch_size(step)
     return process.noised(encoded, config.seed, step, rows), batch["weight"].sum()
 
 

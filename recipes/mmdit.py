@@ -99,7 +99,7 @@ def corrupt(config: Config, batch: Batch, step: int, mask_id: int) -> tuple[Batc
 
 def draw_times(config: Config, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
     """Draw the diffusion times of text and latent, (B,) each. The mode fixes the time of its condition."""
-    times = partial(timesteps.training_times, batch, config.seed, step=step, global_batch_size=config.global_batch_size)
+    times = partial(timesteps.training_times, batch, config.seed, step=step, global_batch_size=config.batch_size(step))
     text_time = times("time")
     latent_time = times("latent_time", axis=1, config=config.times)
     return modes.fix_condition(config.modes, config.seed, step, batch["occurrence"], text_time, latent_time)

@@ -15,6 +15,7 @@ from accel_train import __version__
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError
+from accel_train.data.options import BatchScheduleConfig
 from accel_train.precision import Precision
 from accel_train.store import atomic_files, planning, weights
 from accel_train.store.planning import Collection
@@ -152,6 +153,12 @@ def texts(
     return {name: atomic_files.to_json(value) for name, value in found.items()}
 
 
+def _samples_seen(experiment: Mapping[str, Any], step: int) -> int:
+    """Return the samples of the first ``step`` steps."""
+    changes, sizes = (tuple(experiment.get(f"batch_schedule.{name}", ())) for name in ("steps", "sizes"))
+    return BatchScheduleConfig(changes, sizes).samples_before(int(experiment.get("global_batch_size", 0)), step)
+
+
 def manifest(
     run: Run, config: CheckpointConfig, step: int, epoch: float, layout: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> Json:
@@ -163,7 +170,7 @@ def manifest(
         # run_id, experiment and resolved are enough to rebuild a damaged run.json (`run_file.recall`).
         "run_id": run.run_id,
         "step": step,
-        "samples_seen": step * int(experiment.get("global_batch_size", 0)),
+        "samples_seen": _samples_seen(experiment, step),
         "epoch": epoch,
         "state": config.save_state,
         "world_size": layout["world_size"],

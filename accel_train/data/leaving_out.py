@@ -29,13 +29,17 @@ class WithoutSamples:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a step, with those of weight 0."""
+        """Samples of the first step, with those of weight 0."""
         return self.order.global_batch_size
 
     @property
     def seed(self) -> int:
         """Seed of the order."""
         return self.order.seed
+
+    def batch_size(self, step: int) -> int:
+        """Return the number of samples of a step, with those of weight 0."""
+        return self.order.batch_size(step)
 
     def draws(self, step: int) -> list[Draw]:
         """Return the global batch of a step."""

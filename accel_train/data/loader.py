@@ -19,7 +19,7 @@ from accel_train.data.grouping.bucketing import Buckets, resolve_buckets
 from accel_train.data.grouping.shape_groups import ShapeGroups, describe, shape_groups
 from accel_train.data.options import LoaderConfig, LoaderSettings, resolve_loader
 from accel_train.data.reading import Reader
-from accel_train.data.sampler import BatchShard, Draw, Request, Sampler, accumulation_steps
+from accel_train.data.sampler import BatchShard, Draw, Request, Sampler, accumulation_steps, refuse_small_batches
 from accel_train.data.workers import Workers
 from accel_train.wording import FILE_ONLY
 
@@ -56,10 +56,10 @@ class Plan(NamedTuple):
                 yield Request(step, index, draws, length)
 
     def accumulation(self, step: int) -> int:
-        """Return the number of micro-batches of a step. It depends on the step where samples differ in shape."""
+        """Return the number of micro-batches of a step. It differs with the shapes of samples and the batch size."""
         if isinstance(self.buckets, ShapeGroups):
             return len(self.buckets.micro_batches(self.sampler.draws(step), self.shard))
-        return accumulation_steps(self.sampler.global_batch_size, self.shard.world_size, self.shard.micro_batch_size)
+        return accumulation_steps(self.sampler.batch_size(step), self.shard.world_size, self.shard.micro_batch_size)
 
     def _micro_batches(self, step: int) -> Sequence[tuple[list[Draw], int | None]]:
         if self.buckets is not None:
@@ -93,7 +93,7 @@ def iterate_steps(
     # Everything is checked here, before the first step is asked for: the generators below start late.
     if len(dataset) != sampler.dataset_size:
         raise ValueError(f"the sampler is for {sampler.dataset_size} samples, the dataset has {len(dataset)}")
-    accumulation_steps(sampler.global_batch_size, shard.world_size, shard.micro_batch_size)
+    refuse_small_batches(sampler, shard.world_size, shard.micro_batch_size)
     config = config or LoaderConfig()
     settings = resolve_loader(config, device)
     is_default = config == LoaderConfig()

@@ -1,6 +1,9 @@
-"""Options of reading samples, and what `auto` is on this machine."""
+"""Options of the samples of a step and of reading them, and what `auto` is on this machine."""
 
+import itertools
+import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -14,6 +17,75 @@ MAX_WORKERS_PER_CORE = 8
 """With more, reading processes only wait for each other. One takes about 300 MiB of memory."""
 DEFAULT_PREFETCH_FACTOR = 2
 DEFAULT_TIMEOUT_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class BatchScheduleConfig:
+    """Samples per optimizer step that change in the course of a run."""
+
+    steps: tuple[PositiveInt, ...] = ()
+    """Optimizer steps after which the number of samples changes, ascending. Empty: global_batch_size all along."""
+    sizes: tuple[PositiveInt, ...] = ()
+    """Samples per optimizer step over all processes after each of `steps`, where it was global_batch_size before."""
+    learning_rate: Literal["constant", "linear", "sqrt"] = "constant"
+    """Factor of the learning rate where a step has n times global_batch_size samples. constant: 1. linear: n. sqrt: the
+    square root of n."""
+
+    def __post_init__(self) -> None:
+        if len(self.steps) != len(self.sizes):
+            raise UsageError(
+                f"batch_schedule.steps {list(self.steps)}, batch_schedule.sizes {list(self.sizes)}: {len(self.steps)} "
+                f"and {len(self.sizes)} values; a size for each step is required, as in --batch_schedule.steps 1000 "
+                "3000 --batch_schedule.sizes 128 256"
+            )
+        if any(first >= second for first, second in itertools.pairwise(self.steps)):
+            raise UsageError(f"batch_schedule.steps {list(self.steps)}: each must be above the one before; sort them")
+        if self.learning_rate != "constant" and not self.steps:
+            raise UsageError(
+                f"batch_schedule.learning_rate {self.learning_rate}: has no effect without batch_schedule.steps; give "
+                "steps and sizes, or leave it out"
+            )
+
+    def size(self, first: int, step: int) -> int:
+        """Return the samples of step ``step``, counted from 0. ``first`` is ``global_batch_size``."""
+        return next(size for _, end, size in self._parts(first) if step < end)
+
+    def samples_before(self, first: int, step: int) -> int:
+        """Return the samples of all steps before ``step``."""
+        return sum(max(0, min(step, int(min(end, step))) - start) * size for start, end, size in self._parts(first))
+
+    def steps_for(self, first: int, samples: float) -> int:
+        """Return the number of steps that take at least so many samples."""
+        left = samples
+        for start, end, size in self._parts(first):
+            if left <= (end - start) * size:
+                return start + math.ceil(left / size)
+            left -= (end - start) * size
+        raise AssertionError("the last part has no end")
+
+    def factor(self, first: int, step: int) -> float:
+        """Return the factor of the learning rate in step ``step``."""
+        growth = self.size(first, step) / first
+        if self.learning_rate == "sqrt":
+            return math.sqrt(growth)
+        return growth if self.learning_rate == "linear" else 1.0
+
+    def notices(self, max_steps: int) -> list[str]:
+        """Return a line for the log about each change."""
+        lines: list[str] = []
+        for step, size in zip(self.steps, self.sizes, strict=True):
+            late = "" if step < max_steps else f": not in this run, which ends at step {max_steps:,}"
+            lines.append(f"batch_schedule: {size:,} samples per step after step {step:,}{late}")
+        return lines
+
+    def _parts(self, first: int) -> Iterator[tuple[int, float, int]]:
+        """Yield the first step of each part, the step behind its last, and its samples per step."""
+        starts = (0, *self.steps)
+        ends = (*self.steps, math.inf)
+        yield from zip(starts, ends, (first, *self.sizes), strict=True)
+
+
+ONE_BATCH_SIZE = BatchScheduleConfig()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Order of samples: a function of (seed, step), independent of the machine.
 
-Sample i of step s has position p = s * global_batch_size + i in one endless order. Its epoch is p // N. Its index is a
+Sample i of step s has position p = s * global_batch_size + i in one endless order, where a schedule of batch sizes does
+not say otherwise. Its epoch is p // N. Its index is a
 permutation of range(N) keyed by (seed, epoch), evaluated on demand. Batches span epochs, so nothing is dropped.
 To resume, continue at the next step. Rows of data larger than memory come in the order of `data.block_order` instead.
 """
@@ -8,7 +9,7 @@ To resume, continue at the next step. Rows of data larger than memory come in th
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ import torch
 
 from accel_train import rng
 from accel_train.config import UsageError
+from accel_train.data.options import ONE_BATCH_SIZE, BatchScheduleConfig
 
 SHOWN_SAMPLES = 8
 """Samples named in an error about a request."""
@@ -31,7 +33,7 @@ class Draw(NamedTuple):
     occurrence: int
     """epoch * len(dataset) + sample: the key of all its random draws."""
     position: int
-    """0 to global_batch_size - 1: its place in the batch of the step."""
+    """0 to the samples of the step - 1: its place in the batch."""
     weight: float
     """1, or 0 for a repeated sample: it keeps the processes in step and must not count."""
 
@@ -81,6 +83,7 @@ class Sampler(Protocol):
     @property
     def seed(self) -> int: ...
 
+    def batch_size(self, step: int) -> int: ...
     def draws(self, step: int) -> list[Draw]: ...
     def epoch(self, step: int) -> float: ...
     def micro_batches(
@@ -111,6 +114,8 @@ class StepSampler:
     shuffle: bool = True
     blocks: RowOrder | None = None
     """Shuffle blocks, and rows within windows of blocks. None: shuffle all rows among each other."""
+    schedule: BatchScheduleConfig = ONE_BATCH_SIZE
+    """Other numbers of samples per step than `global_batch_size`, from some step on."""
 
     def __post_init__(self) -> None:
         size = self.dataset_size
@@ -121,19 +126,28 @@ class StepSampler:
             raise UsageError("dataset: it is empty, at least 1 sample is required. Check its path and filters.")
         if batch < 1:
             raise UsageError(f"global_batch_size={batch}: must be at least 1. Raise it.")
+        if max(self.schedule.sizes, default=1) > size:
+            raise UsageError(
+                f"batch_schedule.sizes {list(self.schedule.sizes)}: the dataset has {size} samples, and no step can "
+                f"have more. Lower them to {size} or less, or use more data."
+            )
         if batch > size:
             raise UsageError(
                 f"global_batch_size={batch}: the dataset has {size} samples, at least one global batch is "
                 f"required. Lower it to {size} or less, or use more data."
             )
 
+    def batch_size(self, step: int) -> int:
+        """Return the number of samples of optimizer step `step` over all processes."""
+        return self.schedule.size(self.global_batch_size, step)
+
     def draws(self, step: int) -> list[Draw]:
         """Return the global batch of optimizer step `step`, in the order of positions."""
-        return self._draws(step, 0, self.global_batch_size)
+        return self._draws(step, 0, self.batch_size(step))
 
     def epoch(self, step: int) -> float:
         """Return the passes over the dataset completed before step `step`."""
-        return step * self.global_batch_size / self.dataset_size
+        return self.schedule.samples_before(self.global_batch_size, step) / self.dataset_size
 
     def micro_batches(
         self,
@@ -147,9 +161,10 @@ class StepSampler:
         Shares are contiguous and differ by at most one sample. A rank with the shorter share repeats its last sample
         with weight 0. No list is longer than micro_batch_size, and their lengths differ by at most one.
         """
-        count = accumulation_steps(self.global_batch_size, world_size, micro_batch_size)
+        batch_size = self.batch_size(step)
+        count = accumulation_steps(batch_size, world_size, micro_batch_size)
         # The first `longer` ranks have one sample more than the others.
-        shortest, longer = divmod(self.global_batch_size, world_size)
+        shortest, longer = divmod(batch_size, world_size)
         start = rank * shortest + min(rank, longer)
         if rank < longer:
             share = self._draws(step, start, start + shortest + 1)
@@ -164,7 +179,7 @@ class StepSampler:
 
     def _draws(self, step: int, start: int, stop: int) -> list[Draw]:
         """Return the draws at positions `start` to `stop` - 1 of `step`."""
-        first = step * self.global_batch_size
+        first = self.schedule.samples_before(self.global_batch_size, step)
         draws: list[Draw] = []
         # One iteration for each block of each epoch in the range.
         while start < stop:
@@ -197,6 +212,18 @@ def _shuffled_block(size: int, seed: int, epoch: int, block: int) -> Sequence[in
     return rng.permute(places, size, rng.key(seed, "order", epoch)).tolist()
 
 
+def scheduled(order: Sampler, schedule: BatchScheduleConfig) -> Sampler:
+    """Return the order with the batch sizes of `schedule`. Refuses one that takes them from elsewhere."""
+    if not schedule.steps:
+        return order
+    if not isinstance(order, StepSampler):
+        raise UsageError(
+            f"batch_schedule.steps {list(schedule.steps)}: {type(order).__name__} gives every step the same number of "
+            "samples; leave batch_schedule out, which needs StepSampler"
+        )
+    return replace(order, schedule=schedule)
+
+
 def accumulation_steps(global_batch_size: int, world_size: int, micro_batch_size: int) -> int:
     """Forwards per process and optimizer step. Refuses a global batch that leaves a process without a sample."""
     if global_batch_size < world_size:
@@ -208,6 +235,17 @@ def accumulation_steps(global_batch_size: int, world_size: int, micro_batch_size
         raise UsageError(f"micro_batch_size: {micro_batch_size} must be at least 1; raise it")
     # By the longest share: a forward of a sharded model is a collective, so all ranks must make equally many.
     return math.ceil(math.ceil(global_batch_size / world_size) / micro_batch_size)
+
+
+def refuse_small_batches(order: Sampler, world_size: int, micro_batch_size: int) -> None:
+    """Raise `UsageError` for a step of fewer samples than processes."""
+    accumulation_steps(order.global_batch_size, world_size, micro_batch_size)
+    sizes = order.schedule.sizes if isinstance(order, StepSampler) else ()
+    if min(sizes, default=world_size) < world_size:
+        raise UsageError(
+            f"batch_schedule.sizes {list(sizes)}: {min(sizes)} is smaller than the {world_size} processes, so some "
+            f"would have no sample; give {world_size} or more, or start fewer processes"
+        )
 
 
 def notices(global_batch_size: int, world_size: int, micro_batch_size: int) -> list[str]:

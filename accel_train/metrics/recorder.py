@@ -45,9 +45,8 @@ class RunInfo:
     compiled: Compiled
     optimizer: Optimizer
     """Each of its groups has the key ``frozen`` (``training.optimizers``)."""
-    global_batch_size: int
 
-    def fields(self, epoch: float) -> dict[str, Any]:
+    def fields(self, epoch: float, global_batch_size: int) -> dict[str, Any]:
         """Return learning rate, epoch, batch size and cost of compilation. Does not wait for the device."""
         groups = self.optimizer.param_groups
         # A frozen group has learning rate 0, which says nothing of the schedule.
@@ -56,7 +55,7 @@ class RunInfo:
             **self.compiled.fields(),
             "lr": trained["lr"],
             "epoch": epoch,
-            "global_batch_size": self.global_batch_size,
+            "global_batch_size": global_batch_size,
         }
 
 

@@ -12,6 +12,7 @@ from accel_train.store.run_file import is_covered
 REFUSED: Mapping[str, str] = {
     "seed": "it decides the samples and the noise, which a branch keeps",
     "global_batch_size": "it decides the samples of each step, which a branch keeps",
+    "batch_schedule": "it decides the samples of each step, which a branch keeps",
     "init_from": "a branch has the weights of its checkpoint",
     "model": "the weights of the checkpoint fit its own model",
     "data": "a branch trains on the samples of its run",

@@ -80,6 +80,9 @@ schedule.cycles
 schedule.cycle_steps
 schedule.cycle_multiplier
 schedule.wsd_decay_fraction
+batch_schedule.steps
+batch_schedule.sizes
+batch_schedule.learning_rate
 ema.decay
 health.non_finite
 health.max_skipped

@@ -56,6 +56,10 @@ class TaskSampler:
         task, _ = self._locate(step)
         return task
 
+    def batch_size(self, step: int) -> int:
+        """Return the number of samples of a step, the same for every step."""
+        return self.global_batch_size
+
     def draws(self, step: int) -> list[Draw]:
         """Return the global batch of optimizer step `step`, in the order of positions."""
         task, task_step = self._locate(step)
