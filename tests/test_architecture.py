@@ -44,6 +44,7 @@ ROWS = (
     {"loading"},
     TOOLS,
     {"drill", "simulation"},
+    {"calibration"},
     {"planning"},
     {"anywhere"},
     {"cli", "recipes", "__init__"},

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from accel_train.anywhere import flags as anywhere
+from accel_train.calibration import command as calibration
 from accel_train.cli.arguments import build_parser
 from accel_train.drill import command as drilling
 from accel_train.planning import flags as planning
@@ -74,6 +75,8 @@ def _main(argv: Sequence[str]) -> int:
         return _simulate(arguments)
     if arguments.command == "plan":
         return _plan(arguments)
+    if arguments.command == "calibrate":
+        return calibration.run(arguments)
     return _launch(arguments)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from accel_train import __version__
 from accel_train.anywhere import flags as anywhere
+from accel_train.calibration import flags as calibration
 from accel_train.drill import flags as drilling
 from accel_train.planning import flags as planning
 from accel_train.rerun import arguments as rerun
@@ -45,13 +46,7 @@ def build_parser(
     run = commands.add_parser("run", help=anywhere.HELP, description=anywhere.HELP)
     anywhere.add_flags(run)
     _add_recipe(run, recipes)
-    text = "memory, collectives and FLOPs of a recipe's step at any number of processes, without any of them"
-    simulate = commands.add_parser("simulate", help=text, description=text)
-    add_flags(simulate)
-    _add_recipe(simulate, recipes)
-    plan = commands.add_parser("plan", help=planning.HELP, description=planning.HELP)
-    planning.add_flags(plan)
-    _add_recipe(plan, recipes)
+    _add_before_a_run(commands, recipes)
     text = "two configs of a recipe, or values of one option, run in turns: time, memory, losses with intervals; gates"
     _add_compare(commands.add_parser("compare", help=text, description=text), recipes)
     rerun.add_commands(commands)
@@ -80,6 +75,23 @@ def build_parser(
     text = "print the script with which a shell completes this command, with the options and presets of recipes"
     _add_completion(commands.add_parser("completion", help=text, description=text))
     return parser
+
+
+def _add_before_a_run(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],  # pyright: ignore[reportPrivateUsage]
+    recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | None,
+) -> None:
+    """Add what tells memory and time before a machine is rented."""
+    text = "memory, collectives and FLOPs of a recipe's step at any number of processes, without any of them"
+    simulate = commands.add_parser("simulate", help=text, description=text)
+    add_flags(simulate)
+    _add_recipe(simulate, recipes)
+    plan = commands.add_parser("plan", help=planning.HELP, description=planning.HELP)
+    planning.add_flags(plan)
+    _add_recipe(plan, recipes)
+    calibrate = commands.add_parser("calibrate", help=calibration.HELP, description=calibration.HELP)
+    calibration.add_flags(calibrate)
+    _add_launch(calibrate, file_required=False)
 
 
 def _add_sample(sample: argparse.ArgumentParser) -> None:

@@ -7,17 +7,17 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from accel_train.calibration.rates import Rates
 from accel_train.commands.bundled import find_recipe
 from accel_train.planning import report, writing
 from accel_train.planning.candidates import Candidate, space_of
-from accel_train.planning.devices import DEFAULT, find_device
+from accel_train.planning.devices import DEFAULT, rated
 from accel_train.planning.flags import Options
 from accel_train.planning.memory import BALANCED_SHARE, Budget, default_margin
 from accel_train.planning.plan import make_plan
 from accel_train.planning.probe import Probe, probe_of
 from accel_train.planning.search import Measure, search
 from accel_train.planning.simulator import Simulator
-from accel_train.planning.times import Rates, rates_of
 
 
 def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
@@ -29,10 +29,10 @@ def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
     loaded = simulator.read_config()
     config = loaded.config
     space = space_of(config, loaded.origins, options.gpus)
-    device, peak = find_device(options.device or DEFAULT, config.precision)
-    named = report.Named(options.device, device, peak) if options.device else None
+    device = rated(options.device or DEFAULT, config.precision, options.gpus)
+    named = device if options.device else None
     budget = budget_of(options)
-    measure = _reporting(simulator, budget, rates_of(device, peak), space.share)
+    measure = _reporting(simulator, budget, device.rates, space.share)
     chains = search(space, options.goal, budget, measure)
     found = make_plan(recipe, options.goal, space, budget, chains, config)
     text = report.describe(found, named, explain=options.explain)

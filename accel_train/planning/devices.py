@@ -1,12 +1,23 @@
-"""Memory bandwidth and links of the GPUs known to a plan. Their matrix peaks are in ``speed.device_peaks``."""
+"""Rates of a plan's device: by data sheets and shares of them, or from a file of ``accel-train calibrate``.
+
+The table has memory bandwidths and links. Matrix peaks are in ``speed.device_peaks``.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from accel_train.config import UsageError
+from accel_train.calibration import record
+from accel_train.calibration.rates import LINKS, Link, Rates, rate
+from accel_train.calibration.record import Calibration
+from accel_train.config import UsageError, expand_path
+from accel_train.planning import times
 from accel_train.speed.device_peaks import peak_flops
 from accel_train.wording import did_you_mean, nearest
+
+RULE = "a rule, not measured"
 
 
 class Device(NamedTuple):
@@ -50,6 +61,123 @@ DEVICES = {
 """By the name for ``--device``."""
 DEFAULT = "h100-sxm"
 """Without ``--device``, candidates are compared by the rates of this one, and no time is printed."""
+FILE = ".json"
+"""The ending of a file of ``accel-train calibrate``."""
+COPIES = 4
+"""Without a link of a data sheet, the bandwidth of a copy over this. Each byte is read and written twice: into a buffer
+between the processes, and out of it."""
+
+
+@dataclass(frozen=True)
+class Rated:
+    """A device with its rates, and how each of them is known."""
+
+    name: str
+    rates: Rates
+    origins: Mapping[str, str]
+    """By ``products``, ``attention``, ``moved``, ``host``, ``link`` and ``latency``, with the value."""
+    source: str
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return every rate with its origin."""
+        rates = self.rates
+        values: dict[str, Any] = {"products": rates.products, "attention": rates.attention, "moved": rates.moved}
+        values["host"] = rates.host_seconds
+        values["link"] = {kind: link.bytes_per_second for kind, link in rates.links.items()}
+        values["latency"] = {kind: link.latency_seconds for kind, link in rates.links.items()}
+        figures = {name: {"value": values[name], "origin": origin} for name, origin in self.origins.items()}
+        return {"figures": figures, "source": self.source, "notes": list(self.notes)}
+
+
+def rated(name: str, precision: str, gpus: int) -> Rated:
+    """Return the device of the table, or of a calibration of this precision. Raises ``UsageError``."""
+    if name.endswith(FILE):
+        return by_calibration(name, record.read(expand_path(name)), precision, gpus)
+    return by_data_sheet(name, *find_device(name, precision))
+
+
+def by_data_sheet(name: str, device: Device, peak: float) -> Rated:
+    """Return the rates of a device with a matrix peak of ``peak`` FLOP/s."""
+    matrix = f"{peak / 1e12:g} TFLOP/s"
+    origins = {
+        "products": f"{times.PRODUCT_SHARE:.0%} of {matrix}",
+        "attention": f"{times.ATTENTION_SHARE:.0%} of {matrix}",
+        "moved": f"{times.MEMORY_SHARE:.0%} of {device.memory_gbs:g} GB/s",
+        "host": f"{times.HOST_SECONDS * 1e6:g} us, {RULE}",
+        "link": f"{times.LINK_SHARE:.0%} of {device.link_gbs:g} GB/s of {device.link}",
+        "latency": f"{times.LATENCY_SECONDS * 1e6:g} us, {RULE}",
+    }
+    source = f"rates by the data sheet ({device.source}); shares of them measured on an H200, of links a rule"
+    return Rated(name, times.rates_of(device, peak), origins, source)
+
+
+def by_calibration(name: str, found: Calibration, precision: str, gpus: int) -> Rated:
+    """Return measured rates. Raises ``UsageError`` if they are of another precision."""
+    machine = found.machine
+    if machine.precision != precision:
+        raise UsageError(
+            f"device: {name}: measured in {machine.precision}, and the plan is of precision {precision}: a calibration "
+            f"of the same is required. Give --precision {machine.precision}, or measure: accel-train calibrate "
+            f"--precision {precision}"
+        )
+    figures = found.figures
+    links, how = _links(found)
+    rates = Rates(
+        products=figures.products.value,
+        attention=figures.attention.value,
+        moved=figures.operators.value,
+        host_seconds=1 / figures.host.value,
+        links=links,
+        serial=machine.device_type == "cpu",
+    )
+    shown = {"products": figures.products, "attention": figures.attention, "moved": figures.operators}
+    origins = {key: f"{rate(figure.value, figure.unit)}, {found.origin}" for key, figure in shown.items()}
+    origins["host"] = f"{1e6 / figures.host.value:.3g} us, {found.origin}"
+    bandwidths = {kind: rate(link.bytes_per_second, "B/s") for kind, link in links.items()}
+    latencies = {kind: f"{link.latency_seconds * 1e6:.3g} us" for kind, link in links.items()}
+    origins |= {"link": f"{_shown(bandwidths)}, {how}", "latency": f"{_shown(latencies)}, {how}"}
+    source = (
+        f"rates {found.origin}: {machine.device}, {machine.precision}, {machine.processes} process(es) of "
+        f"{machine.threads} thread(s), torch {machine.torch}"
+    )
+    return Rated(name, rates, origins, source, tuple(_notes(found, gpus)))
+
+
+def _links(found: Calibration) -> tuple[dict[str, Link], str]:
+    """Return the measured links, or those of the rule for one process, and how they are known."""
+    links: dict[str, Link] = {}
+    for kind, figure in found.links.by_kind().items():
+        if figure.bytes_per_second is not None and figure.latency_seconds is not None:
+            links[kind] = Link(figure.latency_seconds, figure.bytes_per_second)
+    if links:
+        return links, found.origin
+    sheet = [device for device in DEVICES.values() if device.torch_name == found.machine.device]
+    bandwidth = found.figures.copy.value / COPIES
+    how = f"{RULE}: a quarter of a copy"
+    if sheet:
+        bandwidth = sheet[0].link_gbs * 1e9 * times.LINK_SHARE
+        how = f"{RULE}: {times.LINK_SHARE:.0%} of {sheet[0].link}"
+    return dict.fromkeys(LINKS, Link(times.LATENCY_SECONDS, bandwidth)), how
+
+
+def _shown(by_kind: Mapping[str, str]) -> str:
+    """Return the value of each kind of collective, or the one of all."""
+    values = set(by_kind.values())
+    return values.pop() if len(values) == 1 else ", ".join(f"{kind} {value}" for kind, value in by_kind.items())
+
+
+def _notes(found: Calibration, gpus: int) -> list[str]:
+    notes: list[str] = []
+    processes = found.machine.processes
+    if processes == 1 < gpus:
+        notes.append(f"measured with one process, so its links are by a rule: calibrate with {gpus} processes")
+    elif processes != gpus:
+        notes.append(f"measured with {processes} processes at once, and planned for {gpus}: their rates may differ")
+    noisy = found.noisy()
+    if noisy:
+        notes.append(f"the machine was not quiet when measured: {', '.join(noisy)}")
+    return notes
 
 
 def find_device(name: str, precision: str) -> tuple[Device, float]:
@@ -58,8 +186,8 @@ def find_device(name: str, precision: str) -> tuple[Device, float]:
     if device is None:
         meant = did_you_mean(nearest(name, DEVICES))
         raise UsageError(
-            f"device: {name}: one of the table is required: {', '.join(DEVICES)}{meant}; give one of them, or leave "
-            "--device out to plan without a step time"
+            f"device: {name}: one of the table is required, or a file of accel-train calibrate with the ending {FILE}: "
+            f"{', '.join(DEVICES)}{meant}; give one of them, or leave --device out to plan without a step time"
         )
     peak = peak_flops(device.torch_name, precision)
     if peak is None:

@@ -35,7 +35,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the command's own flags."""
     parser.add_argument("--gpus", type=int, help="GPUs of one machine, a process on each; required")
     parser.add_argument("--vram_gib", type=float, help="memory of one GPU in GiB, as nvidia-smi shows; required")
-    parser.add_argument("--device", metavar="NAME", help="model of the GPU, for its step time, such as h100-sxm")
+    parser.add_argument(
+        "--device", metavar="NAME", help="model of the GPU, such as h100-sxm, or a file of calibrate: step times"
+    )
     parser.add_argument(
         "--goal",
         choices=GOALS,

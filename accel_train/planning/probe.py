@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from accel_train.calibration.rates import Rates
 from accel_train.planning.candidates import Candidate
 from accel_train.planning.memory import Budget
-from accel_train.planning.times import Rates, StepTime, step_time, step_work
+from accel_train.planning.times import StepTime, step_time, step_work
 from accel_train.simulation import ledger
 from accel_train.simulation.work import Work
 

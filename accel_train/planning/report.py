@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from accel_train.planning import times
 from accel_train.planning.candidates import LAUNCH_FILES, MICRO_BATCH, MODE, NOT_CONSIDERED
-from accel_train.planning.devices import Device
+from accel_train.planning.devices import FILE, RULE, Rated
 from accel_train.planning.memory import GIB, RULES
 from accel_train.planning.plan import Plan
 from accel_train.planning.probe import Probe
+from accel_train.planning.times import StepTime
 from accel_train.simulation.ledger import BATCH, BLOCK, CATEGORIES, TEMPORARY
 
 EXACT = "exact"
 MODELLED = "modelled"
-RULE = "a rule, not measured"
 MACHINE_GPUS = 8
 """Usual maximum of GPUs in one machine. A plan for more has a note about several machines."""
 NEAREST = 5
 """Alternatives listed by --explain."""
 
 
-@dataclass(frozen=True)
-class Named:
-    """The device of a plan's step time."""
-
-    name: str
-    device: Device
-    peak: float
-    """FLOP/s of its matrix units, by its data sheet."""
-
-
-def describe(plan: Plan, named: Named | None, *, explain: bool) -> str:
+def describe(plan: Plan, named: Rated | None, *, explain: bool) -> str:
     """Describe a plan for a person. Without a device there is no step time."""
     chosen = plan.chosen
     counted = chosen.counted
@@ -53,7 +41,8 @@ def describe(plan: Plan, named: Named | None, *, explain: bool) -> str:
         lines += ["", *_alternatives(plan, named)]
     lines += ["", "not considered:"]
     lines += [f"  {name}: {reason}" for name, reason in NOT_CONSIDERED.items()]
-    lines.append("nothing was trained, and nothing measured on this GPU; evaluations and samples are not simulated")
+    measured = "" if named and named.name.endswith(FILE) else ", and nothing measured on this GPU"
+    lines.append(f"nothing was trained{measured}; evaluations and samples are not simulated")
     return "\n".join(lines)
 
 
@@ -116,53 +105,47 @@ def _row(name: str, gib: float, origin: str) -> str:
     return f"  {name:<26}{shown:>12}  {origin}"
 
 
-def _time(probe: Probe, named: Named | None) -> list[str]:
+def _time(probe: Probe, named: Rated | None) -> list[str]:
     if named is None:
         return ["step time: give --device NAME. Candidates were compared by the rates of an h100-sxm"]
     work = probe.work
     time = probe.time
-    device = named.device
-    peak = named.peak / 1e12
-    memory = device.memory_gbs
+    at = named.origins
     # What is done once a step was taken for work of each micro-batch.
     counted = EXACT if probe.simulated == probe.micro_batches else MODELLED
     lines = [f"time of a step, {MODELLED}"]
     lines += [
-        _term("products", time.products, f"{work.products:.3g} FLOPs ({EXACT})", f"{peak:g} TFLOP/s", "PRODUCT_SHARE"),
-        _term(
-            "attention", time.attention, f"{work.attention:.3g} FLOPs ({EXACT})", f"{peak:g} TFLOP/s", "ATTENTION_SHARE"
-        ),
-        _term(
-            "other operators", time.moved, f"{work.moved / 1e9:.3g} GB ({counted})", f"{memory:g} GB/s", "MEMORY_SHARE"
-        ),
-        _line("host", time.host, f"{work.kernels:,} kernels ({counted}) of {times.HOST_SECONDS * 1e6:g} us, {RULE}"),
+        _line("products", time.products, f"{work.products:.3g} FLOPs ({EXACT}) at {at['products']}"),
+        _line("attention", time.attention, f"{work.attention:.3g} FLOPs ({EXACT}) at {at['attention']}"),
+        _line("other operators", time.moved, f"{work.moved / 1e9:.3g} GB ({counted}) at {at['moved']}"),
+        _line("host", time.host, f"{work.kernels:,} kernels ({counted}) of {at['host']}"),
     ]
     if work.sent:
-        link = f"{device.link_gbs:g} GB/s of {device.link}"
-        each = times.LATENCY_SECONDS * 1e6
-        latency = work.collectives * times.LATENCY_SECONDS
+        latency = named.rates.latency_seconds(work)
         lines += [
-            _term("communication", time.communication, f"{work.sent / 1e9:.3g} GB ({MODELLED})", link, "LINK_SHARE"),
-            _line("  of it latency", latency, f"{work.collectives} collectives ({counted}) of {each:g} us, {RULE}"),
+            _line("communication", time.communication, f"{work.sent / 1e9:.3g} GB ({MODELLED}) at {at['link']}"),
+            _line("  of it latency", latency, f"{work.collectives} collectives ({counted}) of {at['latency']}"),
             _line("  not hidden", time.exposed, "beyond the computation that runs beside it"),
         ]
+    lines.append(_line("step", time.total, _sum(time)))
+    return [*lines, f"  {named.source}", *(f"  note: {note}" for note in named.notes)]
+
+
+def _sum(time: StepTime) -> str:
+    """Name the terms that add up to the step."""
+    if time.serial:
+        return "all of it: on a CPU nothing runs beside anything else"
     shown = "products, attention and other operators"
     if time.host > time.products + time.attention + time.moved:
         shown = "the host"
-    lines.append(_line("step", time.total, f"{shown}, and the communication that is not hidden"))
-    lines.append(f"  rates by the data sheet ({device.source}); shares of them measured on an H200, of links a rule")
-    return lines
-
-
-def _term(name: str, seconds: float, amount: str, rate: str, share: str) -> str:
-    return _line(name, seconds, f"{amount} at {getattr(times, share):.0%} of {rate}")
+    return f"{shown}, and the communication that is not hidden"
 
 
 def _line(name: str, seconds: float, text: str) -> str:
     return f"  {name:<26}{seconds * 1e3:>9.2f} ms  {text}"
 
 
-def _alternatives(plan: Plan, named: Named | None) -> list[str]:
+def _alternatives(plan: Plan, named: Rated | None) -> list[str]:
     """List the nearest candidates over the limit, those within it, and the chains left out."""
     budget = plan.budget
     lines = ["nearest that do not fit:"]
@@ -183,11 +166,11 @@ def _alternatives(plan: Plan, named: Named | None) -> list[str]:
     return lines
 
 
-def _at(probe: Probe, named: Named | None) -> str:
+def _at(probe: Probe, named: Rated | None) -> str:
     return f", {probe.time.total * 1e3:.2f} ms" if named else ""
 
 
-def as_json(plan: Plan, named: Named | None) -> dict[str, Any]:
+def as_json(plan: Plan, named: Rated | None) -> dict[str, Any]:
     """Return everything, with the origin of each figure."""
     return {
         "recipe": plan.recipe,
@@ -196,6 +179,7 @@ def as_json(plan: Plan, named: Named | None) -> dict[str, Any]:
         "vram_gib": plan.budget.vram_gib,
         "limit_gib": plan.budget.limit_gib,
         "device": named.name if named else None,
+        "rates": named.as_json() if named else None,
         "global_batch_size": plan.space.global_batch_size,
         "plan": _probe_json(plan.chosen, plan, named) | {"reasons": plan.reasons()},
         "others": _others_json(plan, named),
@@ -208,12 +192,12 @@ def as_json(plan: Plan, named: Named | None) -> dict[str, Any]:
     }
 
 
-def _others_json(plan: Plan, named: Named | None) -> Sequence[Mapping[str, Any]]:
+def _others_json(plan: Plan, named: Rated | None) -> Sequence[Mapping[str, Any]]:
     probes = [probe for chain in plan.chains for probe in chain.probes if probe is not plan.chosen]
     return [_probe_json(probe, plan, named) for probe in probes]
 
 
-def _probe_json(probe: Probe, plan: Plan, named: Named | None) -> dict[str, Any]:
+def _probe_json(probe: Probe, plan: Plan, named: Rated | None) -> dict[str, Any]:
     origins = {category: origin_of_category(probe, category) for category in probe.by_category}
     rules = plan.budget.parts_gib(probe.tensors)
     found: dict[str, Any] = {
@@ -229,7 +213,6 @@ def _probe_json(probe: Probe, plan: Plan, named: Named | None) -> dict[str, Any]
         "origins": {**origins, "bytes_in_blocks": MODELLED, "needed_gib": MODELLED, **dict.fromkeys(rules, RULE)},
     }
     if named is not None:
-        seconds = dataclasses.asdict(probe.time) | {"total": probe.time.total}
-        found["seconds"] = seconds
+        found["seconds"] = dataclasses.asdict(probe.time) | {"total": probe.time.total}
         found["origins"]["seconds"] = MODELLED
     return found

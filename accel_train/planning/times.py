@@ -5,6 +5,11 @@
     communication = bytes sent / link rate + collectives * latency
     step          = computation + max(0, communication - computation beside it)
 
+On a CPU host and device are one:
+
+    computation   = device + kernels * host time
+    step          = computation + communication
+
 Products come one after the other with the operators between them, so their times add up. Collectives run beside the
 computation: under FSDP2 beside all micro-batches, under DDP beside the backward of the last one.
 """
@@ -12,8 +17,10 @@ computation: under FSDP2 beside all micro-batches, under DDP beside the backward
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from accel_train.calibration.rates import LINKS, Link, Rates
 
 if TYPE_CHECKING:
     from accel_train.planning.devices import Device
@@ -37,16 +44,6 @@ BACKWARD_SHARE = 2 / 3
 
 
 @dataclass(frozen=True)
-class Rates:
-    """FLOPs and bytes of a device per second."""
-
-    products: float
-    attention: float
-    moved: float
-    sent: float
-
-
-@dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step, by part."""
 
@@ -58,10 +55,13 @@ class StepTime:
     """All of it, beside the computation or not."""
     exposed: float
     """The part of it not hidden by the computation."""
+    serial: bool = False
+    """Host and device are one, as on a CPU: their times add up."""
 
     @property
     def computation(self) -> float:
-        return max(self.products + self.attention + self.moved, self.host)
+        device = self.products + self.attention + self.moved
+        return device + self.host if self.serial else max(device, self.host)
 
     @property
     def total(self) -> float:
@@ -70,11 +70,13 @@ class StepTime:
 
 def rates_of(device: Device, peak: float) -> Rates:
     """Return the rates of a device with a matrix peak of ``peak`` FLOP/s."""
+    link = Link(LATENCY_SECONDS, device.link_gbs * 1e9 * LINK_SHARE)
     return Rates(
         products=peak * PRODUCT_SHARE,
         attention=peak * ATTENTION_SHARE,
         moved=device.memory_gbs * 1e9 * MEMORY_SHARE,
-        sent=device.link_gbs * 1e9 * LINK_SHARE,
+        host_seconds=HOST_SECONDS,
+        links=dict.fromkeys(LINKS, link),
     )
 
 
@@ -85,8 +87,7 @@ def step_work(parts: Sequence[Work], micro_batches: int) -> Work:
     """
     before, *simulated, end = parts
     # All inputs are made before the first forward. The weights of the loss are reduced once.
-    made = before.times(micro_batches / len(simulated))
-    total = replace(made, sent=before.sent, collectives=before.collectives) + end
+    total = before.computed(micro_batches / len(simulated)) + end
     for part in simulated:
         total = total + part
     missing = micro_batches - len(simulated)
@@ -97,21 +98,23 @@ def step_work(parts: Sequence[Work], micro_batches: int) -> Work:
     return total
 
 
-def device_seconds(work: Work, rates: Rates) -> float:
-    """Return the time of everything but collectives on the device."""
-    return work.products / rates.products + work.attention / rates.attention + work.moved / rates.moved
-
-
 def step_time(total: Work, last: Work, end: Work, strategy: str, rates: Rates) -> StepTime:
     """Return the time of a step of ``total`` work: ``last`` in its last micro-batch, ``end`` from the optimizer on."""
-    products = total.products / rates.products
-    attention = total.attention / rates.attention
-    moved = total.moved / rates.moved
-    host = total.kernels * HOST_SECONDS
-    communication = total.sent / rates.sent + total.collectives * LATENCY_SECONDS
+    communication = rates.communication_seconds(total)
+    beside = rates.device_seconds(total) - rates.device_seconds(end)
     # The host's time hides collectives as well, where small kernels wait for it.
-    device_beside = device_seconds(total, rates) - device_seconds(end, rates)
-    beside = max(device_beside, host - end.kernels * HOST_SECONDS)
+    beside = max(beside, (total.kernels - end.kernels) * rates.host_seconds)
     if strategy == "ddp":
-        beside = BACKWARD_SHARE * max(device_seconds(last, rates), last.kernels * HOST_SECONDS)
-    return StepTime(products, attention, moved, host, communication, max(0.0, communication - beside))
+        beside = BACKWARD_SHARE * rates.computation_seconds(last)
+    # Processes on a CPU share its cores with what sends for them.
+    if rates.serial:
+        beside = 0.0
+    return StepTime(
+        products=total.products / rates.products,
+        attention=total.attention / rates.attention,
+        moved=total.moved / rates.moved,
+        host=total.kernels * rates.host_seconds,
+        communication=communication,
+        exposed=max(0.0, communication - beside),
+        serial=rates.serial,
+    )

@@ -45,6 +45,11 @@ class Collective:
     size: int
     """Bytes of the whole tensor: reduced, gathered or scattered. Of an all-to-all the larger side of this process."""
 
+    @property
+    def sent(self) -> int:
+        """Bytes sent by each process, by the rule of a ring."""
+        return sent_bytes(self.kind, self.group_size, self.size)
+
 
 @dataclass(frozen=True)
 class Row:

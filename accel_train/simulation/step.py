@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from accel_train.config import UsageError
 from accel_train.data import sampler
 from accel_train.simulation import ledger as ledgers
-from accel_train.simulation.collectives import Collectives, Row, sent_bytes
+from accel_train.simulation.collectives import Collectives, Row
 from accel_train.simulation.fake_tensors import FakeWhereNeeded, build_fake, fake_batch
 from accel_train.simulation.ledger import Ledger, Peak
 from accel_train.simulation.places import BEFORE, Places
@@ -304,9 +304,7 @@ class StepCounter:
         return [stop + start.times(-1) for start, stop in itertools.pairwise(bounds)]
 
     def _so_far(self) -> Work:
-        calls = self.collectives.seen
-        sent = sum(sent_bytes(call.kind, call.group_size, call.size) for call in calls)
-        return self.work.work(sent, len(calls))
+        return self.work.work(self.collectives.seen)
 
     @contextmanager
     def recording(self, batches: StepBatches, buckets: Sequence[Tensor]) -> Generator[None]:

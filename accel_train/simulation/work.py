@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from accel_train.simulation.fake_tensors import tensors_in
+
+if TYPE_CHECKING:
+    from accel_train.simulation.collectives import Collective
 
 COLLECTIVES = ("c10d", "_c10d_functional")
 ONLY_WRITTEN = ("aten::copy_", "aten::fill_", "aten::zero_")
@@ -35,6 +38,25 @@ class Work:
     """Bytes sent in collectives, by the rule of a ring."""
     collectives: int = 0
     """Calls of collectives."""
+    gathered: int = 0
+    """Bytes of ``sent`` in all-gathers."""
+    gathers: int = 0
+    """Calls of all-gathers among ``collectives``."""
+    scattered: int = 0
+    """Bytes of ``sent`` in reduce-scatters."""
+    scatters: int = 0
+    """Calls of reduce-scatters among ``collectives``."""
+
+    def by_kind(self) -> dict[str, tuple[int, int]]:
+        """Return calls and bytes sent of all-gathers, of reduce-scatters, and of all else as of all-reduces."""
+        return {
+            "all-gather": (self.gathers, self.gathered),
+            "reduce-scatter": (self.scatters, self.scattered),
+            "all-reduce": (
+                self.collectives - self.gathers - self.scatters,
+                self.sent - self.gathered - self.scattered,
+            ),
+        }
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, name) + getattr(other, name) for name in NAMES))
@@ -42,6 +64,11 @@ class Work:
     def times(self, factor: float) -> Work:
         """Return the work of ``factor`` such parts."""
         return Work(*(round(getattr(self, name) * factor) for name in NAMES))
+
+    def computed(self, factor: float) -> Work:
+        """Return the work of ``factor`` such parts that communicate as one."""
+        communicated = ("sent", "collectives", "gathered", "gathers", "scattered", "scatters")
+        return replace(self.times(factor), **{name: getattr(self, name) for name in communicated})
 
 
 NAMES = tuple(field.name for field in fields(Work))
@@ -97,9 +124,21 @@ class WorkCounter:
         self._moved += moved
         self._kernels += moved > 0
 
-    def work(self, sent: int, collectives: int) -> Work:
-        """Return everything so far, beside ``sent`` bytes in so many ``collectives``."""
-        return Work(self._products, self._attention, self._moved, self._kernels, sent, collectives)
+    def work(self, calls: Sequence[Collective] = ()) -> Work:
+        """Return everything so far, beside ``calls`` of collectives."""
+        sent = {kind: [call.sent for call in calls if call.kind == kind] for kind in ("all-gather", "reduce-scatter")}
+        return Work(
+            self._products,
+            self._attention,
+            self._moved,
+            self._kernels,
+            sent=sum(call.sent for call in calls),
+            collectives=len(calls),
+            gathered=sum(sent["all-gather"]),
+            gathers=len(sent["all-gather"]),
+            scattered=sum(sent["reduce-scatter"]),
+            scatters=len(sent["reduce-scatter"]),
+        )
 
 
 def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:

@@ -15,7 +15,7 @@ from accel_train.config import UsageError
 from accel_train.planning import report
 from accel_train.planning.candidates import MICRO_BATCH, MODE, Candidate, divisors, space_of
 from accel_train.planning.command import budget_of
-from accel_train.planning.devices import find_device
+from accel_train.planning.devices import find_device, rated
 from accel_train.planning.flags import Goal, Options, add_flags, read_arguments
 from accel_train.planning.memory import GIB, Budget
 from accel_train.planning.plan import Plan, make_plan
@@ -191,8 +191,7 @@ def test_a_larger_size_that_fits_may_be_slower() -> None:
 
 def test_what_is_not_considered_and_what_does_not_fit_is_listed() -> None:
     found = made_plan(10.0)
-    device, peak = find_device("h100-sxm", "bf16")
-    listed = report.as_json(found, report.Named("h100-sxm", device, peak))
+    listed = report.as_json(found, rated("h100-sxm", "bf16", 8))
     json.dumps(listed)
     assert "DeepSpeed ZeRO (zero2_offload.yaml, zero3_offload.yaml)" in listed["not_considered"]
     assert listed["plan"]["needed_gib"] <= listed["limit_gib"]

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from accel_train.calibration.rates import LINKS, Link, Rates
 from accel_train.planning import times
 from accel_train.planning.devices import DEVICES, find_device
-from accel_train.planning.times import Rates, rates_of, step_time, step_work
+from accel_train.planning.times import rates_of, step_time, step_work
 from accel_train.simulation.work import Work
 from tests.simulation.closed_forms import ddp_traffic, fsdp2_traffic
 
-UNIT = Rates(products=1e3, attention=1e2, moved=1e1, sent=1.0)
+UNIT = Rates(
+    products=1e3,
+    attention=1e2,
+    moved=1e1,
+    host_seconds=times.HOST_SECONDS,
+    links=dict.fromkeys(LINKS, Link(times.LATENCY_SECONDS, 1.0)),
+)
+MEASURED = replace(
+    UNIT,
+    links={"all-reduce": Link(0.5, 10.0), "all-gather": Link(0.25, 20.0), "reduce-scatter": Link(0.125, 40.0)},
+)
+CPU = replace(UNIT, host_seconds=0.5, serial=True)
 
 
 def test_products_attention_and_other_operators_add_up() -> None:
@@ -51,6 +65,20 @@ def test_collectives_run_beside_kernels_that_wait_for_the_host(strategy: str, ex
 def test_each_collective_has_its_latency() -> None:
     time = step_time(Work(sent=2, collectives=100), Work(), Work(), "ddp", UNIT)
     assert time.communication == pytest.approx(2.0 + 100 * times.LATENCY_SECONDS)
+
+
+def test_each_kind_of_collective_has_its_own_link() -> None:
+    """Of 6 calls and 600 bytes, 3 and 100 are gathered, 2 and 200 scattered; the rest is reduced."""
+    work = Work(sent=600, collectives=6, gathered=100, gathers=3, scattered=200, scatters=2)
+    time = step_time(work, Work(), Work(), "fsdp2", MEASURED)
+    assert time.communication == pytest.approx((0.5 + 300 / 10) + (3 * 0.25 + 100 / 20) + (2 * 0.125 + 200 / 40))
+    assert MEASURED.latency_seconds(work) == pytest.approx(0.5 + 3 * 0.25 + 2 * 0.125)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])
+def test_on_a_cpu_nothing_runs_beside_anything_else(strategy: str) -> None:
+    work = Work(products=3000, attention=200, moved=50, kernels=8, sent=2)
+    assert step_time(work, work, Work(), strategy, CPU).total == pytest.approx(3.0 + 2.0 + 5.0 + 4.0 + 2.0)
 
 
 def test_seven_billion_parameters_by_hand() -> None:

@@ -20,7 +20,7 @@ def work_of(compute: Callable[[], object]) -> Work:
     ledger = Ledger(lambda: ("forward", ""), counter.watch)
     with ledger.recording():
         compute()
-    return counter.work(0, 0)
+    return counter.work()
 
 
 def values() -> Tensor:

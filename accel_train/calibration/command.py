@@ -1,0 +1,35 @@
+"""``accel-train calibrate``: start a process for each device, or measure in those of a launcher."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from accel_train.calibration.flags import is_launched, options_of
+from accel_train.config import UsageError
+
+PROGRAM = Path(__file__).with_name("program.py")
+OF_LAUNCH = ("config_file", "num_processes", "machine_rank", "main_process_ip", "main_process_port")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, and return the exit code."""
+    options = options_of(arguments)
+    given = [name for name in OF_LAUNCH if getattr(arguments, name) is not None]
+    if is_launched(os.environ):
+        if given:
+            raise UsageError(
+                f"{given[0]}: {getattr(arguments, given[0])}: a launcher has started this process, and decides; leave "
+                f"--{given[0]} out, or call accel-train calibrate without the launcher"
+            )
+        from accel_train.calibration import program
+
+        return program.run(options)
+    # Late: a launch imports Accelerate.
+    from accel_train.calibration.record import refuse_other_file
+    from accel_train.commands.launch import Launch, launch
+
+    refuse_other_file(options.output)
+    launched = {name: getattr(arguments, name) for name in OF_LAUNCH}
+    return launch(Launch(recipe=str(PROGRAM), arguments=tuple(options.words()), **launched))

@@ -1,0 +1,94 @@
+"""Measure the figures of this process, and with several processes those of all and of their links."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import torch
+import torch.distributed as dist
+
+from accel_train.calibration import links, record
+from accel_train.calibration.record import Calibration, Figure, Figures, LinkFigure, Links, Machine
+from accel_train.calibration.timing import MOST, Clock, clock_of, summarize, time_rounds
+from accel_train.calibration.workloads import Workload, count, workloads
+from accel_train.cores import usable_cores
+from accel_train.metrics.environment import cpu_name
+from accel_train.precision import Precision, dtype_of
+
+LINKS_SHARE = 0.4
+"""Part of the time for collectives, with several processes."""
+ONE_PROCESS = "not measured: one process; a plan for several takes a rule"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to measure."""
+
+    device: torch.device
+    precision: Precision
+    load: float
+    """The system's load average before anything was measured."""
+
+
+def measure(place: Place, seconds: float) -> Calibration:
+    """Return the figures of this machine. All processes call it, and get the same."""
+    clock = clock_of(place.device)
+    several = dist.is_initialized()
+    to_time = workloads(place.device, dtype_of(place.precision))
+    share = seconds * (1 - LINKS_SHARE if several else 1) / len(to_time)
+    figures = {name: _figure(workload, share, clock, place.device) for name, workload in to_time.items()}
+    found = _links(place.device, seconds * LINKS_SHARE, clock) if several else _no_links()
+    return Calibration(_machine(place), Figures(**figures), Links(**found))
+
+
+def _figure(workload: Workload, seconds: float, clock: Clock, device: torch.device) -> Figure:
+    """Time one workload on all processes at once: they share memory and power, as they do in a run."""
+    amount = workload.amount(count(workload.compute))
+    if dist.is_initialized():
+        dist.barrier()
+    times = time_rounds(workload.compute, seconds, clock)
+    # Processes have made different numbers of rounds, and exchange as many.
+    padded = torch.full((MOST,), -1.0, dtype=torch.float64, device=device)
+    padded[: len(times)] = torch.tensor(times, dtype=torch.float64)
+    timed = summarize([[value for value in row if value >= 0] for row in links.gather(padded)])
+    return Figure(amount / timed.seconds, workload.unit, timed.spread, timed.rounds, workload.how)
+
+
+def _links(device: torch.device, seconds: float, clock: Clock) -> Mapping[str, LinkFigure]:
+    found: dict[str, LinkFigure] = {}
+    how = f"{dist.get_backend()}, {dist.get_world_size()} processes: least squares of relative errors over sizes"
+    for kind, times in links.time_links(device, seconds, clock).items():
+        fitted = links.fit(list(times), [timed.seconds for timed in times.values()])
+        found[kind.replace("-", "_")] = record.link_figure(fitted, times, how)
+    return found
+
+
+def _no_links() -> Mapping[str, LinkFigure]:
+    missing = LinkFigure(None, None, None, None, 0, ONE_PROCESS)
+    return dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), missing)
+
+
+def _machine(place: Place) -> Machine:
+    is_cuda = place.device.type == "cuda"
+    cores, _ = usable_cores()
+    several = dist.is_initialized()
+    return Machine(
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        device=torch.cuda.get_device_name(place.device) if is_cuda else cpu_name(),
+        device_type="cuda" if is_cuda else "cpu",
+        precision=place.precision,
+        torch=torch.__version__,
+        processes=dist.get_world_size() if several else 1,
+        backend=dist.get_backend() if several else None,
+        threads=torch.get_num_threads(),
+        load=place.load,
+        cores=cores,
+    )
+
+
+def load_before() -> float:
+    """Return the system's load average of the last minute."""
+    return os.getloadavg()[0]

@@ -1,0 +1,78 @@
+"""A program: measure on this process's device, together with the other processes of its launcher.
+
+    torchrun --nproc_per_node 2 program.py --output FILE
+
+``accel-train calibrate`` starts it in the place of a recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from accel_train.calibration.flags import Options, add_flags, is_launched, options_of
+from accel_train.config import UsageError
+from accel_train.runtime.exiting import exit_with
+
+if TYPE_CHECKING:
+    import torch
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure with the flags of the command line."""
+    parser = argparse.ArgumentParser(prog="accel-train calibrate", allow_abbrev=False)
+    add_flags(parser)
+    return run(options_of(parser.parse_args(list(argv))))
+
+
+def run(options: Options) -> int:
+    """Measure on this process's device. The main process prints the figures and writes the file."""
+    # Late: --help and wrong flags need no torch.
+    import torch
+    import torch.distributed as dist
+
+    from accel_train.calibration import measuring, record, report
+    from accel_train.runtime.threads import resolve_threads
+
+    is_main = os.environ.get("RANK", "0") == "0"
+    if is_main:
+        record.refuse_other_file(options.output)
+    device = _device()
+    precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
+    if precision == "fp16" and device.type == "cpu":
+        raise UsageError("precision: fp16: a GPU is required, and there is none; give --precision bf16 or fp32")
+    load = measuring.load_before()
+    # The threads of a run decide its rates on a CPU.
+    threads = resolve_threads(device.type)
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and is_launched(os.environ)
+    if several:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        torch.manual_seed(0)
+        found = measuring.measure(measuring.Place(device, precision, load), options.seconds)
+        if is_main:
+            record.write(options.output, found)
+            print(f"{threads}\n{report.describe(found)}\n\nwritten: {options.output}", flush=True)
+    finally:
+        if several:
+            dist.destroy_process_group()
+    return 0
+
+
+def _device() -> torch.device:
+    import torch
+
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.cuda.device_count()
+    if local >= count:
+        raise UsageError(f"num_processes: one GPU for each process is required, and {count} are visible; start fewer")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+if __name__ == "__main__":
+    exit_with(main)

@@ -1,0 +1,193 @@
+"""The file of a calibration: every figure with its unit, spread and how it was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from accel_train.calibration.rates import LINKS
+from accel_train.config import UsageError
+from accel_train.options.flags import refusal
+from accel_train.options.keys import invalid_keys
+from accel_train.options.tree import flatten, option_types
+from accel_train.precision import Precision
+from accel_train.store import atomic_files, strict_json
+
+if TYPE_CHECKING:
+    from accel_train.calibration.links import Fitted
+    from accel_train.calibration.timing import Timed
+
+FORMAT = 1
+NOISY = 0.1
+"""A larger spread is called noise."""
+MAX_BYTES = 1 << 20
+RATES = (".value", ".bytes_per_second")
+"""Endings of the keys that times are divided by."""
+AGAIN = "measure again with accel-train calibrate"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured rate."""
+
+    value: float
+    unit: str
+    spread: float
+    """Distance of the quartiles of the rounds over their median."""
+    rounds: int
+    how: str
+
+
+@dataclass(frozen=True)
+class LinkFigure:
+    """A fitted link. Without values it was not measured, for which ``how`` has the reason."""
+
+    latency_seconds: float | None
+    bytes_per_second: float | None
+    residual: float | None
+    """Root of the mean square of the fit's relative errors."""
+    spread: float | None
+    """The largest one over the sizes."""
+    rounds: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Links:
+    """The collectives of ``LINKS``, with underscores."""
+
+    all_reduce: LinkFigure
+    all_gather: LinkFigure
+    reduce_scatter: LinkFigure
+
+    def by_kind(self) -> dict[str, LinkFigure]:
+        """Return the links by their names in ``LINKS``."""
+        return {kind: getattr(self, kind.replace("-", "_")) for kind in LINKS}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where, when and with what was measured."""
+
+    date: str
+    """UTC, to the minute."""
+    device: str
+    device_type: Literal["cpu", "cuda"]
+    precision: Precision
+    torch: str
+    processes: int
+    backend: str | None
+    """Of the collectives. None with one process."""
+    threads: int
+    """Torch's threads of each process."""
+    load: float
+    """The system's average of the last minute before."""
+    cores: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Rates of one process."""
+
+    products: Figure
+    attention: Figure
+    operators: Figure
+    copy: Figure
+    host: Figure
+
+    def by_name(self) -> dict[str, Figure]:
+        """Return the figures by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Everything in a file of ``accel-train calibrate``."""
+
+    machine: Machine
+    figures: Figures
+    links: Links
+    format: int = FORMAT
+
+    def noisy(self) -> list[str]:
+        """Return the names of the figures with a spread above ``NOISY``."""
+        spreads = {name: figure.spread for name, figure in self.figures.by_name().items()}
+        spreads |= {kind: link.spread or 0.0 for kind, link in self.links.by_kind().items()}
+        return [name for name, spread in spreads.items() if spread > NOISY]
+
+    @property
+    def origin(self) -> str:
+        """How a figure is known, for a report."""
+        return f"measured by calibrate on {self.machine.date.partition(' ')[0]}"
+
+
+def link_figure(fitted: Fitted, times: Mapping[int, Timed], how: str) -> LinkFigure:
+    """Return the figure of a fit to ``times`` by bytes sent."""
+    return LinkFigure(
+        latency_seconds=fitted.link.latency_seconds,
+        bytes_per_second=fitted.link.bytes_per_second,
+        residual=fitted.residual,
+        spread=max(timed.spread for timed in times.values()),
+        rounds=sum(timed.rounds for timed in times.values()),
+        how=how,
+    )
+
+
+def write(path: Path, calibration: Calibration) -> None:
+    """Write the file, sealed by its own hash. Replaces nothing but another calibration."""
+    refuse_other_file(path)
+    atomic_files.replace_json(path, strict_json.sealed(dataclasses.asdict(calibration)))
+
+
+def refuse_other_file(path: Path) -> None:
+    """Raise ``UsageError`` if there is something at ``path`` that ``calibrate`` has not written."""
+    if not path.exists():
+        return
+    try:
+        strict_json.check_seal(strict_json.read_object(path, MAX_BYTES))
+    except (ValueError, FileNotFoundError):
+        raise UsageError(
+            f"output: {path} exists and is no file of accel-train calibrate; a new name is required. Give another"
+        ) from None
+
+
+def read(path: Path) -> Calibration:
+    """Read a file. Raises ``UsageError`` if it is damaged, or not of this version."""
+    try:
+        tree = strict_json.read_object(path, MAX_BYTES)
+        sealed = {key: value for key, value in tree.items() if key != strict_json.SEAL}
+        _check_keys(sealed)
+        strict_json.check_seal(tree)
+        return _calibration(sealed)
+    except (ValueError, FileNotFoundError) as error:
+        raise UsageError(
+            f"device: {path}: {error}; an unchanged file of this version of accel-train calibrate is required. "
+            f"{AGAIN.capitalize()}"
+        ) from None
+
+
+def _check_keys(tree: Mapping[str, Any]) -> None:
+    if tree.get("format") != FORMAT:
+        raise ValueError(f"its format is {tree.get('format')!r}, not {FORMAT}")
+    for key in invalid_keys(Calibration, tree, ()):
+        name = ".".join(key.path)
+        raise ValueError(f"{name} is no group of keys" if key.is_group else f"unknown key {name}")
+    flat = flatten(tree)
+    for name, kind in option_types(Calibration).items():
+        if name not in flat:
+            raise ValueError(f"the key {name} is missing")
+        value = flat[name]
+        reason = refusal(kind, value)
+        if reason is None and name.endswith(RATES) and value is not None and not value > 0:
+            reason = f"{value}: a number above 0 is required"
+        if reason is not None:
+            raise ValueError(f"{name}: {reason}")
+
+
+def _calibration(tree: Mapping[str, Any]) -> Calibration:
+    links = Links(**{name: LinkFigure(**values) for name, values in tree["links"].items()})
+    figures = Figures(**{name: Figure(**values) for name, values in tree["figures"].items()})
+    return Calibration(Machine(**tree["machine"]), figures, links, tree["format"])

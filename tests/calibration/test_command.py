@@ -1,0 +1,99 @@
+"""``accel-train calibrate`` as a person starts it, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_train.calibration import record
+from accel_train.calibration.flags import Options
+from tests.distributed.launching import environment
+from tests.waiting import PATIENCE_SECONDS
+
+WORDS = [sys.executable, "-m", "accel_train.cli", "calibrate", "--seconds", "0.1"]
+
+
+def calibrate(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    kept = environment(CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true", **extra)
+    return subprocess.run(
+        [*WORDS, *words], env=kept, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
+
+
+def test_a_machine_is_measured_and_written(tmp_path: Path) -> None:
+    file = tmp_path / "my machine.json"
+    done = calibrate("--output", str(file), "--precision", "bf16")
+    assert done.returncode == 0, done.stderr
+    found = record.read(file)
+    machine = found.machine
+    assert (machine.precision, machine.processes, machine.threads, machine.device_type) == ("bf16", 1, 1, "cpu")
+    assert all(figure.value > 0 and figure.rounds >= 5 for figure in found.figures.by_name().values())
+    assert all(link.rounds == 0 for link in found.links.by_kind().values())
+    assert f"written: {file}" in done.stdout
+    for name in found.figures.by_name():
+        assert f"\n{name} " in done.stdout
+
+
+@pytest.mark.distributed
+def test_two_processes_measure_their_links(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    done = calibrate("--output", str(file), "--num_processes", "2")
+    assert done.returncode == 0, done.stderr
+    found = record.read(file)
+    assert (found.machine.processes, found.machine.backend, found.machine.precision) == (2, "gloo", "fp32")
+    for link in found.links.by_kind().values():
+        assert link.bytes_per_second is not None
+        assert link.bytes_per_second > 0
+        assert link.rounds >= 5
+    assert done.stdout.count("written: ") == 1, "by one process"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seconds", "0"], "seconds: 0: a number above 0"),
+        (["--seconds", "nan"], "seconds: nan"),
+        (["--output", "/none/there.json"], "output: /none/there.json: /none is no directory of yours"),
+        (["--output", "here.yaml"], "output: .*a name that ends in .json"),
+        (["--precision", "fp16"], "precision: fp16: a GPU is required"),
+    ],
+)
+def test_impossible_flags_are_refused(words: list[str], message: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*WORDS, *words],
+        env=environment(CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(Path(__file__).parents[2])),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert message.split(".*")[-1] in done.stderr
+
+
+def test_flags_of_a_launch_are_refused_inside_of_one() -> None:
+    done = calibrate("--num_processes", "2", RANK="0", WORLD_SIZE="1")
+    assert done.returncode == 2
+    assert "num_processes: 2: a launcher has started this process" in done.stderr
+
+
+def test_a_foreign_file_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "package.json"
+    file.write_text(json.dumps({"name": "mine"}))
+    done = calibrate("--output", str(file))
+    assert done.returncode == 2
+    assert "exists and is no file of accel-train calibrate" in done.stderr
+    assert json.loads(file.read_text()) == {"name": "mine"}
+
+
+def test_another_process_gets_the_same_options(tmp_path: Path) -> None:
+    assert Options(tmp_path / "c.json", "bf16", 2.5).words() == [
+        *("--output", str(tmp_path / "c.json")),
+        *("--seconds", "2.5"),
+        *("--precision", "bf16"),
+    ]

@@ -1,0 +1,96 @@
+"""Plans with the file of ``accel-train calibrate`` in the place of a data sheet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from accel_train.calibration import record
+from accel_train.config import UsageError
+from accel_train.planning import times
+from accel_train.planning.devices import COPIES, rated
+from accel_train.simulation.work import Work
+from tests.calibration.made_up import VALUES, made_up
+from tests.planning.test_command import plan
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "c.json"
+
+
+def test_rates_are_those_of_the_file(path: Path) -> None:
+    record.write(path, made_up())
+    found = rated(str(path), "fp32", 2)
+    assert (found.rates.products, found.rates.attention) == (VALUES["products"], VALUES["attention"])
+    assert found.rates.moved == VALUES["operators"]
+    assert found.rates.host_seconds == pytest.approx(1 / VALUES["host"])
+    assert found.rates.serial
+    work = Work(sent=10**9, collectives=10, gathered=10**9, gathers=10)
+    assert found.rates.communication_seconds(work) == pytest.approx(10 * 2e-4 + 1e9 / 5e8)
+    assert set(found.origins) == {"products", "attention", "moved", "host", "link", "latency"}
+    assert all(origin.endswith("measured by calibrate on 2026-11-26") for origin in found.origins.values())
+    assert found.notes == ()
+
+
+def test_another_precision_is_refused(path: Path) -> None:
+    record.write(path, made_up())
+    with pytest.raises(UsageError, match=r"measured in fp32, and the plan is of precision bf16.*calibrate --precision"):
+        rated(str(path), "bf16", 2)
+
+
+def test_links_that_were_not_measured_are_by_a_rule(path: Path) -> None:
+    record.write(path, made_up(processes=1))
+    found = rated(str(path), "fp32", 2)
+    assert found.rates.links["all-reduce"].bytes_per_second == VALUES["copy"] / COPIES
+    assert found.origins["link"] == "5 GB/s, a rule, not measured: a quarter of a copy"
+    assert found.notes == ("measured with one process, so its links are by a rule: calibrate with 2 processes",)
+    assert rated(str(path), "fp32", 1).notes == ()
+
+
+def test_the_rule_for_a_known_gpu_is_its_data_sheet(path: Path) -> None:
+    record.write(path, made_up(processes=1, device="NVIDIA H200", device_type="cuda", precision="bf16"))
+    found = rated(str(path), "bf16", 8)
+    assert found.rates.links["all-gather"].bytes_per_second == pytest.approx(450e9 * times.LINK_SHARE)
+    assert found.origins["link"] == "360 GB/s, a rule, not measured: 80% of NVLink 4"
+    assert not found.rates.serial
+
+
+def test_other_processes_and_noise_are_notices(path: Path) -> None:
+    record.write(path, made_up(spread=0.3))
+    processes, noise = rated(str(path), "fp32", 8).notes
+    assert processes == "measured with 2 processes at once, and planned for 8: their rates may differ"
+    assert noise.startswith("the machine was not quiet when measured: products, attention, operators, copy, host")
+
+
+def test_a_plan_names_the_origin_of_each_figure(path: Path) -> None:
+    record.write(path, made_up())
+    flags = ("--gpus", "2", "--vram_gib", "24", "--micro_batch_size", "8", "--activation_checkpointing.mode", "none")
+    done = plan(*flags, "--device", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    listed = json.loads(done.stdout)
+    assert listed["rates"]["figures"]["products"] == {
+        "value": VALUES["products"],
+        "origin": "80 GFLOP/s, measured by calibrate on 2026-11-26",
+    }
+    seconds, work = listed["plan"]["seconds"], listed["plan"]["work"]
+    assert seconds["products"] == pytest.approx(work["products"] / VALUES["products"])
+    parts = ("products", "attention", "moved", "host", "communication")
+    assert seconds["total"] == pytest.approx(sum(seconds[name] for name in parts))
+
+    done = plan(*flags, "--device", str(path))
+    text = done.stdout.partition("time of a step")[2]
+    for name in ("products", "attention", "other operators", "host", "communication"):
+        line = next(line for line in text.splitlines() if line.strip().startswith(name))
+        assert line.endswith("measured by calibrate on 2026-11-26"), line
+    assert "data sheet" not in text
+    assert "nothing measured" not in text
+
+
+def test_a_file_that_is_not_there_is_refused_before_the_search() -> None:
+    done = plan("--gpus", "1", "--vram_gib", "24", "--device", "none.json")
+    assert done.returncode == 2
+    assert "none.json: it does not exist" in done.stderr
+    assert "simulated" not in done.stderr
