@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from accel_train.calibration import links, record
 from accel_train.calibration.record import Calibration, Figure, Figures, LinkFigure, Links, Machine
-from accel_train.calibration.timing import MOST, Clock, clock_of, summarize, time_rounds
+from accel_train.calibration.timing import MOST, Clock, own_clock, summarize, time_rounds, wall_clock
 from accel_train.calibration.workloads import Workload, count, workloads
+from accel_train.config import UsageError
 from accel_train.cores import usable_cores
 from accel_train.metrics.environment import cpu_name
 from accel_train.precision import Precision, dtype_of
@@ -35,13 +36,14 @@ class Place:
 
 def measure(place: Place, seconds: float) -> Calibration:
     """Return the figures of this machine. All processes call it, and get the same."""
-    clock = clock_of(place.device)
+    clock, clock_name = own_clock(place.device)
     several = dist.is_initialized()
     to_time = workloads(place.device, dtype_of(place.precision))
     share = seconds * (1 - LINKS_SHARE if several else 1) / len(to_time)
     figures = {name: _figure(workload, share, clock, place.device) for name, workload in to_time.items()}
-    found = _links(place.device, seconds * LINKS_SHARE, clock) if several else _no_links()
-    return Calibration(_machine(place), Figures(**figures), Links(**found))
+    # Collectives are sent by threads of their own.
+    found = _links(place.device, seconds * LINKS_SHARE, wall_clock(place.device)) if several else _no_links()
+    return Calibration(_machine(place, clock_name), Figures(**figures), Links(**found))
 
 
 def _figure(workload: Workload, seconds: float, clock: Clock, device: torch.device) -> Figure:
@@ -61,7 +63,13 @@ def _links(device: torch.device, seconds: float, clock: Clock) -> Mapping[str, L
     found: dict[str, LinkFigure] = {}
     how = f"{dist.get_backend()}, {dist.get_world_size()} processes: least squares of relative errors over sizes"
     for kind, times in links.time_links(device, seconds, clock).items():
-        fitted = links.fit(list(times), [timed.seconds for timed in times.values()])
+        try:
+            fitted = links.fit(list(times), [timed.seconds for timed in times.values()])
+        except ValueError as error:
+            raise UsageError(
+                f"seconds: {seconds:.3g} of them for collectives: {kind}: {error}; times that grow are required. Give "
+                "more --seconds, on a machine that is idle"
+            ) from None
         found[kind.replace("-", "_")] = record.link_figure(fitted, times, how)
     return found
 
@@ -71,7 +79,7 @@ def _no_links() -> Mapping[str, LinkFigure]:
     return dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), missing)
 
 
-def _machine(place: Place) -> Machine:
+def _machine(place: Place, clock: str) -> Machine:
     is_cuda = place.device.type == "cuda"
     cores, _ = usable_cores()
     several = dist.is_initialized()
@@ -84,6 +92,7 @@ def _machine(place: Place) -> Machine:
         processes=dist.get_world_size() if several else 1,
         backend=dist.get_backend() if several else None,
         threads=torch.get_num_threads(),
+        clock=clock,
         load=place.load,
         cores=cores,
     )

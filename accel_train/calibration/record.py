@@ -83,6 +83,8 @@ class Machine:
     """Of the collectives. None with one process."""
     threads: int
     """Torch's threads of each process."""
+    clock: str
+    """Of the figures of one process: wall, or on a CPU with one thread that of the thread."""
     load: float
     """The system's average of the last minute before."""
     cores: int

@@ -12,7 +12,7 @@ def describe(calibration: Calibration) -> str:
     lines = [
         f"{machine.device} ({machine.device_type}), {machine.precision}, torch {machine.torch}",
         f"{machine.processes} process(es) of {machine.threads} thread(s) on {machine.cores} core(s); "
-        f"load average before {machine.load:.2f}",
+        f"{machine.clock} clock, load average before {machine.load:.2f}",
         "",
         f"{'':<16}{'median':>22}  {'spread':>6}  {'rounds':>6}  measured on",
         *(_line(name, figure) for name, figure in calibration.figures.by_name().items()),

@@ -17,7 +17,7 @@ MOST = 1000
 
 @dataclass(frozen=True)
 class Clock:
-    """Time of the host, read after the device has finished its work."""
+    """Time, read after the device has finished its work."""
 
     now: Callable[[], float] = time.perf_counter
     wait: Callable[[], None] = lambda: None
@@ -28,21 +28,34 @@ class Clock:
         return self.now()
 
 
-def clock_of(device: torch.device) -> Clock:
-    """Return the clock of a device."""
+def wall_clock(device: torch.device) -> Clock:
+    """Return the clock of a device that others may keep waiting."""
     if device.type == "cuda":
         return Clock(wait=lambda: torch.cuda.synchronize(device))
     return Clock()
 
 
-def time_rounds(work: Callable[[], object], seconds: float, clock: Clock) -> list[float]:
-    """Return the seconds of each call of ``work``: at least ``LEAST`` calls, and more until ``seconds`` are over."""
-    began = clock.read()
+def own_clock(device: torch.device) -> tuple[Clock, str]:
+    """Return the clock for computation, and its name.
+
+    On a CPU with one thread it is the thread's own, which stands still while another program has the core. Of several
+    threads one waits for the others asleep, and only the wall clock sees that.
+    """
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return Clock(now=time.thread_time), "thread"
+    return wall_clock(device), "wall"
+
+
+def time_rounds(
+    work: Callable[[], object], seconds: float, clock: Clock, wall: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Return the time of each call of ``work``: at least ``LEAST`` calls, and more until ``seconds`` are over."""
+    began = wall()
     for _ in range(WARM_UP):
         work()
     found: list[float] = []
     before = clock.read()
-    while len(found) < LEAST or (before - began < seconds and len(found) < MOST):
+    while len(found) < LEAST or (wall() - began < seconds and len(found) < MOST):
         work()
         after = clock.read()
         found.append(after - before)

@@ -16,6 +16,7 @@ MACHINE = Machine(
     processes=2,
     backend="gloo",
     threads=1,
+    clock="thread",
     load=0.1,
     cores=2,
 )

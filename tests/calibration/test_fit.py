@@ -63,20 +63,23 @@ class Ticking:
         self.calls += 1
         self.now += next(self._durations)
 
+    def read(self) -> float:
+        return self.now
+
     def clock(self) -> Clock:
-        return Clock(now=lambda: self.now)
+        return Clock(now=self.read)
 
 
 def test_rounds_are_timed_behind_the_warm_up() -> None:
     ticking = Ticking([100.0, 50.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    assert time_rounds(ticking.work, 0.0, ticking.clock()) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert time_rounds(ticking.work, 0.0, ticking.clock(), ticking.read) == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert ticking.calls == WARM_UP + LEAST
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.5, LEAST), (12.0, 10), (1e9, MOST)])
 def test_rounds_fill_the_time(seconds: float, rounds: int) -> None:
     ticking = Ticking([1.0])
-    assert len(time_rounds(ticking.work, seconds, ticking.clock())) == rounds
+    assert len(time_rounds(ticking.work, seconds, ticking.clock(), ticking.read)) == rounds
 
 
 def test_the_device_is_waited_for() -> None:
@@ -91,6 +94,12 @@ def test_the_device_is_waited_for() -> None:
         state["queued"] += 2.0
 
     assert time_rounds(work, 0.0, Clock(now=lambda: state["now"], wait=wait)) == [2.0] * LEAST
+
+
+def test_time_of_other_programs_is_not_counted() -> None:
+    """A thread that sleeps uses none of its own time, but of that for the measurement."""
+    own = Ticking([1.0])
+    assert time_rounds(own.work, 10.0, own.clock(), lambda: 4 * own.now) == [1.0] * LEAST
 
 
 def test_the_slowest_process_counts() -> None:
