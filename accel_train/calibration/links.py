@@ -96,15 +96,15 @@ def _rounds(collective: Callable[[], object], seconds: float, clock: Clock, devi
     each = torch.tensor((clock.read() - before) / WARM_UP, device=device)
     dist.all_reduce(each, dist.ReduceOp.MAX)
     rounds = min(max(round(seconds / float(each)), LEAST), MOST)
-    times = torch.zeros(rounds, device=device, dtype=torch.float64)
+    found: list[float] = []
     dist.barrier()
     before = clock.read()
-    for number in range(rounds):
+    for _ in range(rounds):
         collective()
         after = clock.read()
-        times[number] = after - before
+        found.append(after - before)
         before = after
-    return summarize(gather(times))
+    return summarize(gather(torch.tensor(found, device=device, dtype=torch.float64)))
 
 
 def gather(times: Tensor) -> list[list[float]]:

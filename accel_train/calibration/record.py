@@ -149,11 +149,14 @@ def refuse_other_file(path: Path) -> None:
     if not path.exists():
         return
     try:
-        strict_json.check_seal(strict_json.read_object(path, MAX_BYTES))
+        tree = strict_json.read_object(path, MAX_BYTES)
     except (ValueError, FileNotFoundError):
+        tree = {}
+    # Of any version. Other files have a seal as well, such as the manifest of a checkpoint.
+    if not {"machine", "figures", "links", strict_json.SEAL} <= tree.keys():
         raise UsageError(
             f"output: {path} exists and is no file of accel-train calibrate; a new name is required. Give another"
-        ) from None
+        )
 
 
 def read(path: Path) -> Calibration:
@@ -183,7 +186,9 @@ def _check_keys(tree: Mapping[str, Any]) -> None:
             raise ValueError(f"the key {name} is missing")
         value = flat[name]
         reason = refusal(kind, value)
-        if reason is None and name.endswith(RATES) and value is not None and not value > 0:
+        if isinstance(value, list):
+            reason = "a list is refused: one value is required"
+        elif reason is None and name.endswith(RATES) and value is not None and not value > 0:
             reason = f"{value}: a number above 0 is required"
         if reason is not None:
             raise ValueError(f"{name}: {reason}")

@@ -51,6 +51,7 @@ def test_a_changed_digit_is_damage(path: Path) -> None:
         (lambda tree: tree["machine"].update(precision="fp8"), "machine.precision: 'fp8' is refused: 'fp32' or"),
         (lambda tree: tree["figures"]["copy"].update(value="fast"), "figures.copy.value: 'fast' is refused: a number"),
         (lambda tree: tree["figures"]["copy"].update(value=0), "figures.copy.value: 0: a number above 0 is required"),
+        (lambda tree: tree["figures"]["copy"].update(value=[1.0]), "figures.copy.value: a list is refused"),
         (lambda tree: tree.update(format=2), "its format is 2, not 1"),
     ],
 )
@@ -73,11 +74,13 @@ def test_another_calibration_is_replaced_and_nothing_else(path: Path, tmp_path: 
     later = made_up(date="2026-11-27 08:00")
     record.write(path, later)
     assert record.read(path) == later
-    other = tmp_path / "package.json"
-    other.write_text("{}")
-    with pytest.raises(UsageError, match=r"output: .*exists and is no file of accel-train calibrate"):
-        record.write(other, later)
-    assert other.read_text() == "{}"
+    sealed = json.dumps(strict_json.sealed({"files": {}}))
+    for number, content in enumerate(("{}", sealed, "torn {")):
+        other = tmp_path / f"{number}.json"
+        other.write_text(content)
+        with pytest.raises(UsageError, match=r"output: .*exists and is no file of accel-train calibrate"):
+            record.write(other, later)
+        assert other.read_text() == content
 
 
 def test_the_report_has_every_figure_and_calls_noise_by_its_name() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from accel_train.simulation.collectives import Collective
 from accel_train.simulation.ledger import Ledger
 from accel_train.simulation.work import Work, WorkCounter
 
@@ -47,6 +49,17 @@ def test_an_operator_moves_what_it_reads_and_writes(compute: Callable[[Tensor, T
     found = work_of(lambda: compute(a, b))
     assert found == Work(moved=moved, kernels=found.kernels)
     assert bool(found.kernels) == bool(moved)
+
+
+def test_collectives_are_apart_by_kind() -> None:
+    """A ring of four sends three quarters, and twice that to reduce. A broadcast is counted with the all-reduces."""
+    kinds = {"all-reduce": 400, "all-gather": 800, "reduce-scatter": 1600, "broadcast": 40}
+    calls = [Collective(kind, 4, size) for kind, size in kinds.items()]
+    found = WorkCounter().work([*calls, calls[1]])
+    assert (found.sent, found.collectives) == (600 + 2 * 600 + 1200 + 30, 5)
+    assert found.by_kind() == {"all-gather": (2, 1200), "reduce-scatter": (1, 1200), "all-reduce": (2, 630)}
+    assert found.times(3).by_kind() == {"all-gather": (6, 3600), "reduce-scatter": (3, 3600), "all-reduce": (6, 1890)}
+    assert replace(found, moved=5).computed(3) == replace(found, moved=15)
 
 
 def test_products_and_attention_are_apart() -> None:
