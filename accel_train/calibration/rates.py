@@ -46,11 +46,6 @@ class Rates:
         """Return the time of everything but collectives on the device."""
         return work.products / self.products + work.attention / self.attention + work.moved / self.moved
 
-    def computation_seconds(self, work: Work) -> float:
-        """Return the time of everything but collectives: of the device, or of the host where that takes longer."""
-        host = work.kernels * self.host_seconds
-        return self.device_seconds(work) + host if self.serial else max(self.device_seconds(work), host)
-
     def latency_seconds(self, work: Work) -> float:
         """Return the part of the collectives' time that no bandwidth shortens."""
         return sum(self.links[kind].latency_seconds * calls for kind, (calls, _) in work.by_kind().items())

@@ -105,7 +105,7 @@ def step_time(total: Work, last: Work, end: Work, strategy: str, rates: Rates) -
     # The host's time hides collectives as well, where small kernels wait for it.
     beside = max(beside, (total.kernels - end.kernels) * rates.host_seconds)
     if strategy == "ddp":
-        beside = BACKWARD_SHARE * rates.computation_seconds(last)
+        beside = BACKWARD_SHARE * max(rates.device_seconds(last), last.kernels * rates.host_seconds)
     # Processes on a CPU share its cores with what sends for them.
     if rates.serial:
         beside = 0.0
