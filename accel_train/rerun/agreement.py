@@ -11,6 +11,9 @@ from accel_train.options.tree import flatten
 from accel_train.rerun.starts import Line, Start
 
 Verdict = Literal["bit-identical", "equal within reduction order", "different"]
+Sides = tuple[str, str]
+SIDES: Sides = ("recorded", "replayed")
+"""Names of the two trainings."""
 
 SURROUNDINGS = (
     *("strategy", "world_size", "device", "device_name", "torch_threads", "precision", "cuda", "python"),

@@ -46,6 +46,10 @@ def _replay(arguments: argparse.Namespace) -> int:
         receipt=arguments.receipt,
         tolerance=arguments.tolerance,
     )
+    if arguments.upgrade is not None:
+        from accel_train.rerun.upgrade.upgrade import upgrade
+
+        return upgrade(request, arguments.upgrade)
     return replay(request)
 
 
@@ -61,6 +65,12 @@ def _add_replay(replay: argparse.ArgumentParser) -> None:
     replay.add_argument("--config_file", help="accelerate launch file; default: the same as for accel-train launch")
     replay.add_argument("--num_processes", type=int, help="processes on this machine; default: from the launch file")
     replay.add_argument("--receipt", metavar="FILE", help="default: replay-RUN_ID-FIRST-LAST.json in this directory")
+    replay.add_argument(
+        "--upgrade",
+        metavar="ENV",
+        help="replay the steps here and in another virtual environment (its directory or its Python), and name the "
+        "first step, loss term and operator that differ",
+    )
     replay.add_argument(
         "--tolerance",
         type=float,

@@ -6,14 +6,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from accel_train.rerun.agreement import Row, Verdict, Weights
+from accel_train.rerun.agreement import SIDES, Row, Verdict, Weights
 from accel_train.rerun.starts import Start
 from accel_train.store import atomic_files, commit, manifest, strict_json
 from accel_train.store.manifest import Checkpoint
 
 SCHEMA = 1
+NOTHING_MORE: Mapping[str, Any] = MappingProxyType({})
 # Of an environment line. The command may hold paths, and a receipt is made to be given away.
 ENVIRONMENT = (
     *("versions", "python", "platform", "cuda", "device", "device_name", "torch_threads", "world_size", "strategy"),
@@ -48,9 +50,11 @@ def write_receipt(
     checkpoint: Checkpoint | None,
     starts: Mapping[str, Sequence[Start]],
     result: Result,
+    more: Mapping[str, Any] = NOTHING_MORE,
 ) -> None:
-    """Write the receipt. ``starts`` has those that wrote the ``recorded`` and the ``replayed`` lines."""
+    """Write the receipt. ``starts`` has those that wrote the lines of each side, such as ``recorded``, ``replayed``."""
     first = result.first_difference
+    sides = tuple(starts)
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -64,10 +68,11 @@ def write_receipt(
         "reasons_for_other_bits": list(result.reasons),
         "tolerance": result.tolerance,
         "first_differing_step": None if first is None else first.step,
-        "steps": [describe_row(row) for row in result.rows],
+        "steps": [describe_row(row, sides) for row in result.rows],
         "checkpoints": [describe_weights(weights) for weights in result.weights],
     }
     content |= {side: [describe_environment(start) for start in found] for side, found in starts.items()}
+    content |= more
     atomic_files.replace_json(path, strict_json.sealed(content))
 
 
@@ -79,12 +84,12 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def describe_row(row: Row) -> dict[str, Any]:
+def describe_row(row: Row, sides: Sequence[str] = SIDES) -> dict[str, Any]:
     """Return both sides of a row, each value in hexadecimal."""
     values: dict[str, Any] = {}
-    for name, (recorded, replayed) in row.values.items():
+    for name, both in row.values.items():
         # Decimal digits would need a rule for rounding, and JSON has no NaN.
-        values[name] = {"recorded": recorded.hex(), "replayed": replayed.hex()}
+        values[name] = {side: value.hex() for side, value in zip(sides, both, strict=True)}
     return {"step": row.step, "identical": not row.differing, "values": values}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from accel_train.compare.runs import InterruptedRunError, RunFailedError, stop_signals_raise
 from accel_train.config import UsageError, expand_path
 from accel_train.rerun import agreement, recorded, training, weights
-from accel_train.rerun.agreement import TOLERANCE, Row, Weights
+from accel_train.rerun.agreement import SIDES, TOLERANCE, Row, Sides, Weights
 from accel_train.rerun.receipt import Result, write_receipt
 from accel_train.rerun.recorded import RecordedRun
 from accel_train.rerun.starts import Start
@@ -91,7 +91,7 @@ def replay(request: Request) -> int:
     # Entered first, so that a signal leaves nothing behind.
     with tempfile.TemporaryDirectory(prefix="accel-train-replay-") as folder, stop_signals_raise():
         try:
-            run = _open_run(request.run, first, last, Path(folder))
+            run = open_run(request.run, first, last, Path(folder))
             plan, notices = _plan(request, run, first, last)
             print("\n".join([f"run {run.run_id}: {run.directory}", *notices]), flush=True)
             result, starts = _replay(request, plan, Path(folder))
@@ -109,16 +109,19 @@ def replay(request: Request) -> int:
     return 1 if result.verdict == "different" else 0
 
 
-def _open_run(place: str, first: int, last: int, folder: Path) -> RecordedRun:
+def open_run(place: str, first: int, last: int, folder: Path) -> RecordedRun:
+    """Open the run, downloaded to ``folder`` if it is on the Hub. Raises ``UsageError`` beyond its end."""
     if place.startswith(recorded.HUB):
-        return recorded.open_hub_run(place, first, last, folder / "downloaded")
-    return recorded.open_run(place)
+        run = recorded.open_hub_run(place, first, last, folder / "downloaded")
+    else:
+        run = recorded.open_run(place)
+    if last > run.last_step:
+        raise UsageError(f"--steps {first}:{last}: {run.directory} ends at step {run.last_step}; give a window in it")
+    return run
 
 
 def _plan(request: Request, run: RecordedRun, first: int, last: int) -> tuple[_Plan, list[str]]:
     """Choose the checkpoint and the steps to compare. Raises ``UsageError`` if there are none."""
-    if last > run.last_step:
-        raise UsageError(f"--steps {request.steps}: {run.directory} ends at step {run.last_step}; give a window in it")
     # Compared from the checkpoint on: steps up to the window are trained anyway, and may differ first.
     checkpoint, reasons = _beginning(run, first)
     start_step = 0 if checkpoint is None else checkpoint.step
@@ -238,7 +241,13 @@ def _compare_checkpoints(plan: _Plan, replayed: RecordedRun) -> list[Weights]:
 
 def report(result: Result) -> list[str]:
     """Return the table, the checkpoints and the verdict as lines."""
-    lines = [f"{'step':>8}  {'recorded loss':>20}  {'replayed loss':>20}  {'difference':>10}  {'of grad_norm':>12}"]
+    return [*table(result, SIDES), *_verdict_lines(result)]
+
+
+def table(result: Result, sides: Sides) -> list[str]:
+    """Return the compared steps and checkpoints as lines."""
+    a, b = (f"{side} loss" for side in sides)
+    lines = [f"{'step':>8}  {a:>20}  {b:>20}  {'difference':>10}  {'of grad_norm':>12}"]
     before = 0
     for number in rows_to_show(result.rows):
         if number > before:
@@ -247,7 +256,7 @@ def report(result: Result) -> list[str]:
         before = number + 1
     for compared in result.weights:
         lines += [f"{compared.name}:", *(f"  {line}" for line in compared.lines)]
-    return [*lines, *_verdict_lines(result)]
+    return lines
 
 
 def rows_to_show(rows: Sequence[Row]) -> list[int]:
@@ -284,10 +293,15 @@ def _verdict_lines(result: Result) -> list[str]:
     if first is not None:
         lines.append(f"first differing step: {first.step} ({', '.join(first.differing)})")
     if result.reasons:
-        lines.append(f"other bits are allowed: {'; '.join(result.reasons)}")
-        lines.append(
-            f"tolerance: {result.tolerance:g}, relative to each loss and gradient norm and to the norm of the weights"
-        )
+        lines += allowed_lines(result)
     else:
         lines.append("the same layout, machine and versions as recorded: every bit must be the same")
     return [*lines, f"verdict: {result.verdict}"]
+
+
+def allowed_lines(result: Result) -> list[str]:
+    """Say why other bits are allowed, and how far apart they may be."""
+    return [
+        f"other bits are allowed: {'; '.join(result.reasons)}",
+        f"tolerance: {result.tolerance:g}, relative to each loss and gradient norm and to the norm of the weights",
+    ]

@@ -36,9 +36,9 @@ class Machine:
     config_file: str | None = None
     num_processes: int | None = None
 
-    def command(self, recipe: Path, arguments: Sequence[str]) -> list[str]:
+    def command(self, recipe: Path, arguments: Sequence[str], interpreter: str = sys.executable) -> list[str]:
         """Return the command to run the recipe on this machine."""
-        head = [sys.executable, "-m", "accel_train.cli", "launch"]
+        head = [interpreter, "-m", "accel_train.cli", "launch"]
         if self.config_file is not None:
             # The strict reader refuses an invalid file before anything else is done.
             from accel_train.launch_files.machine_config import read_machine_config

@@ -6,14 +6,14 @@ import math
 from pathlib import Path
 
 from accel_train.commands import diff
-from accel_train.rerun.agreement import Weights
+from accel_train.rerun.agreement import SIDES, Sides, Weights
 from accel_train.store import commit
 
 
-def compare_weights(step: int, recorded: Path, replayed: Path) -> Weights:
+def compare_weights(step: int, recorded: Path, replayed: Path, sides: Sides = SIDES) -> Weights:
     """Compare every collection of two checkpoints by the canonical names of their tensors, one tensor at a time.
 
-    A damaged recorded checkpoint differs.
+    ``sides`` names the two. A damaged recorded checkpoint differs.
     """
     # A file that has changed since the save is no evidence of what was saved.
     try:
@@ -27,7 +27,7 @@ def compare_weights(step: int, recorded: Path, replayed: Path) -> Weights:
     distance = 0.0
     for name in sorted(a.keys() | b.keys(), key=diff.display_order):
         if name not in a or name not in b:
-            lines.append(f"{name}: only in the {'recorded' if name in a else 'replayed'} checkpoint")
+            lines.append(f"{name}: only in the {sides[name not in a]} checkpoint")
             identical = False
             continue
         compared = diff.compare(a[name], b[name])
@@ -37,7 +37,7 @@ def compare_weights(step: int, recorded: Path, replayed: Path) -> Weights:
         if name == "model":
             distance = _distance(compared)
             if compared.first is not None:
-                lines.append(f"  first by name, A recorded, B replayed: {compared.first}")
+                lines.append(f"  first by name, A {sides[0]}, B {sides[1]}: {compared.first}")
     return Weights(step, recorded.name, lines, identical, distance)
 
 

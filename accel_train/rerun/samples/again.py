@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,16 @@ from accel_train.rerun.recorded import RecordedRun
 from accel_train.store import strict_json
 from accel_train.store.manifest import Checkpoint, checkpoint_name
 from accel_train.wording import shortened
+
+OBSERVED = "observed.json"
+MOST_BYTES = 8 << 30
+"""Largest size of what is observed: a record of each operator of a step with many micro-batches."""
+Command = Callable[[Path, Sequence[str]], list[str]]
+
+
+def plain_command(program: Path, arguments: Sequence[str]) -> list[str]:
+    """Return the command of one process, without a launcher."""
+    return [sys.executable, str(program), *arguments]
 
 
 @dataclass(frozen=True)
@@ -53,25 +63,33 @@ def find_beginning(run: RecordedRun, recipe: Path, step: int, option: str) -> Be
     return Beginning(run, recipe, checkpoint)
 
 
-def observe(beginning: Beginning, last: int, request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def observe(
+    beginning: Beginning,
+    last: int,
+    request: Mapping[str, Any],
+    folder: Path,
+    command: Command = plain_command,
+    log_every: int | None = None,
+) -> dict[str, Any]:
     """Train from the beginning up to ``last`` at most, observed as requested, and return what was written.
 
-    Everything is written below ``folder``, which must be empty. One process on this machine, without a launcher.
+    Everything is written below ``folder``, which must be empty: the run in its ``run``, with a save of step ``last``.
+    ``command`` makes the command line from a program and its arguments. None for ``log_every`` logs only the ends.
     Raises like ``compare.runs.run_once``.
     """
     run = beginning.run
     options = training.set_length(recorded.options_at(run, beginning.checkpoint), last)
-    # Without an effect on the steps, and the log of this directory is nobody's.
-    options |= {"log": options["log"] | {"log_every": last}}
+    # Without an effect on the steps.
+    options |= {"log": options["log"] | {"log_every": log_every or last}}
     config = training.build_directory(folder / "run", run, beginning.checkpoint, options, save_every=last)
     # The run would otherwise begin again at step 0 where its checkpoint cannot be loaded.
     resume = "auto" if beginning.checkpoint is None else "must"
-    path = folder / "observed.json"
+    path = folder / OBSERVED
     words = {name: dict(values) | {"path": str(path)} for name, values in request.items()}
-    command = [sys.executable, str(training.PROGRAM), json.dumps(words), str(beginning.recipe), str(config)]
+    arguments = [json.dumps(words), str(beginning.recipe), str(config), "--resume", resume]
     threads = None
     # A resume restores them by itself.
     if beginning.checkpoint is None:
         threads = training.recorded_threads(run.starts(1, last))
-    training.train([*command, "--resume", resume], folder / "log", threads)
-    return strict_json.read_object(path)
+    training.train(command(training.PROGRAM, arguments), folder / "log", threads)
+    return strict_json.read_object(path, MOST_BYTES)

@@ -10,6 +10,7 @@ import runpy
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -18,6 +19,7 @@ def main() -> None:
     from accel_train import loop
     from accel_train.rerun.better import recording
     from accel_train.rerun.samples import first_use, measuring
+    from accel_train.rerun.upgrade import fingerprints, operators
 
     request = json.loads(sys.argv[1])
     recipe = sys.argv[2]
@@ -28,10 +30,15 @@ def main() -> None:
         with recording.recording(recording.Request(**request["by_sample"])):
             runpy.run_path(recipe, run_name="__main__")
         return
-    if "measuring" in request:
-        observer = partial(measuring.measuring, measuring.Request(**request["measuring"]))
-    else:
-        observer = partial(first_use.finding, first_use.Request(**request["first_use"]))
+    observers: dict[str, tuple[Any, Any]] = {
+        "measuring": (measuring.measuring, measuring.Request),
+        "first_use": (first_use.finding, first_use.Request),
+        "fingerprints": (fingerprints.recording, fingerprints.Request),
+        "operators": (operators.recording, operators.Request),
+    }
+    (name,) = request
+    enter, kind = observers[name]
+    observer = partial(enter, kind(**request[name]))
     with loop.observed(observer):
         runpy.run_path(recipe, run_name="__main__")
 

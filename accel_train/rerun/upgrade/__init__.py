@@ -1,0 +1,1 @@
+"""``accel-train replay --upgrade``: the same steps in two environments, and the first operator with another result."""
