@@ -20,6 +20,7 @@ from accel_train.drill.runs import Child, Ended, Runner
 from accel_train.rerun.recorded import RecordedRun, open_run
 from accel_train.store import manifest
 from accel_train.verification.plan import given_flags
+from accel_train.wording import shortened
 
 if TYPE_CHECKING:
     from accel_train.drill.layout import Layout
@@ -86,17 +87,29 @@ class Trials:
             raise RunFailedError(
                 "the undisturbed run made no step in loop.training, or saved nothing; a drill needs both"
             )
-        # The recorder waits for the device at each logged step, and its pauses leave out saves and evaluations.
-        times = [float(line["step_seconds"]) for step, line in run.lines("train").items() if step > WARM]
         return Undisturbed(
             ended=ended,
             run=run,
             evaluations=ended.steps("evaluation"),
             last=max(done),
-            step_seconds=median(times),
+            step_seconds=self._step_seconds(run),
             save_seconds=_save_seconds(ended),
             commit_seconds=median(float(manifest.read(path)["seconds"]) for _, path in run.checkpoints),
         )
+
+    def _step_seconds(self, run: RecordedRun) -> float:
+        """Return the seconds of a step. Raises ``UsageError`` for a run without a timed one."""
+        # The recorder waits for the device at each logged step, and its pauses leave out saves and evaluations.
+        lines = run.lines("train")
+        times = [float(line["step_seconds"]) for step, line in lines.items() if step > WARM]
+        if not times:
+            logged = shortened([str(step) for step in sorted(lines)], WARM)
+            raise UsageError(
+                f"--steps {self.sizes.steps}: the steps logged by the undisturbed run: {logged}; the first {WARM} are "
+                f"not timed, so a logged step after step {WARM} is required; let the recipe train until max_steps, "
+                "without an earlier end such as training.end() of an early stopping"
+            )
+        return median(times)
 
     def strike(self, fault: Fault, undisturbed: Undisturbed) -> Result:
         """Inject a fault into a run, resume it, and judge."""

@@ -232,6 +232,16 @@ def flags_of(recipe: str) -> list[str]:
     return words
 
 
+def test_a_recipe_that_ends_early_is_refused(tmp_path: Path) -> None:
+    saved = "            training.save_if_due(result)\n"
+    recipe = changed(
+        tmp_path / "recipe", (saved, f"{saved}            if batches.done == 2:\n                training.end()\n")
+    )
+    said = refused("--steps", "6", recipe, "--faults", "kill_in_step")
+    assert said.startswith("--steps 6: the steps logged by the undisturbed run: 1, 2; the first 2 are not timed")
+    assert "let the recipe train until max_steps" in said
+
+
 @pytest.mark.slow  # the same faults hit a toy run in tests/faults; here, the recipes of the project and all faults
 @pytest.mark.parametrize("recipe", ["mmdit", "pde"])
 def test_no_alarm_on_the_demos(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

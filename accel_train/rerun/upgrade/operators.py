@@ -91,6 +91,9 @@ def _steps(
                 if id(module) in names:
                     for hook in recorder.hook(module, names[id(module)]):
                         recorded.callback(hook.remove)
+            if training.opened.config.compile.mode != "off":
+                # Dynamo refuses to compile while a recorder is entered. Only here, since it imports all of dynamo.
+                recorded.enter_context(torch.compiler.set_stance("force_eager"))
             recorded.enter_context(recorder)
             yield batches
         return
