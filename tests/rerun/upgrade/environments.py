@@ -49,6 +49,20 @@ versions = environment.package_versions
 environment.package_versions = lambda: versions() | {"torch": "99.0"}
 """
 """Runs record another version of torch."""
+OTHER_START = """
+import torch
+from accel_train import preparation
+build_model = preparation.build_model
+
+def moved(*arguments, **named):
+    model = build_model(*arguments, **named)
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.5)
+    return model
+
+preparation.build_model = moved
+"""
+"""A model begins with other weights."""
 RUN = """
 import runpy, sys
 sys.argv = sys.argv[1:]

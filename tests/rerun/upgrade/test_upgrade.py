@@ -9,6 +9,7 @@ import pytest
 
 from accel_train import cli
 from accel_train.store import strict_json
+from tests import compiling
 from tests.distributed.launching import Finished
 from tests.rerun import recording
 from tests.rerun.upgrade import environments
@@ -102,6 +103,34 @@ def test_another_version_allows_a_difference_within_the_tolerance(
     assert receipt["first_difference"]["here"][0]["operator"] == "aten.gelu.default"
     code, receipt = command(run.directory, "4:5", same, tmp_path, "--tolerance", "1e-12")
     assert (code, receipt["verdict"]) == (1, "different")
+
+
+@pytest.mark.slow  # a difference in a step is quick
+def test_other_initial_weights_are_told_from_a_difference_in_a_step(
+    run: Finished, same: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = environments.fork_runs(monkeypatch, environments.OTHER_START)
+    code, receipt = command(run.directory, "0:2", same, tmp_path)
+    assert (code, receipt["verdict"], receipt["first_differing_step"]) == (1, "different", 0)
+    assert receipt["first_difference"]["terms"] == ["weights", "ema"]
+    # No step is recorded, since none is the cause.
+    assert len(commands) == 2
+    assert "before the first step (weights, ema): the initial values differ" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # the same without compilation is quick
+@pytest.mark.skipif(compiling.COMPILER is None, reason="torch.compile needs a C++ compiler: apt install g++")
+@pytest.mark.skipif(compiling.NO_INDUCTOR is not None, reason=f"a space in {compiling.NO_INDUCTOR}")
+def test_compiled_blocks_run_eagerly_while_they_are_recorded(
+    same: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = recording.record("mmdit", tmp_path / "run", "--compile.mode", "on")
+    environments.fork_runs(monkeypatch, environments.fault("gelu", steps=2))
+    code, receipt = command(run.directory, "4:8", same, tmp_path)
+    assert code == 1
+    assert receipt["first_step_other_than_logged"] == 0
+    assert receipt["first_difference"]["here"][0]["operator"] == "aten.gelu.default"
+    assert receipt["first_differing_step"] == 7
 
 
 @pytest.mark.slow  # the same with forked processes is quick
