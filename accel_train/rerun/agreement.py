@@ -11,6 +11,8 @@ from accel_train.options.tree import flatten
 from accel_train.rerun.starts import Line, Start
 
 Verdict = Literal["bit-identical", "equal within reduction order", "different"]
+MOST_ROWS = 30
+"""Rows shown. The receipt has all."""
 Sides = tuple[str, str]
 SIDES: Sides = ("recorded", "replayed")
 """Names of the two trainings."""
@@ -154,3 +156,60 @@ def verdict(rows: Sequence[Row], weights: Sequence[Weights], reasons: Sequence[s
     if max(distances) <= tolerance:
         return "equal within reduction order"
     return "different"
+
+
+def first_difference(rows: Sequence[Row]) -> Row | None:
+    """Return the first row with other bits."""
+    return next((row for row in rows if row.differing), None)
+
+
+def table(rows: Sequence[Row], weights: Sequence[Weights], sides: Sides = SIDES) -> list[str]:
+    """Return the compared steps and checkpoints as lines."""
+    a, b = (f"{side} loss" for side in sides)
+    lines = [f"{'step':>8}  {a:>20}  {b:>20}  {'difference':>10}  {'of grad_norm':>12}"]
+    first = first_difference(rows)
+    before = 0
+    for number in rows_to_show(rows):
+        if number > before:
+            lines.append(f"{'...':>8}  {number - before} step(s) not shown")
+        lines.append(_format_row(rows[number], first))
+        before = number + 1
+    for compared in weights:
+        lines += [f"{compared.name}:", *(f"  {line}" for line in compared.lines)]
+    return lines
+
+
+def rows_to_show(rows: Sequence[Row]) -> list[int]:
+    """Choose rows: the first, the last, and those around the first difference."""
+    if len(rows) <= MOST_ROWS:
+        return list(range(len(rows)))
+    # The beginning, the difference and the end.
+    part = MOST_ROWS // 3
+    differing = next((number for number, row in enumerate(rows) if row.differing), 0)
+    chosen = {*range(part), *range(len(rows) - part, len(rows))}
+    # Two rows before it, which still agree.
+    begin = max(0, differing - 2)
+    end = min(len(rows), differing + part - 2)
+    chosen |= set(range(begin, end))
+    return sorted(chosen)
+
+
+def _format_row(row: Row, first: Row | None) -> str:
+    nothing = (float("nan"), float("nan"))
+    a, b = row.values.get("loss", nothing)
+    norm_a, norm_b = row.values.get("grad_norm", nothing)
+    # 17 digits tell every two floats apart.
+    text = f"{row.step:>8}  {a:>20.17g}  {b:>20.17g}  {_difference(a, b):>10}  {_difference(norm_a, norm_b):>12}"
+    return f"{text}  <- first difference" if row is first else text
+
+
+def _difference(a: float, b: float) -> str:
+    return "0" if a.hex() == b.hex() else f"{b - a:.3g}"
+
+
+def allowed_lines(reasons: Sequence[str], tolerance: float) -> list[str]:
+    """Say why other bits are allowed, and how far apart they may be."""
+    return [
+        f"other bits are allowed: {'; '.join(reasons)}",
+        f"tolerance: {tolerance:g}, relative to each loss and gradient norm and to the norm of the weights",
+    ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from accel_train.rerun.agreement import SIDES, Row, Verdict, Weights
+from accel_train.rerun.agreement import SIDES, Row, Verdict, Weights, first_difference
 from accel_train.rerun.starts import Start
 from accel_train.store import atomic_files, commit, manifest, strict_json
 from accel_train.store.manifest import Checkpoint
@@ -40,7 +40,7 @@ class Result:
     @property
     def first_difference(self) -> Row | None:
         """The first row with other bits."""
-        return next((row for row in self.rows if row.differing), None)
+        return first_difference(self.rows)
 
 
 def write_receipt(

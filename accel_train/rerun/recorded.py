@@ -118,6 +118,18 @@ def open_run(text: str) -> RecordedRun:
     return RecordedRun(text, directory, saved, records, manifest.committed(place.path / "checkpoints"))
 
 
+def open_window(place: str, first: int, last: int, folder: Path) -> RecordedRun:
+    """Open a run for the steps after ``first`` up to ``last``, downloaded to ``folder`` if it is on the Hub.
+
+    Raises ``UsageError``, also for steps beyond its end.
+    """
+    is_on_hub = place.startswith(HUB)
+    run = open_hub_run(place, first, last, folder / "downloaded") if is_on_hub else open_run(place)
+    if last > run.last_step:
+        raise UsageError(f"--steps {first}:{last}: {run.directory} ends at step {run.last_step}; give a window in it")
+    return run
+
+
 def open_hub_run(place: str, first: int, last: int, directory: Path) -> RecordedRun:
     """Download the newest checkpoint at or before ``first`` and those up to ``last``. Raises like ``hub.download``.
 

@@ -14,7 +14,7 @@ from typing import Any
 from accel_train.compare.runs import InterruptedRunError, RunFailedError, stop_signals_raise
 from accel_train.config import UsageError, expand_path
 from accel_train.rerun import agreement, recorded, training, weights
-from accel_train.rerun.agreement import SIDES, TOLERANCE, Row, Sides, Weights
+from accel_train.rerun.agreement import TOLERANCE, Weights
 from accel_train.rerun.receipt import Result, write_receipt
 from accel_train.rerun.recorded import RecordedRun
 from accel_train.rerun.starts import Start
@@ -25,8 +25,6 @@ from accel_train.wording import shortened
 
 NO_MACHINE = Machine()
 WINDOW = re.compile(r"(\d{1,15}):(\d{1,15})")
-MOST_ROWS = 30
-"""Rows shown. The receipt has all."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def replay(request: Request) -> int:
     # Entered first, so that a signal leaves nothing behind.
     with tempfile.TemporaryDirectory(prefix="accel-train-replay-") as folder, stop_signals_raise():
         try:
-            run = open_run(request.run, first, last, Path(folder))
+            run = recorded.open_window(request.run, first, last, Path(folder))
             plan, notices = _plan(request, run, first, last)
             print("\n".join([f"run {run.run_id}: {run.directory}", *notices]), flush=True)
             result, starts = _replay(request, plan, Path(folder))
@@ -107,17 +105,6 @@ def replay(request: Request) -> int:
     print("\n".join(report(result)), flush=True)
     print(f"receipt: {path}", flush=True)
     return 1 if result.verdict == "different" else 0
-
-
-def open_run(place: str, first: int, last: int, folder: Path) -> RecordedRun:
-    """Open the run, downloaded to ``folder`` if it is on the Hub. Raises ``UsageError`` beyond its end."""
-    if place.startswith(recorded.HUB):
-        run = recorded.open_hub_run(place, first, last, folder / "downloaded")
-    else:
-        run = recorded.open_run(place)
-    if last > run.last_step:
-        raise UsageError(f"--steps {first}:{last}: {run.directory} ends at step {run.last_step}; give a window in it")
-    return run
 
 
 def _plan(request: Request, run: RecordedRun, first: int, last: int) -> tuple[_Plan, list[str]]:
@@ -241,50 +228,7 @@ def _compare_checkpoints(plan: _Plan, replayed: RecordedRun) -> list[Weights]:
 
 def report(result: Result) -> list[str]:
     """Return the table, the checkpoints and the verdict as lines."""
-    return [*table(result, SIDES), *_verdict_lines(result)]
-
-
-def table(result: Result, sides: Sides) -> list[str]:
-    """Return the compared steps and checkpoints as lines."""
-    a, b = (f"{side} loss" for side in sides)
-    lines = [f"{'step':>8}  {a:>20}  {b:>20}  {'difference':>10}  {'of grad_norm':>12}"]
-    before = 0
-    for number in rows_to_show(result.rows):
-        if number > before:
-            lines.append(f"{'...':>8}  {number - before} step(s) not shown")
-        lines.append(_format_row(result.rows[number], result.first_difference))
-        before = number + 1
-    for compared in result.weights:
-        lines += [f"{compared.name}:", *(f"  {line}" for line in compared.lines)]
-    return lines
-
-
-def rows_to_show(rows: Sequence[Row]) -> list[int]:
-    """Choose rows: the first, the last, and those around the first difference."""
-    if len(rows) <= MOST_ROWS:
-        return list(range(len(rows)))
-    # The beginning, the difference and the end.
-    part = MOST_ROWS // 3
-    differing = next((number for number, row in enumerate(rows) if row.differing), 0)
-    chosen = {*range(part), *range(len(rows) - part, len(rows))}
-    # Two rows before it, which still agree.
-    begin = max(0, differing - 2)
-    end = min(len(rows), differing + part - 2)
-    chosen |= set(range(begin, end))
-    return sorted(chosen)
-
-
-def _format_row(row: Row, first: Row | None) -> str:
-    nothing = (float("nan"), float("nan"))
-    a, b = row.values.get("loss", nothing)
-    norm_a, norm_b = row.values.get("grad_norm", nothing)
-    # 17 digits tell every two floats apart.
-    text = f"{row.step:>8}  {a:>20.17g}  {b:>20.17g}  {_difference(a, b):>10}  {_difference(norm_a, norm_b):>12}"
-    return f"{text}  <- first difference" if row is first else text
-
-
-def _difference(a: float, b: float) -> str:
-    return "0" if a.hex() == b.hex() else f"{b - a:.3g}"
+    return [*agreement.table(result.rows, result.weights), *_verdict_lines(result)]
 
 
 def _verdict_lines(result: Result) -> list[str]:
@@ -293,15 +237,7 @@ def _verdict_lines(result: Result) -> list[str]:
     if first is not None:
         lines.append(f"first differing step: {first.step} ({', '.join(first.differing)})")
     if result.reasons:
-        lines += allowed_lines(result)
+        lines += agreement.allowed_lines(result.reasons, result.tolerance)
     else:
         lines.append("the same layout, machine and versions as recorded: every bit must be the same")
     return [*lines, f"verdict: {result.verdict}"]
-
-
-def allowed_lines(result: Result) -> list[str]:
-    """Say why other bits are allowed, and how far apart they may be."""
-    return [
-        f"other bits are allowed: {'; '.join(result.reasons)}",
-        f"tolerance: {result.tolerance:g}, relative to each loss and gradient norm and to the norm of the weights",
-    ]

@@ -258,8 +258,8 @@ def test_reasons_for_other_bits() -> None:
 
 def test_rows_around_the_first_difference_are_shown() -> None:
     rows = [Row(step, {"loss": (1.0, 1.0 if step < 50 else 2.0)}) for step in range(100)]
-    shown = replay.rows_to_show(rows)
+    shown = agreement.rows_to_show(rows)
     assert {0, 9, 48, 49, 50, 57, 90, 99} <= set(shown)
     assert 30 not in shown
-    assert len(shown) <= replay.MOST_ROWS
-    assert replay.rows_to_show(rows[:20]) == list(range(20))
+    assert len(shown) <= agreement.MOST_ROWS
+    assert agreement.rows_to_show(rows[:20]) == list(range(20))

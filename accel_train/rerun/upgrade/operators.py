@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):
 
     def _place(self) -> tuple[str, str, str]:
         """Return the autograd node of a backward, module and caller. Those of a backward are of its forward."""
-        node: Any = torch._C._current_autograd_node()  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
+        node: Any = torch._C._current_autograd_node()  # pyright: ignore[reportPrivateUsage]
         module = self._modules[-1] if self._modules else ""
         if node is None:
             caller = _caller()
@@ -208,9 +208,9 @@ def tensors_of(value: object) -> list[Tensor]:
             return [value]
         return [one for name in inner()[0] for one in tensors_of(getattr(value, name))]
     if isinstance(value, Mapping):
-        value = list(value.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [one for item in value for one in tensors_of(item)]  # pyright: ignore[reportUnknownVariableType]
+        return [one for item in value for one in tensors_of(item)]
     return []
 
 
@@ -222,7 +222,7 @@ def text(value: object) -> str:
         # Its text is an address.
         return "Generator"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(text, value))}]"  # pyright: ignore[reportUnknownArgumentType]
+        return f"[{', '.join(map(text, value))}]"
     return repr(value)
 
 

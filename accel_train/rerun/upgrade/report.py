@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_train.commands import diff
-from accel_train.rerun import agreement, recorded, replay
+from accel_train.rerun import agreement, recorded
+from accel_train.rerun.agreement import Sides
 from accel_train.rerun.receipt import Result
-from accel_train.rerun.samples.again import Beginning
 from accel_train.rerun.starts import Start
 from accel_train.rerun.upgrade import environment
 from accel_train.rerun.upgrade.environment import Environment
-from accel_train.rerun.upgrade.sides import NAMES, Side, Trained
 from accel_train.rerun.upgrade.traces import Difference, Record, Recorded
 from accel_train.wording import shortened
 
+if TYPE_CHECKING:
+    from accel_train.rerun.samples.again import Beginning
+    from accel_train.rerun.upgrade.upgrade import Side, Trained
+
+NAMES: Sides = ("here", "upgraded")
 MOST_OPERATORS = 8
 """Operators shown of a sequence."""
 
@@ -143,14 +147,14 @@ def _with_notes(
 def lines(found: Comparison) -> list[str]:
     """Return the table, the first difference and the verdict."""
     result = found.result
-    printed = replay.table(result, NAMES)
+    printed = agreement.table(result.rows, result.weights, NAMES)
     if found.as_recorded is not None:
         same = "the logged bits" if found.as_recorded == 0 else f"other bits from step {found.as_recorded} on"
         printed.append(f"here, compared with what the run logged: {same}")
     if found.located is not None:
         printed += _located_lines(found.located, result)
     if result.reasons:
-        printed += replay.allowed_lines(result)
+        printed += agreement.allowed_lines(result.reasons, result.tolerance)
     else:
         printed.append("the same layout, machine and versions in both: every bit must be the same")
     return [*printed, f"verdict: {result.verdict}"]
