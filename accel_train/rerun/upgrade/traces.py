@@ -56,6 +56,9 @@ def first_difference(here: Recorded, there: Recorded) -> Difference | None:
     while i < len(a) and j < len(b):
         if _call(a[i]) != _call(b[j]):
             i2, j2 = _meet_again(a, i, b, j)
+            if (i2, j2) == (len(a), len(b)):
+                # Nothing behind it tells whether the result is the same.
+                break
             spans.append(((i, i2), (j, j2)))
             i, j = i2, j2
             continue

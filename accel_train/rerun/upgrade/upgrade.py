@@ -38,6 +38,8 @@ class Trained:
     run: RecordedRun
     states: Mapping[int, Mapping[str, int]]
     """Step -> part of the state -> hash after it. The first step is the one it began with."""
+    checkpoint: Path
+    """The checkpoint at the end."""
 
 
 @dataclass
@@ -58,7 +60,14 @@ class Side:
         """Train the window, with a line for each step. Raises like ``compare.runs.run_once``."""
         found = self._observe(beginning, last, {"fingerprints": {}}, "window")
         states = {int(step): parts for step, parts in found["states"].items()}
-        return Trained(recorded.open_run(str(self.folder / "window" / "run")), states)
+        run = recorded.open_run(str(self.folder / "window" / "run"))
+        saved = dict(run.checkpoints)
+        if last not in saved:
+            raise RunFailedError(
+                f"{self.name}, the recipe ended by itself at step {run.last_step}, so there is no step {last} to "
+                "compare; give a window that ends there"
+            )
+        return Trained(run, states, saved[last])
 
     def record(self, beginning: Beginning, last: int, step: int, keep: int | None) -> None:
         """Train up to ``step`` again and record its operators, with the outputs of the one at position ``keep``."""
@@ -132,8 +141,7 @@ def _compare(request: Request, window: _Window, sides: Sequence[Side]) -> Compar
     rows = agreement.rows_of(here.run.lines("train"), there.run.lines("train"))
     # The copied log has the lines up to the beginning, which neither side has trained.
     rows = [row for row in rows if row.step > window.beginning.step]
-    saved = [dict(one.run.checkpoints)[window.last] for one in trained]
-    end = weights.compare_weights(window.last, saved[0], saved[1], NAMES)
+    end = weights.compare_weights(window.last, here.checkpoint, there.checkpoint, NAMES)
     starts = [one.run.last_start() for one in trained]
     reasons = agreement.reasons_for_other_bits(starts[:1], starts[1])
     verdict = agreement.verdict(rows, [end], reasons, request.tolerance)
@@ -182,4 +190,7 @@ def _locate(located: Located, window: _Window, sides: Sequence[Side], trained: S
         found = first_difference(sides[0].recorded(), sides[1].recorded())
         if number and found == before:
             break
+        # The outputs kept are those of another operator.
+        for side in sides:
+            side.kept = None
     return report.locate(located, found, sides, trained)

@@ -63,6 +63,18 @@ def moved(*arguments, **named):
 preparation.build_model = moved
 """
 """A model begins with other weights."""
+ENDS_EARLY = """
+from accel_train import loop
+report = loop.Training.report
+
+def ending(self, *arguments, **named):
+    report(self, *arguments, **named)
+    if self.done == 5:
+        self.end()
+
+loop.Training.report = ending
+"""
+"""The recipe ends by itself after step 5."""
 RUN = """
 import runpy, sys
 sys.argv = sys.argv[1:]

@@ -61,8 +61,18 @@ def test_other_operators_with_the_same_result_are_no_difference_and_those_with_a
     rounded = [record("CD", [here[1]["outputs"][0]["hash"]], [99])]
     found = between(here, [*here[:2], *rounded, *chain("efgh", 99)])
     assert found == Difference("operators", (2, 4), (2, 3))
-    # The fused one is called there only, and what is behind it is the same.
-    assert between(here, [*here[:2], *fused, *here[2:]]) is None
+    # The fused one is called there only, and what is behind it is the same, at the end too.
+    for place in range(2, len(here)):
+        assert between(here, [*here[:place], *fused, *here[place:]]) is None
+
+
+def test_the_last_operators_are_compared_behind_other_ones() -> None:
+    here = chain("abcdefgh")
+    there = [*here[:6], record("x", [0], [0]), *chain("gh", here[5]["outputs"][0]["hash"])]
+    there[-1]["outputs"][0]["hash"] = 4
+    assert between(here, there) == Difference("output", (7, 8), (8, 9))
+    # They never meet again.
+    assert between(here, [*here[:5], *chain("xyz")]) == Difference("operators", (5, 8), (5, 8))
 
 
 def test_another_shape_is_another_operator() -> None:

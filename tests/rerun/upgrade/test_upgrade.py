@@ -118,6 +118,16 @@ def test_other_initial_weights_are_told_from_a_difference_in_a_step(
     assert "before the first step (weights, ema): the initial values differ" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # the end of a window is compared above
+def test_a_recipe_that_ends_before_the_window_is_no_result(
+    run: Finished, same: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environments.fork_runs(monkeypatch, environments.ENDS_EARLY)
+    assert cli._main(["replay", str(run.directory), "--steps", "4:8", "--upgrade", str(same)]) == 1
+    assert "upgraded, the recipe ended by itself at step 5, so there is no step 8" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow  # the same without compilation is quick
 @pytest.mark.skipif(compiling.COMPILER is None, reason="torch.compile needs a C++ compiler: apt install g++")
 @pytest.mark.skipif(compiling.NO_INDUCTOR is not None, reason=f"a space in {compiling.NO_INDUCTOR}")
