@@ -246,16 +246,24 @@ def test_a_recipe_that_ends_early_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # the same faults hit a toy run in tests/faults; here, the recipes of the project and all faults
-@pytest.mark.parametrize("recipe", ["mmdit", "pde", "causal_lm", "lora"])
-def test_no_alarm_on_the_demos(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if recipe == "lora":
-        skip_without("diffusers")
-    code, rows, _ = drill(capsys, recipe, *flags_of(recipe), *inputs_of(recipe, tmp_path))
+@pytest.mark.parametrize("recipe", ["mmdit", "pde", "causal_lm"])
+def test_no_alarm_on_the_demos(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, rows, _ = drill(capsys, recipe, *flags_of(recipe))
     expected = {fault.name: "passed" for fault in faults.FAULTS} | {"hanging_rank": "not applicable"}
     assert verdicts(rows) == expected, rows
     assert rows["sigterm_in_training"]["steps_lost"] == rows["sigterm_in_evaluation"]["steps_lost"] == 0
     assert rows["full_disk_in_save"]["steps_lost"] == rows["kill_in_save"]["steps_lost"] == 3
     assert all(row["losses_identical"] for row in rows.values() if row["verdict"] == "passed")
+    assert code == 0
+
+
+@pytest.mark.slow  # as above; two faults, since a start of diffusers takes long
+def test_no_alarm_on_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    skip_without("diffusers")
+    words = [*flags_of("lora"), *inputs_of("lora", tmp_path)]
+    code, rows, _ = drill(capsys, "lora", *words, "--faults", "sigterm_in_evaluation", "kill_in_save")
+    assert verdicts(rows) == dict.fromkeys(("sigterm_in_evaluation", "kill_in_save"), "passed"), rows
+    assert all(row["losses_identical"] and row["weights_identical"] for row in rows.values())
     assert code == 0
 
 
