@@ -1,0 +1,56 @@
+"""The casts of CUDA's autocast on tensors of the CPU, whose own autocast leaves norms and softmax in bf16.
+
+A simulation computes on the CPU. In bf16 a GPU keeps the inputs and outputs of these operators in fp32, so a model of
+diffusers takes more memory there than the CPU's autocast shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+NORMS = {"layer_norm", "group_norm", "rms_norm"}
+OTHERS = {"mse_loss", "l1_loss", "norm", "pow", "__pow__", "square", "rsqrt", "reciprocal", "exp", "log", "softplus"}
+WITH_DTYPE = {"softmax", "log_softmax", "sum", "prod", "cumsum"}
+"""Given a dtype for their result, in place of a copy of their input."""
+
+
+@contextmanager
+def cuda_casts() -> Generator[None]:
+    """Compute in fp32 in the body what CUDA's autocast does, wherever the CPU's is on."""
+    run_backward = torch.autograd._engine_run_backward
+
+    def with_casts(*arguments: Any, **named: Any) -> Any:
+        # torch leaves its modes for the whole backward, and checkpointing computes forwards again in it.
+        with _Casts():
+            return run_backward(*arguments, **named)
+
+    with mock.patch.object(torch.autograd, "_engine_run_backward", with_casts), _Casts():
+        yield
+
+
+class _Casts(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in NORMS | OTHERS | WITH_DTYPE and torch.is_autocast_enabled("cpu"):
+            if name not in WITH_DTYPE:
+                args = [_widened(value) for value in args]
+                kwargs = {key: _widened(value) for key, value in kwargs.items()}
+            elif _is_narrow(args[0]) and kwargs.get("dtype") is None:
+                kwargs["dtype"] = torch.float32
+        return func(*args, **kwargs)
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if _is_narrow(value) else value
