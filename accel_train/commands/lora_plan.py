@@ -41,6 +41,9 @@ OF_THE_MACHINE = (
 NOMINAL = 0.9
 """A device of n GB must show at least this share of n GiB: a part is kept by its driver."""
 
+ORIGIN = "activations simulated, the rest by arithmetic; not measured"
+"""Origin of the figures of a plan."""
+
 
 class Machine(NamedTuple):
     """Memory to plan for."""
@@ -76,36 +79,39 @@ def make(
 ) -> tuple[Tree, list[str]]:
     """Return the options of a run on this machine, and lines that say why.
 
-    The presets are tried from the largest for such a device down. Raises ``UsageError`` if none fits, or for a base
+    The presets are tried from the largest down. Raises ``UsageError`` if none fits, or for a base
     that cannot be found.
     """
+    from accel_train.domains.images.pipelines.memory_need import denoiser_values
+
     machine = find_machine(memory_gib)
     base = _find_base(flags)
     experiment = read_tree(folder("recipes") / "presets" / f"{INTENTS[intent]}.yaml")
     lines = [f"machine: {machine.name}, {machine.gib:.1f} GiB", f"intent: {intent} ({INTENTS[intent]})"]
     presets = presets_by_memory()
-    meant = [gb for gb in presets if machine.gib >= NOMINAL * gb]
-    if not meant:
-        smallest = min(presets)
+    smallest = min(presets)
+    if machine.gib < NOMINAL * smallest:
         raise UsageError(
             f"{machine.name}: {machine.gib:.1f} GiB of memory; at least {NOMINAL * smallest:.1f} GiB are required, for "
             f"{presets[smallest].stem}. Use a larger device"
         )
+    counted = _Counted(denoiser_values(base), {})
     reasons: list[str] = []
     for offloads in (False, True):
-        # From the largest down: more memory buys a larger micro-batch or less recomputation, and so speed.
-        for gb in sorted(meant, reverse=True):
+        # From the largest down: more memory buys a larger micro-batch or less recomputation, and so speed. Those of
+        # larger devices too, because a small base may fit there.
+        for gb in sorted(presets, reverse=True):
             # The user's own flags come last, and are part of what has to fit.
             tree = overlaid(with_machine(experiment, read_tree(presets[gb])), flags)
             name = presets[gb].stem
             if offloads:
                 tree = _with_offload(tree, flags)
                 name += " with offload_frozen"
-            needed, reason = _need(recipe, tree, base)
+            needed, reason = _need(recipe, tree, base, counted)
             fits = needed <= machine.gib
             reasons.append(f"  {name}: {reason}{'' if fits else ', too much'}")
             if fits:
-                chosen = f"chosen: {name}, {_why(gb, meant)}"
+                chosen = f"chosen: {name}, the largest that fits ({ORIGIN})"
                 advice = _advised(tree, intent, flags, base)
                 return tree, [*lines, *reasons, chosen, *advice]
         # The user has decided on it, so offload is not tried as a last resort.
@@ -127,12 +133,6 @@ def _with_offload(tree: Tree, flags: Mapping[str, Any]) -> Tree:
     if tree.get("lora", {}).get("base_precision") in ("int8", "nf4") and "lora.base_precision" not in flags:
         values["lora.base_precision"] = "fp8"
     return overlaid(tree, values)
-
-
-def _why(gb: int, meant: list[int]) -> str:
-    if gb == max(meant):
-        return "the largest for such a device, and it fits (estimated by hand, not measured)"
-    return "the largest that fits (estimated by hand, not measured)"
 
 
 def with_machine(experiment: Tree, machine: Tree) -> Tree:
@@ -173,10 +173,20 @@ def _find_base(flags: Mapping[str, Any]) -> DiffusersBase:
     return base
 
 
-def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase) -> tuple[float, str]:
+class _Counted(NamedTuple):
+    """What is counted of a base once for all presets."""
+
+    values: int
+    """Of its denoiser."""
+    sizes: dict[Any, fitting.Size]
+    """With adapters, by the options that they depend on."""
+
+
+def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase, counted: _Counted) -> tuple[float, str]:
     """Return the GiB needed by a run with these options, infinite if it cannot be made here, and words about it."""
     from accel_train.domains.images.pipelines import memory_need
     from accel_train.domains.images.trained_text.adapters import build, with_trained_text
+    from accel_train.domains.images.weighting.prior import ROWS
 
     config: Any = from_tree(recipe.Config, tree, "command line")
     base = replace(found, config=config.base)
@@ -184,21 +194,34 @@ def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase) -> tuple[float, 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         trained = with_trained_text(base, text)
-        # Counted on the meta device: neither the weights nor the memory have to be there.
-        size = fitting.size_of(
-            lambda: build(trained, config.lora, text, config.precision, device), offload_frozen=config.offload_frozen
-        )
+        key = (config.lora, text, config.precision, config.offload_frozen)
+        if key not in counted.sizes:
+            # Counted on the meta device: neither the weights nor the memory have to be there.
+            counted.sizes[key] = fitting.size_of(
+                lambda: build(trained, config.lora, text, config.precision, device),
+                offload_frozen=config.offload_frozen,
+            )
     except UsageError as error:
         return float("inf"), str(error)
     # The largest resolution needs the most memory, and one step of it is enough to run out.
     sides = max(config.data.resolutions)
+    # A picture of the prior comes with each picture of training.
+    rows = min(config.micro_batch_size, config.global_batch_size)
+    if config.data.prior.path:
+        rows *= ROWS
+    drawn = 0.0
+    if config.evaluation.prompts or config.evaluation.heldout_prompts:
+        drawn = config.side**2 / memory_need.MEGAPIXEL
     load = memory_need.Load(
-        size=size,
-        micro_batch_size=min(config.micro_batch_size, config.global_batch_size),
-        megapixels=sides * sides / memory_need.MEGAPIXEL,
+        size=counted.sizes[key],
+        values=counted.values,
+        micro_batch_size=rows,
+        megapixels=sides**2 / memory_need.MEGAPIXEL,
         checkpointing=config.activation_checkpointing.mode,
         precision=config.precision,
         optimizer=config.optimizer.name,
+        has_average=config.ema.decay > 0,
+        drawn_megapixels=drawn,
     )
     need = memory_need.estimate(base, load)
     return need.most, f"needs {need}"

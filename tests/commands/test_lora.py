@@ -19,6 +19,7 @@ from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
 from accel_train.domains.images.pipelines import memory_need
 from accel_train.domains.images.pipelines.loading import BaseConfig, find_base
+from accel_train.domains.images.simulated_memory import MODELS, VAES
 from accel_train.options.loading import read_tree
 from accel_train.speed.fitting import GIB, Size
 from tests.domains.images import tiny_pipelines as tiny
@@ -76,19 +77,18 @@ def test_a_plan_takes_the_largest_preset_that_fits(
     made = plan(flux, tmp_path / "run", "--memory_gib", "23.6", "--max_steps", "7")
     shown = capsys.readouterr().out
     assert "machine: as --memory_gib says, 23.6 GiB" in shown
-    assert "lora_48gb" not in shown
     tried = {line.split(":")[0].strip(): line for line in shown.splitlines() if line.startswith("  lora_")}
-    assert list(tried) == ["lora_24gb", "lora_16gb"]
+    assert list(tried) == ["lora_141gb", "lora_80gb", "lora_48gb", "lora_24gb"]
     # 11.9 billion values of two bytes.
-    assert "weights 22.3, optimizer 0.3" in tried["lora_24gb"]
-    assert "too much" in tried["lora_24gb"]
-    assert "weights 11.2" in tried["lora_16gb"]
-    assert "chosen: lora_16gb, the largest that fits (estimated by hand, not measured)" in shown
+    assert "weights 22.3, optimizer 0.3" in tried["lora_48gb"]
+    assert "too much" in tried["lora_48gb"]
+    assert "weights 11.2" in tried["lora_24gb"]
+    assert "chosen: lora_24gb, the largest that fits (activations simulated, the rest by" in shown
     assert made["lora"]["base_precision"] == "int8"
     assert made["data"] == {"resolutions": [1024], "path": "photos"}
     assert made["max_steps"] == 7  # of the command line
     with pytest.raises(
-        UsageError, match=r"no preset fits:\n  lora_8gb: needs 2.*too much\n  lora_6gb: .*\nTake a smaller"
+        UsageError, match=r"no preset fits:\n  lora_141gb: (.*\n)*  lora_6gb: needs 2.*too much\nTake a smaller"
     ):
         plan(flux, tmp_path / "small", "--memory_gib", "8", "--lora.base_precision", "bf16", "--no_offload_frozen")
     with pytest.raises(UsageError, match=r"4.0 GiB of memory; at least 5.4 GiB are required, for lora_6gb"):
@@ -102,7 +102,10 @@ def test_a_base_that_does_not_fit_is_offloaded(flux: Path, tmp_path: Path, capsy
     made = plan(flux, tmp_path / "run", "--memory_gib", "6")
     shown = capsys.readouterr().out
     tried = [line.split(":")[0].strip() for line in shown.splitlines() if line.startswith("  lora_")]
-    assert tried == ["lora_6gb", "lora_6gb with offload_frozen"]
+    presets = [f"lora_{gb}gb" for gb in reversed(lora_plan.presets_by_memory())]
+    # A larger picture than without offload.
+    offloaded = presets[: presets.index("lora_16gb") + 1]
+    assert tried == [*presets, *(f"{name} with offload_frozen" for name in offloaded)]
     # 4 bits of 11.9 billion values, and what stays on the device of 8: two of 57 blocks, and what is no block.
     assert "weights 5.6," in shown
     assert "weights 0.8," in shown
@@ -110,7 +113,7 @@ def test_a_base_that_does_not_fit_is_offloaded(flux: Path, tmp_path: Path, capsy
     assert made["base"]["offload_encoders"] is True
     assert made["lora"]["base_precision"] == "fp8"
     plan(flux, tmp_path / "other", "--memory_gib", "8", "--lora.base_precision", "bf16")
-    assert "chosen: lora_8gb with offload_frozen" in capsys.readouterr().out
+    assert "chosen: lora_16gb with offload_frozen" in capsys.readouterr().out
 
 
 def test_memory_is_the_sum_of_its_parts(made: Path) -> None:
@@ -119,16 +122,59 @@ def test_memory_is_the_sum_of_its_parts(made: Path) -> None:
     count = sum(parameter.numel() for parameter in pipeline.text_encoder.parameters())
     assert base.values_of("text_encoder") == count
     vae = 4 * base.values_of("vae") / GIB
-    load = memory_need.Load(Size(0, GIB, 5 * GIB), 2, 0.5, "full", "bf16", "adamw")
+    (known,) = MODELS["Stable Diffusion 1.x and 2.x"]
+    load = memory_need.Load(Size(0, GIB, 5 * GIB), known.values, 2, 0.5, "full", "bf16", "adamw")
     need = memory_need.estimate(base, load)
     assert need.texts == pytest.approx(2 * count / GIB + vae)
-    assert need.pictures == pytest.approx(vae + 5.0 * 0.5 * 3)
-    # Weights; gradient and two moments; 2.5 GiB for each megapixel of two pictures.
-    assert need.training == pytest.approx(5 + 12 + 2.5 * 0.5 * 2 + vae)
+    assert need.pictures == pytest.approx(vae + 3 * 0.5 * VAES["AutoencoderKL"].encode)
+    # Weights; gradient and two moments; a fixed part, and two pictures of half a megapixel.
+    activations = known.fixed + 2 * (known.full.picture + 0.5 * known.full.megapixel)
+    assert need.training == pytest.approx(5 + 12 + activations + vae)
+    assert need.drawing == 0
     assert need.most == pytest.approx(need.training + 1)
-    for mode, each in (("none", 12.0), ("selective", 6.0)):
-        other = memory_need.estimate(base, load._replace(checkpointing=mode))
-        assert other.training - need.training == pytest.approx(each - 2.5)
+    assert need.most > memory_need.estimate(base, load._replace(micro_batch_size=1)).most
+    average = memory_need.estimate(base, load._replace(has_average=True))
+    assert average.training == pytest.approx(need.training + 4)
+    drawn = memory_need.estimate(base, load._replace(drawn_megapixels=4.0))
+    assert drawn.drawing == pytest.approx(5 + 12 + vae + 4 * VAES["AutoencoderKL"].decode)
+    assert drawn.most == pytest.approx(drawn.drawing + 1)
+
+
+def test_activations_are_those_of_the_mode_and_the_nearest_model(made: Path) -> None:
+    base = find_base(BaseConfig(source=str(made / "base")))
+    (known,) = MODELS["Stable Diffusion 1.x and 2.x"]
+    load = memory_need.Load(Size(0, 0, 0), known.values, 1, 1.0, "none", "bf16", "adamw")
+    vae = 4 * base.values_of("vae") / GIB
+
+    def activations(**changes: Any) -> float:
+        return memory_need.estimate(base, load._replace(**changes)).training - vae
+
+    for mode in ("none", "selective", "full"):
+        figures = getattr(known, mode)
+        assert activations(checkpointing=mode) == pytest.approx(known.fixed + figures.picture + figures.megapixel)
+    # Modes between them are counted as none.
+    assert activations(checkpointing="every_nth") == activations()
+    assert activations(precision="fp32") == pytest.approx(2 * activations())
+    assert activations(values=3 * known.values) == pytest.approx(3 * activations())
+    assert activations(values=1) == activations()
+
+
+def test_a_plan_counts_what_is_drawn_and_the_pictures_of_a_prior(made: Path, tmp_path: Path) -> None:
+    recipe = import_recipe(find_recipe("lora"))
+    flags = {"base.source": str(made / "base"), "data.path": "photos", "lora.base_precision": "bf16"}
+
+    def lines(**further: Any) -> str:
+        named = {name.replace("__", "."): value for name, value in further.items()}
+        return "\n".join(lora_plan.make(recipe, flags | named, "balanced", 80.0)[1])
+
+    assert "drawing" not in lines()
+    assert "drawing 3." in lines(evaluation__prompts=["a red flag"])
+    one, two = (_training(lines(**given)) for given in ({}, {"data__prior__path": "class"}))
+    assert two > 1.9 * one
+
+
+def _training(lines: str) -> float:
+    return float(lines.partition("training ")[2].partition(":")[0])
 
 
 def test_the_quality_of_a_base_is_that_of_its_objective(
@@ -190,7 +236,8 @@ def test_the_steps_one_after_the_other(
     shown = capsys.readouterr().out
     for number, name in enumerate(lora.STEPS, 1):
         assert f"[{number}/6] {name}" in shown
-    assert "chosen: lora_24gb, the largest for such a device, and it fits" in shown
+    # A small base fits with the preset of the largest device.
+    assert "chosen: lora_141gb, the largest that fits" in shown
     assert "at step 1, " in shown
     assert "pictures.png: the prompts, a row for each evaluation" in shown
     exported = run / "exported-00000002" / "pytorch_lora_weights.safetensors"

@@ -150,8 +150,7 @@ class DiffusersBase:
         """Return the noise levels of its scheduler, and with them the objective. Raises ``UsageError``."""
         import diffusers
 
-        class_name = _index(self.directory)["scheduler"][1]
-        kind: Any = getattr(diffusers, class_name)
+        kind: Any = getattr(diffusers, self.class_of("scheduler"))
         return levels_of(kind.from_pretrained(self.directory / "scheduler"), self.source)
 
     def files(self) -> PretrainedBase:
@@ -204,6 +203,10 @@ class DiffusersBase:
         if variant and any(folder.glob(f"{stem}.{variant}*")):
             stem = f"{stem}.{variant}"
         return sum(info.elements for info in find_tensors(folder, stem).values())
+
+    def class_of(self, component: str) -> str:
+        """Return the name of a component's class."""
+        return _index(self.directory)[component][1]
 
     def text_encoders(self) -> list[str]:
         """Return the names of the pipeline's text encoders."""

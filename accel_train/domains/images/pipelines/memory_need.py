@@ -1,6 +1,7 @@
-"""Memory for training adapters on a pipeline, estimated by arithmetic before anything is loaded.
+"""Memory for training adapters on a pipeline, estimated before anything is loaded.
 
-Weights are counted. Activations are numbers estimated by hand for each family, until a planner measures them.
+Weights and the state of the optimizer are counted. Activations are simulated figures of published models
+(``simulated_memory``).
 """
 
 from __future__ import annotations
@@ -10,41 +11,14 @@ from typing import NamedTuple
 import torch
 
 from accel_train.domains.images.pipelines.loading import DiffusersBase
+from accel_train.domains.images.simulated_memory import MODELS, VAES, Model
 from accel_train.precision import dtype_of
 from accel_train.speed.fitting import FP32_BYTES, GIB, OPTIMIZER_BYTES, Size
 from accel_train.speed.frozen_offload import offloaded_bytes
 
 MEGAPIXEL = 1 << 20
 RESERVED_GIB = 1.0
-"""Context of the device, buffers of kernels, gaps between allocations."""
-VAE_GIB = 5.0
-"""Activations of a VAE in fp32, for each megapixel."""
-SELECTIVE = 0.5
-"""Share of activations kept by selective activation checkpointing."""
-
-
-class Activations(NamedTuple):
-    """GiB of a denoiser in bf16 for each megapixel of one picture."""
-
-    checkpointed: float
-    """With activation checkpointing of mode full."""
-    whole: float
-
-
-ACTIVATIONS = {
-    "Stable Diffusion 1.x and 2.x": Activations(2.5, 12.0),
-    "Stable Diffusion XL": Activations(3.0, 14.0),
-    "Stable Diffusion 3": Activations(1.0, 12.0),
-    "Flux": Activations(2.6, 48.0),
-    "Flux.2": Activations(5.0, 100.0),
-    "Flux.2 klein": Activations(1.6, 22.0),
-    "Sana": Activations(0.2, 3.0),
-    "Qwen-Image": Activations(2.6, 55.0),
-    "Z-Image": Activations(1.8, 20.0),
-}
-"""By name of the family. Estimated by hand, not measured."""
-UNKNOWN = Activations(5.0, 100.0)
-"""For an unlisted family: the most of all."""
+"""Context of the device, workspaces of kernels, gaps between allocations: assumed, not simulated."""
 
 
 class Load(NamedTuple):
@@ -52,35 +26,48 @@ class Load(NamedTuple):
 
     size: Size
     """Of the denoiser with its adapters."""
+    values: int
+    """Of the denoiser without them, however many bits they have: ``denoiser_values``."""
     micro_batch_size: int
+    """Pictures in a forward."""
     megapixels: float
     """Of the largest picture."""
     checkpointing: str
     """Mode of activation checkpointing."""
     precision: str
     optimizer: str
+    has_average: bool = False
+    """With EMA weights of the adapters."""
+    drawn_megapixels: float = 0.0
+    """Of a picture drawn in an evaluation. 0: none is."""
 
 
 class Need(NamedTuple):
-    """GiB required on a device, at the three peaks of a run."""
+    """GiB required on a device, at the four peaks of a run."""
 
     texts: float
     """While captions are encoded: text encoders and VAE."""
     pictures: float
     """While pictures are encoded: VAE and its activations."""
     training: float
+    drawing: float
+    """While a picture of an evaluation is decoded: the weights, the state of the optimizer, and the VAE's
+    activations. 0 if none is drawn."""
     parts: str
     """Parts of the training peak."""
 
     @property
     def most(self) -> float:
-        """The largest of the three, plus the reserve."""
-        return max(self.texts, self.pictures, self.training) + RESERVED_GIB
+        """The largest of the four, plus the reserve."""
+        return max(self.texts, self.pictures, self.training, self.drawing) + RESERVED_GIB
 
     def __str__(self) -> str:
+        drawing = ""
+        if self.drawing:
+            drawing = f", drawing {self.drawing:.1f}"
         return (
             f"{self.most:.1f} GiB (captions {self.texts:.1f}, pictures {self.pictures:.1f}, training "
-            f"{self.training:.1f}: {self.parts}; reserved {RESERVED_GIB:.0f})"
+            f"{self.training:.1f}: {self.parts}{drawing}; reserved {RESERVED_GIB:.0f})"
         )
 
 
@@ -88,14 +75,29 @@ def estimate(base: DiffusersBase, load: Load) -> Need:
     """Estimate the memory of a run. Reads headers of files, no weights."""
     texts = encoder_bytes(base) / GIB
     vae = base.values_of("vae") * FP32_BYTES / GIB
+    of_vae = VAES[base.class_of("vae")]
     size = load.size
-    # Gradient and state of the optimizer; the adapters themselves are among the weights.
-    state = size.trained * (FP32_BYTES + OPTIMIZER_BYTES.get(load.optimizer, 2 * FP32_BYTES)) / GIB
+    # Gradient, state of the optimizer and EMA; the adapters themselves are among the weights.
+    each = FP32_BYTES + OPTIMIZER_BYTES.get(load.optimizer, 2 * FP32_BYTES)
+    if load.has_average:
+        each += FP32_BYTES
+    state = size.trained * each / GIB
     weights = (size.weight_bytes - size.offloaded_bytes) / GIB
     activations = _activations(base.family.name, load)
     parts = f"weights {weights:.1f}, optimizer {state:.1f}, activations {activations:.1f}, VAE {vae:.1f}"
-    pictures = vae + VAE_GIB * load.megapixels * base.config.encoder_batch_size
-    return Need(texts + vae, pictures, weights + state + activations + vae, parts)
+    pictures = vae + of_vae.encode * load.megapixels * base.config.encoder_batch_size
+    resting = weights + state + vae
+    drawing = 0.0
+    if load.drawn_megapixels:
+        drawing = resting + of_vae.decode * load.drawn_megapixels
+    return Need(texts + vae, pictures, resting + activations, drawing, parts)
+
+
+def denoiser_values(base: DiffusersBase) -> int:
+    """Return the number of values of the denoiser's weights, from its config. Reads no tensor."""
+    with torch.device("meta"):
+        model = base.component(base.family.denoiser, "fp32")
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def encoder_bytes(base: DiffusersBase) -> int:
@@ -111,14 +113,22 @@ def encoder_bytes(base: DiffusersBase) -> int:
     return found
 
 
+def nearest(family: str, values: int) -> Model:
+    """Return the smallest simulated model of a family that has as many values, or its largest."""
+    known = MODELS[family]
+    return next((model for model in known if model.values >= values), known[-1])
+
+
 def _activations(family: str, load: Load) -> float:
-    known = ACTIVATIONS.get(family, UNKNOWN)
-    each = known.checkpointed
-    if load.checkpointing == "selective":
-        # Selective keeps more than full does, never less.
-        each = max(each, SELECTIVE * known.whole)
-    elif load.checkpointing != "full":
-        each = known.whole
-    # The table is of bf16, 2 bytes a value.
-    wider = FP32_BYTES / 2 if load.precision == "fp32" else 1.0
-    return each * wider * load.megapixels * load.micro_batch_size
+    model = nearest(family, load.values)
+    figures = model.none
+    # The modes between them keep more than full does, and are counted as none.
+    if load.checkpointing in ("full", "selective"):
+        figures = getattr(model, load.checkpointing)
+    found = model.fixed + load.micro_batch_size * (figures.picture + figures.megapixel * load.megapixels)
+    # A larger model than all that were simulated keeps more.
+    found *= max(1.0, load.values / model.values)
+    if load.precision == "fp32":
+        # The figures are of bf16, at best 2 bytes a value.
+        found *= FP32_BYTES / 2
+    return found
