@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from accel_train import __version__
 from accel_train.anywhere import flags as anywhere
@@ -78,7 +79,7 @@ def build_parser(
 
 
 def _add_before_a_run(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],  # pyright: ignore[reportPrivateUsage]
+    commands: Any,
     recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | None,
 ) -> None:
     """Add what tells memory and time before a machine is rented."""

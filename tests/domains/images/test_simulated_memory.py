@@ -155,14 +155,14 @@ def test_the_page_has_the_needs() -> None:
     assert text == lora_memory_tables.replaced(text, "needs", table), "run: python -m tests.lora_memory_tables"
 
 
-# Slow but the first: each simulates a step of a model of full size.
+@pytest.mark.slow  # each simulates a step of a model of full size
 @pytest.mark.parametrize(
     ("model", "mode", "side", "rows"),
     [
         ("Sana 1.6B", "full", 512, 1),
-        pytest.param("Stable Diffusion XL", "none", 768, 2, marks=pytest.mark.slow),
-        pytest.param("Stable Diffusion 3 medium", "selective", 768, 2, marks=pytest.mark.slow),
-        pytest.param("FLUX.1-dev", "full", 768, 2, marks=pytest.mark.slow),
+        ("Stable Diffusion XL", "none", 768, 2),
+        ("Stable Diffusion 3 medium", "selective", 768, 2),
+        ("FLUX.1-dev", "full", 768, 2),
     ],
 )
 def test_simulated_again_it_takes_what_the_table_says(
