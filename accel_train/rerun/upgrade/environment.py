@@ -28,6 +28,7 @@ PROBE_SECONDS = 300.0
 SOURCE = Path(accel_train.__file__).parent
 WITH_EFFECT = ("python", *PACKAGES)
 """What a run records, because it affects its numbers."""
+VENDORED = "_vendor"
 OWN = "accel-train"
 """Name of this distribution. Its sources are compared in place of its version."""
 
@@ -50,7 +51,9 @@ class Environment:
 def this_environment() -> Environment:
     """Describe the environment of this process. Imports no torch."""
     packages: dict[str, str] = {}
-    for found in distributions():
+    # Once it is imported, setuptools puts the copies that it carries along on the search path.
+    paths = [path for path in sys.path if Path(path).name != VENDORED]
+    for found in distributions(path=paths):
         name = found.metadata["Name"]
         # Of two on the search path the first one is imported. A broken one has no name.
         if name:

@@ -80,3 +80,13 @@ def test_versions_that_differ_are_listed_with_those_of_effect_first() -> None:
         ("zzz", (None, "3")),
     ]
     assert environment.differing_versions(here, here) == {}
+
+
+def test_copies_that_setuptools_carries_along_are_no_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = environment.this_environment().packages
+    for folder, name in (("_vendor", "carried"), ("beside", "installed")):
+        metadata = tmp_path / folder / f"{name}-1.0.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    assert environment.this_environment().packages == {**before, "installed": "1.0"}
