@@ -26,7 +26,7 @@ from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import Recorder, RunInfo, log_evaluation, write_report
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
-from accel_train.opened import Opened, Prepared, build_recorder, build_throughput, profiled_steps
+from accel_train.opened import Opened, Prepared, build_recorder, build_throughput, watched_steps
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED, StartAgain
 from accel_train.speed import out_of_memory
@@ -93,7 +93,7 @@ def training(
         config=config.loader,
     )
     throughput = build_throughput(opened, prepared)
-    steps = profiled_steps(opened, steps, throughput)
+    steps = watched_steps(opened, steps, throughput)
     made = Training(opened, order, prepared.run_info, log, saver, steps, throughput, prepared.guard)
     observation = nullcontext() if _observe is None else _observe(made, prepared, dataset)
     # Left from the right: the saver's last commit is still recorded in the log.

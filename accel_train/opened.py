@@ -27,6 +27,7 @@ from accel_train.speed.out_of_memory import SmallerMicroBatch, recorded
 from accel_train.training import schedules
 from accel_train.training.accumulation import Batch, GradientWindow, SyncPolicy
 from accel_train.training.ema import Ema
+from accel_train.training.health.hangs import HangWatch
 from accel_train.training.schedules import ScheduleConfig
 from accel_train.training.step_guard import StepGuard
 
@@ -159,7 +160,27 @@ def build_recorder(opened: Opened, run_info: RunInfo) -> Recorder:
     )
 
 
-def profiled_steps(opened: Opened, steps: Generator[StepBatches], throughput: Throughput) -> Generator[StepBatches]:
+def watched_steps(opened: Opened, steps: Generator[StepBatches], throughput: Throughput) -> Generator[StepBatches]:
+    """Return the steps of the loop, watched for one that does not end, and profiled. No collective."""
+    config = opened.config
+    seconds = config.health.hang_seconds
+    if seconds is None:
+        seconds = config.collective_timeout_seconds / 2
+    steps = _profiled_steps(opened, steps, throughput)
+    if not seconds:
+        return steps
+    accelerator = opened.accelerator
+    watch = HangWatch(
+        opened.run.directory / "logs",
+        accelerator.process_index,
+        accelerator.num_processes,
+        seconds,
+        lambda: throughput.is_paused,
+    )
+    return watch.steps(steps)
+
+
+def _profiled_steps(opened: Opened, steps: Generator[StepBatches], throughput: Throughput) -> Generator[StepBatches]:
     """Return the steps of the loop, of which the main process profiles those that ``--profile.steps`` names.
 
     On the other processes, and without a range, ``steps`` itself. No collective.

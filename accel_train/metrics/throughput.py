@@ -146,6 +146,11 @@ class Throughput:
         if self._times is not None:
             self._times.end("update")
 
+    @property
+    def is_paused(self) -> bool:
+        """True within ``pause``."""
+        return self._pauses > 0
+
     @contextmanager
     def pause(self) -> Generator[None]:
         """Exclude the time of evaluation, sampling or saving. May be nested.

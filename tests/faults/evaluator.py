@@ -23,6 +23,7 @@ from accel_train.options.loading import load_config
 from accel_train.training import optimizers
 from tests.faults.trainer import append
 
+PRESETS = Path(__file__).parent
 INSTEAD = "from tests.faults import evaluator, trainer; trainer.main = evaluator.main"
 
 
@@ -67,7 +68,7 @@ def evaluate(config: Config, prepared: Prepared, step: int) -> dict[str, float]:
 
 
 def main(argv: Sequence[str]) -> int:
-    config = load_config(Config, argv, presets=Path(__file__).parent, default_preset="evaluator").config
+    config = load_config(Config, argv, presets=PRESETS, default_preset="evaluator").config
     accelerator = startup.start(config)
     data = Numbers()
     order = sampler.StepSampler(len(data), config.global_batch_size, config.seed)

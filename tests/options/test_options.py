@@ -90,6 +90,7 @@ health.max_rollbacks
 health.spike_factor
 health.spike
 health.spike_window
+health.hang_seconds
 loader.num_workers
 loader.prefetch_factor
 loader.pin_memory

@@ -1,4 +1,4 @@
-"""Options for bad steps, and the combinations in which such a step could not be left out exactly."""
+"""Options for bad steps and hangs, and the combinations in which such a step could not be left out exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from accel_train.wording import shortened
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """Bad steps: a loss or gradient that is not finite, or a gradient norm far above the usual one."""
+    """Bad steps: a loss or gradient that is not finite, or a gradient norm far above the usual one. And steps that do
+    not end."""
 
     non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """stop: end the run with the sample numbers, exit code 1. skip: leave out the step's update. Weights, optimizer
@@ -40,6 +41,11 @@ class HealthConfig:
 
     spike_window: PositiveInt = 100
     """Trained steps whose gradient norms give the median."""
+
+    hang_seconds: NonNegativeFloat | None = None
+    """Seconds without the end of a step, evaluations and saves apart, after which each process writes the Python stacks
+    of its threads to its log, and the main process names those that the others wait for. The run goes on. None: half of
+    collective_timeout_seconds. 0: never."""
 
     @property
     def finds_spikes(self) -> bool:

@@ -1,0 +1,183 @@
+"""Steps that do not end: every process writes its Python stacks, and the main process names whom the others wait for.
+
+A collective waits for all processes, and ends with an error after ``collective_timeout_seconds`` that names none of
+them. Until then a process that is stuck can still be asked where: by a thread of its own, because its main thread
+answers nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from accel_train.store import atomic_files, strict_json
+from accel_train.wording import FILE_ONLY
+
+logger = logging.getLogger(__name__)
+LOOKS = 20
+"""How often the thread looks within a short limit."""
+LOOK_SECONDS = 1.0
+"""Between two looks, at most: the processes find a hang within about so long of each other."""
+ANSWER_SECONDS = 10.0
+"""How long the main process waits for the others to say where they are."""
+MAX_BYTES = 1 << 16
+COLLECTIVES = "torch.distributed"
+DECORATOR = "wrapper"
+FRAMEWORKS = ("torch", "accelerate", "deepspeed", "contextlib")
+"""Packages whose lines say what a process does, and not where in the recipe."""
+
+
+class Step(Protocol):
+    """One step of the loop."""
+
+    @property
+    def done(self) -> int:
+        """Number of steps done after this one."""
+        ...
+
+
+S = TypeVar("S", bound=Step)
+
+
+class Place(NamedTuple):
+    """Where a process is."""
+
+    process: int
+    step: int
+    """As in log lines, from 1."""
+    line: str
+    """Innermost line outside of torch and Accelerate."""
+    collective: str
+    """Name of the function of torch.distributed that it waits in, empty if it computes."""
+
+    def __str__(self) -> str:
+        waits = f" waits in {self.collective}," if self.collective else " is"
+        return f"process {self.process}{waits} at {self.line} (step {self.step})"
+
+
+def place_of(frame: FrameType, process: int, step: int) -> Place:
+    """Return the place of a thread with this innermost frame."""
+    collective = ""
+    line = "an unknown line"
+    for inner, number in traceback.walk_stack(frame):
+        module = str(inner.f_globals.get("__name__", ""))
+        # The outermost of them, which the recipe or Accelerate has called, in place of torch's decorator around it.
+        if module.startswith(COLLECTIVES) and inner.f_code.co_name != DECORATOR:
+            collective = inner.f_code.co_name
+        if module.partition(".")[0] not in FRAMEWORKS:
+            line = f"{inner.f_code.co_filename}:{number} in {inner.f_code.co_name}"
+            break
+    return Place(process, step, line, collective)
+
+
+def describe(places: Sequence[Place], processes: int, seconds: float) -> list[str]:
+    """Return lines about a step that has not ended for so long, the processes that others wait for first."""
+    lines = [f"no step has ended for {seconds:g} s"]
+    silent = sorted({*range(processes)} - {place.process for place in places})
+    if silent:
+        named = ", ".join(map(str, silent))
+        lines.append(f"  no answer from process {named}: ended, stopped, or busy outside of Python")
+    # A process that has fallen behind is in an earlier step, or computes while the others wait.
+    ordered = sorted(places, key=lambda place: (place.step, bool(place.collective), place.process))
+    return [*lines, *(f"  {place}" for place in ordered)]
+
+
+class HangWatch:
+    """Looks in a thread whether steps go on. One per process."""
+
+    def __init__(
+        self, logs: Path, process: int, processes: int, seconds: float, is_paused: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._logs = logs
+        self._process = process
+        self._processes = processes
+        self._seconds = seconds
+        self._is_paused = is_paused
+        self._main = threading.get_ident()
+        self._ended = threading.Event()
+        self._step = 0
+        self._since = time.monotonic()
+        self._told = False
+
+    def steps(self, steps: Generator[S]) -> Generator[S]:
+        """Yield the steps, and watch them until the last has ended."""
+        thread: threading.Thread | None = None
+        try:
+            with closing(steps):
+                for batches in steps:
+                    self._step = batches.done
+                    self._since = time.monotonic()
+                    self._told = False
+                    # Only now, because the reader's workers are forked before the first batch.
+                    if thread is None:
+                        thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
+                        thread.start()
+                    yield batches
+        finally:
+            self._ended.set()
+            if thread is not None:
+                thread.join(ANSWER_SECONDS)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(LOOK_SECONDS, self._seconds / LOOKS)):
+            if self._is_paused():
+                # An evaluation takes as long as it takes, and then the step has its time again.
+                self._since = time.monotonic()
+            elif not self._told and time.monotonic() - self._since > self._seconds:
+                self._told = True
+                # A report that fails must not end the watch, and never the run.
+                with suppress(Exception):
+                    self._tell()
+
+    def _tell(self) -> None:
+        """Write the stacks of this process, and on the main process name those of all."""
+        frames = sys._current_frames()
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        stacks: list[str] = []
+        for ident, frame in sorted(frames.items(), key=lambda item: item[0] != self._main):
+            if ident != threading.get_ident():
+                stacks.append(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
+        logger.warning("no step has ended for %g s:\n%s", self._seconds, "".join(stacks), extra={FILE_ONLY: True})
+        place = place_of(frames[self._main], self._process, self._step)
+        atomic_files.replace_json(self._file(self._process), place._asdict() | {"time": time.time()})
+        if self._process == 0:
+            for line in [*describe(self._answers(place), self._processes, self._seconds), self._remedy()]:
+                logger.warning("%s", line)
+
+    def _answers(self, own: Place) -> list[Place]:
+        """Return the places of the processes that have found the same hang."""
+        oldest = time.time() - self._seconds
+        deadline = time.monotonic() + ANSWER_SECONDS
+        found = {own.process: own}
+        while True:
+            for process in {*range(self._processes)} - found.keys():
+                place = _read(self._file(process), oldest)
+                if place is not None:
+                    found[process] = place
+            if len(found) == self._processes or time.monotonic() > deadline or self._ended.wait(0.1):
+                return list(found.values())
+
+    def _file(self, process: int) -> Path:
+        return self._logs / f"hang_{process}.json"
+
+    def _remedy(self) -> str:
+        return f"  stacks of all threads: {self._logs}/rank_N.log; --health.hang_seconds sets the time"
+
+
+def _read(file: Path, oldest: float) -> Place | None:
+    """Read the place of a process, None if it is of an earlier hang."""
+    try:
+        found: Mapping[str, Any] = strict_json.read_object(file, MAX_BYTES)
+        place = Place(*(found[name] for name in Place._fields))
+        is_new = float(found["time"]) >= oldest
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return place if is_new else None

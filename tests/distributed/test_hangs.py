@@ -1,0 +1,32 @@
+"""A step that does not end, on real processes: the one that the other waits for is named, with its line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launching import ROOT, Layout, command, fork
+
+pytestmark = pytest.mark.distributed
+WORKER = ROOT / "tests" / "distributed" / "hang_worker.py"
+
+
+def test_the_process_that_is_waited_for_is_named_with_its_line(tmp_path: Path) -> None:
+    layout = Layout("ddp", 2)
+    run = tmp_path / "run"
+    words = ["--output_dir", str(run), "--health.hang_seconds", "3", "--max_steps", "4"]
+    done = fork(layout, command(layout, words, tmp_path, WORKER), PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout[-4000:]
+    said = re.search(
+        r"no step has ended for 3 s\n.*process 1 is at \S+hang_worker\.py:\d+ in wait_until_named \(step 3\)\n"
+        r".*process 0 waits in all_reduce, at \S+accumulation\.py:\d+ in \w+ \(step 3\)\n.*rank_N\.log",
+        done.stdout,
+    )
+    assert said, done.stdout[-4000:]
+    stacks = (run / "logs" / "rank_1.log").read_text()
+    assert "thread MainThread" in stacks
+    assert "in stuck_in_the_third" in stacks
+    assert "in wait_until_named" in stacks
+    assert "all_reduce" in (run / "logs" / "rank_0.log").read_text()
