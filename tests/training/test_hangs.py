@@ -108,7 +108,7 @@ def test_the_line_is_that_of_the_caller_of_torch() -> None:
     thread.start()
     try:
         assert thread.ident is not None
-        frame = sys._current_frames()[thread.ident]
+        frame = sys._current_frames()[thread.ident]  # pyright: ignore[reportPrivateUsage]
         place = place_of(frame, 3, 8)
     finally:
         held.set()

@@ -139,7 +139,8 @@ class HangWatch:
 
     def _tell(self) -> None:
         """Write the stacks of this process, and on the main process name those of all."""
-        frames = sys._current_frames()
+        # Documented, in spite of its name.
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks: list[str] = []
         for ident, frame in sorted(frames.items(), key=lambda item: item[0] != self._main):
