@@ -65,10 +65,10 @@ class BatchScheduleConfig:
 
     def factor(self, first: int, step: int) -> float:
         """Return the factor of the learning rate in step ``step``."""
+        if self.learning_rate == "constant":
+            return 1.0
         growth = self.size(first, step) / first
-        if self.learning_rate == "sqrt":
-            return math.sqrt(growth)
-        return growth if self.learning_rate == "linear" else 1.0
+        return growth if self.learning_rate == "linear" else math.sqrt(growth)
 
     def notices(self, max_steps: int) -> list[str]:
         """Return a line for the log about each change."""
