@@ -42,6 +42,7 @@ def test_a_machine_is_measured_and_written(tmp_path: Path) -> None:
         assert f"\n{name} " in done.stdout
 
 
+@pytest.mark.slow  # the fit has quick tests, and one process measures every day
 @pytest.mark.distributed
 def test_two_processes_measure_their_links(tmp_path: Path) -> None:
     file = tmp_path / "c.json"

@@ -71,6 +71,7 @@ def test_an_operator_one_ulp_off_is_named_with_its_step_and_module(
     assert "verdict: different" in output
 
 
+@pytest.mark.slow  # the steps before the planted fault are compared every day
 def test_environments_without_a_difference_are_identical(
     run: Finished, same: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
