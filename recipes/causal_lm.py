@@ -100,7 +100,11 @@ def work(batches: StepBatches, flops_per_token: int) -> dict[str, Tensor | int]:
 
 # ------------------------------------------------------------------------------------------------------ evaluation
 def evaluate(
-    config: Config, prepared: Prepared, model: pretrained.LanguageModel, data: prepare.LanguageData, step: int
+    config: Config,
+    prepared: Prepared,
+    model: pretrained.LanguageModel,
+    data: prepare.LanguageData,
+    step: int,
 ) -> dict[str, float]:
     """Compute held-out perplexity and write samples.md, with the EMA weights. Every process calls it."""
     options = config.evaluation

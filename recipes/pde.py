@@ -133,7 +133,11 @@ def work(
     weights = torch.stack([batch["weight"].sum() for batch in batches.micro_batches])
     samples = sum(len(batch["weight"]) for batch in batches.micro_batches)
     per_sample = flops.training_flops_per_sample(shape, learned.number, config.objective.queries, learned.parts)
-    return {"tokens": weights.sum() * points, "padded_tokens": samples * points, "flops": samples * per_sample}
+    return {
+        "tokens": weights.sum() * points,
+        "padded_tokens": samples * points,
+        "flops": samples * per_sample,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation

@@ -16,10 +16,10 @@ import torch
 
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.commands.lora_plan import overlaid, presets_by_memory
-from accel_train.domains.images.pipelines import memory_need
+from accel_train.domains.images.memory import memory_need
+from accel_train.domains.images.memory.simulated_memory import MODELS, Model
 from accel_train.domains.images.pipelines.family import Family
 from accel_train.domains.images.pipelines.loading import FAMILIES, DiffusersBase, find_base
-from accel_train.domains.images.simulated_memory import MODELS, Model
 from accel_train.domains.images.trained_text.adapters import build
 from accel_train.options.loading import from_tree, read_tree
 from accel_train.speed import fitting

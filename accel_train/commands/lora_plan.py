@@ -82,7 +82,7 @@ def make(
     The presets are tried from the largest down. Raises ``UsageError`` if none fits, or for a base
     that cannot be found.
     """
-    from accel_train.domains.images.pipelines.memory_need import denoiser_values
+    from accel_train.domains.images.memory.memory_need import denoiser_values
 
     machine = find_machine(memory_gib)
     base = _find_base(flags)
@@ -184,7 +184,7 @@ class _Counted(NamedTuple):
 
 def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase, counted: _Counted) -> tuple[float, str]:
     """Return the GiB needed by a run with these options, infinite if it cannot be made here, and words about it."""
-    from accel_train.domains.images.pipelines import memory_need
+    from accel_train.domains.images.memory import memory_need
     from accel_train.domains.images.trained_text.adapters import build, with_trained_text
     from accel_train.domains.images.weighting.prior import ROWS
 

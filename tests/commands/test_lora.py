@@ -17,9 +17,9 @@ from accel_train import cli
 from accel_train.commands import lora, lora_plan
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
-from accel_train.domains.images.pipelines import memory_need
+from accel_train.domains.images.memory import memory_need
+from accel_train.domains.images.memory.simulated_memory import MODELS, VAES
 from accel_train.domains.images.pipelines.loading import BaseConfig, find_base
-from accel_train.domains.images.simulated_memory import MODELS, VAES
 from accel_train.options.loading import read_tree
 from accel_train.speed.fitting import GIB, Size
 from tests.domains.images import tiny_pipelines as tiny

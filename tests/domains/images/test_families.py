@@ -15,11 +15,11 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.diffusion.noise_levels import snr_weight
+from accel_train.domains.images.memory.memory_need import encoder_bytes
 from accel_train.domains.images.pipelines import encoding
 from accel_train.domains.images.pipelines.encoding import identity_of_texts
 from accel_train.domains.images.pipelines.family import Predicting
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
-from accel_train.domains.images.pipelines.memory_need import encoder_bytes
 from tests.domains.images import tiny_pipelines as tiny
 
 pytest.importorskip("diffusers")

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from accel_train.domains.images.memory.memory_need import nearest
+from accel_train.domains.images.memory.simulated_memory import MODELS, VAES
 from accel_train.domains.images.pipelines.loading import FAMILIES
-from accel_train.domains.images.pipelines.memory_need import nearest
-from accel_train.domains.images.simulated_memory import MODELS, VAES
 from benchmarks.cuda_casts import cuda_casts
 from benchmarks.method import RESULTS
 from tests import lora_memory_tables, zygote

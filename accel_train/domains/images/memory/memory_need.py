@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from accel_train.domains.images.memory.simulated_memory import MODELS, VAES, Model
 from accel_train.domains.images.pipelines.loading import DiffusersBase
-from accel_train.domains.images.simulated_memory import MODELS, VAES, Model
 from accel_train.precision import dtype_of
 from accel_train.speed.fitting import FP32_BYTES, GIB, OPTIMIZER_BYTES, Size
 from accel_train.speed.frozen_offload import offloaded_bytes

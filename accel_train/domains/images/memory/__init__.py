@@ -1,0 +1,1 @@
+"""Memory of training adapters on a pipeline, told before anything is loaded."""
