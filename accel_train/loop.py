@@ -6,7 +6,6 @@ It owns neither model nor optimizer nor loss: these and the order of a step are 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -26,10 +25,16 @@ from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import Recorder, RunInfo, log_evaluation, write_report
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
-from accel_train.opened import Opened, Prepared, build_recorder, build_throughput, watched_steps
+from accel_train.opened import (
+    Opened,
+    Prepared,
+    build_recorder,
+    build_throughput,
+    run_out_of_memory,
+    watched_steps,
+)
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED, StartAgain
-from accel_train.speed import out_of_memory
 from accel_train.speed.out_of_memory import is_out_of_memory
 from accel_train.training.health import rollback
 from accel_train.training.step_guard import NonFiniteError, StepGuard, StepResult
@@ -120,7 +125,7 @@ def _recorded(training: Training) -> Generator[None]:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            training.run_out_of_memory(error)
+            run_out_of_memory(training.opened, training.log, error, training.done, training.is_evaluating)
         raise
     finally:
         # Those of a step that ends the run as well.
@@ -146,7 +151,8 @@ class Training:
     measure: Callable[[StepResult], None] | None = None
     """Takes the result of each step, which then moves nothing: no update, no record, no save, no evaluation."""
     _ended: bool = False
-    _is_evaluating: bool = False
+    is_evaluating: bool = False
+    """True in an evaluation, and after one that raised: its error is none of a training step."""
     _result: StepResult | None = None
     _metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of an evaluation after the current step."""
@@ -252,8 +258,7 @@ class Training:
             return {}
         with self.throughput.pause():
             self.saver.finish()
-            # Stays set after an error, for `run_out_of_memory` to tell it from one of a training step.
-            self._is_evaluating = True
+            self.is_evaluating = True
             try:
                 # All processes must leave it at the same forward, so they ask each other there.
                 with stoppable(self.saver.asked_to_stop):
@@ -263,38 +268,11 @@ class Training:
                 self.stopped = True
                 self._save()  # does nothing if a due save has written this step
                 return {}
-            self._is_evaluating = False
+            self.is_evaluating = False
             self.log.evaluation(self.done, metrics)
             self.saver.add_metrics(self.done, metrics)
         self._metrics = metrics
         return metrics
-
-    def run_out_of_memory(self, error: Exception) -> None:
-        """Raise ``StartAgain`` with half of the micro-batch, or add advice to ``error``.
-
-        Not collective: the other processes fail in their next reduction, or are ended by the launcher.
-        """
-        config = self.opened.config
-        batch_size = config.batch_size(max(0, self.done - 1))
-        share = math.ceil(batch_size / self.opened.accelerator.num_processes)
-        # What a forward really held: half of a larger number would not be less.
-        used = min(self.opened.micro_batch_size, share)
-        if self._is_evaluating:
-            # A smaller micro-batch of training would not help, and this step is saved.
-            error.add_note(
-                f"the evaluation after step {self.done} ran out of memory; let it take fewer samples at once"
-            )
-            return
-        if config.out_of_memory == "stop" or used == 1:
-            error.add_note(out_of_memory.explain(used, self.done, global_batch_size=batch_size))
-            return
-        smaller = out_of_memory.record_half(self.opened.run.directory, config.micro_batch_size, used, self.done)
-        self.log.out_of_memory(self.done, {"micro_batch_size": used, "next_micro_batch_size": smaller.used})
-        # Without the error as its cause, whose frames hold the tensors of the step.
-        raise StartAgain(
-            f"step {self.done} ran out of memory with micro_batch_size {used}; the next start continues from the "
-            f"newest checkpoint with {smaller.used} and the same global batch of {batch_size}"
-        ) from None
 
     def roll_back(self, error: NonFiniteError) -> None:
         """Raise ``StartAgain`` without the samples of a bad step, or add to ``error`` why not. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +19,12 @@ from accel_train.config import expand_path
 from accel_train.data.options import resolve_loader
 from accel_train.data.tables.ledger import DataHistory
 from accel_train.experiment_options import ExperimentConfig
-from accel_train.metrics.profiling.advice import Setting
 from accel_train.metrics.profiling.step_times import StepTimes
 from accel_train.metrics.recorder import Recorder, RunInfo
 from accel_train.metrics.throughput import Throughput
 from accel_train.options.tree import flatten, to_tree
+from accel_train.runtime.exiting import StartAgain
+from accel_train.speed import out_of_memory
 from accel_train.speed.out_of_memory import SmallerMicroBatch, recorded
 from accel_train.training import schedules
 from accel_train.training.accumulation import Batch, GradientWindow, SyncPolicy
@@ -190,6 +192,7 @@ def _profiled_steps(opened: Opened, steps: Generator[StepBatches], throughput: T
     if wanted is None or not opened.accelerator.is_main_process:
         return steps
     # Imported here, because a run that profiles nothing has no use for it.
+    from accel_train.metrics.profiling.advice import Setting
     from accel_train.metrics.profiling.profiler import profiled
 
     device = opened.accelerator.device
@@ -203,3 +206,29 @@ def _profiled_steps(opened: Opened, steps: Generator[StepBatches], throughput: T
         world_size=opened.accelerator.num_processes,
     )
     return profiled(steps, wanted, setting, opened.start_step, device, throughput.pause)
+
+
+def run_out_of_memory(opened: Opened, log: Recorder, error: Exception, step: int, is_evaluating: bool) -> None:
+    """Raise ``StartAgain`` with half of the micro-batch, or add advice to ``error``, of the step counted from 1.
+
+    Not collective: the other processes fail in their next reduction, or are ended by the launcher.
+    """
+    config = opened.config
+    batch_size = config.batch_size(max(0, step - 1))
+    share = math.ceil(batch_size / opened.accelerator.num_processes)
+    # What a forward really held: half of a larger number would not be less.
+    used = min(opened.micro_batch_size, share)
+    if is_evaluating:
+        # A smaller micro-batch of training would not help, and this step is saved.
+        error.add_note(f"the evaluation after step {step} ran out of memory; let it take fewer samples at once")
+        return
+    if config.out_of_memory == "stop" or used == 1:
+        error.add_note(out_of_memory.explain(used, step, global_batch_size=batch_size))
+        return
+    smaller = out_of_memory.record_half(opened.run.directory, config.micro_batch_size, used, step)
+    log.out_of_memory(step, {"micro_batch_size": used, "next_micro_batch_size": smaller.used})
+    # Without the error as its cause, whose frames hold the tensors of the step.
+    raise StartAgain(
+        f"step {step} ran out of memory with micro_batch_size {used}; the next start continues from the "
+        f"newest checkpoint with {smaller.used} and the same global batch of {batch_size}"
+    ) from None
