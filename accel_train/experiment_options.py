@@ -20,8 +20,8 @@ from accel_train.precision import Precision
 from accel_train.runtime.distributed_options import DistributedConfig
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8, OutOfMemory
 from accel_train.store.names import REPORT
-from accel_train.training.accumulation import SyncPolicy
 from accel_train.training.ema import EmaConfig
+from accel_train.training.gradients.sync import SyncPolicy
 from accel_train.training.health.options import HealthConfig
 from accel_train.training.optimizers import OptimizerConfig
 from accel_train.training.schedules import ScheduleConfig
@@ -89,6 +89,8 @@ class Recipe:
     """Its own options that ``--help`` shows first. None: those outside groups."""
     pipeline: type[TrainedModel] | None = None
     """Class returned by ``accel_train.load`` for a checkpoint, and used by ``accel-train sample`` and ``export``."""
+    timesteps: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Input of the model with the diffusion time of a loss term, (B,) in [0, 1], for its mean loss by time."""
     smoke: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values of its own options with ``--smoke``, such as an evaluation of few samples."""
     decided_by: Mapping[str, Literal["min", "max"]] = field(default_factory=dict[str, Literal["min", "max"]])

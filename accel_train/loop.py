@@ -23,20 +23,13 @@ from accel_train.data.sampler import Sampler
 from accel_train.metrics import evaluation
 from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
-from accel_train.metrics.recorder import Recorder, RunInfo, log_evaluation, write_report
-from accel_train.metrics.throughput import Count, LocalCounts, Throughput
-from accel_train.opened import (
-    Opened,
-    Prepared,
-    build_recorder,
-    build_throughput,
-    run_out_of_memory,
-    watched_steps,
-)
+from accel_train.metrics.recorder import log_evaluation, write_report
+from accel_train.metrics.throughput import Count
+from accel_train.opened import Opened, Prepared, roll_back, run_out_of_memory, without_left_out
+from accel_train.reporting.reports import Reports, build_reports
 from accel_train.runtime import step_overhead
-from accel_train.runtime.exiting import EXIT_PREEMPTED, StartAgain
+from accel_train.runtime.exiting import EXIT_PREEMPTED
 from accel_train.speed.out_of_memory import is_out_of_memory
-from accel_train.training.health import rollback
 from accel_train.training.step_guard import NonFiniteError, StepGuard, StepResult
 
 logger = logging.getLogger(__name__)
@@ -75,9 +68,9 @@ def training(
             yield steps
         return
     config = opened.config
-    order = _without_left_out(opened, prepared, order)
+    order = without_left_out(opened, prepared, order)
     accelerator = opened.accelerator
-    log = build_recorder(opened, prepared.run_info)
+    reports = build_reports(opened, prepared)
     saver = Saver(
         accelerator,
         opened.run,
@@ -86,7 +79,7 @@ def training(
         config.hub,
         opened.with_ledger(write_extras),
         epoch=order.epoch,
-        on_commit=log.saved,
+        on_commit=reports.log.saved,
     )
     steps = iterate_steps(
         dataset,
@@ -97,22 +90,14 @@ def training(
         device=accelerator.device,
         config=config.loader,
     )
-    throughput = build_throughput(opened, prepared)
-    steps = watched_steps(opened, steps, throughput)
-    made = Training(opened, order, prepared.run_info, log, saver, steps, throughput, prepared.guard)
+    steps = reports.watched(steps)
+    made = Training(opened, order, reports, saver, steps, prepared.guard)
     observation = nullcontext() if _observe is None else _observe(made, prepared, dataset)
     # Left from the right: the saver's last commit is still recorded in the log.
-    with step_overhead.garbage_frozen(), log, closing(steps), saver, observation, _recorded(made):
+    with step_overhead.garbage_frozen(), reports.log, closing(steps), saver, observation, _recorded(made):
         yield made
     # A request may have ended the saver's wait for the Hub, after the last step.
     made.stopped = made.stopped or saver.stopping
-
-
-def _without_left_out(opened: Opened, prepared: Prepared, order: Sampler) -> Sampler:
-    """Return the order without the samples of the option and of rollbacks, which coming checkpoints then list."""
-    history = prepared.guard.history
-    history.left_out = sorted({*history.left_out, *rollback.left_out(opened.run.rollbacks)})
-    return leaving_out.without_samples(order, [*opened.config.without_samples, *history.left_out])
 
 
 @contextmanager
@@ -121,15 +106,15 @@ def _recorded(training: Training) -> Generator[None]:
     try:
         yield
     except NonFiniteError as error:
-        training.roll_back(error)
+        roll_back(training.opened, training.reports.log, error)
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            run_out_of_memory(training.opened, training.log, error, training.done, training.is_evaluating)
+            run_out_of_memory(training.opened, training.reports.log, error, training.done, training.is_evaluating)
         raise
     finally:
         # Those of a step that ends the run as well.
-        training.record_bad_steps()
+        training.reports.bad_steps()
 
 
 @dataclass
@@ -138,11 +123,9 @@ class Training:
 
     opened: Opened
     order: Sampler
-    run_info: RunInfo
-    log: Recorder
+    reports: Reports
     saver: Saver
     steps: Iterator[StepBatches]
-    throughput: Throughput
     guard: StepGuard
     done: int = field(init=False)
     """Optimizer steps done, including those of earlier starts."""
@@ -157,7 +140,6 @@ class Training:
     _metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of an evaluation after the current step."""
     _called: set[str] = field(default_factory=set[str])
-    _counts: LocalCounts = field(default_factory=LocalCounts)
 
     def __post_init__(self) -> None:
         self.done = self.opened.start_step
@@ -203,40 +185,9 @@ class Training:
         if self.measure is not None:
             self.measure(result)
             return
-        self.throughput.end_of_step()
         self.saver.begin()  # from here on a stop has a step to save, and must not end the process at once
-        self._counts.add(tokens=tokens, padded_tokens=padded_tokens, flops=flops)
-        logs = self.log.due(self.done)
-        totals: Mapping[str, float] = {}
-        # The sum over processes waits for the device, so in all other steps the counts stay on it.
-        if logs:
-            totals = self._counts.take(self.opened.accelerator)
-        config = self.opened.config
-        self.throughput.update(
-            samples=config.batch_size(batches.step),
-            data_wait_seconds=batches.data_wait_seconds,
-            profiled=config.profile.holds(self.done),
-            **totals,
-        )
-        self.log.advance(self.done)
-        if logs:
-            # `result.fields` waits for the device, and `throughput.read` times the interval up to that wait.
-            line = result.fields() | self.throughput.read()
-            line |= self.run_info.fields(self.order.epoch(self.done), config.batch_size(batches.step))
-            self.log.train(self.done, line | fields)
-        self.record_bad_steps()
-
-    def record_bad_steps(self) -> None:
-        """Write an event and a warning for each bad step that the host knows of by now."""
-        for bad, skipped in self.guard.history.take_unreported():
-            self.log.record("bad_step", bad.fields() | {"skipped": skipped}, step=bad.step + 1)
-            if self.opened.accelerator.is_main_process:
-                action = "trained all the same"
-                if skipped:
-                    action = "skipped: nothing has moved"
-                elif self.guard.config.clips_spikes:
-                    action = "trained with its gradient scaled down"
-                logger.warning("%s; %s. Samples concerned: %s", bad.finding, action, bad.suspects)
+        counts = {"tokens": tokens, "padded_tokens": padded_tokens, "flops": flops}
+        self.reports.step(batches, result, self.order.epoch(self.done), counts, fields)
 
     def save_if_due(self, result: StepResult) -> None:
         """Save if a save is due or a stop was requested. All processes learn of it at the same step."""
@@ -256,7 +207,7 @@ class Training:
         """
         if self.stopped or self.measure is not None:
             return {}
-        with self.throughput.pause():
+        with self.reports.throughput.pause():
             self.saver.finish()
             self.is_evaluating = True
             try:
@@ -269,30 +220,10 @@ class Training:
                 self._save()  # does nothing if a due save has written this step
                 return {}
             self.is_evaluating = False
-            self.log.evaluation(self.done, metrics)
+            self.reports.log.evaluation(self.done, metrics)
             self.saver.add_metrics(self.done, metrics)
         self._metrics = metrics
         return metrics
-
-    def roll_back(self, error: NonFiniteError) -> None:
-        """Raise ``StartAgain`` without the samples of a bad step, or add to ``error`` why not. Collective."""
-        health = self.opened.config.health
-        if health.non_finite != "rollback" or error.bad is None:
-            return
-        run = self.opened.run
-        going_back = rollback.next_rollback(run.rollbacks, error.bad, health.max_rollbacks)
-        if isinstance(going_back, str):
-            error.add_note(going_back)
-            return
-        if self.opened.accelerator.is_main_process:
-            rollback.record(run.directory, [*run.rollbacks, going_back])
-            self.log.record("rollback", error.bad.fields() | {"left_out": going_back.samples}, step=going_back.step)
-        # A process that ends takes the others with it, and the record must be complete by then.
-        self.opened.accelerator.wait_for_everyone()
-        raise StartAgain(
-            f"{error.bad.finding}; the next start continues from the newest checkpoint without the samples "
-            f"{going_back.samples}"
-        ) from None
 
     def end(self) -> None:
         """Make this step the last: save it and leave the loop. The same on every process."""
@@ -301,8 +232,8 @@ class Training:
     def _save(self) -> None:
         assert self._result is not None, "save_if_due comes first"
         self._result.check()  # raises after a step that ends the run, which no checkpoint may follow
-        self.record_bad_steps()
-        with self.throughput.pause():
+        self.reports.bad_steps()
+        with self.reports.throughput.pause():
             self.stopped = self.saver.save(self.done, self._metrics) or self.stopped
 
 

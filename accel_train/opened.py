@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,25 +15,26 @@ from torch import Tensor, nn
 
 from accel_train.checkpoints.run import Run
 from accel_train.config import expand_path
-from accel_train.data.options import resolve_loader
+from accel_train.data import leaving_out
 from accel_train.data.tables.ledger import DataHistory
 from accel_train.experiment_options import ExperimentConfig
 from accel_train.metrics.profiling.step_times import StepTimes
-from accel_train.metrics.recorder import Recorder, RunInfo
-from accel_train.metrics.throughput import Throughput
-from accel_train.options.tree import flatten, to_tree
+from accel_train.metrics.recorder import RunInfo
+from accel_train.options.tree import to_tree
 from accel_train.runtime.exiting import StartAgain
 from accel_train.speed import out_of_memory
 from accel_train.speed.out_of_memory import SmallerMicroBatch, recorded
 from accel_train.training import schedules
-from accel_train.training.accumulation import Batch, GradientWindow, SyncPolicy
+from accel_train.training.accumulation import Batch, GradientWindow
 from accel_train.training.ema import Ema
-from accel_train.training.health.hangs import HangWatch
+from accel_train.training.gradients.sync import SyncPolicy
+from accel_train.training.health import rollback
 from accel_train.training.schedules import ScheduleConfig
-from accel_train.training.step_guard import StepGuard
+from accel_train.training.step_guard import NonFiniteError, StepGuard
 
 if TYPE_CHECKING:
-    from accel_train.data.loader import StepBatches
+    from accel_train.data.sampler import Sampler
+    from accel_train.metrics.recorder import Recorder
 
 
 def smaller_micro_batch(config: ExperimentConfig) -> SmallerMicroBatch | None:
@@ -136,78 +136,6 @@ class Prepared:
         )
 
 
-def build_throughput(opened: Opened, prepared: Prepared) -> Throughput:
-    """Build the throughput of a training, whose clock starts here. Every process has one."""
-    accelerator = opened.accelerator
-    return Throughput(
-        accelerator.device,
-        world_size=accelerator.num_processes,
-        precision=opened.config.precision,
-        times=prepared.times,
-    )
-
-
-def build_recorder(opened: Opened, run_info: RunInfo) -> Recorder:
-    """Build the recorder of a training. Every process has one, and the main process writes."""
-    config = opened.config
-    return Recorder(
-        opened.accelerator,
-        opened.run.directory,
-        config.log,
-        max_steps=opened.max_steps,
-        start_step=opened.start_step,
-        config=opened.config_in_use(),
-        facts=run_info.facts,
-        labels=config.recipe.labels,
-    )
-
-
-def watched_steps(opened: Opened, steps: Generator[StepBatches], throughput: Throughput) -> Generator[StepBatches]:
-    """Return the steps of the loop, watched for one that does not end, and profiled. No collective."""
-    config = opened.config
-    seconds = config.health.hang_seconds
-    if seconds is None:
-        seconds = config.collective_timeout_seconds / 2
-    steps = _profiled_steps(opened, steps, throughput)
-    if not seconds:
-        return steps
-    accelerator = opened.accelerator
-    watch = HangWatch(
-        opened.run.directory / "logs",
-        accelerator.process_index,
-        accelerator.num_processes,
-        seconds,
-        lambda: throughput.is_paused,
-    )
-    return watch.steps(steps)
-
-
-def _profiled_steps(opened: Opened, steps: Generator[StepBatches], throughput: Throughput) -> Generator[StepBatches]:
-    """Return the steps of the loop, of which the main process profiles those that ``--profile.steps`` names.
-
-    On the other processes, and without a range, ``steps`` itself. No collective.
-    """
-    config = opened.config
-    wanted = config.profile.range()
-    if wanted is None or not opened.accelerator.is_main_process:
-        return steps
-    # Imported here, because a run that profiles nothing has no use for it.
-    from accel_train.metrics.profiling.advice import Setting
-    from accel_train.metrics.profiling.profiler import profiled
-
-    device = opened.accelerator.device
-    setting = Setting(
-        recipe=sys.argv[0],
-        directory=opened.run.directory,
-        options=flatten(to_tree(config)),
-        micro_batch_size=opened.micro_batch_size,
-        accumulation_steps=opened.accumulation_steps,
-        num_workers=resolve_loader(config.loader, device).num_workers,
-        world_size=opened.accelerator.num_processes,
-    )
-    return profiled(steps, wanted, setting, opened.start_step, device, throughput.pause)
-
-
 def run_out_of_memory(opened: Opened, log: Recorder, error: Exception, step: int, is_evaluating: bool) -> None:
     """Raise ``StartAgain`` with half of the micro-batch, or add advice to ``error``, of the step counted from 1.
 
@@ -232,3 +160,31 @@ def run_out_of_memory(opened: Opened, log: Recorder, error: Exception, step: int
         f"step {step} ran out of memory with micro_batch_size {used}; the next start continues from the "
         f"newest checkpoint with {smaller.used} and the same global batch of {batch_size}"
     ) from None
+
+
+def roll_back(opened: Opened, log: Recorder, error: NonFiniteError) -> None:
+    """Raise ``StartAgain`` without the samples of a bad step, or add to ``error`` why not. Collective."""
+    health = opened.config.health
+    if health.non_finite != "rollback" or error.bad is None:
+        return
+    run = opened.run
+    going_back = rollback.next_rollback(run.rollbacks, error.bad, health.max_rollbacks)
+    if isinstance(going_back, str):
+        error.add_note(going_back)
+        return
+    if opened.accelerator.is_main_process:
+        rollback.record(run.directory, [*run.rollbacks, going_back])
+        log.record("rollback", error.bad.fields() | {"left_out": going_back.samples}, step=going_back.step)
+    # A process that ends takes the others with it, and the record must be complete by then.
+    opened.accelerator.wait_for_everyone()
+    raise StartAgain(
+        f"{error.bad.finding}; the next start continues from the newest checkpoint without the samples "
+        f"{going_back.samples}"
+    ) from None
+
+
+def without_left_out(opened: Opened, prepared: Prepared, order: Sampler) -> Sampler:
+    """Return the order without the samples of the option and of rollbacks, which coming checkpoints then list."""
+    history = prepared.guard.history
+    history.left_out = sorted({*history.left_out, *rollback.left_out(opened.run.rollbacks)})
+    return leaving_out.without_samples(order, [*opened.config.without_samples, *history.left_out])

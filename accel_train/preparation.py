@@ -27,8 +27,8 @@ from accel_train.runtime.strategy import (
 )
 from accel_train.speed import fitting
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
-from accel_train.training.accumulation import resolve_sync
 from accel_train.training.ema import average_of
+from accel_train.training.gradients.sync import resolve_sync
 from accel_train.training.health.options import refuse_inexact
 from accel_train.training.optimizers import build_optimizer
 from accel_train.training.shards import Shards, exact_masters

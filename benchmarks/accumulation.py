@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from accel_train.domains.models.mmdit import MMDiT, MMDiTConfig
-from accel_train.training.accumulation import GradientWindow, SyncPolicy
+from accel_train.training.accumulation import GradientWindow
+from accel_train.training.gradients.sync import SyncPolicy
 from benchmarks.method import ROOT, Row, in_turns, parser_of, row, write_results
 
 PROCESSES, MICRO_BATCHES = 2, 4

@@ -80,14 +80,14 @@ class Config(experiment.ExperimentConfig):
 # ------------------------------------------------------------------------------------------------------------ loss
 # A batch holds input_ids, labels and position_ids (B, S), and what the loader adds: weight, sample ... (B,).
 def weigh(batch: Batch) -> tuple[Batch, Tensor]:
-    """Return the model's inputs, and their weight in the loss: the number of tokens that count."""
+    """Return the model's inputs, and the weight of each row in the loss: the number of tokens that count."""
     return batch, perplexity.trained_tokens(batch)
 
 
-def loss_sum(model: pretrained.LanguageModel, batch: Batch) -> Tensor:
-    """Sum the loss over a micro-batch, in fp32. The window divides by the tokens of the global batch."""
+def loss_sums(model: pretrained.LanguageModel, batch: Batch) -> Tensor:
+    """Sum the loss over the tokens of each row, (B,) fp32. The window divides by those of the global batch."""
     logits = model.logits(batch)
-    return perplexity.loss_sum(logits, perplexity.targets(batch))
+    return perplexity.loss_sums(logits, perplexity.targets(batch))
 
 
 def work(batches: StepBatches, flops_per_token: int) -> dict[str, Tensor | int]:
@@ -180,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
             window = prepared.window(weighted, {"nll": 1.0}, batches.step)
             # Gradients stay local until the last micro-batch.
             for batch in window:
-                window.backward(loss_sum(model, batch))
+                window.backward(loss_sums(model, batch))
             result = window.finish(config.optimizer.max_grad_norm)
             prepared.optimizer.step()
             prepared.optimizer.zero_grad()

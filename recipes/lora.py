@@ -69,6 +69,7 @@ class Config(experiment.ExperimentConfig):
             "evaluation.every",
         ),
         pipeline=pictures.PicturePipeline,
+        timesteps={"loss": "time"},
         smoke={"evaluation.samples": 2, "evaluation.steps": 2, "data.group_size": 1},
     )
 
@@ -110,15 +111,15 @@ def noised(
     batch: Batch,
     step: int,
 ) -> tuple[Batch, Tensor]:
-    """Return the denoiser's inputs with their target, and their weight: the number of pictures."""
+    """Return the denoiser's inputs with their target, and the weight of each picture."""
     encoded = inputs.encoded(batch)
     rows = inputs.rows * config.batch_size(step)
-    return process.noised(encoded, config.seed, step, rows), batch["weight"].sum()
+    return process.noised(encoded, config.seed, step, rows), batch["weight"]
 
 
-def loss_sum(process: Denoising, model: nn.Module, batch: Batch) -> Tensor:
-    """Sum the weighted squared error over a micro-batch. The window divides by the pictures of the global batch."""
-    return (process.errors(model, batch) * batch["level_weight"] * batch["weight"]).sum()
+def losses(process: Denoising, model: nn.Module, batch: Batch) -> Tensor:
+    """Return the weighted squared error of each picture, (B,). The window divides by those of the global batch."""
+    return process.errors(model, batch) * batch["level_weight"] * batch["weight"]
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
@@ -221,7 +222,7 @@ def main(argv: Sequence[str]) -> int:
             window = prepared.window(inputs_of_step, {"loss": 1.0}, step)
             # Gradients stay local until the last micro-batch.
             for batch in window:
-                window.backward(loss_sum(process, prepared.model, batch))
+                window.backward(losses(process, prepared.model, batch))
             result = window.finish(config.optimizer.max_grad_norm)
             prepared.optimizer.step()
             prepared.optimizer.zero_grad()

@@ -54,6 +54,7 @@ class Config(experiment.ExperimentConfig):
         loads_with=mmdit.MultimodalMMDiT,
         first_options=("model.size", "data.path", "data.encoder", "modes.weights", "latent.kind", "evaluation.every"),
         pipeline=pipeline.TextLatentPipeline,
+        timesteps={"text": "text_time", "latent": "latent_time"},
         smoke={"evaluation.samples": 8, "evaluation.timesteps": 1, "evaluation.shown": 1, "evaluation.text.steps": 2},
     )
 
@@ -72,7 +73,7 @@ class Config(experiment.ExperimentConfig):
 # A batch holds tokens, text_mask, maskable (B, S) and latent (B, L, D). The loader adds weight, sample, occurrence and
 # position (B,). The weight of padding is 0, so that every process runs equally many micro-batches.
 def corrupt(config: Config, batch: Batch, step: int, mask_id: int) -> tuple[Batch, dict[str, Tensor]]:
-    """Return the model's inputs and the weight of each loss term. Draws are keyed by sample, never by process."""
+    """Return the model's inputs and the weights (B,) of each loss term. Draws are keyed by sample, never by process."""
     text_time, latent_time = draw_times(config, batch, step)
 
     def keys(stream: str) -> Tensor:
@@ -94,7 +95,7 @@ def corrupt(config: Config, batch: Batch, step: int, mask_id: int) -> tuple[Batc
     }
     weight = batch["weight"]
     text_weight = masked_text.term_weight(masked, maskable, weight, config.text.weighting)
-    return inputs, {"text": text_weight, "latent": weight.sum()}
+    return inputs, {"text": text_weight, "latent": weight}
 
 
 def draw_times(config: Config, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
@@ -106,7 +107,7 @@ def draw_times(config: Config, batch: Batch, step: int) -> tuple[Tensor, Tensor]
 
 
 def loss_sums(config: Config, model: nn.Module, inputs: Batch, mask_id: int) -> dict[str, Tensor]:
-    """Sum each loss term over a micro-batch, in fp32. The window divides by the weights of the global batch."""
+    """Sum each loss term over each sample, (B,) fp32. The window divides by the weights of the global batch."""
     text_time = inputs["text_time"]
     output = model(
         inputs["noisy_tokens"], inputs["noisy_latent"], text_time, inputs["latent_time"], inputs["text_mask"]
@@ -116,8 +117,7 @@ def loss_sums(config: Config, model: nn.Module, inputs: Batch, mask_id: int) -> 
     )
     latent = latents.losses(output.latents, inputs["latent_target"], config.latent)
     latent = latent * timesteps.loss_weight(inputs["latent_time"], config.times.weighting)
-    weight = inputs["weight"]
-    return {"text": (text * weight).sum(), "latent": (latent * weight).sum()}
+    return {"text": text * inputs["weight"], "latent": latent * inputs["weight"]}
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation

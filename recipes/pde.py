@@ -70,6 +70,7 @@ class Config(experiment.ExperimentConfig):
         loads_with=transformer.PdeTransformer,
         first_options=("model.width", "model.depth", "data.path", "data.tasks", "task_weights", "evaluation.every"),
         pipeline=pipeline.FieldPipeline,
+        timesteps={"residual": "time"},
         # One step of the first stage and one of the second, so that every term of the loss is tried.
         smoke={"evaluation.samples": 2, "objective.autoencode_steps": 1},
     )
@@ -110,18 +111,17 @@ def prepare(config: Config, batch: Batch, step: int, learned: StepObjective) -> 
     if objective.drop_path:
         blocks = sum(config.model.stages)
         inputs["keep"] = token_blocks.drop_path(draws("drop_path", blocks), objective.drop_path)
-    return inputs, batch["weight"].sum()
+    return inputs, batch["weight"]
 
 
 def loss_sums(model: nn.Module, inputs: Batch, learned: StepObjective) -> dict[str, Tensor]:
-    """Sum each loss term over a micro-batch, in fp32. Terms that this step does not train are 0."""
+    """Return the losses (B,) of each term, in fp32. Terms that this step does not train are 0."""
     forward = losses.forward_of(model, inputs, learned.number, learned.task, learned.terms, learned.parts)
     weight = inputs["weight"]
-    sums = {name: torch.zeros_like(weight).sum() for name in losses.TERMS}
+    sums = {name: torch.zeros_like(weight) for name in losses.TERMS}
     for name in losses.TERMS:
         if name in learned.terms:
-            per_sample = losses.TERMS[name].losses(forward)
-            sums[name] = (per_sample * weight).sum()
+            sums[name] = losses.TERMS[name].losses(forward) * weight
     return sums
 
 

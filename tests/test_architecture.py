@@ -39,6 +39,7 @@ ROWS = (
     {"opened"},
     {"frozen_weights"},
     {"experiment", "preparation", "startup"},
+    {"reporting"},
     {"loop"},
     {"export"},
     {"loading"},
@@ -76,7 +77,7 @@ NEIGHBOURS_ALLOWED = {
 
 ACCELERATE_PACKAGES = {
     *("launch_files", "runtime", "training", "checkpoints", "metrics"),
-    *("opened", "frozen_weights", "startup", "experiment", "preparation", "loop", "recipes"),
+    *("opened", "frozen_weights", "startup", "experiment", "preparation", "reporting", "loop", "recipes"),
     "commands",  # starts its launcher
     "domains.pde",  # sums figures over the processes
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, isfinite
@@ -57,7 +58,7 @@ class Panel:
 
 
 def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLike[str]) -> Path:
-    """Draw loss, loss terms, evaluations, learning rate, gradient norm, throughput, step time and memory.
+    """Draw losses, evaluations, learning rate, gradient norm, throughput, step time and memory.
 
     Main process only. Metrics absent from the run get no panel. A run without a training line gets a picture with a
     note. Vertical lines mark resumes and non-finite losses. The file is replaced atomically.
@@ -169,16 +170,15 @@ def _train_panels(lines: Records, labels: Labels) -> tuple[list[Panel], list[Pan
     memory = [key for key in keys if key.endswith("_gib")]
     loss = _by_kind(lines, "loss", "training loss", labels.loss_of)
     of_terms = {key: _column(lines, key) for key in terms}
+    by_time = {_words(key): _column(lines, key) for key in keys if re.search(r"_at_\d\.\d+$", key)}
     losses = [
         Panel("Loss", "loss", loss, smooth=True),
         Panel("Loss terms", "loss", of_terms, smooth=True),
+        Panel("Loss by time", "loss", by_time, smooth=True),
     ]
     norm = _by_kind(lines, "grad_norm", "grad_norm", labels.loss_of)
     lr = _column(lines, "lr")
-    used: dict[str, Series] = {}
-    for key in memory:
-        label = _words(key.removesuffix("_gib"))
-        used[label] = _column(lines, key)
+    used = {_words(key.removesuffix("_gib")): _column(lines, key) for key in memory}
     others = [
         Panel("Gradient norm", "L2 norm before clipping", norm, smooth=True),
         Panel("Learning rate", "learning rate", {"lr": lr}, from_zero=True),

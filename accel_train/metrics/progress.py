@@ -26,6 +26,10 @@ class LogConfig:
     """Optimizer steps between two training lines. The host waits for the device at every log point, so 1 is slower on
     a GPU."""
 
+    per_sample: bool = False
+    """Write the loss of each sample of each step to sample_losses.jsonl, with its weight and its time: about 100 bytes
+    per sample, at the log points, which take longer by its size."""
+
     trackers: tuple[str, ...] = ()
     """Trackers beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, swanlab, or another one of Accelerate. Each
     needs its package. A missing one stops the run before training."""

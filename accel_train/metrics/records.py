@@ -46,7 +46,7 @@ TRAIN_FIELDS = (
 )
 
 # Events written again by a run resumed at an earlier step.
-REPEATED = ("train", "evaluation", "bad_step")
+REPEATED = ("train", "evaluation", "bad_step", "sample")
 
 # Numbers missing from JSON. They are written as these strings, and float() reads them back.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -86,7 +86,7 @@ def encode(record: Mapping[str, object]) -> bytes:
 
 
 class LineWriter:
-    """Appends records to a file, each with a single ``os.write``. Never raises for a failing disk.
+    """Appends records to a file, those of a call with a single ``os.write``. Never raises for a failing disk.
 
     After ``write`` a line is in the kernel: it survives a crash of the process, but not a loss of power. Each write
     opens the file, so that a directory can disappear and return. Build it before other writers of the file start, since
@@ -98,9 +98,9 @@ class LineWriter:
         self._warned = False
         self._torn = _ends_torn(path)
 
-    def write(self, record: Mapping[str, object]) -> None:
-        """Append one record. Only the first failure is logged, and each call tries again."""
-        line = encode(record)
+    def write(self, *records: Mapping[str, object]) -> None:
+        """Append records. Only the first failure is logged, and each call tries again."""
+        line = b"".join(map(encode, records))
         if self._torn:  # ends the incomplete line of an earlier write
             line = b"\n" + line
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
+SAMPLE_LOSSES_FILE = "sample_losses.jsonl"
+"""A line for each sample of each step, with ``log.per_sample``."""
 LOCK_FILE = ".lock"
 LOADING_FILE = "loading.json"
 """Counts the starts that died while they read a checkpoint."""
@@ -14,7 +16,7 @@ LEFT_OUT_FILE = "left_out.json"
 """Samples left out by a run since it went back from non-finite steps."""
 OF_A_START = (METRICS_FILE, CONFIG_FILE, RUN_FILE, LOCK_FILE)
 """Files written by the main process before the first step, in addition to its log."""
-OF_A_RUN = (LOADING_FILE, MICRO_BATCH_FILE, LEFT_OUT_FILE, RUN_FILE, CONFIG_FILE, METRICS_FILE)
+OF_A_RUN = (LOADING_FILE, MICRO_BATCH_FILE, LEFT_OUT_FILE, RUN_FILE, CONFIG_FILE, METRICS_FILE, SAMPLE_LOSSES_FILE)
 """Files deleted by ``overwrite``, in addition to checkpoints, report and pushes waiting for the Hub."""
 REPORT = "report"
 """Directory for people: pushed to the Hub as a whole, and emptied by ``overwrite``."""

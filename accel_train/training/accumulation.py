@@ -9,29 +9,22 @@ as is usual, gives a mean of means (Lightning#19987, transformers#34373).
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
+from accel_train.training.gradients.sync import SyncPolicy, no_sync, reduce_without_step, when_to_reduce, zero_stage_of
 from accel_train.training.health.evidence import Evidence
 from accel_train.training.health.leaving_out import leave_out
-from accel_train.training.parameters import (
-    clear_gradients,
-    prepared_parameters,
-    require_prepared,
-    widest,
-    without_gradients,
-)
+from accel_train.training.parameters import clear_gradients, prepared_parameters, widest, without_gradients
 from accel_train.training.step_guard import StepGuard, StepResult, read_loss_scale, term_factor, write_loss_scale
 
-SyncPolicy = Literal["auto", "last", "every"]
 Batch = dict[str, Tensor]
 PLACES = {
     "coefficients": "the coefficients given to prepared.window",
@@ -39,46 +32,6 @@ PLACES = {
     "sums": "the sums given to window.backward (what `loss_sums` of a recipe returns)",
 }
 """Where a recipe names its loss terms, for a message."""
-
-
-def resolve_sync(policy: SyncPolicy, accelerator: Accelerator) -> tuple[Literal["last", "every"], str]:
-    """Choose the micro-batches with a gradient reduction, and return the reason.
-
-    ZeRO-2 and -3 hold only a shard of the gradient, so they reduce every micro-batch unless told to keep whole
-    local gradients (``last``: one reduction, more memory).
-    """
-    stage = _zero_stage(accelerator)
-    when = _when(policy, stage)
-    if policy == "every":
-        return when, "asked for: gradients are reduced on every micro-batch"
-    if policy == "last":
-        return when, "asked for: gradients are reduced on the last micro-batch"
-    if when == "every":
-        return when, f"ZeRO-{stage} keeps only a shard of the gradient, so every micro-batch is reduced"
-    return when, "one reduction per optimizer step, on the last micro-batch"
-
-
-def _when(policy: SyncPolicy, zero_stage: int) -> Literal["last", "every"]:
-    if policy != "auto":
-        return policy
-    return "every" if zero_stage >= 2 else "last"
-
-
-@contextmanager
-def no_sync(accelerator: Accelerator, model: nn.Module, *, enabled: bool = True) -> Generator[None]:
-    """Keep gradients local: no reduction in the body. It must contain the forward as well as the backward.
-
-    Takes one module from ``accelerator.prepare``. A list would silently reduce every time (diffusers#10553), and an
-    unprepared module has no reduction to suppress. Both raise ``TypeError``.
-    """
-    require_prepared(accelerator, model)
-    accelerator.sync_gradients = not enabled  # accelerator.backward passes it to DeepSpeed as the boundary
-    try:
-        with accelerator.no_sync(model) if enabled else nullcontext():
-            yield
-    finally:
-        # While it is False, Accelerate's optimizer skips its step without a word.
-        accelerator.sync_gradients = True
 
 
 class Times(Protocol):
@@ -97,11 +50,12 @@ class GradientWindow:
         result = window.finish(max_grad_norm)               # agree, clip
         optimizer.step()
 
-    Each micro-batch is (inputs, {term: weight}). Coefficients, weights and sums name the same terms, or ``UsageError``.
-    A single weight tensor applies to every term, and a single sum tensor needs a single term. Every rank must run the
-    same number of micro-batches. Costs two small reductions a step (weights, losses). A non-finite step must not move
-    the optimizer: ``guard`` stops it on the device (``resolve_step_guard``). Without one, ``finish`` waits for the
-    device in every step, and a non-finite one ends the run.
+    Each micro-batch is (inputs, {term: weight}): the weight of all its samples, or of each, (B,). Coefficients, weights
+    and sums name the same terms, or ``UsageError``. A single weight tensor applies to every term, and a single sum
+    tensor needs a single term. Every rank must run the same number of micro-batches. Costs two small reductions a step
+    (weights, losses). A non-finite step must not move the optimizer: ``guard`` stops it on the device
+    (``resolve_step_guard``). Without one, ``finish`` waits for the device in every step, and a non-finite one ends the
+    run.
 
     In fp16 the loop over the window ends with another wait. After an overflow the loss scale is lowered and the same
     micro-batches are repeated. A scale that is too high therefore costs time but no step: schedule, EMA and data stay
@@ -128,13 +82,14 @@ class GradientWindow:
         self._times = times
         self.inputs = [inputs for inputs, _ in micro_batches]
         self.coefficients = dict(coefficients)
-        self._zero_stage = _zero_stage(accelerator)
-        self.sync = _when(policy, self._zero_stage)
+        self._zero_stage = zero_stage_of(accelerator)
+        self.sync = when_to_reduce(policy, self._zero_stage)
         # DeepSpeed refuses no_sync where it shards gradients.
         self._coalesced = self.sync == "last" and self._zero_stage >= 2
         # Accelerate's backward also clips and steps under DeepSpeed, at the boundary that the window sets.
         self._steps_in_backward = self._zero_stage > 0 and not self._coalesced
         weights = [self._by_term(weight, "weights") for _, weight in micro_batches]
+        self._local_weights = weights
         self.weights = _global_weights(accelerator, weights)
         self._factors = self._factors_of_terms()
         self._forget_losses()
@@ -166,6 +121,7 @@ class GradientWindow:
 
     def _forget_losses(self) -> None:
         """Begin an attempt at the step without anything of an earlier one."""
+        self._losses: list[list[Tensor]] = []
         self._sums: list[list[Tensor]] = []
         self._totals: Tensor | None = None
         self._norm: Tensor | None = None
@@ -228,13 +184,14 @@ class GradientWindow:
     def _boundary(self) -> AbstractContextManager[None]:
         hold = self._coalesced or (self.sync == "last" and not self._is_last)
         if self._steps_in_backward and not hold and not self._is_last:
-            return _reduce_without_step(self.accelerator)
+            return reduce_without_step(self.accelerator)
         return no_sync(self.accelerator, self.model) if hold else nullcontext()
 
     def backward(self, sums: Mapping[str, Tensor] | Tensor) -> None:
         """Backward of this micro-batch's share of the loss.
 
-        ``sums`` must hold every term, in every step. A single tensor is the sum of the only term.
+        ``sums`` must hold every term, in every step: its sum over the micro-batch, (), or the weighted loss of each
+        sample, (B,), which names the samples of a bad step. A single tensor is that of the only term.
         """
         if isinstance(sums, Tensor) and len(self.coefficients) != 1:
             names = sorted(self.coefficients)
@@ -242,7 +199,9 @@ class GradientWindow:
                 f"window.backward: one tensor for the loss terms {names}; give a dict with the sum of each"
             )
         by_term = self._by_term(sums, "sums")
-        terms = [by_term[k].float() for k in self.coefficients]
+        losses = [by_term[k].float() for k in self.coefficients]
+        terms = [_summed(loss) for loss in losses]
+        self._losses.append([loss.detach() for loss in losses])
         self._sums.append([term.detach() for term in terms])
         if self._times is not None:
             self._times.end("forward")
@@ -296,6 +255,7 @@ class GradientWindow:
             sums=evidence.totals,
             weights=self.weights,
             grad_norm=norm,
+            evidence=evidence,
             overflows=self._overflows,
             guard=self.guard,
             all_overflows=self._count_overflows(),
@@ -313,9 +273,10 @@ class GradientWindow:
             terms=tuple(self.coefficients),
             totals=self._reduce_sums(),
             norm=norm,
-            sums=self._sums,
-            samples=[inputs.get("sample") for inputs in self.inputs],
+            losses=self._losses,
+            rows=[{name: value for name, value in inputs.items() if value.ndim == 1} for inputs in self.inputs],
             precision=str(self.accelerator.mixed_precision),
+            weights=self._local_weights,
         )
 
     def _reduce_sums(self) -> Tensor:
@@ -365,12 +326,17 @@ def _will_rebuild_buckets(model: Any, processes: int) -> bool:
     return not model._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage]
 
 
+def _summed(values: Tensor) -> Tensor:
+    """Sum over the samples of a micro-batch, unless it is one already."""
+    return values.sum() if values.ndim else values
+
+
 def _global_weights(accelerator: Accelerator, micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Sum the weights over all micro-batches and ranks, in fp64 where the device has it: exact for any count."""
-    local = dict(micro_batches[0])
+    local = {name: _summed(weight) for name, weight in micro_batches[0].items()}
     if len(micro_batches) > 1:
         for name in local:
-            wide = [widest(weights[name]) for weights in micro_batches]
+            wide = [widest(_summed(weights[name])) for weights in micro_batches]
             local[name] = torch.stack(wide).sum()
     if accelerator.num_processes == 1:
         return local
@@ -381,20 +347,3 @@ def _global_weights(accelerator: Accelerator, micro_batches: Sequence[Mapping[st
 
 _OVERFLOWS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Overflows over all steps of a model so far. A window lives for one step only."""
-
-
-def _zero_stage(accelerator: Accelerator) -> int:
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        return 0
-    plugin: Any = accelerator.state.deepspeed_plugin
-    return int(plugin.zero_stage)
-
-
-@contextmanager
-def _reduce_without_step(accelerator: Accelerator) -> Generator[None]:
-    """ZeRO, policy ``every``: the engine reduces this micro-batch but must not step yet."""
-    accelerator.sync_gradients = False
-    try:
-        yield
-    finally:
-        accelerator.sync_gradients = True

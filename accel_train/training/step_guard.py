@@ -120,7 +120,7 @@ class StepGuard:
         """Return True if the update is left out, False if it is made. Raises ``NonFiniteError`` to stop."""
         if bad.reason == "spike":
             return self.config.skips_spikes
-        # A rollback raises as well: the loop turns the error into a new start (`Training.roll_back`).
+        # A rollback raises as well: the loop turns the error into a new start (`opened.roll_back`).
         if self.config.non_finite != "skip":
             raise NonFiniteError(bad.explanation, bad)
         return True
@@ -224,6 +224,8 @@ class StepResult:
     """``W_k`` of the global batch."""
     grad_norm: Tensor
     """Norm of the global gradient before clipping."""
+    evidence: Evidence
+    """What this process has of the step: its losses by sample, where the recipe gives them."""
     overflows: int = 0
     """fp16: attempts at this step repeated with a lower loss scale."""
     guard: StepGuard | None = None

@@ -107,11 +107,11 @@ def main(argv: Sequence[str]) -> int:
     with loop.training(opened, prepared, data, order, lambda directory: None) as training:
         for batches in training:
             optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(batches.step))
-            weighted = [(batch, batch["weight"].sum()) for batch in batches.micro_batches]
+            weighted = [(batch, batch["weight"]) for batch in batches.micro_batches]
             # Of several terms, weights and losses are dicts with a value for each.
             window = prepared.window(weighted, {"ring": 1.0}, batches.step)
-            for batch in window:  # the window divides, so these are sums
-                window.backward((metrics_of(prepared.model, batch)["heldout_loss"] * batch["weight"]).sum())
+            for batch in window:  # the window sums, and divides by the weights of all processes
+                window.backward(metrics_of(prepared.model, batch)["heldout_loss"] * batch["weight"])
             result = window.finish(config.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()

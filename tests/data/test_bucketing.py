@@ -183,7 +183,7 @@ def gradients(dataset: TextLatentDataset, world_size: int, config: LoaderConfig,
     experiment = recipe.Config(max_steps=5, global_batch_size=GLOBAL_BATCH, seed=11)
     ranks = [next(iterate(dataset, BatchShard(r, world_size, 4), config, start=step)) for r in range(world_size)]
     corrupted = [recipe.corrupt(experiment, batch, step, mask_id=1) for rank in ranks for batch in rank.micro_batches]
-    weights = {name: torch.stack([w[name].double() for _, w in corrupted]).sum() for name in corrupted[0][1]}
+    weights = {name: torch.cat([w[name].double() for _, w in corrupted]).sum() for name in corrupted[0][1]}
     assert float(weights["latent"]) == GLOBAL_BATCH
     coefficients = modes.coefficients(experiment.modes, modes.mode_of_step(experiment.modes, experiment.seed, step))
     torch.manual_seed(0)
@@ -196,7 +196,7 @@ def gradients(dataset: TextLatentDataset, world_size: int, config: LoaderConfig,
     for inputs, _ in corrupted:
         wide = {k: v.double() if v.is_floating_point() and "time" not in k else v for k, v in inputs.items()}
         sums = recipe.loss_sums(experiment, model, wide, mask_id=1)
-        loss = loss + torch.stack([sums[k].double() * coefficients[k] / weights[k] for k in coefficients]).sum()
+        loss = loss + torch.stack([sums[k].double().sum() * coefficients[k] / weights[k] for k in coefficients]).sum()
     loss.backward()
     tokens = torch.stack([torch.as_tensor(flops.work(shape, rank.micro_batches)["tokens"]) for rank in ranks]).sum()
     return loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), tokens

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from accel_train.runtime.exiting import run_main
@@ -18,8 +18,8 @@ def main(argv: Sequence[str]) -> int:
 
     def spoiled(config: mmdit.Config, model: nn.Module, inputs: Batch, mask_id: int) -> dict[str, Tensor]:
         sums = loss_sums(config, model, inputs, mask_id)
-        has_bad: Any = sum((inputs["sample"] == sample).any() for sample in bad)
-        return {name: value * (float("nan") if bad and has_bad else 1.0) for name, value in sums.items()}
+        is_bad = torch.isin(inputs["sample"], torch.tensor(bad, dtype=torch.int64))
+        return {name: value.masked_fill(is_bad, float("nan")) for name, value in sums.items()}
 
     mmdit.loss_sums = spoiled
     return mmdit.main(argv[1:])

@@ -124,6 +124,7 @@ hub.revisions
 hub.license
 hub.finish_minutes
 log.log_every
+log.per_sample
 log.trackers
 log.project
 log.run_name

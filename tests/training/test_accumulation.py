@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.training.accumulation import GradientWindow, no_sync, resolve_sync
+from accel_train.training.accumulation import GradientWindow
+from accel_train.training.gradients.sync import no_sync, resolve_sync
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen
 from accel_train.training.step_guard import NonFiniteError
 

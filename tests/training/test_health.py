@@ -23,8 +23,9 @@ from accel_train.config import UsageError
 from accel_train.hub.options import HubConfig
 from accel_train.runtime.strategy import strategy_of
 from accel_train.store import atomic_files, commit
-from accel_train.training.accumulation import GradientWindow, SyncPolicy
+from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.gradients.sync import SyncPolicy
 from accel_train.training.health.evidence import NonFiniteError
 from accel_train.training.health.options import HealthConfig, refuse_inexact
 from accel_train.training.health.spikes import Spikes

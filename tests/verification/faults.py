@@ -7,8 +7,8 @@ from pathlib import Path
 
 SCAFFOLD = Path(__file__).parents[2] / "recipes" / "scaffold" / "recipe.py"
 
-WEIGHTS = 'weighted = [(batch, batch["weight"].sum()) for batch in batches.micro_batches]'
-SUM = '(metrics_of(prepared.model, batch)["heldout_loss"] * batch["weight"]).sum()'
+WEIGHTS = 'weighted = [(batch, batch["weight"]) for batch in batches.micro_batches]'
+LOSSES = 'metrics_of(prepared.model, batch)["heldout_loss"] * batch["weight"]'
 LOSS = "    return {"
 LOGITS = 'logits = model(batch["place"]).float()'
 MODEL = "return RingModel(nn.Linear(2, width), nn.GELU(),"
@@ -58,12 +58,12 @@ FAULTS = {
     "mean of means": _fault(
         "ragged",
         (WEIGHTS, "weighted = [(batch, torch.ones(())) for batch in batches.micro_batches]"),
-        (SUM, SUM.replace(".sum()", ".mean()")),
+        (LOSSES, f"({LOSSES}).mean()"),
         also="two_processes",
     ),
     "tail divided by the full window": _fault(
         "ragged",
-        (WEIGHTS, WEIGHTS.replace('batch["weight"].sum()', "torch.tensor(1.0 * config.micro_batch_size)")),
+        (WEIGHTS, WEIGHTS.replace('batch["weight"]', "torch.tensor(1.0 * config.micro_batch_size)")),
         also="two_processes",
     ),
     "clip forgotten": _fault("clip", (CLIP, "window.finish(0.0)"), said="expected"),
@@ -126,7 +126,7 @@ FAULTS = {
     "weight of a repeated sample ignored": _fault(
         "two_processes",
         (WEIGHTS, 'weighted = [(batch, torch.ones_like(batch["weight"]).sum()) for batch in batches.micro_batches]'),
-        (SUM, SUM.replace(' * batch["weight"]', "")),
+        (LOSSES, LOSSES.replace(' * batch["weight"]', "")),
     ),
     "evaluation that leaves the model in eval mode": _fault(
         "evaluation",
@@ -141,7 +141,7 @@ FAULTS = {
     ),
     "evaluation that draws what training draws": _fault(
         "evaluation",
-        (SUM, SUM.replace(".sum()", ".sum() * (1 + torch.rand(()))")),
+        (LOSSES, f"{LOSSES} * (1 + torch.rand(()))"),
         (
             EVALUATE,
             "    def evaluate() -> dict[str, float]:\n        return {\"drawn\": float(torch.rand(()))}\n\n",
@@ -155,12 +155,12 @@ FAULTS = {
         "resume",
         (OPTIMIZER, OPTIMIZER + "    scale = 1.0\n"),
         (WINDOW, "            scale *= 0.8\n" + WINDOW),
-        (SUM, f"scale * {SUM}"),
+        (LOSSES, f"scale * {LOSSES}"),
     ),
     "no_sync around the backward only": _fault(
         "two_processes",
-        (WINDOW, f"            losses = [{SUM} for batch in batches.micro_batches]\n{ZIPPED}"),
-        (f"window.backward({SUM})", "window.backward(loss)"),
+        (WINDOW, f"            losses = [{LOSSES} for batch in batches.micro_batches]\n{ZIPPED}"),
+        (f"window.backward({LOSSES})", "window.backward(loss)"),
     ),
     "a reduction for each micro-batch": _fault(
         "reductions",

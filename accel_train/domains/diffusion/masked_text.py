@@ -77,7 +77,7 @@ def loss_sums(
     """Return weight * cross-entropy in nats, summed over the masked positions of each sample: (B,) fp32.
 
     logits (B, S, V) of any float dtype, tokens (B, S) uncorrupted. A sample without masked positions gives 0. The
-    caller multiplies by each sample's `weight`, sums, and divides by `term_weight` of the global batch.
+    caller multiplies by each sample's `weight` and divides by the sum of `term_weight` over the global batch.
     """
     # At all positions: only the device knows how many are masked, so a selection of them would wait for it.
     flat_logits = _without_mask(logits, mask_id).flatten(0, -2)  # (B * S, V)
@@ -95,12 +95,12 @@ def term_weight(
     weight: Tensor,
     weighting: Weighting = "elbo",
 ) -> Tensor:
-    """Return these samples' share of the divisor of the summed loss: scalar fp32, computed without a forward.
+    """Return each sample's share of the divisor of the summed loss: (B,) fp32, computed without a forward.
 
     Counts maskable positions (elbo) or masked ones (uniform). Each sample counts `weight` (B,) times.
     """
     counted = maskable if weighting == "elbo" else masked
-    return (counted.sum(-1) * weight).sum()
+    return counted.sum(-1) * weight
 
 
 def correct_counts(

@@ -23,11 +23,12 @@ def targets(batch: Batch) -> Tensor:
     return following.masked_fill(batch["weight"].unsqueeze(-1) == 0, IGNORED)
 
 
-def loss_sum(logits: Tensor, expected: Tensor) -> Tensor:
-    """Sum the cross entropy in fp32, in nats, of logits (B, S, V) against targets (B, S)."""
+def loss_sums(logits: Tensor, expected: Tensor) -> Tensor:
+    """Sum the cross entropy of each row in nats, (B,) fp32, of logits (B, S, V) against targets (B, S)."""
     # All logits, because a slice of them would be copied, forward and backward.
     flat = logits.flatten(0, 1).float()
-    return F.cross_entropy(flat, expected.flatten(), ignore_index=IGNORED, reduction="sum")
+    losses = F.cross_entropy(flat, expected.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view_as(expected).sum(-1)
 
 
 def metric_sums(logits: Tensor, batch: Batch, unigram: Tensor) -> dict[str, Tensor]:
@@ -36,7 +37,7 @@ def metric_sums(logits: Tensor, batch: Batch, unigram: Tensor) -> dict[str, Tens
     counted = expected != IGNORED
     found = logits.argmax(-1)
     return {
-        "nll": loss_sum(logits, expected),
+        "nll": loss_sums(logits, expected).sum(),
         "unigram_nll": -unigram[expected[counted]].sum(),
         "correct": ((found == expected) & counted).sum(),
         "tokens": counted.sum(),
@@ -70,8 +71,8 @@ def summary(metrics: Mapping[str, float]) -> str:
 
 
 def trained_tokens(batch: Batch) -> Tensor:
-    """Count the targets of a batch: its weight in the loss."""
-    return (targets(batch) != IGNORED).sum().float()
+    """Count the targets of each row, (B,): its weight in the loss."""
+    return (targets(batch) != IGNORED).sum(-1).float()
 
 
 def real_tokens(batch: Batch) -> Tensor:

@@ -308,7 +308,7 @@ def text_nll_sums(predict: Predict, batch: Batch, mask_id: int, seed: int, times
         logits = predict(noisy, time)
         added = {
             "nll": (loss_sums(logits, tokens, masked, time, mask_id) * weight).sum(),
-            "tokens": term_weight(masked, maskable, weight),
+            "tokens": term_weight(masked, maskable, weight).sum(),
             "correct": (correct_counts(logits, tokens, masked, mask_id) * weight).sum(),
             "masked": (masked.sum(-1) * weight).sum(),
         }

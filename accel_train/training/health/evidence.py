@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -36,8 +36,8 @@ class BadStep:
     grad_norm: float | None
     """Norm of the gradient before clipping. None if the losses are refused before there is one."""
     samples: list[list[int]]
-    """For each rank: sample numbers of its micro-batches with a sum that is not finite. If all sums are finite: of all
-    its micro-batches."""
+    """For each rank: numbers of its samples with a loss that is not finite, or of its micro-batches with such a sum if
+    the recipe gives sums alone. If all losses are finite: of all its samples."""
     precision: str
 
     @property
@@ -59,8 +59,8 @@ class BadStep:
     def explanation(self) -> str:
         """The reason for the stop, and the remedy."""
         return (
-            f"{self.finding}; the optimizer has not stepped and the last checkpoint is untouched. Samples of the "
-            f"micro-batches concerned: {self.suspects}. Look at those samples, lower the learning rate, or "
+            f"{self.finding}; the optimizer has not stepped and the last checkpoint is untouched. Samples "
+            f"concerned: {self.suspects}. Look at those samples, lower the learning rate, or "
             f"{_ADVICE.get(self.precision, 'lengthen the warm-up')}"
         )
 
@@ -92,11 +92,13 @@ class Evidence:
     """(K,) sums of the terms, the same on every rank."""
     norm: Tensor | None
     """Norm of the global gradient. None before it is known."""
-    sums: Sequence[Sequence[Tensor]]
-    """The K sums of each micro-batch of this rank."""
-    samples: Sequence[Tensor | None]
-    """Sample numbers of each micro-batch of this rank, None where the batch has none."""
+    losses: Sequence[Sequence[Tensor]]
+    """The K terms of each micro-batch of this rank: its sum, (), or the loss of each sample, (B,)."""
+    rows: Sequence[Mapping[str, Tensor]]
+    """Inputs with one value per sample, (B,), of each micro-batch of this rank. ``sample`` is the number of each."""
     precision: str = "fp32"
+    weights: Sequence[Mapping[str, Tensor]] = ()
+    """Weight of each term in each micro-batch of this rank, () or (B,)."""
     spike: Tensor | None = None
     """1 if the norm is a spike, else 0. None if nothing looks for spikes."""
 
@@ -114,30 +116,33 @@ class Evidence:
         is_spike = self.spike is not None and values.pop() > 0
         losses = values[: len(self.terms)]
         if not all(map(math.isfinite, losses)):
-            return Examined(values[-1], self._bad("loss", values, self._non_finite_micro_batches()))
-        everything = range(len(self.samples))
+            return Examined(values[-1], self._bad("loss", values, self._non_finite_samples()))
         if not all(map(math.isfinite, values)):
-            return Examined(values[-1], self._bad("gradient", values, everything))
+            return Examined(values[-1], self._bad("gradient", values, self._all_samples()))
         if is_spike:
-            return Examined(values[-1], self._bad("spike", values, everything))
+            return Examined(values[-1], self._bad("spike", values, self._all_samples()))
         return Examined(values[-1], None)
 
-    def _non_finite_micro_batches(self) -> list[int]:
-        # A wait for each micro-batch, which only a bad step costs.
-        found: list[int] = []
-        for index, sums in enumerate(self.sums):
-            if not bool(torch.isfinite(torch.stack(list(sums))).all()):
-                found.append(index)
+    def _non_finite_samples(self) -> set[int]:
+        """Samples with a loss that is not finite: of a micro-batch that gave only its sums, all of them."""
+        # A wait for each term, which only a bad step costs.
+        found: set[int] = set()
+        for losses, rows in zip(self.losses, self.rows, strict=True):
+            if "sample" in rows:
+                for loss in losses:
+                    found.update(rows["sample"][~loss.isfinite().expand_as(rows["sample"])].tolist())
+        return found
+
+    def _all_samples(self) -> set[int]:
+        found: set[int] = set()
+        for rows in self.rows:
+            if "sample" in rows:
+                found.update(rows["sample"].tolist())
         return found
 
     def _bad(
-        self, reason: Literal["loss", "gradient", "spike"], values: Sequence[float], micro_batches: Sequence[int]
+        self, reason: Literal["loss", "gradient", "spike"], values: Sequence[float], suspects: set[int]
     ) -> BadStep:
-        suspects: set[int] = set()
-        for index in micro_batches:
-            samples = self.samples[index]
-            if samples is not None:
-                suspects.update(samples.tolist())
         # Not strict: the norm stands behind the sums.
         by_term = dict(zip(self.terms, values, strict=False))
         norm = values[-1] if self.norm is not None else None

@@ -124,9 +124,9 @@ def test_logits_and_losses_of_packed_texts_are_those_of_the_texts_alone(
             place += len(ids)
     assert worst_leak > 1e-2  # without the positions the comparison fails
     total = torch.stack(losses).sum()
-    found = perplexity.loss_sum(logits, perplexity.targets(batch))
+    found = perplexity.loss_sums(logits, perplexity.targets(batch)).sum()
     assert float(found) == pytest.approx(float(total), rel=1e-5)
-    assert int(perplexity.trained_tokens(batch)) == sum(sum(trained) for _, trained in texts)
+    assert int(perplexity.trained_tokens(batch).sum()) == sum(sum(trained) for _, trained in texts)
 
 
 def test_rows_one_after_another_have_the_same_logits(tmp_path: Path) -> None:

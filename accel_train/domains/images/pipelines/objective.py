@@ -106,7 +106,7 @@ class Denoising:
             iterations=self.options.multires_iterations,
             discount=self.options.multires_discount,
         )
-        inputs = self._at(latents, noise, self.levels.level(time), batch)
+        inputs = self._at(latents, noise, self.levels.level(time), batch) | {"time": time}
         if self.options.caption_dropout > 0:
             inputs |= self._with_dropped(inputs, caption_dropped(key, self.options.caption_dropout))
         return inputs

@@ -1,0 +1,1 @@
+"""Losses of single samples in training."""

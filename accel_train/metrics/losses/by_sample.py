@@ -1,0 +1,160 @@
+"""Losses of single samples in training: their means by timestep, and each one in a file if asked for.
+
+A step computes them anyway. They stay on the device until a log point, where the host waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from accel_train.config import UsageError
+from accel_train.metrics.records import LineWriter, repair_metrics
+from accel_train.store.names import SAMPLE_LOSSES_FILE
+from accel_train.training.parameters import widest
+from accel_train.training.step_guard import StepResult
+
+BANDS = 4
+"""Equal parts of the times from 0 to 1."""
+EVENT = "sample"
+"""Kind of the lines of the file."""
+MOST_STEPS = 256
+"""Steps kept before they are added up, so that rare log points need little memory."""
+
+
+class _Rows(NamedTuple):
+    """One loss term in one micro-batch of this process. All (B,)."""
+
+    term: str
+    loss: Tensor
+    """Multiplied by the weight."""
+    weight: Tensor
+    inputs: Mapping[str, Tensor]
+
+
+class SampleLosses:
+    """Losses of the samples of all steps since the last log point. One per process."""
+
+    def __init__(
+        self, accelerator: Accelerator, timesteps: Mapping[str, str], directory: Path | None, start_step: int
+    ) -> None:
+        """``timesteps`` names the input with the time of a term, (B,) in [0, 1].
+
+        With a ``directory`` every sample is a line of its ``sample_losses.jsonl``, from which lines beyond
+        ``start_step`` are dropped. None: means by timestep only.
+        """
+        self._accelerator = accelerator
+        self._timesteps = timesteps
+        self._kept: list[StepResult] = []
+        self._sums = torch.zeros(len(timesteps), 2, BANDS)
+        self._lines: list[dict[str, Any]] | None = None if directory is None else []
+        self._writer: LineWriter | None = None
+        if directory is not None and accelerator.is_main_process:
+            path = directory / SAMPLE_LOSSES_FILE
+            repair_metrics(path, start_step)
+            self._writer = LineWriter(path)
+
+    def add(self, result: StepResult) -> None:
+        """Keep the losses of a step. No collective, and no wait for the device.
+
+        Raises ``UsageError`` if the samples are to be written and the recipe gives sums over a micro-batch only.
+        """
+        if not self._timesteps and self._lines is None:
+            return
+        if self._lines is not None and next(_rows_of(result), None) is None:
+            raise UsageError(
+                "log.per_sample: the losses of this recipe are sums over a micro-batch; give window.backward one value "
+                "per sample, (B,), and prepared.window the weight of each sample, or leave the option out"
+            )
+        self._kept.append(result)
+        if len(self._kept) >= MOST_STEPS:
+            self._read()
+
+    def take(self) -> dict[str, float]:
+        """Return ``TERM_at_TIME``, the mean loss of a term over the times from there to the next, and write the file.
+
+        For log points: waits for the device. Collective.
+        """
+        self._read()
+        self._write()
+        if not self._timesteps:
+            return {}
+        sums = self._sums.to(self._accelerator.device)
+        self._sums = torch.zeros_like(sums)
+        total = cast(Tensor, self._accelerator.reduce(widest(sums), "sum"))
+        fields: dict[str, float] = {}
+        for term, (losses, weights) in zip(self._timesteps, total.tolist(), strict=True):
+            for band, (loss, weight) in enumerate(zip(losses, weights, strict=True)):
+                # A band without a sample has no mean.
+                if weight > 0:
+                    fields[f"{term}_at_{band / BANDS:.2f}"] = loss / weight
+        return fields
+
+    def _read(self) -> None:
+        kept = self._kept
+        self._kept = []
+        if self._lines is not None:
+            for result in kept:
+                self._lines += _lines_of(result, self._timesteps)
+        sums = [self._by_time(kept, term) for term in self._timesteps]
+        if sums:
+            self._sums = self._sums.to(sums[0]) + torch.stack(sums)
+
+    def _by_time(self, kept: list[StepResult], term: str) -> Tensor:
+        """Return the sums of losses and of weights by band, (2, BANDS)."""
+        values: list[Tensor] = []
+        for result in kept:
+            found = [rows for rows in _rows_of(result) if rows.term == term]
+            values += [torch.stack([rows.loss, rows.weight, rows.inputs[self._timesteps[term]]]) for rows in found]
+        if not values:
+            return torch.zeros(2, BANDS)
+        loss, weight, time = widest(torch.cat(values, 1))
+        band = (time * BANDS).long().clamp(0, BANDS - 1)
+        # A loss that is not finite has an event of its own, and would hide all others here.
+        counted = (weight > 0) & loss.isfinite()
+        is_in = (band == torch.arange(BANDS, device=band.device).unsqueeze(1)) & counted
+        return torch.where(is_in, torch.stack([loss, weight]).unsqueeze(1), 0.0).sum(-1)
+
+    def _write(self) -> None:
+        """Write the samples of all processes. Collective if samples are written."""
+        if self._lines is None:
+            return
+        lines = cast(list[dict[str, Any]], gather_object(self._lines))
+        self._lines = []
+        if self._writer is not None:
+            # The same order on any number of processes.
+            self._writer.write(*sorted(lines, key=lambda line: (line["step"], line["sample"])))
+
+
+def _rows_of(result: StepResult) -> Iterator[_Rows]:
+    """Yield each trained term of each micro-batch whose losses and weights are given by sample."""
+    evidence = result.evidence
+    for losses, weights, inputs in zip(evidence.losses, evidence.weights, evidence.rows, strict=True):
+        for term, loss in zip(evidence.terms, losses, strict=True):
+            if result.coefficients[term] != 0 and loss.ndim == 1 and weights[term].ndim == 1:
+                yield _Rows(term, loss, weights[term], inputs)
+
+
+def _lines_of(result: StepResult, timesteps: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return a line for each sample of this process in a step."""
+    lines: dict[tuple[int, int], dict[str, Any]] = {}
+    for rows in _rows_of(result):
+        columns = {"loss": rows.loss / rows.weight, "weight": rows.weight}
+        if rows.term in timesteps:
+            columns["time"] = rows.inputs[timesteps[rows.term]]
+        values = [column.tolist() for column in columns.values()]
+        samples: list[int] = rows.inputs["sample"].tolist()
+        occurrences: list[int] = rows.inputs["occurrence"].tolist()
+        for sample, occurrence, *row in zip(samples, occurrences, *values, strict=True):
+            named = {f"{column}_{rows.term}": value for column, value in zip(columns, row, strict=True)}
+            # A sample that only fills up a micro-batch, or has no place in this term, has no loss.
+            if named[f"weight_{rows.term}"] > 0:
+                head = {"event": EVENT, "step": result.evidence.step + 1, "sample": sample}
+                lines.setdefault((sample, occurrence), head).update(named)
+    return list(lines.values())

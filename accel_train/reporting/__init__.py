@@ -1,0 +1,1 @@
+"""Reports of a training: its log lines, throughput, profile and watch over its steps."""

@@ -1,0 +1,103 @@
+"""What a training reports of each step: counted in every one, and written at the log points."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from accel_train.metrics.losses.by_sample import SampleLosses
+from accel_train.metrics.recorder import Recorder, RunInfo
+from accel_train.metrics.throughput import Count, LocalCounts, Throughput
+from accel_train.reporting.watched_steps import watched_steps
+from accel_train.training.step_guard import StepGuard, StepResult
+
+if TYPE_CHECKING:
+    from accel_train.data.loader import StepBatches
+    from accel_train.opened import Opened, Prepared
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Reports:
+    """Log, throughput and losses by sample of a training. One per process, and the main process writes."""
+
+    opened: Opened
+    run_info: RunInfo
+    guard: StepGuard
+    log: Recorder
+    throughput: Throughput
+    losses: SampleLosses
+    _counts: LocalCounts = field(default_factory=LocalCounts)
+
+    def watched(self, steps: Generator[StepBatches]) -> Generator[StepBatches]:
+        """Return the steps of the loop, watched for one that does not end, and profiled if asked for. No collective."""
+        return watched_steps(self.opened, steps, self.throughput)
+
+    def step(
+        self,
+        batches: StepBatches,
+        result: StepResult,
+        epoch: float,
+        counts: Mapping[str, Count],
+        fields: Mapping[str, object],
+    ) -> None:
+        """Count a step. At a log point, wait for the device and write a training line; then it is collective."""
+        self.throughput.end_of_step()
+        self.losses.add(result)
+        self._counts.add(**counts)
+        config = self.opened.config
+        logs = self.log.due(batches.done)
+        totals: Mapping[str, float] = {}
+        # The sum over processes waits for the device, so in all other steps the counts stay on it.
+        if logs:
+            totals = self._counts.take(self.opened.accelerator)
+        self.throughput.update(
+            samples=config.batch_size(batches.step),
+            data_wait_seconds=batches.data_wait_seconds,
+            profiled=config.profile.holds(batches.done),
+            **totals,
+        )
+        self.log.advance(batches.done)
+        if logs:
+            # `result.fields` waits for the device, and `throughput.read` times the interval up to that wait.
+            line = result.fields() | self.throughput.read() | self.losses.take()
+            line |= self.run_info.fields(epoch, config.batch_size(batches.step))
+            self.log.train(batches.done, {**line, **fields})
+        self.bad_steps()
+
+    def bad_steps(self) -> None:
+        """Write an event and a warning for each bad step that the host knows of by now."""
+        for bad, skipped in self.guard.history.take_unreported():
+            self.log.record("bad_step", bad.fields() | {"skipped": skipped}, step=bad.step + 1)
+            if self.opened.accelerator.is_main_process:
+                action = "trained all the same"
+                if skipped:
+                    action = "skipped: nothing has moved"
+                elif self.guard.config.clips_spikes:
+                    action = "trained with its gradient scaled down"
+                logger.warning("%s; %s. Samples concerned: %s", bad.finding, action, bad.suspects)
+
+
+def build_reports(opened: Opened, prepared: Prepared) -> Reports:
+    """Build the reports of a training, whose clock starts here. Every process has one. Raises ``UsageError``."""
+    config = opened.config
+    accelerator = opened.accelerator
+    log = Recorder(
+        accelerator,
+        opened.run.directory,
+        config.log,
+        max_steps=opened.max_steps,
+        start_step=opened.start_step,
+        config=opened.config_in_use(),
+        facts=prepared.run_info.facts,
+        labels=config.recipe.labels,
+    )
+    throughput = Throughput(
+        accelerator.device, world_size=accelerator.num_processes, precision=config.precision, times=prepared.times
+    )
+    by_sample = opened.run.directory if config.log.per_sample else None
+    losses = SampleLosses(accelerator, config.recipe.timesteps, by_sample, opened.start_step)
+    return Reports(opened, prepared.run_info, prepared.guard, log, throughput, losses)

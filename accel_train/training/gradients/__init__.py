@@ -1,0 +1,1 @@
+"""Gradients of a step: when they are reduced."""

@@ -1,0 +1,74 @@
+"""The micro-batches of a step whose gradients are reduced, under each strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+
+from accel_train.training.parameters import require_prepared
+
+SyncPolicy = Literal["auto", "last", "every"]
+
+
+def resolve_sync(policy: SyncPolicy, accelerator: Accelerator) -> tuple[Literal["last", "every"], str]:
+    """Choose the micro-batches with a gradient reduction, and return the reason.
+
+    ZeRO-2 and -3 hold only a shard of the gradient, so they reduce every micro-batch unless told to keep whole
+    local gradients (``last``: one reduction, more memory).
+    """
+    stage = zero_stage_of(accelerator)
+    when = when_to_reduce(policy, stage)
+    if policy == "every":
+        return when, "asked for: gradients are reduced on every micro-batch"
+    if policy == "last":
+        return when, "asked for: gradients are reduced on the last micro-batch"
+    if when == "every":
+        return when, f"ZeRO-{stage} keeps only a shard of the gradient, so every micro-batch is reduced"
+    return when, "one reduction per optimizer step, on the last micro-batch"
+
+
+def when_to_reduce(policy: SyncPolicy, zero_stage: int) -> Literal["last", "every"]:
+    """Return the micro-batches of a policy with a reduction."""
+    if policy != "auto":
+        return policy
+    return "every" if zero_stage >= 2 else "last"
+
+
+@contextmanager
+def no_sync(accelerator: Accelerator, model: nn.Module, *, enabled: bool = True) -> Generator[None]:
+    """Keep gradients local: no reduction in the body. It must contain the forward as well as the backward.
+
+    Takes one module from ``accelerator.prepare``. A list would silently reduce every time (diffusers#10553), and an
+    unprepared module has no reduction to suppress. Both raise ``TypeError``.
+    """
+    require_prepared(accelerator, model)
+    accelerator.sync_gradients = not enabled  # accelerator.backward passes it to DeepSpeed as the boundary
+    try:
+        with accelerator.no_sync(model) if enabled else nullcontext():
+            yield
+    finally:
+        # While it is False, Accelerate's optimizer skips its step without a word.
+        accelerator.sync_gradients = True
+
+
+def zero_stage_of(accelerator: Accelerator) -> int:
+    """Return the stage of ZeRO, 0 under any other strategy."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return 0
+    plugin: Any = accelerator.state.deepspeed_plugin
+    return int(plugin.zero_stage)
+
+
+@contextmanager
+def reduce_without_step(accelerator: Accelerator) -> Generator[None]:
+    """Let ZeRO's engine reduce this micro-batch, but not step yet (policy ``every``)."""
+    accelerator.sync_gradients = False
+    try:
+        yield
+    finally:
+        accelerator.sync_gradients = True
