@@ -153,6 +153,7 @@ class Training:
             self._called = set()
             self._metrics = {}
             self.done = batches.done
+            self.reports.begin_step(batches.done)
             # Without any weight the gradient is 0, but momentum and weight decay would still move the weights.
             self.guard.leaves_out = self.measure is not None or leaving_out.has_no_weight(self.order, batches.step)
             yield batches

@@ -30,6 +30,13 @@ class LogConfig:
     """Write the loss of each sample of each step to sample_losses.jsonl, with its weight and its time: about 100 bytes
     per sample, at the log points, which take longer by its size."""
 
+    grad_norms: Literal["parts", "blocks", "none"] = "parts"
+    """Norm of the gradient by part of the model, in training lines. blocks: repeated blocks one by one. Not under ZeRO,
+    whose engine keeps the gradients to itself."""
+    update_ratios: bool = False
+    """Size of the update over the size of the weights, by the same parts: about 1e-3 is usual. Takes a copy of the
+    trained weights in the steps of log points."""
+
     trackers: tuple[str, ...] = ()
     """Trackers beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, swanlab, or another one of Accelerate. Each
     needs its package. A missing one stops the run before training."""

@@ -7,7 +7,8 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from accel_train.metrics.losses.by_sample import SampleLosses
+from accel_train.metrics.details.by_part import PartNorms
+from accel_train.metrics.details.by_sample import SampleLosses
 from accel_train.metrics.recorder import Recorder, RunInfo
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
 from accel_train.reporting.watched_steps import watched_steps
@@ -30,11 +31,17 @@ class Reports:
     log: Recorder
     throughput: Throughput
     losses: SampleLosses
+    norms: PartNorms
     _counts: LocalCounts = field(default_factory=LocalCounts)
 
     def watched(self, steps: Generator[StepBatches]) -> Generator[StepBatches]:
         """Return the steps of the loop, watched for one that does not end, and profiled if asked for. No collective."""
         return watched_steps(self.opened, steps, self.throughput)
+
+    def begin_step(self, done: int) -> None:
+        """Look at the weights before the step after which ``done`` steps are done, if it ends at a log point."""
+        if self.log.due(done):
+            self.norms.before()
 
     def step(
         self,
@@ -64,6 +71,7 @@ class Reports:
         if logs:
             # `result.fields` waits for the device, and `throughput.read` times the interval up to that wait.
             line = result.fields() | self.throughput.read() | self.losses.take()
+            line |= self.norms.take(result, line["grad_norm"])
             line |= self.run_info.fields(epoch, config.batch_size(batches.step))
             self.log.train(batches.done, {**line, **fields})
         self.bad_steps()
@@ -100,4 +108,5 @@ def build_reports(opened: Opened, prepared: Prepared) -> Reports:
     )
     by_sample = opened.run.directory if config.log.per_sample else None
     losses = SampleLosses(accelerator, config.recipe.timesteps, by_sample, opened.start_step)
-    return Reports(opened, prepared.run_info, prepared.guard, log, throughput, losses)
+    norms = PartNorms(accelerator, prepared.ema.view, config.log.grad_norms, ratios=config.log.update_ratios)
+    return Reports(opened, prepared.run_info, prepared.guard, log, throughput, losses, norms)

@@ -23,7 +23,14 @@ from accel_train.training.gradients.sync import SyncPolicy, no_sync, reduce_with
 from accel_train.training.health.evidence import Evidence
 from accel_train.training.health.leaving_out import leave_out
 from accel_train.training.parameters import clear_gradients, prepared_parameters, widest, without_gradients
-from accel_train.training.step_guard import StepGuard, StepResult, read_loss_scale, term_factor, write_loss_scale
+from accel_train.training.step_guard import (
+    GradientNorms,
+    StepGuard,
+    StepResult,
+    read_loss_scale,
+    term_factor,
+    write_loss_scale,
+)
 
 Batch = dict[str, Tensor]
 PLACES = {
@@ -125,6 +132,7 @@ class GradientWindow:
         self._sums: list[list[Tensor]] = []
         self._totals: Tensor | None = None
         self._norm: Tensor | None = None
+        self._gradient_norms: GradientNorms | None = None
 
     def _rehearsal(self) -> Iterator[Batch]:
         """Discarded backward, with its random draws: the first of a process under DDP (``_will_rebuild_buckets``)."""
@@ -256,6 +264,7 @@ class GradientWindow:
             weights=self.weights,
             grad_norm=norm,
             evidence=evidence,
+            gradient_norms=self._gradient_norms,
             overflows=self._overflows,
             guard=self.guard,
             all_overflows=self._count_overflows(),
@@ -308,6 +317,10 @@ class GradientWindow:
                 self.accelerator.scaler.unscale_(optimizer.optimizer)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateUsage]
+        measured = self._parameters
+        if len(gradients) < len(measured):
+            measured = [p for p in measured if p.grad is not None]
+        self._gradient_norms = GradientNorms(measured, norms)
         norm: Any = torch.linalg.vector_norm(torch.stack(list(norms)))
         if hasattr(norm, "full_tensor"):  # FSDP2: each rank has the norm of its shards
             norm = norm.full_tensor()

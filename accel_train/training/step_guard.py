@@ -9,10 +9,10 @@ host, which then waits for the device in every step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -212,6 +212,13 @@ class StepGuard:
             self._spikes.write(saved.get("grad_norms", []))
 
 
+class GradientNorms(NamedTuple):
+    """Norms of the gradients of single parameters: of this rank's shard, where it has a shard."""
+
+    parameters: Sequence[nn.Parameter]
+    norms: Sequence[Tensor]
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Losses and gradient norm of one optimizer step. Tensors stay on the device: reading them waits for it."""
@@ -226,6 +233,8 @@ class StepResult:
     """Norm of the global gradient before clipping."""
     evidence: Evidence
     """What this process has of the step: its losses by sample, where the recipe gives them."""
+    gradient_norms: GradientNorms | None = None
+    """Before clipping. None under ZeRO, whose engine keeps the gradients to itself."""
     overflows: int = 0
     """fp16: attempts at this step repeated with a lower loss scale."""
     guard: StepGuard | None = None

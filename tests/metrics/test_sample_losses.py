@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.metrics.losses.by_sample import SampleLosses
+from accel_train.metrics.details.by_sample import SampleLosses
 from accel_train.store.names import OF_A_RUN, SAMPLE_LOSSES_FILE
 from accel_train.training.accumulation import Batch, GradientWindow
 from accel_train.training.step_guard import NonFiniteError, StepResult

@@ -125,6 +125,8 @@ hub.license
 hub.finish_minutes
 log.log_every
 log.per_sample
+log.grad_norms
+log.update_ratios
 log.trackers
 log.project
 log.run_name

@@ -1,1 +1,0 @@
-"""Losses of single samples in training."""
