@@ -149,6 +149,7 @@ class Training:
 
         Raises ``RuntimeError`` if the previous step was not reported or saved.
         """
+        self.reports.throughput.start()
         for batches in self.steps:
             self._called = set()
             self._metrics = {}

@@ -100,6 +100,7 @@ def page(folder: Path) -> str:
     parts += ["", "## Pictures", "", *table_of("pictures", results)]
     parts += ["", "## Language models", "", *table_of("causal_lm", results)]
     parts += ["", "## The first second", "", STARTUP_WORDS, "", *table_of("startup", results)]
+    parts += ["", "## Metrics and health checks", "", *table_of("reporting", results)]
     parts += ["", "## Where these numbers come from", "", *origins(results)]
     return "\n".join(parts) + "\n"
 

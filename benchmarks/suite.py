@@ -37,6 +37,7 @@ SCRIPTS = {
     "pictures": "pictures_cpu.json",
     "causal_lm": "causal_lm_cpu.json",
     "startup": "startup_cpu.json",
+    "reporting": "reporting_cpu.json",
 }
 """Script, and the file it writes: C1 to C10 in order, then what has no target."""
 

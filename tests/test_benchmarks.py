@@ -48,6 +48,7 @@ LONG = {
     "pictures": "pictures",
     "causal_lm": "causal_lm",
     "startup": "startup",
+    "reporting": "reporting",
 }
 SMALL = Shape(64, 3, head_width=16, side=8, text_tokens=5, batch=2, text_width=24, pooled_width=12, channels=4)
 

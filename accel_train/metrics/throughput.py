@@ -141,6 +141,10 @@ class Throughput:
         self._flops = self._flops + flops
         self._profiled_steps += profiled
 
+    def start(self) -> None:
+        """Start the clock again, before the first step: what was set up since it was built is no part of one."""
+        self._restart(self._clock())
+
     def end_of_step(self) -> None:
         """End the last part of a step, before a log point, a save or an evaluation adds to it."""
         if self._times is not None:
