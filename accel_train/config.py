@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval
 
@@ -31,6 +31,11 @@ FractionBelowOne = Annotated[float, Interval(ge=0, lt=1)]
 """0 included, 1 excluded: betas, decays."""
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 """The range of numpy's seeds."""
+if TYPE_CHECKING:
+    # A config puts a number in the place of `auto` as soon as it is built.
+    MicroBatchSize = int
+else:
+    MicroBatchSize = PositiveInt | Literal["auto"]
 
 _ORIGINS = "_origins"
 _requested: dict[str, object] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from accel_train.checkpoints.policy import CheckpointConfig, RunOptions, of_this_start
-from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed, UsageError, expand_path, origin_of
+from accel_train.config import (
+    MicroBatchSize,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    UsageError,
+    expand_path,
+    origin_of,
+)
 from accel_train.data.options import BatchScheduleConfig, LoaderConfig
 from accel_train.hub.options import HubConfig, refuse_without_metric
 from accel_train.metrics.profiling.options import ProfileConfig
@@ -40,6 +50,7 @@ FREE_TO_CHANGE = (
     "compile",
     "offload_frozen",
     "out_of_memory",
+    "regrow_after",
     "distributed.gradient_as_bucket_view",
     "distributed.bucket_cap_mb",
     "distributed.static_graph",
@@ -114,8 +125,9 @@ class ExperimentConfig:
     """Seed of everything random: initial weights, data order, noise."""
     global_batch_size: PositiveInt = 64
     """Samples per optimizer step over all processes: part of the experiment. batch_schedule may change it later."""
-    micro_batch_size: PositiveInt = 64
-    """Samples per process per forward: part of the machine. Accumulation is derived from the two."""
+    micro_batch_size: MicroBatchSize = 64
+    """Samples per process per forward: part of the machine. Accumulation is derived from the two. auto: all samples
+    that a process has in a step, halved by out_of_memory until a step fits."""
     max_steps: PositiveInt | None = None
     """Total number of optimizer steps. Give this or max_epochs."""
     max_epochs: PositiveFloat | None = None
@@ -141,6 +153,9 @@ class ExperimentConfig:
     micro_batch_size and the same global batch. Without a checkpoint from step 0. Several processes need
     `accel-train launch`, torchrun's --max-restarts or a scheduler that starts them again (exit code 75). stop: end with
     the error."""
+    regrow_after: NonNegativeInt = 0
+    """Double a micro-batch that was halved after running out of memory, up to micro_batch_size, at the first save so
+    many steps later. Costs a restart. Each further try waits twice as long. 0: never."""
     sync: SyncPolicy = "auto"
     """When to reduce gradients: on the last micro-batch, on every one, or whichever suits the strategy (auto)."""
     resume: str = "auto"
@@ -287,4 +302,22 @@ class ExperimentConfig:
                 f"max_steps: {self.max_steps}, max_epochs: {self.max_epochs}: exactly one of the two is required; "
                 "set the other to None"
             )
+        self._resolve_micro_batch()
         refuse_without_metric(self.hub, self.checkpoints.best_metric)
+
+    def _resolve_micro_batch(self) -> None:
+        """Put a number in the place of ``auto``. Raises ``UsageError`` where nothing could reduce it."""
+        if self.out_of_memory == "stop" and self.regrow_after:
+            raise UsageError(
+                f"regrow_after: {self.regrow_after}: has no effect with out_of_memory: stop, which halves nothing; "
+                "give --out_of_memory halve, or leave it out"
+            )
+        if str(self.micro_batch_size) != "auto":
+            return
+        if self.out_of_memory == "stop":
+            raise UsageError(
+                "micro_batch_size: auto: out_of_memory: halve is required, which reduces it until a step fits; give "
+                "--out_of_memory halve, or a number"
+            )
+        share = math.ceil(self.global_batch_size / int(os.environ.get("WORLD_SIZE", "1")))
+        object.__setattr__(self, "micro_batch_size", share)

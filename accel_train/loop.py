@@ -25,7 +25,7 @@ from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import log_evaluation, write_report
 from accel_train.metrics.throughput import Count
-from accel_train.opened import Opened, Prepared, roll_back, run_out_of_memory, without_left_out
+from accel_train.opened import Opened, Prepared, double_micro_batch, roll_back, run_out_of_memory, without_left_out
 from accel_train.reporting.reports import Reports, build_reports
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED
@@ -139,6 +139,8 @@ class Training:
     _result: StepResult | None = None
     _metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of an evaluation after the current step."""
+    _saved: int | None = None
+    """The step of the last save."""
     _called: set[str] = field(default_factory=set[str])
 
     def __post_init__(self) -> None:
@@ -166,6 +168,8 @@ class Training:
                 self._save()
             if self.stopped or self._ended:
                 return
+            if self._saved == self.done:
+                double_micro_batch(self.opened, self.done, self.saver.finish)
 
     def report(
         self,
@@ -237,6 +241,7 @@ class Training:
         self.reports.bad_steps()
         with self.reports.throughput.pause():
             self.stopped = self.saver.save(self.done, self._metrics) or self.stopped
+        self._saved = self.done
 
 
 Observer = Callable[[Training, Prepared, MapDataset], AbstractContextManager[None]]

@@ -162,6 +162,28 @@ def run_out_of_memory(opened: Opened, log: Recorder, error: Exception, step: int
     ) from None
 
 
+def double_micro_batch(opened: Opened, done: int, commit: Callable[[], object]) -> None:
+    """Raise ``StartAgain`` with twice the micro-batch, if that is due after a save of step ``done``. Collective.
+
+    ``commit`` ends the save.
+    """
+    config = opened.config
+    smaller = smaller_micro_batch(config)
+    if done >= opened.max_steps or not out_of_memory.is_time_to_double(smaller, config.regrow_after, done):
+        return
+    assert smaller is not None, "without a record nothing is due"
+    commit()
+    # All have read the record before it changes, and no process may end before it is complete.
+    opened.accelerator.wait_for_everyone()
+    if opened.accelerator.is_main_process:
+        out_of_memory.record_double(opened.run.directory, smaller, done)
+    opened.accelerator.wait_for_everyone()
+    raise StartAgain(
+        f"{done - smaller.step} steps have had room with micro_batch_size {smaller.used}; the next start continues "
+        f"from step {done} with twice as many"
+    )
+
+
 def roll_back(opened: Opened, log: Recorder, error: NonFiniteError) -> None:
     """Raise ``StartAgain`` without the samples of a bad step, or add to ``error`` why not. Collective."""
     health = opened.config.health

@@ -34,6 +34,8 @@ from accel_train.wording import did_you_mean, nearest
 C = TypeVar("C")
 
 
+MICRO_BATCH = "micro_batch_size"
+"""An option whose value ``auto`` a config replaces by a number."""
 _DEFAULT = "default"
 """Origin of an option left at its default."""
 
@@ -94,6 +96,9 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     smoke = _smoke_values(base, flags) if is_smoke else {}
     replaced = _replaced(base, smoke, flags, source)
     changes = smoke | dict.fromkeys(replaced) | flags
+    if changes and tree.get(MICRO_BATCH) == "auto":
+        # Once more, because a flag may change the number that takes its place.
+        changes = {MICRO_BATCH: "auto", **changes}
     # Set before the flags are validated: a refusal is logged below this directory.
     set_requested_output_dir(changes.get("output_dir", getattr(base, "output_dir", None)))
     config = base

@@ -37,6 +37,8 @@ class SmallerMicroBatch(NamedTuple):
     asked: int
     used: int
     step: int
+    tries: int = 0
+    """How often it was doubled again so far."""
 
     def notice(self, directory: Path) -> str:
         """Return the log line of a start."""
@@ -59,13 +61,21 @@ def recorded(directory: Path, asked: int) -> SmallerMicroBatch | None:
 
     A record that cannot be read counts as none: the run then meets the same error once more, and records it again.
     """
+    record = _read(directory, asked)
+    if record is None or record.used == asked:
+        return None
+    return record
+
+
+def _read(directory: Path, asked: int) -> SmallerMicroBatch | None:
+    """Return the record also where the size asked for is in use again."""
     try:
         found = strict_json.read_object(directory / MICRO_BATCH_FILE, MAX_BYTES)
-        record = SmallerMicroBatch(*(int(found[name]) for name in SmallerMicroBatch._fields))
+        record = SmallerMicroBatch(*(int(found.get(name, 0)) for name in SmallerMicroBatch._fields))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     # Somebody who asks for another size has seen the record, and is obeyed.
-    if record.asked != asked or not 1 <= record.used < asked:
+    if record.asked != asked or not 1 <= record.used <= asked:
         return None
     return record
 
@@ -73,11 +83,33 @@ def recorded(directory: Path, asked: int) -> SmallerMicroBatch | None:
 def record_half(directory: Path, asked: int, used: int, step: int) -> SmallerMicroBatch:
     """Record half of the micro-batch in ``used`` for the next start. Any process that ran out may call it."""
     assert used > 1, "a micro-batch of one sample has no half"
-    record = SmallerMicroBatch(asked, used // 2, step)
+    earlier = _read(directory, asked)
+    record = SmallerMicroBatch(asked, used // 2, step, earlier.tries if earlier else 0)
+    _write(directory, record)
+    return record
+
+
+def is_time_to_double(record: SmallerMicroBatch | None, regrow_after: int, done: int) -> bool:
+    """Return True if so many steps were done since the one that ran out, or for 0 never.
+
+    Twice as many after each try, so that a run whose memory never suffices does not start again for ever.
+    """
+    if record is None or not regrow_after:
+        return False
+    return done - record.step >= regrow_after << record.tries
+
+
+def record_double(directory: Path, record: SmallerMicroBatch, step: int) -> SmallerMicroBatch:
+    """Record twice the micro-batch in use, at most the one asked for, for the next start. Main process."""
+    larger = SmallerMicroBatch(record.asked, min(2 * record.used, record.asked), step, record.tries + 1)
+    _write(directory, larger)
+    return larger
+
+
+def _write(directory: Path, record: SmallerMicroBatch) -> None:
     # Processes that run out in the same step write the same bytes, and one of them may find the rename already done.
     with suppress(FileNotFoundError):
         atomic_files.replace_json(directory / MICRO_BATCH_FILE, record._asdict())
-    return record
 
 
 def explain(used: int, step: int, *, global_batch_size: int) -> str:

@@ -1,4 +1,4 @@
-"""The scaffold recipe on a device with room for ROOM samples at once, beginning with step ROOM_FROM.
+"""The scaffold recipe on a device with room for ROOM samples at once, from step ROOM_FROM until ROOM_UNTIL.
 
 ROOM_IN says where a larger batch fails: ``forward``, ``backward`` (while it reduces gradients) or
 ``evaluation``. ROOM_RANK names the only process with so little room.
@@ -35,6 +35,7 @@ def patched() -> Any:
     room = int(os.environ["ROOM"])
     place = os.environ.get("ROOM_IN", "forward")
     first = int(os.environ.get("ROOM_FROM", "0"))
+    end = int(os.environ.get("ROOM_UNTIL", str(1 << 30)))
     of_this_rank = os.environ.get("ROOM_RANK", os.environ.get("RANK", "0")) == os.environ.get("RANK", "0")
     step = [0]
     begin = GradientWindow.__init__
@@ -47,7 +48,7 @@ def patched() -> Any:
     def limited(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         trains = torch.is_grad_enabled()
         is_there = trains == (place != "evaluation")
-        if of_this_rank and is_there and step[0] >= first and len(batch["place"]) > room:
+        if of_this_rank and is_there and first <= step[0] < end and len(batch["place"]) > room:
             if place != "backward":
                 out_of_memory()
             # Its gradient comes last: those of the layers are on their way to the other process.

@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from accel_train.config import UsageError
+from accel_train.experiment_options import ExperimentConfig
 from accel_train.metrics.records import read_metrics
+from accel_train.options.loading import load_config
 from accel_train.speed import out_of_memory
 from accel_train.store.names import MICRO_BATCH_FILE
 from accel_train.watching.html_report.events import events_of
@@ -101,8 +105,76 @@ def test_after_a_save_it_goes_on_from_there(tmp_path: Path, with_four: Path, pla
     rerun = ["out of memory", "restart"]
     assert kinds(directory) == ["start", *rerun, *rerun, "evaluation", "end"], "the report knows no crash"
     # The next start knows it, and somebody who asks for another size is obeyed.
-    assert out_of_memory.recorded(directory, 16) == (16, 4, 6)
+    assert out_of_memory.recorded(directory, 16) == (16, 4, 6, 0)
     assert out_of_memory.recorded(directory, 12) is None
+
+
+@pytest.mark.fault("F51", injected="out of memory for a few steps only", outcome="doubled again at a save")
+def test_it_grows_again_where_there_is_room(tmp_path: Path, with_four: Path) -> None:
+    directory = tmp_path / "run"
+    done = run(directory, "--regrow_after", "3", ROOM="4", ROOM_FROM="2", ROOM_UNTIL="4")
+    assert done.returncode == 0, done.stdout
+    assert "3 steps have had room with micro_batch_size 4; the next start continues from step 6" in done.stdout
+    assert sizes_of_starts(directory) == [16, 8, 4, 8]
+    assert losses(directory).keys() == losses(with_four).keys()
+    assert largest_difference(directory, with_four) < 1e-6
+    # The next try would come twice as many steps later.
+    assert out_of_memory.recorded(directory, 16) == (16, 8, 6, 1)
+
+
+def test_it_does_not_grow_again_and_again(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    flags = ("--regrow_after", "2", "--max_steps", "14", "--checkpoints.save_every", "2")
+    done = run(directory, *flags, ROOM="4", ROOM_FROM="5")
+    assert done.returncode == 0, done.stdout
+    # Out in step 6, once more in step 9, and four steps later are step 14, the last.
+    assert sizes_of_starts(directory) == [16, 8, 4, 8, 4]
+    assert [(step, size) for step, size, *_ in ran_out(directory)] == [(6, 16), (6, 8), (9, 8)]
+
+
+@pytest.mark.distributed
+def test_two_processes_grow_again_together(tmp_path: Path, with_four: Path) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(f"num_machines: 1\nnum_processes: 2\n{LAUNCH_FILES['ddp']}")
+    launcher = ("-m", "accel_train.cli", "rehearse", "--config_file", str(file))
+    directory = tmp_path / "run"
+    room = {"ROOM": "4", "ROOM_FROM": "2", "ROOM_UNTIL": "4", "ROOM_RANK": "1"}
+    done = run(directory, "--regrow_after", "3", "--micro_batch_size", "auto", launcher=launcher, **room)
+    assert done.returncode == 0, done.stdout
+    # Half of the global batch at first.
+    assert sizes_of_starts(directory) == [8, 4, 8]
+    assert largest_difference(directory, with_four) < 1e-6
+
+
+def test_auto_is_the_share_of_a_process_halved_until_it_fits(tmp_path: Path, with_four: Path) -> None:
+    directory = tmp_path / "run"
+    done = run(directory, "--micro_batch_size", "auto", ROOM="4")
+    assert done.returncode == 0, done.stdout
+    assert sizes_of_starts(directory) == [16, 8, 4]
+    assert largest_difference(directory, with_four) == 0
+
+
+def test_auto_follows_the_flags_and_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Config(ExperimentConfig):
+        max_steps: int | None = 4
+
+    def size(*flags: str) -> int:
+        return load_config(Config, [str(file), *flags], presets=tmp_path).config.micro_batch_size
+
+    file = tmp_path / "mine.yaml"
+    file.write_text("micro_batch_size: auto\nglobal_batch_size: 24\n")
+    assert size() == 24
+    assert size("--global_batch_size", "40") == 40
+    assert size("--micro_batch_size", "5") == 5
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    assert size() == 4
+    with pytest.raises(UsageError, match="micro_batch_size: auto: out_of_memory: halve is required"):
+        size("--out_of_memory", "stop")
+    with pytest.raises(UsageError, match="regrow_after: 3: has no effect with out_of_memory: stop"):
+        size("--micro_batch_size", "5", "--out_of_memory", "stop", "--regrow_after", "3")
+    with pytest.raises(UsageError, match="micro_batch_size"):
+        size("--micro_batch_size", "automatic")
 
 
 @pytest.mark.slow
@@ -207,9 +279,9 @@ def test_torchrun_starts_again(tmp_path: Path, with_four: Path) -> None:
 def test_a_record_that_cannot_be_read_counts_as_none(tmp_path: Path) -> None:
     file = tmp_path / MICRO_BATCH_FILE
     assert out_of_memory.recorded(tmp_path, 8) is None
-    assert out_of_memory.record_half(tmp_path, 8, 8, 3) == (8, 4, 3)
-    assert out_of_memory.record_half(tmp_path, 8, 4, 5) == (8, 2, 5)
-    assert out_of_memory.recorded(tmp_path, 8) == (8, 2, 5)
+    assert out_of_memory.record_half(tmp_path, 8, 8, 3) == (8, 4, 3, 0)
+    assert out_of_memory.record_half(tmp_path, 8, 4, 5) == (8, 2, 5, 0)
+    assert out_of_memory.recorded(tmp_path, 8) == (8, 2, 5, 0)
     for text in ("", "[]", "{}", json.dumps({"asked": 8, "used": 0, "step": 1}), json.dumps({"asked": 8, "used": "a"})):
         file.write_text(text)
         assert out_of_memory.recorded(tmp_path, 8) is None

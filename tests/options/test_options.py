@@ -37,6 +37,7 @@ attention
 float8
 offload_frozen
 out_of_memory
+regrow_after
 sync
 resume
 allow

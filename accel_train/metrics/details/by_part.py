@@ -63,8 +63,8 @@ class PartNorms:
             squares = rows.pop(0)
             whole = sum(squares)
             for part, square in zip(self._parts, squares, strict=True):
-                # Of a gradient of 0 there are no shares.
-                fields[f"grad_norm_{part}"] = grad_norm * math.sqrt(square / whole) if whole else 0.0
+                # A gradient of 0 has no shares.
+                fields[f"grad_norm_{part}"] = grad_norm * math.sqrt(square / (whole or 1.0))
         if changes:
             for part, update, weight in zip(self._parts, *rows, strict=True):
                 # Weights of 0, as of a fresh adapter, have no ratio.
@@ -77,9 +77,14 @@ class PartNorms:
         # One part is the whole model, whose norm is known.
         if result.gradient_norms is None or not self._measures_gradient or len(self._parts) == 1:
             return []
-        parameters, norms = result.gradient_norms
-        places = [self._place_by_id[id(parameter)] for parameter in parameters]
-        return [self._by_part(places, [_local(norm).square() for norm in norms])]
+        places: list[int] = []
+        squares: list[Tensor] = []
+        for parameter, norm in zip(*result.gradient_norms, strict=True):
+            # One that was made trainable after `prepare` is in no part.
+            if id(parameter) in self._place_by_id:
+                places.append(self._place_by_id[id(parameter)])
+                squares.append(_local(norm).square())
+        return [self._by_part(places, squares)]
 
     def _squares_of_updates(self) -> list[Tensor]:
         """Return the squared norms of the update and of the weights before it, by part, (P,) each."""
