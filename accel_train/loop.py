@@ -240,6 +240,7 @@ class Training:
         self._result.check()  # raises after a step that ends the run, which no checkpoint may follow
         self.reports.bad_steps()
         with self.reports.throughput.pause():
+            self.reports.comparisons.check_replicas(self.done)
             self.stopped = self.saver.save(self.done, self._metrics) or self.stopped
         self._saved = self.done
 

@@ -29,7 +29,8 @@ from accel_train.speed import fitting
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
 from accel_train.training.ema import average_of
 from accel_train.training.gradients.sync import resolve_sync
-from accel_train.training.health.options import refuse_inexact
+from accel_train.training.health.comparing import has_replicas
+from accel_train.training.health.options import refuse_inexact, refuse_nothing_to_compare
 from accel_train.training.optimizers import build_optimizer
 from accel_train.training.shards import Shards, exact_masters
 from accel_train.training.step_guard import resolve_step_guard
@@ -106,7 +107,14 @@ def prepare(
     """
     config = opened.config
     accelerator = opened.accelerator
-    refuse_inexact(config.health, model, strategy_of(accelerator), config.precision, config.distributed.comm_hook)
+    strategy = strategy_of(accelerator)
+    refuse_inexact(config.health, model, strategy, config.precision, config.distributed.comm_hook)
+    refuse_nothing_to_compare(
+        config.health,
+        accelerator.num_processes,
+        replicated=has_replicas(accelerator, strategy),
+        asks_factor=not config.is_default("health.slow_factor"),
+    )
     reference, base_notices = resolve_base(
         accelerator, opened.run, model, base, option=config.checkpoints.base, precision=config.precision
     )

@@ -28,6 +28,8 @@ EVENTS = (
     "bad_step",
     "out_of_memory",
     "rollback",
+    "straggler",
+    "replicas_differ",
     "warning",
     "end",
 )

@@ -104,6 +104,8 @@ class Throughput:
         self._intervals: deque[_Interval] = deque()
         self._pauses = 0
         self._paused_since = 0.0
+        self.paused_seconds = 0.0
+        """In all pauses so far."""
         self._restart(clock())
 
     def _restart(self, now: float) -> None:
@@ -173,7 +175,9 @@ class Throughput:
             self._pauses -= 1
             if not self._pauses:
                 self._wait_for_device()
-                self._excluded += self._clock() - self._paused_since
+                paused = self._clock() - self._paused_since
+                self._excluded += paused
+                self.paused_seconds += paused
 
     def read(self) -> dict[str, float]:
         """Close the interval and return its metrics. Call it right after the host has waited for the loss.

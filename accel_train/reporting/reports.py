@@ -11,7 +11,11 @@ from accel_train.metrics.details.by_part import PartNorms
 from accel_train.metrics.details.by_sample import SampleLosses
 from accel_train.metrics.recorder import Recorder, RunInfo
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
+from accel_train.precision import dtype_of
 from accel_train.reporting.watched_steps import watched_steps
+from accel_train.runtime.strategy import strategy_of
+from accel_train.training.health.comparing import Clocks, Comparisons, forward_is_local, has_replicas
+from accel_train.training.health.replicas import Replicas
 from accel_train.training.step_guard import StepGuard, StepResult
 
 if TYPE_CHECKING:
@@ -23,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Reports:
-    """Log, throughput and losses by sample of a training. One per process, and the main process writes."""
+    """Log, throughput, losses by sample and comparisons of a training. One per process, and the main process writes."""
 
     opened: Opened
     run_info: RunInfo
@@ -32,6 +36,7 @@ class Reports:
     throughput: Throughput
     losses: SampleLosses
     norms: PartNorms
+    comparisons: Comparisons
     _counts: LocalCounts = field(default_factory=LocalCounts)
 
     def watched(self, steps: Generator[StepBatches]) -> Generator[StepBatches]:
@@ -51,7 +56,10 @@ class Reports:
         counts: Mapping[str, Count],
         fields: Mapping[str, object],
     ) -> None:
-        """Count a step. At a log point, wait for the device and write a training line; then it is collective."""
+        """Count a step. At a log point, wait for the device and write a training line.
+
+        Collective then, and where the processes are compared. Raises ``ReplicasDifferError``.
+        """
         self.throughput.end_of_step()
         self.losses.add(result)
         self._counts.add(**counts)
@@ -75,6 +83,7 @@ class Reports:
             line |= self.run_info.fields(epoch, config.batch_size(batches.step))
             self.log.train(batches.done, {**line, **fields})
         self.bad_steps()
+        self.comparisons.after(batches.done, batches.data_wait_seconds)
 
     def bad_steps(self) -> None:
         """Write an event and a warning for each bad step that the host knows of by now."""
@@ -109,4 +118,20 @@ def build_reports(opened: Opened, prepared: Prepared) -> Reports:
     by_sample = opened.run.directory if config.log.per_sample else None
     losses = SampleLosses(accelerator, config.recipe.timesteps, by_sample, opened.start_step)
     norms = PartNorms(accelerator, prepared.ema.view, config.log.grad_norms, ratios=config.log.update_ratios)
-    return Reports(opened, prepared.run_info, prepared.guard, log, throughput, losses, norms)
+    comparisons = _build_comparisons(opened, prepared, throughput, log)
+    return Reports(opened, prepared.run_info, prepared.guard, log, throughput, losses, norms, comparisons)
+
+
+def _build_comparisons(opened: Opened, prepared: Prepared, throughput: Throughput, log: Recorder) -> Comparisons:
+    config = opened.config
+    accelerator = opened.accelerator
+    strategy = strategy_of(accelerator)
+    times = prepared.times if forward_is_local(prepared.model, strategy) else None
+    return Comparisons(
+        accelerator,
+        config.health,
+        Replicas(accelerator, prepared.ema, strategy) if has_replicas(accelerator, strategy) else None,
+        Clocks(throughput, times),
+        log.record,
+        dtype_of(config.precision),
+    )

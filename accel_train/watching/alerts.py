@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from accel_train.watching.event_texts import straggler
 from accel_train.watching.run_files import Record, RunFiles
 from accel_train.watching.run_state import RunState, lines_by_mode
 
@@ -33,8 +34,8 @@ class Alert:
     """Something for a person to look at."""
 
     kind: str
-    """One word for scripts: ``crashed``, ``silent``, ``non_finite``, ``loss_spike``, ``throughput``, ``save``,
-    ``push`` or ``warning``."""
+    """One word for scripts: ``crashed``, ``silent``, ``non_finite``, ``loss_spike``, ``throughput``, ``straggler``,
+    ``save``, ``push`` or ``warning``."""
     message: str
     step: int | None = None
 
@@ -48,6 +49,7 @@ def alerts_of(files: RunFiles, state: RunState) -> list[Alert]:
     found += _non_finite(files)
     found += _spikes(files)
     found += _slow(state)
+    found += _stragglers(files)
     found += _overdue_save(files, state)
     # The worker of the pushes gives up a checkpoint, and training continues.
     for name, reason in files.failed_pushes.items():
@@ -126,6 +128,18 @@ def _slow(state: RunState) -> list[Alert]:
         return []
     text = f"{speed.samples_per_second:.4g} samples/s, {-speed.change:.0%} below the median of this start"
     return [Alert("throughput", text, state.step)]
+
+
+def _stragglers(files: RunFiles) -> list[Alert]:
+    """Return an alert for each process of the last start that is slower than the others, and has not recovered."""
+    standing: dict[tuple[object, object], Alert] = {}
+    for record in files.last_start:
+        if record.get("event") == "straggler":
+            key = (record.get("process"), record.get("measure"))
+            standing.pop(key, None)
+            if not record.get("recovered"):
+                standing[key] = Alert("straggler", straggler(record), record.get("step"))
+    return list(standing.values())
 
 
 def _overdue_save(files: RunFiles, state: RunState) -> list[Alert]:

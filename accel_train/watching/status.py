@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from accel_train.metrics.progress import format_seconds
+from accel_train.watching.event_texts import replicas_differ
 from accel_train.watching.run_files import Condition, Record, RunFiles, number
 
 SHORTEST_SECONDS = 120.0
@@ -68,6 +69,10 @@ def _starts_again(files: RunFiles) -> Condition | None:
 
 def _ended(files: RunFiles) -> Condition | None:
     """Return the condition told by the end line of the last start, or None without one."""
+    for record in files.last_start:
+        # Its processes end each other, and the main one may not get to its end line.
+        if record.get("event") == "replicas_differ":
+            return Condition("crashed", replicas_differ(record))
     reasons = [record.get("reason") for record in files.last_start if record.get("event") == "end"]
     if not reasons:
         return None

@@ -220,6 +220,16 @@ def test_a_missing_checkpoint_is_an_alert(tmp_path: Path) -> None:
     assert "of step 10, with checkpoints.save_every 10" in look(run).alerts[0].message
 
 
+def test_a_slow_process_is_an_alert_until_it_recovers(run: RunDirectory) -> None:
+    slow = {"process": 1, "host": "n2"}
+    run.add("straggler", 12, **slow, measure="data", factor=2.04, recovered=False)
+    run.add("straggler", 12, **slow, measure="host", factor=3.0, recovered=False)
+    run.add("straggler", 14, **slow, measure="host", recovered=True)
+    run.train(15)
+    text = "process 1 (n2) is slower than the others (data): 2.0 times as long"
+    assert look(run).alerts == [Alert("straggler", text, 12)]
+
+
 def test_silence_a_crash_a_warning_and_a_failed_push_are_alerts(run: RunDirectory) -> None:
     run.steps(1, 5)
     assert kinds(run, after=1e4) == ["silent"]

@@ -45,6 +45,15 @@ def test_the_end_line_tells_how_a_run_ended(run: RunDirectory, reason: str, stat
     assert ("RuntimeError" in found.reason) == (status == "crashed")
 
 
+def test_weights_that_differ_end_a_run_also_without_an_end_line(run: RunDirectory) -> None:
+    run.add("replicas_differ", 11, parameters=["head.weight"], processes=[1])
+    found = condition(run)
+    assert (found.status, found.reason) == (
+        "crashed",
+        "the weights of processes [1] differed (head.weight); nothing was saved",
+    )
+
+
 def test_out_of_memory_is_no_crash_while_the_next_start_may_come(run: RunDirectory) -> None:
     run.add("out_of_memory", 11, micro_batch_size=8, next_micro_batch_size=4, process=1)
     # The main process failed in a reduction, and is gone.

@@ -6,6 +6,7 @@ are read at a log point, where the host has waited for the loss anyway.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Literal, Protocol
@@ -38,6 +39,9 @@ class StepTimes:
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._taken: dict[Part, float] = {}
+        """Read for a total, and not yet by a log point."""
+        self._totals: dict[Part, float] = {}
         self._clock: Clock | None = None
         if device.type == "cpu":
             self._clock = _HostClock(clock)
@@ -56,7 +60,19 @@ class StepTimes:
 
     def take(self) -> dict[Part, float]:
         """Return the seconds of each part since the last call, for a log point. Empty where they are not measured."""
-        return {} if self._clock is None else self._clock.take()
+        self._read()
+        taken, self._taken = self._taken, {}
+        return taken
+
+    def total(self, part: Part) -> float:
+        """Return the seconds of a part since the start, NaN where it is not measured. Waits for a CUDA device."""
+        self._read()
+        return math.nan if self._clock is None else self._totals.get(part, 0.0)
+
+    def _read(self) -> None:
+        for part, seconds in (self._clock.take() if self._clock is not None else {}).items():
+            self._taken[part] = self._taken.get(part, 0.0) + seconds
+            self._totals[part] = self._totals.get(part, 0.0) + seconds
 
 
 class _HostClock:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-from accel_train.config import NonNegativeFloat, PositiveInt, UsageError
+from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UsageError
 from accel_train.wording import shortened
 
 
@@ -47,6 +47,21 @@ class HealthConfig:
     of its threads to its log, and the main process names those that the others wait for. The run goes on. None: half of
     collective_timeout_seconds. 0: never."""
 
+    compare_every: NonNegativeInt | None = None
+    """Steps between two checks whether a process is slower than the others: its wait for data, under DDP its forward,
+    and a matrix product and a Python loop that all of them time at that step. A slow one is named in a warning and an
+    event. None: 500 with several processes. 0: never."""
+
+    slow_factor: PositiveFloat = 1.3
+    """A process is slow that takes this many times as long as the median of the processes, or whose wait for data makes
+    a step this many times as long, in two checks in a row."""
+
+    check_replicas_every: NonNegativeInt | None = None
+    """Steps between two checks that processes with the same weights still hold the same bits: under DDP, ZeRO-1 and
+    ZeRO-2, and those of FSDP2's replicas. Also checked before every save. If they differ, the run ends with exit code
+    1 and the names of the parameters and of the processes, before anything is saved. None: 1000 where weights are on
+    several processes, else never. 0: never, not before a save either."""
+
     @property
     def finds_spikes(self) -> bool:
         """True if gradient norms are compared with their median."""
@@ -73,6 +88,11 @@ class HealthConfig:
                 f"health.spike_factor: {self.spike_factor}: more than 1 is required, or every other step is a spike; "
                 "try 10, or 0 to switch it off"
             )
+        if self.slow_factor <= 1:
+            raise UsageError(
+                f"health.slow_factor: {self.slow_factor}: more than 1 is required, or every process above the median "
+                "is slow; try 1.3, or --health.compare_every 0 to switch the check off"
+            )
         if self.spike != "warn" and not self.finds_spikes:
             raise UsageError(
                 f"health.spike: {self.spike}: nothing looks for spikes, because health.spike_factor is 0; set it, such "
@@ -96,6 +116,28 @@ class HealthConfig:
                 f"{action}"
             )
         return notices
+
+
+def refuse_nothing_to_compare(config: HealthConfig, processes: int, *, replicated: bool, asks_factor: bool) -> None:
+    """Raise ``UsageError`` for a comparison of processes that was asked for, and has nothing to compare.
+
+    ``replicated``: some weights are on several processes. ``asks_factor``: ``slow_factor`` was set.
+    """
+    if processes == 1 and config.compare_every:
+        raise UsageError(
+            f"health.compare_every: {config.compare_every}: compares the times of processes, and this run has one; at "
+            "least 2 are required. Leave it out"
+        )
+    if asks_factor and (processes == 1 or config.compare_every == 0):
+        reason = "this run has one process" if processes == 1 else "health.compare_every is 0"
+        raise UsageError(
+            f"health.slow_factor: {config.slow_factor}: no processes are compared, because {reason}; leave it out"
+        )
+    if config.check_replicas_every and not replicated:
+        raise UsageError(
+            f"health.check_replicas_every: {config.check_replicas_every}: no weight is on more than one process here; "
+            "DDP, ZeRO-1, ZeRO-2 or FSDP2 with replicas on at least 2 processes is required. Leave it out"
+        )
 
 
 def refuse_inexact(config: HealthConfig, model: nn.Module, strategy: str, precision: str, comm_hook: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accel_train.metrics.records import last_pass
+from accel_train.watching.event_texts import replicas_differ, straggler
 from accel_train.watching.run_files import Record, number
 
 Kind = Literal[
@@ -19,6 +20,8 @@ Kind = Literal[
     "bad step",
     "out of memory",
     "rollback",
+    "slow process",
+    "weights differ",
     "not finite",
     "stop",
     "crash",
@@ -120,6 +123,10 @@ def _event(record: Record) -> Event | None:
         return Event("out of memory", step, text, time)
     if kind == "rollback":
         return Event("rollback", step, f"not finite; continues without samples {record.get('left_out')}", time)
+    if kind == "straggler":
+        return Event("slow process", step, straggler(record), time)
+    if kind == "replicas_differ":
+        return Event("weights differ", step, replicas_differ(record), time)
     if kind == "end":
         return _end(str(record.get("reason")), step, time)
     return None

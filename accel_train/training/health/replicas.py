@@ -1,0 +1,169 @@
+"""Weights that several processes hold whole, compared bit by bit.
+
+Every process applies the same update to its own copy, and nothing compares the copies afterwards: a bit that flips in
+one memory, or code that touches the weights of one process only, goes on in silence. Each process then has a gradient
+of other weights, and a checkpoint holds pieces of different models.
+"""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from accel_train.training.ema import Ema
+from accel_train.wording import shortened
+
+COLUMNS = 1024
+"""Words in a row of the sums. A word is 8 bytes."""
+STEP = -7046029254386353131
+"""The golden ratio in 64 bits, as in SplitMix64, whose constants the others are."""
+SHIFTS = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))
+
+
+class ReplicasDifferError(RuntimeError):
+    """The processes hold different weights. Raised on every one of them, and nothing is saved."""
+
+
+class Difference(NamedTuple):
+    """What differs, and where."""
+
+    parameters: list[str]
+    """Names, those of the EMA with ``EMA of`` before them."""
+    processes: list[int]
+    """Those unlike the majority of the processes with the same part of the weights. Without a majority, all of them."""
+    has_majority: bool
+    hosts: list[str]
+    """Of each process."""
+
+    @property
+    def explanation(self) -> str:
+        """The finding and the remedy, for a message."""
+        names = shortened(self.parameters, 3)
+        if len(self.parameters) > 3:
+            names = f"{len(self.parameters)} tensors: {names}"
+        where = ", ".join(f"{process} ({self.hosts[process]})" for process in self.processes)
+        who = f"process {where} differs from the majority"
+        if not self.has_majority:
+            who = f"processes {where} differ, and no majority tells which of them is right"
+        return (
+            f"the processes no longer hold the same weights: {names}: {who}. Nothing is saved, and the newest "
+            "checkpoint is as it was. Look for memory errors of that machine (nvidia-smi -q -d ECC; dmesg), for other "
+            "versions of packages or drivers on it, and for code that changes weights on some processes only; start "
+            "the same command again to continue from the checkpoint. --health.check_replicas_every 0 trains on "
+            "without this check"
+        )
+
+
+def _mixed_sum(words: Tensor) -> Tensor:
+    """Return the sum of SplitMix64's hash of each word and its place, so that changes do not cancel out."""
+    mixed = words + STEP * torch.arange(words.numel(), device=words.device)
+    for shift, factor in SHIFTS:
+        # A shift of int64 keeps the sign, which the mask takes away.
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return mixed.sum()
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a number (int64, on the device) of a tensor's bits. No wait, and no copy of a contiguous tensor.
+
+    Words of 8 bytes are summed modulo 2^64 by column and by row, and these sums are hashed. One changed word, or two,
+    are in a sum that no other change undoes.
+    """
+    data = tensor.detach().contiguous().view(-1)
+    # Memory of its own where it does not begin at a whole word, as within DeepSpeed's flat buffer.
+    if data.data_ptr() % 8:
+        data = data.clone()
+    data = data.view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    words = data[:whole].view(torch.int64)
+    rows = words.numel() // COLUMNS
+    table = words[: rows * COLUMNS].view(rows, COLUMNS)
+    # What fills no row: the last words, and the last bytes.
+    rest = torch.cat([words[rows * COLUMNS :], data[whole:].long()])
+    return _mixed_sum(torch.cat([table.sum(0), table.sum(1), rest]))
+
+
+class Replicas:
+    """The weights that are equal on several processes. Built on every process; ``difference`` is a collective."""
+
+    def __init__(self, accelerator: Accelerator, ema: Ema, strategy: str) -> None:
+        self._accelerator = accelerator
+        self._ema = ema
+        self._zero = strategy.startswith("zero")
+
+    def _tensors(self) -> dict[str, Tensor]:
+        weights = self._ema.view
+        # ZeRO-1 and -2 gather the weights of the forward on every process; masters and EMA are shards.
+        if self._zero:
+            return {name: parameter.data for name, parameter in weights.parameters.items()}
+        # Asked for in every check, because FSDP2 may replace the tensors behind the names.
+        found = {name: weights.master(name) for name in weights.parameters}
+        return found | {f"EMA of {name}": shard for name, shard in self._ema.shards.items()}
+
+    def _place(self) -> int:
+        """Return a number of this process's part of the weights. Those with the same one hold the same."""
+        weights = self._ema.view
+        if self._zero or weights.replicated:
+            return 0
+        extents = [weights.extent(name) for name in weights.parameters]
+        return zlib.crc32(repr(extents).encode())
+
+    @torch.no_grad()
+    def difference(self) -> Difference | None:
+        """Compare the processes. Waits for the device once, and gathers two numbers of each process.
+
+        All of them find the same. Only a difference gathers more: a number for each parameter.
+        """
+        tensors = self._tensors()
+        device = self._accelerator.device
+        sums = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
+        place = torch.tensor(self._place(), device=device)
+        rows = self._gather(torch.stack([place, _mixed_sum(sums)]))
+        places = [place for place, _ in rows]
+        # As many different sums as different parts.
+        if len({(place, total) for place, total in rows}) == len(set(places)):
+            return None
+        hosts: list[str] = [""] * self._accelerator.num_processes
+        torch.distributed.all_gather_object(hosts, socket.gethostname())
+        return compare(list(tensors), places, self._gather(sums), hosts)
+
+    def _gather(self, row: Tensor) -> list[list[int]]:
+        gathered: Tensor = self._accelerator.gather(row[None])  # pyright: ignore[reportAssignmentType]
+        return gathered.tolist()
+
+
+def compare(
+    names: Sequence[str], places: Sequence[int], rows: Sequence[Sequence[int]], hosts: Sequence[str]
+) -> Difference:
+    """Return what differs between processes of the same place, from the checksums of each process."""
+    groups: dict[int, list[int]] = {}
+    for process, place in enumerate(places):
+        groups.setdefault(place, []).append(process)
+    parameters: list[str] = []
+    processes: set[int] = set()
+    has_majority = True
+    for column, name in enumerate(names):
+        sums = [row[column] for row in rows]
+        unlike = [_unlike(group, sums) for group in groups.values()]
+        found = {process for each, _ in unlike for process in each}
+        if found:
+            parameters.append(name)
+            processes |= found
+            has_majority = has_majority and all(clear for _, clear in unlike)
+    return Difference(parameters, sorted(processes), has_majority, list(hosts))
+
+
+def _unlike(group: Sequence[int], sums: Sequence[int]) -> tuple[list[int], bool]:
+    """Return the processes unlike the majority of a group, all of them without one, and whether there is one."""
+    counts: Mapping[int, int] = Counter(sums[process] for process in group)
+    usual = max(counts, key=lambda each: counts[each])
+    if 2 * counts[usual] <= len(group):
+        return list(group), len(group) == 1
+    return [process for process in group if sums[process] != usual], True
