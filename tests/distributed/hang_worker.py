@@ -16,8 +16,8 @@ from tests.faults import evaluator
 
 
 def wait_until_named(log: Path) -> None:
-    """Do what a process does that is stuck, up to the line that says so."""
-    while f"in {wait_until_named.__name__} (step 3)" not in log.read_text():
+    """Do what a process does that is stuck, up to the last of the lines that say so."""
+    while "flight_recorder_N" not in log.read_text():
         time.sleep(0.05)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -21,7 +22,9 @@ def test_the_process_that_is_waited_for_is_named_with_its_line(tmp_path: Path) -
     assert done.returncode == 0, done.stdout[-4000:]
     said = re.search(
         r"no step has ended for 3 s\n.*process 1 is at \S+hang_worker\.py:\d+ in wait_until_named \(step 3\)\n"
-        r".*process 0 waits in all_reduce, at \S+accumulation\.py:\d+ in \w+ \(step 3\)\n.*rank_N\.log",
+        r".*process 0 waits in all_reduce, at \S+accumulation\.py:\d+ in \w+ \(step 3\)\n.*rank_N\.log.*\n"
+        r".*process 0: waits in gloo:all_reduce number \d+ of default_pg \(Double \[1\]\)\n"
+        r".*process 1: none unfinished; the last was gloo:.*\n.*: \S+/logs/flight_recorder_N\.json",
         done.stdout,
     )
     assert said, done.stdout[-4000:]
@@ -30,3 +33,6 @@ def test_the_process_that_is_waited_for_is_named_with_its_line(tmp_path: Path) -
     assert "in stuck_in_the_third" in stacks
     assert "in wait_until_named" in stacks
     assert "all_reduce" in (run / "logs" / "rank_0.log").read_text()
+    for process in range(2):
+        trace = json.loads((run / "logs" / f"flight_recorder_{process}.json").read_text())
+        assert trace["entries"][0]["profiling_name"].startswith("gloo:")

@@ -14,11 +14,13 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from accel_train.store import atomic_files, strict_json
+from accel_train.training.health import flight_recorder
 from accel_train.wording import FILE_ONLY
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class Step(Protocol):
 
 
 S = TypeVar("S", bound=Step)
+T = TypeVar("T")
 
 
 class Place(NamedTuple):
@@ -148,23 +151,40 @@ class HangWatch:
                 stacks.append(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
         logger.warning("no step has ended for %g s:\n%s", self._seconds, "".join(stacks), extra={FILE_ONLY: True})
         place = place_of(frames[self._main], self._process, self._step)
-        atomic_files.replace_json(self._file(self._process), place._asdict() | {"time": time.time()})
+        self._write(place)
         if self._process == 0:
-            for line in [*describe(self._answers(place), self._processes, self._seconds), self._remedy()]:
+            answers = self._answers(partial(_read, oldest=time.time() - self._seconds))
+            for line in [*describe(answers, self._processes, self._seconds), self._remedy()]:
                 logger.warning("%s", line)
+        # Afterwards, because the recorder may wait for a device that is stuck.
+        collectives = flight_recorder.dump(self._logs, self._process)
+        if collectives is not None:
+            self._write(place, collectives)
+            self._tell_collectives()
 
-    def _answers(self, own: Place) -> list[Place]:
-        """Return the places of the processes that have found the same hang."""
-        oldest = time.time() - self._seconds
+    def _write(self, place: Place, collectives: Sequence[str] = ()) -> None:
+        content = place._asdict() | {"time": time.time(), "collectives": list(collectives)}
+        atomic_files.replace_json(self._file(self._process), content)
+
+    def _tell_collectives(self) -> None:
+        if self._process != 0:
+            return
+        oldest = time.time() - self._seconds - ANSWER_SECONDS
+        for process, lines in sorted(self._answers(partial(_read_collectives, oldest=oldest))):
+            logger.warning("  process %d: %s", process, "; ".join(lines))
+        logger.warning("  %s", flight_recorder.how_to_read(self._logs))
+
+    def _answers(self, read: Callable[[Path], T | None]) -> list[T]:
+        """Return what the processes have written that found the same hang, in the order of their numbers."""
         deadline = time.monotonic() + ANSWER_SECONDS
-        found = {own.process: own}
+        found: dict[int, T] = {}
         while True:
             for process in {*range(self._processes)} - found.keys():
-                place = _read(self._file(process), oldest)
-                if place is not None:
-                    found[process] = place
+                answer = read(self._file(process))
+                if answer is not None:
+                    found[process] = answer
             if len(found) == self._processes or time.monotonic() > deadline or self._ended.wait(0.1):
-                return list(found.values())
+                return [found[process] for process in sorted(found)]
 
     def _file(self, process: int) -> Path:
         return self._logs / f"hang_{process}.json"
@@ -173,12 +193,24 @@ class HangWatch:
         return f"  stacks of all threads: {self._logs}/rank_N.log; --health.hang_seconds sets the time"
 
 
-def _read(file: Path, oldest: float) -> Place | None:
-    """Read the place of a process, None if it is of an earlier hang."""
+def _found(file: Path, oldest: float) -> Mapping[str, Any]:
+    """Read the file of a process, empty if it is of an earlier hang."""
     try:
         found: Mapping[str, Any] = strict_json.read_object(file, MAX_BYTES)
-        place = Place(*(found[name] for name in Place._fields))
-        is_new = float(found["time"]) >= oldest
+        return found if float(found["time"]) >= oldest else {}
     except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _read(file: Path, oldest: float) -> Place | None:
+    found = _found(file, oldest)
+    if not found.keys() >= set(Place._fields):
         return None
-    return place if is_new else None
+    return Place(*(found[name] for name in Place._fields))
+
+
+def _read_collectives(file: Path, oldest: float) -> tuple[int, list[str]] | None:
+    found = _found(file, oldest)
+    if not found.get("collectives"):
+        return None
+    return found["process"], found["collectives"]
