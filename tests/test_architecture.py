@@ -92,6 +92,7 @@ INSIDE_FUNCTIONS = {
     "matplotlib",
     "peft",
     "pyarrow",
+    "pynvml",
     "scipy",
     "sklearn",
     "tensorboard",

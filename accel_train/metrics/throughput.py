@@ -267,6 +267,8 @@ def memory_in_use(device: torch.device) -> dict[str, float]:
             "memory_allocated_gib": torch.cuda.memory_allocated(device) / GIB,
             "memory_reserved_gib": torch.cuda.memory_reserved(device) / GIB,
             "memory_peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+            # Times that the allocator had to free its cache first: each waits for the device.
+            "allocator_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
         }
     import psutil
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from accel_train.metrics.details.by_part import PartNorms
 from accel_train.metrics.details.by_sample import SampleLosses
+from accel_train.metrics.profiling.gpu_figures import GpuFigures
 from accel_train.metrics.recorder import Recorder, RunInfo
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
 from accel_train.precision import dtype_of
@@ -37,10 +38,14 @@ class Reports:
     losses: SampleLosses
     norms: PartNorms
     comparisons: Comparisons
+    gpu: GpuFigures | None
+    """Of the main process on CUDA."""
     _counts: LocalCounts = field(default_factory=LocalCounts)
 
     def watched(self, steps: Generator[StepBatches]) -> Generator[StepBatches]:
         """Return the steps of the loop, watched for one that does not end, and profiled if asked for. No collective."""
+        if self.gpu is not None:
+            steps = self.gpu.watched(steps)
         return watched_steps(self.opened, steps, self.throughput)
 
     def begin_step(self, done: int) -> None:
@@ -80,6 +85,8 @@ class Reports:
             # `result.fields` waits for the device, and `throughput.read` times the interval up to that wait.
             line = result.fields() | self.throughput.read() | self.losses.take()
             line |= self.norms.take(result, line["grad_norm"])
+            if self.gpu is not None:
+                line |= self.gpu.take()
             line |= self.run_info.fields(epoch, config.batch_size(batches.step))
             self.log.train(batches.done, {**line, **fields})
         self.bad_steps()
@@ -118,8 +125,11 @@ def build_reports(opened: Opened, prepared: Prepared) -> Reports:
     by_sample = opened.run.directory if config.log.per_sample else None
     losses = SampleLosses(accelerator, config.recipe.timesteps, by_sample, opened.start_step)
     norms = PartNorms(accelerator, prepared.ema.view, config.log.grad_norms, ratios=config.log.update_ratios)
+    gpu = None
+    if accelerator.is_main_process and accelerator.device.type == "cuda":
+        gpu = GpuFigures(accelerator.device)
     comparisons = _build_comparisons(opened, prepared, throughput, log)
-    return Reports(opened, prepared.run_info, prepared.guard, log, throughput, losses, norms, comparisons)
+    return Reports(opened, prepared.run_info, prepared.guard, log, throughput, losses, norms, comparisons, gpu)
 
 
 def _build_comparisons(opened: Opened, prepared: Prepared, throughput: Throughput, log: Recorder) -> Comparisons:

@@ -80,6 +80,8 @@ class RunState:
     metrics: Sequence[Metric]
     speed: Speed | None
     memory_gib: Mapping[str, float]
+    gpu: Mapping[str, float | str]
+    """Fields of the newest training line about the main process's GPU, without ``gpu_``. Its memory is above."""
     checkpoint_step: int | None
     checkpoint_seconds: float | None
     """Age of the newest checkpoint."""
@@ -106,6 +108,7 @@ def state_of(files: RunFiles, condition: Condition) -> RunState:
         metrics=metrics_of(files),
         speed=speed_of(files),
         memory_gib=_memory(lines),
+        gpu=_gpu(lines),
         checkpoint_step=saved_step,
         checkpoint_seconds=saved_seconds,
     )
@@ -242,6 +245,27 @@ def _memory(lines: Sequence[Record]) -> dict[str, float]:
         if name.endswith("_gib") and value is not None:
             found[name] = value
     return found
+
+
+def _gpu(lines: Sequence[Record]) -> dict[str, float | str]:
+    found: dict[str, float | str] = {}
+    for name, value in lines[-1].items() if lines else ():
+        if name.startswith("gpu_") and not name.endswith("_gib") and isinstance(value, (int, float, str)):
+            found[name.removeprefix("gpu_")] = value
+    return found
+
+
+def gpu_in_words(gpu: Mapping[str, float | str]) -> str:
+    """Describe utilization, power and temperature. Empty where none of them is known."""
+    parts: list[str] = []
+    forms = {"utilization": "{:.0%} busy", "power_watts": "{:.0f} W", "temperature_celsius": "{:.0f} °C"}
+    for name, form in forms.items():
+        value = gpu.get(name)
+        if isinstance(value, (int, float)):
+            parts.append(form.format(value))
+    if "throttled" in gpu:
+        parts.append(f"clock lowered ({gpu['throttled']})")
+    return ", ".join(parts)
 
 
 def _checkpoint(files: RunFiles) -> tuple[int | None, float | None]:

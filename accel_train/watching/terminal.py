@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from accel_train.metrics.progress import format_seconds
 from accel_train.watching.alerts import Alert
-from accel_train.watching.run_state import Extremum, Loss, Metric, RunState, means
+from accel_train.watching.run_state import Extremum, Loss, Metric, RunState, gpu_in_words, means
 
 NAME_WIDTH = 12
 BAR_WIDTH = 24
@@ -89,6 +89,8 @@ def _run_lines(state: RunState, terminal: Terminal) -> list[Line]:
         rows.append(("throughput", _speed(state)))
     if state.memory_gib:
         rows.append(("memory", _memory(state.memory_gib)))
+    if state.gpu:
+        rows.append(("gpu", gpu_in_words(state.gpu)))
     rows.append(("checkpoint", _checkpoint(state)))
     for name, text in rows:
         lines.append(Line(f"  {name:<{NAME_WIDTH - 2}}  {text}"))

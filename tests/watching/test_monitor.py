@@ -20,9 +20,10 @@ from accel_train import cli
 from accel_train.config import UsageError
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.watching.alerts import Alert, alerts_of
+from accel_train.watching.html_report.facts import facts_of
 from accel_train.watching.reading import read_files
 from accel_train.watching.run_files import MetricsFile
-from accel_train.watching.run_state import RunState, state_of
+from accel_train.watching.run_state import RunState, gpu_in_words, state_of
 from accel_train.watching.status import condition_of
 from accel_train.watching.terminal import Terminal, Watched, page, sparkline
 from tests.waiting import PATIENCE_SECONDS
@@ -218,6 +219,19 @@ def test_a_missing_checkpoint_is_an_alert(tmp_path: Path) -> None:
     assert kinds(run) == []
     run.steps(22, 31)
     assert "of step 10, with checkpoints.save_every 10" in look(run).alerts[0].message
+
+
+def test_the_gpu_of_the_newest_line_is_shown(run: RunDirectory) -> None:
+    run.train(11, gpu_utilization=0.874, gpu_power_watts=612.4, gpu_temperature_celsius=71, gpu_memory_used_gib=33.0)
+    assert gpu_in_words(state(run).gpu) == "87% busy, 612 W, 71 °C"
+    assert state(run).memory_gib == {"gpu_memory_used_gib": 33.0}
+    run.train(12, gpu_power_watts=300, gpu_throttled="thermal")
+    text = "300 W, clock lowered (thermal)"
+    (row,) = [line for line in page([look(run)], run.time, Terminal(100, True, False)) if line.startswith("  gpu ")]
+    assert row == f"  gpu         {text}"
+    assert ("GPU at the last line", text) in facts_of(read_files(run.path, MetricsFile(run.file), run.time), state(run))
+    run.train(13)
+    assert state(run).gpu == {}
 
 
 def test_a_slow_process_is_an_alert_until_it_recovers(run: RunDirectory) -> None:

@@ -12,7 +12,7 @@ from accel_train.metrics.progress import format_seconds
 from accel_train.store.names import CONFIG_FILE
 from accel_train.watching.html_report.events import describe_machine, starts_of
 from accel_train.watching.run_files import Record, RunFiles, number
-from accel_train.watching.run_state import RunState
+from accel_train.watching.run_state import RunState, gpu_in_words
 
 COMMANDS = ("Command", "To resume")
 """Facts to copy into a terminal."""
@@ -30,6 +30,7 @@ def facts_of(files: RunFiles, state: RunState) -> list[tuple[str, str]]:
         ("Directory", str(files.directory)),
         *_command_facts(files.directory, environment),
         ("Machine", describe_machine(environment)),
+        ("GPU at the last line", gpu_in_words(state.gpu)),
         ("System", _system(environment)),
         ("Versions", _versions(environment)),
         ("Attention", str(environment.get("attention") or "")),
