@@ -31,6 +31,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 from accel_train.config import UsageError
 from accel_train.domains.text.samples import write_samples
 from accel_train.metrics import environment, progress, recorder, records, trackers
+from accel_train.metrics.profiling import gpu_figures
 from accel_train.metrics.progress import LogConfig
 from accel_train.metrics.recorder import Recorder
 from accel_train.metrics.records import LineWriter, encode, read_metrics, repair_metrics, write_json
@@ -299,7 +300,10 @@ def test_the_schema_is_documented(accelerator: Accelerator) -> None:
     meter = Throughput(torch.device("cpu"), peak_flops_per_second=1.0)
     meter.update(samples=1, tokens=1, flops=1)
     names = {*records.EVENTS, *records.TRAIN_FIELDS, *records.NON_FINITE, *meter.read(), *trackers.INSTALL}
+    names |= {query.name for query in gpu_figures.QUERIES}
     names |= {
+        "gpu_throttled",
+        "allocator_retries",
         "memory_allocated_gib",
         "memory_reserved_gib",
         "memory_peak_gib",

@@ -12,10 +12,26 @@ import torch
 from accel_train.config import UsageError
 from accel_train.training.health import stragglers
 from accel_train.training.health.options import HealthConfig, refuse_nothing_to_compare
-from accel_train.training.health.replicas import COLUMNS, checksum, compare
+from accel_train.training.health.replicas import COLUMNS, checksums, compare
 from accel_train.training.health.stragglers import Measure, Probe, Stragglers, Times, factor_of
 
 NAN = math.nan
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Behind another tensor, on whose end the place of its sums depends."""
+    return checksums([torch.ones(3), tensor], torch.device("cpu"))[1]
+
+
+def test_each_tensor_has_its_own_sum_and_place() -> None:
+    a, b, c = torch.rand(7), torch.rand(9000), torch.rand(0)
+    cpu = torch.device("cpu")
+    usual = checksums([a, b, c, b], cpu).tolist()
+    changed = b.clone()
+    changed[8500] = 0
+    assert [x == y for x, y in zip(usual, checksums([a, changed, c, b], cpu).tolist(), strict=True)] == [1, 0, 1, 1]
+    assert usual[1] != usual[3]
+    assert usual[2] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])

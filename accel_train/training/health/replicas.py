@@ -61,20 +61,19 @@ class Difference(NamedTuple):
         )
 
 
-def _mixed_sum(words: Tensor) -> Tensor:
-    """Return the sum of SplitMix64's hash of each word and its place, so that changes do not cancel out."""
+def _mixed(words: Tensor) -> Tensor:
+    """Return SplitMix64's hash of each word and its place, so that changes do not cancel out in a sum."""
     mixed = words + STEP * torch.arange(words.numel(), device=words.device)
     for shift, factor in SHIFTS:
         # A shift of int64 keeps the sign, which the mask takes away.
         mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return mixed.sum()
+    return mixed
 
 
-def checksum(tensor: Tensor) -> Tensor:
-    """Return a number (int64, on the device) of a tensor's bits. No wait, and no copy of a contiguous tensor.
+def _sums(tensor: Tensor) -> list[Tensor]:
+    """Return sums modulo 2^64 of the bits of a tensor, in words of 8 bytes: by column, by row, and the rest as it is.
 
-    Words of 8 bytes are summed modulo 2^64 by column and by row, and these sums are hashed. One changed word, or two,
-    are in a sum that no other change undoes.
+    One changed word, or two, are in a sum that no other change undoes. No copy of a contiguous tensor.
     """
     data = tensor.detach().contiguous().view(-1)
     # Memory of its own where it does not begin at a whole word, as within DeepSpeed's flat buffer.
@@ -84,10 +83,26 @@ def checksum(tensor: Tensor) -> Tensor:
     whole = data.numel() // 8 * 8
     words = data[:whole].view(torch.int64)
     rows = words.numel() // COLUMNS
-    table = words[: rows * COLUMNS].view(rows, COLUMNS)
-    # What fills no row: the last words, and the last bytes.
-    rest = torch.cat([words[rows * COLUMNS :], data[whole:].long()])
-    return _mixed_sum(torch.cat([table.sum(0), table.sum(1), rest]))
+    found = [words[rows * COLUMNS :]]
+    if whole < data.numel():
+        found.append(data[whole:].long())
+    if rows:
+        table = words[: rows * COLUMNS].view(rows, COLUMNS)
+        found += [table.sum(0), table.sum(1)]
+    return found
+
+
+def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return a number of the bits of each tensor, int64 on ``device``. Few kernels for a tensor, and no wait."""
+    parts: list[Tensor] = []
+    ends = [0]
+    for tensor in tensors:
+        sums = [each.to(device) for each in _sums(tensor)]
+        parts += sums
+        ends.append(ends[-1] + sum(each.numel() for each in sums))
+    # Hashed all at once, and summed by tensor as differences of a running sum.
+    running = torch.cat([torch.zeros(1, dtype=torch.int64, device=device), _mixed(torch.cat(parts)).cumsum(0)])
+    return running[torch.tensor(ends, device=device)].diff()
 
 
 class Replicas:
@@ -123,9 +138,9 @@ class Replicas:
         """
         tensors = self._tensors()
         device = self._accelerator.device
-        sums = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
+        sums = checksums(list(tensors.values()), device)
         place = torch.tensor(self._place(), device=device)
-        rows = self._gather(torch.stack([place, _mixed_sum(sums)]))
+        rows = self._gather(torch.stack([place, _mixed(sums).sum()]))
         places = [place for place, _ in rows]
         # As many different sums as different parts.
         if len({(place, total) for place, total in rows}) == len(set(places)):
