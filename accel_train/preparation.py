@@ -29,8 +29,7 @@ from accel_train.speed import fitting
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
 from accel_train.training.ema import average_of
 from accel_train.training.gradients.sync import resolve_sync
-from accel_train.training.health.comparing import has_replicas
-from accel_train.training.health.options import refuse_inexact, refuse_nothing_to_compare
+from accel_train.training.health.options import has_replicas, refuse_inexact, refuse_nothing_to_compare
 from accel_train.training.optimizers import build_optimizer
 from accel_train.training.shards import Shards, exact_masters
 from accel_train.training.step_guard import resolve_step_guard

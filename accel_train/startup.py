@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-import torch
 from accelerate import Accelerator
 
 from accel_train.checkpoints import refused
@@ -27,7 +25,6 @@ from accel_train.runtime.main_alone import failing_together, place_among_workers
 from accel_train.runtime.strategy import strategy_of
 from accel_train.speed.attention.selection import check_name
 from accel_train.speed.float8 import refuse_float8
-from accel_train.training.health import flight_recorder
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -51,9 +48,6 @@ def start(config: ExperimentConfig) -> Accelerator:
     # Listed before the processes first meet: none of them has created anything yet.
     before = refused.present(directory)
     smaller = smaller_micro_batch(config)
-    if torch.cuda.is_available():
-        # Read when the processes connect.
-        flight_recorder.set_up(directory / "logs", os.environ)
     accelerator = build_accelerator(
         precision=config.precision,
         # The largest, because options of DDP that forbid accumulation must hold to the end.
@@ -62,6 +56,7 @@ def start(config: ExperimentConfig) -> Accelerator:
         max_grad_norm=config.optimizer.max_grad_norm,
         collective_timeout_seconds=config.collective_timeout_seconds,
         distributed=config.distributed,
+        logs=directory / "logs",
     )
     refuse_float8(config.float8, accelerator.device, config.precision, strategy_of(accelerator))
     _set_up_directory(directory, before, accelerator)

@@ -15,7 +15,8 @@ from accel_train.metrics.throughput import Count, LocalCounts, Throughput
 from accel_train.precision import dtype_of
 from accel_train.reporting.watched_steps import watched_steps
 from accel_train.runtime.strategy import strategy_of
-from accel_train.training.health.comparing import Clocks, Comparisons, forward_is_local, has_replicas
+from accel_train.training.health.comparing import Clocks, Comparisons, forward_is_local
+from accel_train.training.health.options import has_replicas
 from accel_train.training.health.replicas import Replicas
 from accel_train.training.step_guard import StepGuard, StepResult
 
@@ -136,11 +137,16 @@ def _build_comparisons(opened: Opened, prepared: Prepared, throughput: Throughpu
     config = opened.config
     accelerator = opened.accelerator
     strategy = strategy_of(accelerator)
-    times = prepared.times if forward_is_local(prepared.model, strategy) else None
+    times = None
+    if forward_is_local(prepared.model, strategy):
+        times = prepared.times
+    replicas = None
+    if config.health.check_replicas_every != 0 and has_replicas(accelerator, strategy):
+        replicas = Replicas(accelerator, prepared.ema, strategy)
     return Comparisons(
         accelerator,
         config.health,
-        Replicas(accelerator, prepared.ema, strategy) if has_replicas(accelerator, strategy) else None,
+        replicas,
         Clocks(throughput, times),
         log.record,
         dtype_of(config.precision),

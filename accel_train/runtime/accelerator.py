@@ -14,6 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from accel_train.config import UsageError
 from accel_train.data.sampler import accumulation_steps
+from accel_train.launch_files import flight_recorder
 from accel_train.launch_files.parents import parent_command_lines
 from accel_train.launch_files.requested import (
     Requested,
@@ -54,10 +56,12 @@ def build_accelerator(
     max_grad_norm: float,
     collective_timeout_seconds: int = 1800,
     distributed: DistributedConfig | None = None,
+    logs: Path | None = None,
 ) -> Accelerator:
     """Build the ``Accelerator`` of this process and verify it. All ranks call it, once, before any heavy work.
 
-    ZeRO's own settings (clipping, accumulation, batch sizes, precision) are generated from the arguments. Raises
+    ZeRO's own settings (clipping, accumulation, batch sizes, precision) are generated from the arguments. NCCL writes
+    its last collectives to ``logs`` when one of them times out. Raises
     ``UsageError`` if the machine differs from the launch request, and names both.
     """
     # Called here, because it looks whether Accelerate has state before this run makes some.
@@ -84,6 +88,8 @@ def build_accelerator(
         accumulation_steps=accumulation,
     )
     _silence_known_warnings()
+    if logs is not None and not _on_cpu():
+        flight_recorder.set_up(logs, os.environ)
     _connect(requested, timedelta(seconds=collective_timeout_seconds))
     accelerator = Accelerator(
         mixed_precision=ACCELERATE_PRECISION[precision],

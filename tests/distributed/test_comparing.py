@@ -48,7 +48,7 @@ CASES = [
 
 
 @pytest.mark.fault(
-    "F54", injected="one bit of a weight flips on one process", outcome="exit 1 with its name, nothing saved after it"
+    "F59", injected="one bit of a weight flips on one process", outcome="exit 1 with its name, nothing saved after it"
 )
 @pytest.mark.parametrize(("layout", "fault", "name", "who", "processes"), CASES, ids=lambda value: str(value)[:12])
 def test_a_flipped_bit_is_named_within_the_steps_of_the_option(

@@ -92,6 +92,9 @@ health.spike_factor
 health.spike
 health.spike_window
 health.hang_seconds
+health.compare_every
+health.slow_factor
+health.check_replicas_every
 loader.num_workers
 loader.prefetch_factor
 loader.pin_memory

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from accel_train.launch_files.flight_recorder import set_up
 from accel_train.training.health import flight_recorder
 
 
@@ -44,7 +45,7 @@ def test_unfinished_collectives_in_words() -> None:
 
 def test_variables_that_the_user_has_set_stay(tmp_path: Path) -> None:
     environment: dict[str, str] = {}
-    flight_recorder.set_up(tmp_path, environment)
+    set_up(tmp_path, environment)
     assert environment == {
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -56,7 +57,7 @@ def test_variables_that_the_user_has_set_stay(tmp_path: Path) -> None:
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "x",
     }
     before = dict(own)
-    flight_recorder.set_up(tmp_path, own)
+    set_up(tmp_path, own)
     assert own == before
 
 

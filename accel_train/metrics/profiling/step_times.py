@@ -67,10 +67,14 @@ class StepTimes:
     def total(self, part: Part) -> float:
         """Return the seconds of a part since the start, NaN where it is not measured. Waits for a CUDA device."""
         self._read()
-        return math.nan if self._clock is None else self._totals.get(part, 0.0)
+        if self._clock is None:
+            return math.nan
+        return self._totals.get(part, 0.0)
 
     def _read(self) -> None:
-        for part, seconds in (self._clock.take() if self._clock is not None else {}).items():
+        if self._clock is None:
+            return
+        for part, seconds in self._clock.take().items():
             self._taken[part] = self._taken.get(part, 0.0) + seconds
             self._totals[part] = self._totals.get(part, 0.0) + seconds
 

@@ -7,7 +7,7 @@ import math
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -19,7 +19,6 @@ from accel_train.training.health.stragglers import Probe, Stragglers, Times
 from accel_train.training.parameters import widest
 
 logger = logging.getLogger(__name__)
-COMPARE_EVERY = 500
 CHECK_REPLICAS_EVERY = 1000
 
 
@@ -59,18 +58,11 @@ def forward_is_local(model: nn.Module, strategy: str) -> bool:
     return not (model.broadcast_buffers and any(True for _ in model.module.buffers()))
 
 
-def has_replicas(accelerator: Accelerator, strategy: str) -> bool:
-    """Return True if some weights are on several processes."""
-    if strategy == "fsdp2":
-        mesh: Any = getattr(accelerator, "parallelism_config", None)
-        return mesh is not None and mesh.dp_replicate_size > 1
-    return accelerator.num_processes > 1 and strategy != "zero3"
-
-
 class Comparisons:
     """Compare the processes in the course of a run. Built and called on every one of them at the same steps.
 
-    Each comparison is a small gather and waits for the device. Without anything to compare, nothing happens.
+    Each comparison is a small gather and waits for the device. Without anything to compare, nothing happens:
+    ``replicas`` is None where no weight is on several processes, or nobody wants them compared.
     """
 
     def __init__(
@@ -86,13 +78,13 @@ class Comparisons:
         self._record = record
         self._clocks = clocks
         self._stragglers = Stragglers(config.slow_factor)
-        self._compare_every = 0
-        if accelerator.num_processes > 1:
-            self._compare_every = COMPARE_EVERY if config.compare_every is None else config.compare_every
-        # Made here, because memory may be short at a check.
-        self._probe = Probe(accelerator.device, dtype) if self._compare_every else None
+        self._compare_every = config.steps_between_comparisons
+        self._probe: Probe | None = None
+        if accelerator.num_processes > 1 and self._compare_every:
+            # Made here, because memory may be short at a check.
+            self._probe = Probe(accelerator.device, dtype)
         self._hosts: list[str] = [""] * accelerator.num_processes
-        self._replicas = None if config.check_replicas_every == 0 else replicas
+        self._replicas = replicas
         self._check_every = config.check_replicas_every or CHECK_REPLICAS_EVERY
         self._checked_step = -1
         self._has_begun = False
@@ -106,7 +98,10 @@ class Comparisons:
         self._since = time.perf_counter()
 
     def _forward_seconds(self) -> float:
-        return math.nan if self._clocks.parts is None else self._clocks.parts.total("forward")
+        parts = self._clocks.parts
+        if parts is None:
+            return math.nan
+        return parts.total("forward")
 
     def after(self, step: int, data_wait_seconds: float) -> None:
         """Compare after ``step`` steps, if one is due. Before a save. Raises ``ReplicasDifferError``."""

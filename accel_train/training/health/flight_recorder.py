@@ -8,35 +8,17 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from accel_train.launch_files.flight_recorder import PREFIX
 from accel_train.store import atomic_files
 
-PREFIX = "flight_recorder_"
-"""Name of a file before the number of its process, as torch appends it."""
-ENTRIES = "2000"
 MOST = 3
 """Unfinished collectives of a process that are named. The one that others wait in is among the oldest."""
-SETTINGS = (
-    (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), ENTRIES),
-    (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
-    (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), None),
-)
-"""Each variable with its older name, which torch still reads, and its value. None: the path of the files."""
-
-
-def set_up(logs: Path, environment: MutableMapping[str, str]) -> None:
-    """Let NCCL's watchdog write ``logs/flight_recorder_N`` at a timeout. Before the processes are connected.
-
-    What the user has set, by either name, stays.
-    """
-    for names, value in SETTINGS:
-        if not any(name in environment for name in names):
-            environment[names[0]] = str(logs / PREFIX) if value is None else value
 
 
 def dump(logs: Path, process: int) -> list[str] | None:
@@ -64,7 +46,10 @@ def _is_nccl() -> bool:
 
 
 def _file(logs: Path, process: object) -> Path:
-    return logs / f"{PREFIX}{process}{'' if _is_nccl() else '.json'}"
+    name = f"{PREFIX}{process}"
+    if not _is_nccl():
+        name += ".json"
+    return logs / name
 
 
 def in_words(trace: Mapping[str, Any]) -> list[str]:
@@ -80,8 +65,12 @@ def in_words(trace: Mapping[str, Any]) -> list[str]:
 
 def _name(entry: Mapping[str, Any]) -> str:
     number, description = entry["process_group"]
-    group = description if description not in ("", "undefined") else f"group {number}"
-    order = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    group = description
+    if description in ("", "undefined"):
+        group = f"group {number}"
+    order = entry["collective_seq_id"]
+    if entry["is_p2p"]:
+        order = entry["p2p_seq_id"]
     tensors: list[str] = []
     for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"], strict=False):
         tensors.append(f"{dtype} {shape}")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from accelerate import Accelerator
 from torch import nn
 
 from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UsageError
 from accel_train.wording import shortened
+
+COMPARE_EVERY = 500
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,13 @@ class HealthConfig:
     ZeRO-2, and those of FSDP2's replicas. Also checked before every save. If they differ, the run ends with exit code
     1 and the names of the parameters and of the processes, before anything is saved. None: 1000 where weights are on
     several processes, else never. 0: never, not before a save either."""
+
+    @property
+    def steps_between_comparisons(self) -> int:
+        """``compare_every``, with its default for several processes. 0: never."""
+        if self.compare_every is None:
+            return COMPARE_EVERY
+        return self.compare_every
 
     @property
     def finds_spikes(self) -> bool:
@@ -118,6 +128,14 @@ class HealthConfig:
         return notices
 
 
+def has_replicas(accelerator: Accelerator, strategy: str) -> bool:
+    """Return True if some weights are on several processes."""
+    if strategy == "fsdp2":
+        mesh: Any = getattr(accelerator, "parallelism_config", None)
+        return mesh is not None and mesh.dp_replicate_size > 1
+    return accelerator.num_processes > 1 and strategy != "zero3"
+
+
 def refuse_nothing_to_compare(config: HealthConfig, processes: int, *, replicated: bool, asks_factor: bool) -> None:
     """Raise ``UsageError`` for a comparison of processes that was asked for, and has nothing to compare.
 
@@ -129,7 +147,9 @@ def refuse_nothing_to_compare(config: HealthConfig, processes: int, *, replicate
             "least 2 are required. Leave it out"
         )
     if asks_factor and (processes == 1 or config.compare_every == 0):
-        reason = "this run has one process" if processes == 1 else "health.compare_every is 0"
+        reason = "health.compare_every is 0"
+        if processes == 1:
+            reason = "this run has one process"
         raise UsageError(
             f"health.slow_factor: {config.slow_factor}: no processes are compared, because {reason}; leave it out"
         )

@@ -11,14 +11,16 @@ import socket
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from accel_train.training.ema import Ema
 from accel_train.wording import shortened
+
+if TYPE_CHECKING:
+    from accel_train.training.ema import Ema
 
 COLUMNS = 1024
 """Words in a row of the sums. A word is 8 bytes."""
