@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from accel_train.config import UsageError
 from accel_train.training.health import stragglers
+from accel_train.training.health.comparing import forward_is_local
 from accel_train.training.health.options import HealthConfig, refuse_nothing_to_compare
 from accel_train.training.health.replicas import COLUMNS, checksums, compare
 from accel_train.training.health.stragglers import Measure, Probe, Stragglers, Times, factor_of
@@ -141,6 +144,21 @@ def test_the_probe_sees_a_slower_device_and_a_slower_host(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "mm", slow)
     assert probe.measure()[0] > max(0.01, 2 * usual[0])
+
+
+def test_a_forward_is_local_under_ddp_without_buffers(tmp_path: Path) -> None:
+    """DDP sends buffers before the forward, in which the others wait for process 0."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel
+        assert forward_is_local(wrapped(nn.Linear(2, 2)), "ddp")
+        assert not forward_is_local(wrapped(nn.BatchNorm1d(2)), "ddp")
+        with_buffers = wrapped(nn.BatchNorm1d(2))
+        with_buffers.broadcast_buffers = False
+        assert forward_is_local(with_buffers, "ddp")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not forward_is_local(nn.Linear(2, 2), "fsdp2")
 
 
 def test_comparisons_without_anything_to_compare_are_refused() -> None:
