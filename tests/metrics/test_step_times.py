@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -56,6 +58,8 @@ def test_parts_of_steps_on_a_clock() -> None:
     assert found["forward_fraction"] == pytest.approx(6 / 33)
     assert found["backward_fraction"] == pytest.approx(10 / 33)
     assert found["update_fraction"] == pytest.approx(9 / 33)
+    # Totals go on, whatever a log point has taken.
+    assert (times.total("forward"), times.total("backward"), meter.paused_seconds) == (18, 30, 300)
     # And nothing of it in the next interval.
     times.begin()
     clock.now += 4
@@ -118,3 +122,16 @@ def test_other_devices_have_no_parts() -> None:
     times.begin()
     times.end("forward")
     assert times.take() == {}
+
+
+def test_a_total_takes_nothing_from_a_log_point() -> None:
+    clock = Clock()
+    times = StepTimes(CPU, clock)
+    for step in (1, 2):
+        times.begin()
+        clock.now += 3
+        times.end("forward")
+        assert times.total("forward") == 3 * step
+    assert times.take() == {"forward": 6}
+    assert times.total("forward") == 6
+    assert math.isnan(StepTimes(torch.device("mps")).total("forward"))
