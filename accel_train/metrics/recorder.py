@@ -16,6 +16,7 @@ from accel_train.metrics.environment import describe_environment
 from accel_train.metrics.progress import Labels, LogConfig, Progress
 from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair_metrics, write_json
 from accel_train.metrics.trackers import RunName, Trackers, resolve_trackers
+from accel_train.metrics.tracking.report_files import ReportFiles
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT, STEP
 from accel_train.wording import FILE_ONLY
@@ -118,6 +119,7 @@ class Recorder:
             self.record("resume", step=start_step)
         run = _run_name(options, output_dir, facts)
         self._trackers = Trackers(accelerator, names, output_dir, run=run, config=config)
+        self._report_files = ReportFiles(output_dir / REPORT) if names else None
         self._progress = Progress(options.progress_bar, max_steps, start_step, labels.loss_of)
         self._own_summary = labels.own_summary
 
@@ -152,13 +154,18 @@ class Recorder:
         step_overhead.collect_garbage()
 
     def evaluation(self, step: int, values: Mapping[str, object]) -> None:
-        """Write an evaluation line to file, trackers and console, and update the report."""
+        """Write an evaluation line to file, trackers and console, and update the report.
+
+        Trackers also get the pictures and texts in the report that were written since the last evaluation.
+        """
         if self._main:
             # The record comes first, because the curves in the report are drawn from the file.
             self.record("evaluation", values, step=step)
             write_report(self._accelerator, self._directory, step, values)
             named = {f"evaluation/{name}": value for name, value in values.items()}
             self._trackers.log(named, step)
+            if self._report_files is not None:  # the recipe has written them in its evaluation
+                self._trackers.send(self._report_files.take_written(), step)
             log_evaluation(step, values, own_summary=self._own_summary)
 
     def saved(self, checkpoint: Saved) -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from accel_train.config import UsageError
 from accel_train.metrics.records import plain
+from accel_train.metrics.tracking.report_files import ReportFile
+from accel_train.metrics.tracking.sending import send
 from accel_train.options.tree import flatten
 from accel_train.wording import did_you_mean, nearest
 
@@ -108,6 +110,8 @@ class Trackers:
         """Start the trackers, possibly over the network. Raises ``UsageError`` if one cannot start."""
         self._accelerator = accelerator
         self._failures: dict[str, int] = {}
+        self._file_failures: dict[str, int] = {}
+        self._told: set[str] = set()
         if not names:
             return
         folder = output_dir / "trackers"
@@ -145,14 +149,44 @@ class Trackers:
         self._failures[tracker.name] = failures
         if failures >= MAX_FAILURES:
             self._accelerator.trackers.remove(tracker)
-            logger.warning(
-                "tracker %s failed %d times in a row and is switched off for this run (%s: %s); "
-                "metrics.jsonl has everything",
-                tracker.name,
-                failures,
-                type(error).__name__,
-                error,
-            )
+            self._warn(tracker, "is switched off for this run", error, "metrics.jsonl has everything")
+
+    def send(self, files: Sequence[ReportFile], step: int) -> None:
+        """Send pictures and texts of an evaluation. Never raises.
+
+        After ``MAX_FAILURES`` evaluations in a row a tracker gets no more of them, with one warning. It goes on with
+        the numbers, whose failures are counted apart.
+        """
+        for tracker in self._accelerator.trackers:
+            name = tracker.name
+            if self._file_failures.get(name, 0) >= MAX_FAILURES:
+                continue
+            try:
+                for file in files:
+                    if not send(tracker, file, step):
+                        self._tell_once(f"tracker {name} takes no {file.kind}: the report has them")
+                self._file_failures[name] = 0
+            except Exception as error:  # each tracker has exceptions of its own
+                failures = self._file_failures.get(name, 0) + 1
+                self._file_failures[name] = failures
+                if failures == MAX_FAILURES:
+                    self._warn(tracker, "gets no more pictures and texts", error, "report/ has them")
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            logger.info("%s", text)
+
+    def _warn(self, tracker: Any, outcome: str, error: Exception, remains: str) -> None:
+        logger.warning(
+            "tracker %s failed %d times in a row and %s (%s: %s); %s",
+            tracker.name,
+            MAX_FAILURES,
+            outcome,
+            type(error).__name__,
+            error,
+            remains,
+        )
 
     def close(self) -> None:
         """Finish the remaining trackers and clear the list, so that ``end_training`` does not finish them again."""

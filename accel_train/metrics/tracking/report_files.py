@@ -1,0 +1,80 @@
+"""Pictures and pages that an evaluation has written into the report. No torch."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+logger = logging.getLogger(__name__)
+
+NOT_OF_AN_EVALUATION = {"curves.png", "profile.md"}
+"""Drawn from the metrics, which trackers have, and written by the profiler."""
+
+
+@dataclass(frozen=True)
+class ReportFile:
+    """A picture or a text of the report, read once for all trackers."""
+
+    name: str
+    """``report/NAME``, apart from the names of metrics."""
+    path: Path
+    text: str | None = None
+    """None for a picture."""
+    image: Image | None = None
+    """RGB. None for a text."""
+
+    @property
+    def kind(self) -> str:
+        """Plural noun for messages."""
+        return "texts" if self.image is None else "pictures"
+
+
+class ReportFiles:
+    """Watches the PNG and Markdown files of a report, without those in its folders, which are copies by step."""
+
+    def __init__(self, report: Path) -> None:
+        """Take the files of now as known: an earlier start has sent them."""
+        self._report = report
+        self._known = self._stamps()
+
+    def take_written(self) -> list[ReportFile]:
+        """Return the files written since the last call, by name. One that cannot be read is left out with a warning."""
+        stamps = self._stamps()
+        written = [path for path, stamp in stamps.items() if self._known.get(path) != stamp]
+        self._known = stamps
+        read: list[ReportFile] = []
+        for path in written:
+            try:
+                read.append(_read(path))
+            except (OSError, ValueError) as error:
+                logger.warning("%s could not be read for the trackers: %s", path, error)
+        return read
+
+    def _stamps(self) -> dict[Path, tuple[int, int, int]]:
+        """Return what tells a rewritten file: time, size and number, since a clock may stand still."""
+        found: dict[Path, tuple[int, int, int]] = {}
+        try:
+            paths = sorted(self._report.iterdir())
+            for path in paths:
+                if path.suffix in (".png", ".md") and path.name not in NOT_OF_AN_EVALUATION and path.name[0] != ".":
+                    status = path.stat()
+                    found[path] = status.st_mtime_ns, status.st_size, status.st_ino
+        except OSError:
+            # Without a report, or with one that somebody is emptying, there is nothing to send.
+            return found
+        return found
+
+
+def _read(path: Path) -> ReportFile:
+    name = f"report/{path.stem}"
+    if path.suffix == ".md":
+        return ReportFile(name, path, text=path.read_text(encoding="utf-8"))
+    from PIL import Image
+
+    with Image.open(path) as opened:
+        return ReportFile(name, path, image=opened.convert("RGB"))
