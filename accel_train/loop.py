@@ -214,7 +214,8 @@ class Training:
         if self.stopped or self.measure is not None:
             return {}
         with self.reports.throughput.pause():
-            self.saver.finish()
+            with self.reports.throughput.saving():
+                self.saver.finish()
             self.is_evaluating = True
             try:
                 # All processes must leave it at the same forward, so they ask each other there.
@@ -241,6 +242,7 @@ class Training:
         self.reports.bad_steps()
         with self.reports.throughput.pause():
             self.reports.comparisons.check_replicas(self.done)
+        with self.reports.throughput.saving():
             self.stopped = self.saver.save(self.done, self._metrics) or self.stopped
         self._saved = self.done
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 GIB = float(1 << 30)
+SHORTEST_STALL_SECONDS = 0.001
 Count = float | torch.Tensor
 """A number, or a tensor with one element on any device. Tensors are summed on their device and read at a log point."""
 
@@ -106,6 +107,7 @@ class Throughput:
         self._paused_since = 0.0
         self.paused_seconds = 0.0
         """In all pauses so far."""
+        self._stalled_seconds = 0.0
         self._restart(clock())
 
     def _restart(self, now: float) -> None:
@@ -179,6 +181,18 @@ class Throughput:
                 self._excluded += paused
                 self.paused_seconds += paused
 
+    @contextmanager
+    def saving(self) -> Generator[None]:
+        """Exclude the time of a save or of the wait for one, as ``pause`` does, and report it in the next line."""
+        with self.pause():
+            began = self._clock()
+            try:
+                yield
+            finally:
+                # A snapshot that is copied on the device holds up the next step there.
+                self._wait_for_device()
+                self._stalled_seconds += self._clock() - began
+
     def read(self) -> dict[str, float]:
         """Close the interval and return its metrics. Call it right after the host has waited for the loss.
 
@@ -201,6 +215,10 @@ class Throughput:
             metrics[f"{name}_per_second"] = per_second
             metrics[f"{name}_per_second_per_device"] = per_second / self._world_size
         metrics["step_seconds"] = seconds / steps
+        # Less is that of a call that finds nothing to wait for.
+        if self._stalled_seconds >= SHORTEST_STALL_SECONDS:
+            metrics["save_stall_seconds"] = self._stalled_seconds
+        self._stalled_seconds = 0.0
         waited = sum(i.data_wait_seconds for i in counted)
         # The wait for the first step may lie before the clock was started.
         metrics["data_wait_fraction"] = min(waited / seconds, 1.0)

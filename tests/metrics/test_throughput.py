@@ -106,6 +106,32 @@ def test_paused_time_is_not_training() -> None:
     assert meter.read()["step_seconds"] == pytest.approx(3.0)
 
 
+def test_the_time_of_saving_is_in_the_next_line_alone_and_in_no_rate() -> None:
+    clock = Clock()
+    meter = Throughput(CPU, clock=clock)
+    train(meter, clock, 2, 1.0)
+    assert "save_stall_seconds" not in meter.read()
+    with meter.saving():
+        clock.now += 3.0
+    train(meter, clock, 2, 1.0)
+    with meter.pause():
+        clock.now += 50.0  # an evaluation, which first waits for the save before
+        with meter.saving():
+            clock.now += 0.25
+    after = meter.read()
+    assert after["save_stall_seconds"] == pytest.approx(3.25)
+    assert after["step_seconds"] == pytest.approx(1.0)
+    with meter.saving():
+        clock.now += 0.0005  # nothing to save
+    train(meter, clock, 2, 1.0)
+    assert "save_stall_seconds" not in meter.read()
+    with pytest.raises(OSError, match="full"), meter.saving():
+        clock.now += 2.0
+        raise OSError("full")
+    train(meter, clock, 1, 1.0)
+    assert meter.read()["save_stall_seconds"] == pytest.approx(2.0)
+
+
 def test_pause_ends_where_the_evaluation_fails() -> None:
     clock = Clock()
     meter = Throughput(CPU, clock=clock)

@@ -37,6 +37,7 @@ def facts_of(files: RunFiles, state: RunState) -> list[tuple[str, str]]:
         ("Commit of the script", str(environment.get("git_commit") or "")),
         ("Run", str(environment.get("run_id") or "")),
         ("Recorded time", _hours(starts)),
+        ("Blocked by saving", _stall(files.training)),
     ]
     return [(name, text) for name, text in facts if text]
 
@@ -127,3 +128,12 @@ def _hours(starts: Sequence[Sequence[Record]]) -> str:
     if began is not None:
         text += time.strftime(", since %Y-%m-%d %H:%M UTC", time.gmtime(began))
     return text
+
+
+def _stall(lines: Sequence[Record]) -> str:
+    """Return the time by which saves held up the training lines that are left. Empty without any."""
+    stalls = [number(line, "save_stall_seconds") or 0.0 for line in lines]
+    total = sum(stalls)
+    if not total:
+        return ""
+    return f"{total:.1f} s in all, at most {max(stalls):.1f} s between two training lines"
