@@ -26,6 +26,7 @@ EVENTS = (
     "evaluation",
     "checkpoint",
     "bad_step",
+    "memory",
     "out_of_memory",
     "rollback",
     "straggler",

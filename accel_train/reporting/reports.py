@@ -13,6 +13,7 @@ from accel_train.metrics.profiling.gpu_figures import GpuFigures
 from accel_train.metrics.recorder import Recorder, RunInfo
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
 from accel_train.precision import dtype_of
+from accel_train.reporting.memory import MemoryReport
 from accel_train.reporting.watched_steps import watched_steps
 from accel_train.runtime.strategy import strategy_of
 from accel_train.training.health.comparing import Clocks, Comparisons, forward_is_local
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Reports:
-    """Log, throughput, losses by sample and comparisons of a training. One per process, and the main process writes."""
+    """Log, throughput, losses, memory and comparisons of a training. One per process, and the main process writes."""
 
     opened: Opened
     run_info: RunInfo
@@ -38,6 +39,7 @@ class Reports:
     throughput: Throughput
     losses: SampleLosses
     norms: PartNorms
+    memory: MemoryReport
     comparisons: Comparisons
     gpu: GpuFigures | None
     """Of the main process on CUDA."""
@@ -90,6 +92,7 @@ class Reports:
                 line |= self.gpu.take()
             line |= self.run_info.fields(epoch, config.batch_size(batches.step))
             self.log.train(batches.done, {**line, **fields})
+        self.memory.first_step(self.log, batches.done)
         self.bad_steps()
         self.comparisons.after(batches.done, batches.data_wait_seconds)
 
@@ -129,8 +132,10 @@ def build_reports(opened: Opened, prepared: Prepared) -> Reports:
     gpu = None
     if accelerator.is_main_process and accelerator.device.type == "cuda":
         gpu = GpuFigures(accelerator.device)
+    memory = MemoryReport(prepared.ema, accelerator.device)
     comparisons = _build_comparisons(opened, prepared, throughput, log)
-    return Reports(opened, prepared.run_info, prepared.guard, log, throughput, losses, norms, comparisons, gpu)
+    parts = (log, throughput, losses, norms, memory, comparisons, gpu)
+    return Reports(opened, prepared.run_info, prepared.guard, *parts)
 
 
 def _build_comparisons(opened: Opened, prepared: Prepared, throughput: Throughput, log: Recorder) -> Comparisons:

@@ -52,6 +52,10 @@ class Ema:
         """EMA by parameter name, this rank's shard."""
         return self._shards
 
+    def held(self) -> list[torch.Tensor]:
+        """Return its tensors as they are, for their size: ``shards`` may have to compute them first."""
+        return list(self._shards.values())
+
     def update(self, step: int) -> None:
         """Move towards the weights after optimizer step ``step`` (0-based)."""
         if self.config.decay == 0 or self.guard.skips_this_step:

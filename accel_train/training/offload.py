@@ -52,6 +52,11 @@ class HostAdamW(torch.optim.Optimizer):
             self._update(bucket)
         return loss
 
+    def host_copies(self) -> Iterator[Tensor]:
+        """Yield the copies of weights and gradients in host memory, none before the first step."""
+        for host in self._hosts.values():
+            yield from host
+
     def _buckets(self) -> Iterator[list[ParamGroup]]:
         """Yield groups split into buckets of ``BUCKET_BYTES``, with the parameters that have a gradient."""
         bucket: list[ParamGroup] = []

@@ -163,11 +163,20 @@ class Shards:
         with torch.no_grad():
             self._sharding.show((self.parameters[name], shard) for name, shard in shards.items())
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The innermost optimizer."""
+        return self._sharding.optimizer
+
+    def stepped(self) -> list[Any]:
+        """The tensors that the optimizer steps on: the parameters, or the flat masters of ZeRO."""
+        return [tensor for group in self._sharding.groups() for tensor in group["params"]]
+
     def create_state(self) -> None:
         """Allocate the optimizer's lazy state by one step without effect: zero gradient, learning rate and decay."""
         optimizer = self._sharding.optimizer
         groups = self._sharding.groups()
-        stepped: list[Any] = [tensor for group in groups for tensor in group["params"]]
+        stepped = self.stepped()
         # A class of the user's own may move a parameter all the same.
         values = [tensor.detach().clone() for tensor in stepped] if self._is_own else []
         gradients = [tensor.grad for tensor in stepped]  # ZeRO-offload keeps its buffers there

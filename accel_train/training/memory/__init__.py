@@ -1,0 +1,1 @@
+"""Memory of a training by what it is for."""
