@@ -85,7 +85,8 @@ def plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         wrapper: Any = tensor
         if hasattr(wrapper, "__tensor_flatten__"):
             names, _ = wrapper.__tensor_flatten__()
-            yield from plain(getattr(wrapper, name) for name in names)
+            # A DTensor names its mesh among them.
+            yield from plain(_tensors(getattr(wrapper, name) for name in names))
         else:
             yield tensor
 
