@@ -157,6 +157,7 @@ def open_experiment(
     length = _resolve_length(config, accelerator, dataset_size)
     max_steps = length.max_steps
     config.profile.refuse_beyond(max_steps)
+    config.profile.refuse_device(accelerator.device.type)
     micro_batch_size, size_notices = _agree_on_micro_batch(config, accelerator)
     history = DataHistory(fingerprint, dataset_size, ledger)
     run = _open_run(config, accelerator, history.fingerprint, length, micro_batch_size)

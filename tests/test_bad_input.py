@@ -295,6 +295,12 @@ FLAGS = [
     Row("I31-save-negative", "--checkpoints.save_every=-1", r"checkpoints\.save_every: -1 is refused"),
     Row("I39-unknown", "--log.trackers tensorbord", r"'tensorbord' is not a tracker: did you mean 'tensorboard'\?"),
     Row("I39-not-installed", "--log.trackers comet_ml", r"'comet_ml' needs a package.*pip install"),
+    Row("I39-memory-of-no-steps", "--profile.memory", r"profile\.memory: true: profile\.steps is required.*10:20"),
+    Row(
+        "I39-memory-on-a-cpu",
+        "--profile.memory --profile.steps 1:2",
+        r"profile\.memory: true: torch records the allocations of CUDA alone, and this run is on cpu; leave it out",
+    ),
     Row("I41-negative", "--seed=-1", r"seed: -1 is refused: .*greater than or equal to 0"),
     Row("I41-large", "--seed 4294967296", r"seed: 4294967296 is refused: .*less than 4294967296"),
     Row("I41-largest", "--seed 4294967295", "fresh start", None),

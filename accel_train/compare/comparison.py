@@ -258,9 +258,9 @@ def _common_flags(request: Request, config: Options, source: str, key: str | Non
     for name, other in (EXCLUSIVE, EXCLUSIVE[::-1]):  # a preset may set the other one
         if (name in flags or name == key) and config.get(other) is not None:
             flags[other] = "None"
-    for name in ("hub.repo_id", "profile.steps"):  # a push, and steps slower than they are
-        if config.get(name) is not None and name != key:
-            flags[name] = "None"
+    off = {"hub.repo_id": "None", "profile.steps": "None", "profile.memory": "False"}  # a push, and slower steps
+    kept = {key, "profile.steps"} if key == "profile.memory" else {key}
+    flags |= {name: value for name, value in off.items() if config.get(name) and name not in kept}
     words: list[str] = []
     for name, value in flags.items():
         words += [f"--{name}", value]

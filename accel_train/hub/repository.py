@@ -246,12 +246,14 @@ def _operations(
 
 
 def _files_of_run(run: Path) -> list[str]:
-    """List the config and the report of the run, except for files being written.
+    """List the config and the report of the run, except for files being written and for pickles.
 
     They change over time, so the manifest does not list them.
     """
-    # Hidden names are those of files that are being written.
-    report = [path for path in sorted((run / REPORT).rglob("*")) if not path.name.startswith(".")]
+    # Hidden names are those of files that are being written. The Hub warns of every pickle, and a snapshot of the
+    # memory has the paths of this machine in it.
+    files = sorted((run / REPORT).rglob("*"))
+    report = [path for path in files if not path.name.startswith(".") and path.suffix != ".pickle"]
     return [str(path.relative_to(run)) for path in (run / CONFIG_FILE, *report) if path.is_file()]
 
 

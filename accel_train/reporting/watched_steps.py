@@ -58,5 +58,6 @@ def _profiled_steps(opened: Opened, steps: Generator[StepBatches], throughput: T
         accumulation_steps=opened.accumulation_steps,
         num_workers=resolve_loader(config.loader, device).num_workers,
         world_size=opened.accelerator.num_processes,
+        records_memory=config.profile.memory,
     )
     return profiled(steps, wanted, setting, opened.start_step, device, throughput.pause)

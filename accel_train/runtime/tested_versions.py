@@ -54,6 +54,8 @@ TESTED: Mapping[str, Tested] = {
             "torch.distributed._compute_bucket_assignment_by_size": "simulation: DDP's buckets",
             "torch.distributed.distributed_c10d._resolve_process_group": "simulation: the group of a collective",
             "torch.distributed.fsdp._fully_shard._fsdp_param": "simulation: parts of a parameter, one rank's only",
+            "torch.cuda.memory._dump_snapshot": "profile.memory: the file for pytorch.org/memory_viz",
+            "torch.cuda.memory._record_memory_history": "profile.memory: every allocation with its stack",
             "torch.nn.Module._call_impl": "compile: a block in place, its parameter names unchanged",
             "torch.nn.Module._compiled_call_impl": "compile: a block in place, its parameter names unchanged",
             "torch.nn.modules.conv._ConvNd": "parameter kinds: every convolution",

@@ -277,4 +277,4 @@ def test_a_run_writes_its_profile_and_a_resume_past_it_none(tmp_path: Path) -> N
     output = train_mmdit(directory, "--max_steps", "5", "--overwrite", "False", "--profile.steps", "1:3")
     assert "profile of steps" not in output
     assert (report / "profile.md").stat().st_mtime_ns == before
-    assert yaml.safe_load((directory / "config.yaml").read_text())["profile"] == {"steps": "1:3"}
+    assert yaml.safe_load((directory / "config.yaml").read_text())["profile"] == {"steps": "1:3", "memory": False}

@@ -136,6 +136,7 @@ log.project
 log.run_name
 log.progress_bar
 profile.steps
+profile.memory
 model.size
 model.blocks_from
 model.width

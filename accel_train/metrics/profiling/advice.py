@@ -30,6 +30,8 @@ class Setting:
     micro_batch_size: int
     accumulation_steps: int
     num_workers: int
+    records_memory: bool = False
+    """``profile.memory``"""
 
 
 @dataclass(frozen=True)

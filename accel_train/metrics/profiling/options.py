@@ -30,9 +30,18 @@ class ProfileConfig:
     and a summary into report/. These steps are slower, and training lines with them say so. A trace takes up to a
     megabyte a step on the disk and far more in memory while it is read, so ten steps are enough. None: nothing is
     profiled, at no cost."""
+    memory: bool = False
+    """Also record every allocation on the GPU in these steps, with its Python stack, and write
+    report/memory_snapshot.pickle for pytorch.org/memory_viz. Running out of memory meanwhile writes one into logs/.
+    Costs microseconds per allocation, and host memory for up to 100,000 of them. Requires profile.steps and CUDA."""
 
     def __post_init__(self) -> None:
         self.range()
+        if self.memory and self.steps is None:
+            raise UsageError(
+                "profile.memory: true: profile.steps is required, since allocations are recorded in these steps; "
+                f"give a range, {EXAMPLE}"
+            )
 
     def range(self) -> StepRange | None:
         """Return the steps to profile. Raises ``UsageError`` for a text that is no range."""
@@ -55,6 +64,14 @@ class ProfileConfig:
         """Return True if the step after which ``done`` steps are done is profiled."""
         steps = self.range()
         return steps is not None and steps.start < done <= steps.stop
+
+    def refuse_device(self, kind: str) -> None:
+        """Raise ``UsageError`` for a recording of memory on a device of another kind than CUDA."""
+        if self.memory and kind != "cuda":
+            raise UsageError(
+                f"profile.memory: true: torch records the allocations of CUDA alone, and this run is on {kind}; "
+                "leave it out, or simulate the memory of the step (accel-train simulate)"
+            )
 
     def refuse_beyond(self, max_steps: int) -> None:
         """Raise ``UsageError`` for a range that the run does not reach."""

@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from accel_train.metrics.logs import info
+from accel_train.metrics.profiling import memory_history
 from accel_train.metrics.profiling.advice import Setting, advise
 from accel_train.metrics.profiling.names import DATA_WAIT, STEP
 from accel_train.metrics.profiling.options import StepRange
@@ -72,6 +73,8 @@ def _measured(
     # The first start of torch's profiler takes a second, and kernels of the step before must not count.
     with pause():
         profiler.start()
+        if setting.records_memory:
+            memory_history.start()
     finished = False
     try:
         while not finished:
@@ -88,6 +91,8 @@ def _measured(
     finally:
         with pause():
             profiler.stop()
+            if setting.records_memory:
+                _end_memory_history(setting, finished)
         if not finished:
             logger.warning("the run ended before step %d: its profile is not written", wanted.stop)
     with pause():
@@ -99,6 +104,14 @@ def _profiler(device: torch.device) -> profile:
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     return profile(activities=activities, acc_events=True)
+
+
+def _end_memory_history(setting: Setting, finished: bool) -> None:
+    path = setting.directory / REPORT / memory_history.SNAPSHOT
+    # Written before the recording ends, which forgets it.
+    if finished and memory_history.write(path):
+        info(logger, f"written: {path}, for https://pytorch.org/memory_viz")
+    memory_history.stop()
 
 
 def _wait(device: torch.device) -> None:
