@@ -110,7 +110,9 @@ def _recorded(training: Training) -> Generator[None]:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            run_out_of_memory(training.opened, training.reports.log, error, training.done, training.is_evaluating)
+            memory = training.reports.memory_after_running_out()
+            log = training.reports.log
+            run_out_of_memory(training.opened, log, error, training.done, training.is_evaluating, memory)
         raise
     finally:
         # Those of a step that ends the run as well.

@@ -136,8 +136,12 @@ class Prepared:
         )
 
 
-def run_out_of_memory(opened: Opened, log: Recorder, error: Exception, step: int, is_evaluating: bool) -> None:
+def run_out_of_memory(
+    opened: Opened, log: Recorder, error: Exception, step: int, is_evaluating: bool, memory: Mapping[str, object]
+) -> None:
     """Raise ``StartAgain`` with half of the micro-batch, or add advice to ``error``, of the step counted from 1.
+
+    ``memory`` are further fields of the event.
 
     Not collective: the other processes fail in their next reduction, or are ended by the launcher.
     """
@@ -154,7 +158,7 @@ def run_out_of_memory(opened: Opened, log: Recorder, error: Exception, step: int
         error.add_note(out_of_memory.explain(used, step, global_batch_size=batch_size))
         return
     smaller = out_of_memory.record_half(opened.run.directory, config.micro_batch_size, used, step)
-    log.out_of_memory(step, {"micro_batch_size": used, "next_micro_batch_size": smaller.used})
+    log.out_of_memory(step, {"micro_batch_size": used, "next_micro_batch_size": smaller.used, **memory})
     # Without the error as its cause, whose frames hold the tensors of the step.
     raise StartAgain(
         f"step {step} ran out of memory with micro_batch_size {used}; the next start continues from the "

@@ -26,3 +26,15 @@ def shortened(names: Sequence[str], limit: int, separator: str = ", ") -> str:
     """``a, b and 3 more``: the first ``limit`` names; ``nothing`` for none."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (separator.join(names[:limit]) or "nothing") + more
+
+
+def readable_size(size_bytes: float) -> str:
+    """Format bytes with a decimal unit: ``402 MB``, ``4.2 GB``."""
+    size = size_bytes
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            # The limit keeps 99.96 from being shown as 100.0, with a fourth digit.
+            digits = 0 if size >= 99.95 or unit == "B" else 1
+            return f"{size:.{digits}f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -14,13 +14,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from accel_train.commands.places import Place, disk_bytes, find_place, find_run, readable_size
+from accel_train.commands.places import Place, disk_bytes, find_place, find_run
 from accel_train.config import UsageError
 from accel_train.hub.queue import HubQueue
 from accel_train.options.loading import from_tree, read_tree
 from accel_train.options.tree import option_names
 from accel_train.store import commit, lock, retention
 from accel_train.store.manifest import NAME
+from accel_train.wording import readable_size
 
 AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 STATE_CELLS = {None: "-", True: "yes", False: "no"}

@@ -30,6 +30,7 @@ from accel_train.store import atomic_files, commit, planning, strict_json, weigh
 from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.weights import FLOATS, INTEGERS, TensorInfo, TensorReader
+from accel_train.wording import readable_size
 
 Source = Literal["model", "ema"]
 BARE = ("torch", "safetensors")
@@ -89,7 +90,7 @@ def export(
     stored = sorted({info.dtype for info in tensors.values() if info.dtype in FLOATS} - {"F32"})
     if precision == "fp32" and stored:
         print(f"note: the checkpoint has these weights in {', '.join(stored)}; fp32 adds no digits to them")
-    size = places.readable_size(places.disk_bytes(target))
+    size = readable_size(places.disk_bytes(target))
     print(f"{target}: {_label(source, merged)} of {found.path} (step {found.step}) in {precision}, {size}")
     for line in [*lines, proof]:
         print(line)

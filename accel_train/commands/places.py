@@ -96,18 +96,6 @@ def _describe_wrong_path(path: Path) -> str:
     return f"does not exist ({parent} holds {contents(parent)})"
 
 
-def readable_size(size_bytes: float) -> str:
-    """Format bytes with a decimal unit: ``402 MB``, ``4.2 GB``."""
-    size = size_bytes
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.5:
-            # The limit keeps 99.96 from being shown as 100.0, with a fourth digit.
-            digits = 0 if size >= 99.95 or unit == "B" else 1
-            return f"{size:.{digits}f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
 def disk_bytes(path: Path) -> int:
     """Return the total size of all files below ``path``."""
     files = [file for file in path.rglob("*") if file.is_file()]

@@ -179,7 +179,7 @@ class Recorder:
         if self._main:
             self._writer.write(self._line(event, fields, step))
 
-    def out_of_memory(self, step: int, fields: Mapping[str, int]) -> None:
+    def out_of_memory(self, step: int, fields: Mapping[str, object]) -> None:
         """Write the event of running out of memory, on whichever process met it: the main one may never know."""
         # A writer of its own, since only the main process keeps one.
         writer = LineWriter(self._directory / METRICS_FILE)

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_train.metrics.recorder import Recorder
-from accel_train.training.ema import Ema
+from accel_train.metrics.profiling import memory_history
+from accel_train.training.memory.description import described
 from accel_train.training.memory.held import Held, held, held_gradients
+from accel_train.wording import FILE_ONLY
+
+if TYPE_CHECKING:
+    from accel_train.metrics.recorder import Recorder
+    from accel_train.training.ema import Ema
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def _harmless() -> Generator[None]:
+    """Log an error of the body: an unknown kind of tensor must neither cost a step nor hide the error that ends one."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("the memory could not be counted: %s: %s", type(error).__name__, error)
 
 
 class MemoryReport:
@@ -32,18 +49,37 @@ class MemoryReport:
             return
         self._watch.remove()
         self._watch = None
-        log.record("memory", self.fields(), step=step)
+        with _harmless():
+            log.record("memory", self._fields(), step=step)
+        # Of later steps they are gone, until one runs out of memory with its own.
         self._gradients = Held()
+
+    def after_running_out(self, logs: Path, rank: int) -> dict[str, Any]:
+        """Log the memory held now, and return the fields of the event. Any process, alone. Never raises.
+
+        On CUDA the log file also gets the allocator's own summary, and ``logs`` a snapshot if one is being recorded.
+        """
+        fields: dict[str, Any] = {}
+        with _harmless():
+            fields |= self._fields()
+            logger.warning("memory of this process: %s", described(fields))
+            if self._device.type == "cuda":
+                logger.info("%s", torch.cuda.memory_summary(self._device), extra={FILE_ONLY: True})
+                snapshot = logs / f"memory_snapshot_rank_{rank}.pickle"
+                if memory_history.write(snapshot):
+                    logger.warning("written: %s, for https://pytorch.org/memory_viz", snapshot)
+        return fields
 
     def _before_update(self) -> None:
         """Count gradients where they are complete. ZeRO-1 and -2 step one group after the other: the largest counts."""
-        self._gradients.raise_to(held_gradients(self._ema.view, self._device))
-        if self._device.type == "cuda":
-            # The optimizer makes its state only now, so the activations had no more than the rest of this peak.
-            peak = torch.cuda.max_memory_allocated(self._device)
-            self._rest = max(self._rest, peak - held(self._ema, self._device).total)
+        with _harmless():
+            self._gradients.raise_to(held_gradients(self._ema.view, self._device))
+            if self._device.type == "cuda":
+                # The optimizer makes its state only now, so the activations had no more than the rest of this peak.
+                peak = torch.cuda.max_memory_allocated(self._device)
+                self._rest = max(self._rest, peak - held(self._ema, self._device).total)
 
-    def fields(self) -> dict[str, Any]:
+    def _fields(self) -> dict[str, Any]:
         """Return the fields of the event, with the totals of the allocator on CUDA and of the process elsewhere."""
         now = held(self._ema, self._device)
         now.raise_to(self._gradients)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel_train.metrics.details.by_part import PartNorms
 from accel_train.metrics.details.by_sample import SampleLosses
@@ -95,6 +95,11 @@ class Reports:
         self.memory.first_step(self.log, batches.done)
         self.bad_steps()
         self.comparisons.after(batches.done, batches.data_wait_seconds)
+
+    def memory_after_running_out(self) -> dict[str, Any]:
+        """Log the memory of this process, and return it as fields of the event. Not collective."""
+        opened = self.opened
+        return self.memory.after_running_out(opened.run.directory / "logs", opened.accelerator.process_index)
 
     def bad_steps(self) -> None:
         """Write an event and a warning for each bad step that the host knows of by now."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.commands.places import readable_size
 from accel_train.simulation.ledger import BLOCK, CATEGORIES, GRADIENTS
+from accel_train.wording import readable_size
 
 EXACT = "exact"
 MODELLED = "modelled"

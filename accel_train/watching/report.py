@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_train.commands.places import readable_size
 from accel_train.config import UsageError, expand_path
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import METRICS_FILE
@@ -16,6 +15,7 @@ from accel_train.watching.reading import find_directory, read_files
 from accel_train.watching.run_files import MetricsFile
 from accel_train.watching.run_state import state_of
 from accel_train.watching.status import condition_of
+from accel_train.wording import readable_size
 
 
 def report(places: Sequence[str], output: str) -> int:

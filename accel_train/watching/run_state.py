@@ -82,6 +82,8 @@ class RunState:
     memory_gib: Mapping[str, float]
     gpu: Mapping[str, float | str]
     """Fields of the newest training line about the main process's GPU, without ``gpu_``. Its memory is above."""
+    memory_by_category: Mapping[str, Any]
+    """Fields of the event ``memory`` of the last start: ``held_bytes``, ``host_bytes`` and totals."""
     checkpoint_step: int | None
     checkpoint_seconds: float | None
     """Age of the newest checkpoint."""
@@ -109,6 +111,7 @@ def state_of(files: RunFiles, condition: Condition) -> RunState:
         speed=speed_of(files),
         memory_gib=_memory(lines),
         gpu=_gpu(lines),
+        memory_by_category=_memory_by_category(files.last_start),
         checkpoint_step=saved_step,
         checkpoint_seconds=saved_seconds,
     )
@@ -266,6 +269,13 @@ def gpu_in_words(gpu: Mapping[str, float | str]) -> str:
     if "throttled" in gpu:
         parts.append(f"clock lowered ({gpu['throttled']})")
     return ", ".join(parts)
+
+
+def _memory_by_category(last_start: Sequence[Record]) -> dict[str, Any]:
+    for record in last_start:
+        if record.get("event") == "memory":
+            return {name: value for name, value in record.items() if name.endswith("_bytes")}
+    return {}
 
 
 def _checkpoint(files: RunFiles) -> tuple[int | None, float | None]:

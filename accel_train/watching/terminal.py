@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from accel_train.metrics.progress import format_seconds
+from accel_train.training.memory.description import described
 from accel_train.watching.alerts import Alert
 from accel_train.watching.run_state import Extremum, Loss, Metric, RunState, gpu_in_words, means
 
@@ -89,6 +90,10 @@ def _run_lines(state: RunState, terminal: Terminal) -> list[Line]:
         rows.append(("throughput", _speed(state)))
     if state.memory_gib:
         rows.append(("memory", _memory(state.memory_gib)))
+    room = max(1, terminal.width - NAME_WIDTH - 2)
+    # Without the totals, which the newest training line has.
+    parts = {name: state.memory_by_category.get(name) for name in ("held_bytes", "host_bytes")}
+    rows += [("", text) for text in textwrap.wrap(described(parts), room)]
     if state.gpu:
         rows.append(("gpu", gpu_in_words(state.gpu)))
     rows.append(("checkpoint", _checkpoint(state)))

@@ -1,4 +1,4 @@
-"""Memory by category of real runs, against closed forms of AdamW in fp32 and against the simulation of the same step."""
+"""Memory by category of real runs: against closed forms of AdamW in fp32, and the simulation of the same step."""
 
 from __future__ import annotations
 

@@ -52,6 +52,16 @@ def ran_out(directory: Path) -> list[tuple[int, ...]]:
     return [tuple(line[name] for name in names) for line in lines if line["event"] == "out_of_memory"]
 
 
+def assert_memory_is_told(directory: Path, output: str) -> None:
+    """Each start has its memory by category, and so has each event of running out."""
+    lines = read_metrics(directory / "metrics.jsonl")
+    starts = [line for line in lines if line["event"] == "memory"]
+    assert [line["step"] for line in starts] == [1, 4, 4], "each later start goes on after the save of step 3"
+    sizes = [line["held_bytes"] for line in lines if line["event"] in ("memory", "out_of_memory")]
+    assert all(held["weights"] == held["ema"] == starts[0]["held_bytes"]["weights"] for held in sizes)
+    assert output.count("memory of this process: weights ") == 2
+
+
 def sizes_of_starts(directory: Path) -> list[int]:
     lines = read_metrics(directory / "metrics.jsonl")
     return [line["config"]["micro_batch_size"] for line in lines if line["event"] == "config"]
@@ -101,6 +111,7 @@ def test_after_a_save_it_goes_on_from_there(tmp_path: Path, with_four: Path, pla
     assert max(abs(found[step] - expected[step]) for step in found) < 1e-6
     assert 0 < largest_difference(directory, with_four) < 1e-6
     assert ran_out(directory) == [(6, 16, 8, 0), (6, 8, 4, 0)]
+    assert_memory_is_told(directory, done.stdout)
     assert sizes_of_starts(directory) == [16, 8, 4]
     rerun = ["out of memory", "restart"]
     assert kinds(directory) == ["start", *rerun, *rerun, "evaluation", "end"], "the report knows no crash"

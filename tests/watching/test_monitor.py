@@ -117,6 +117,21 @@ def test_throughput_is_of_the_last_start(run: RunDirectory) -> None:
     assert (speed.samples_per_second, speed.median_samples_per_second, speed.change) == (150.0, 200.0, -0.25)
 
 
+def test_memory_by_category_is_of_the_last_start(run: RunDirectory) -> None:
+    assert state(run).memory_by_category == {}
+    run.add("memory", 1, held_bytes={"weights": 8_000_000_000}, peak_bytes=9)
+    run.add("environment")
+    assert state(run).memory_by_category == {}
+    run.add("memory", 21, held_bytes={"weights": 4_000_000_000, "ema": 512}, host_bytes={"gradients": 7}, peak_bytes=9)
+    sizes = {"weights": 4_000_000_000, "ema": 512}
+    expected = {"held_bytes": sizes, "host_bytes": {"gradients": 7}, "peak_bytes": 9}
+    assert state(run).memory_by_category == expected
+    shown = "\n".join(page([Watched(state(run), [])], 0.0, Terminal(50, unicode=False, color=False)))
+    assert "weights 4.0 GB, ema 512 B; in host" in shown
+    assert "memory gradients 7 B" in shown
+    assert "peak" not in shown, "the training lines have a newer one"
+
+
 def test_memory_and_the_newest_checkpoint(run: RunDirectory) -> None:
     run.train(1, memory_peak_gib=60.5, memory_allocated_gib=40.0)
     assert state(run).memory_gib == {"memory_peak_gib": 60.5, "memory_allocated_gib": 40.0}

@@ -216,13 +216,18 @@ def test_the_head_says_what_ran_and_how_to_go_on(tmp_path: Path) -> None:
     )
     run.steps(1, 10)
     (run.path / "config.yaml").write_text("seed: 3\n")
+    run.add("memory", 1, held_bytes={"weights": 2_000_000_000}, rest_of_peak_bytes=3_000_000_000)
+    run.train(11, save_stall_seconds=1.25)
+    run.train(12, save_stall_seconds=0.5)
     facts = write(tmp_path / "page.html", run).facts()
+    assert facts["Memory, first step"] == "weights 2.0 GB; activations and temporaries 3.0 GB"
+    assert facts["Blocked by saving"] == "1.8 s in all, at most 1.2 s between two training lines"
     assert facts["Recipe"] == "recipes/x.py"
     assert facts["Preset or file"] == "base"
     assert facts["To resume"] == f"python recipes/x.py {run.path}/config.yaml"
-    assert facts["State"].startswith("silent, step 10 of 100 (no line for")
+    assert facts["State"].startswith("silent, step 12 of 100 (no line for")
     assert facts["Versions"] == "torch 2"
-    assert facts["Recorded time"].startswith("0:15 in 2 start(s), 0.00 device hours, since 2023-11-14 22:13 UTC")
+    assert facts["Recorded time"].startswith("0:18 in 2 start(s), 0.01 device hours, since 2023-11-14 22:13 UTC")
 
 
 def test_device_hours_are_those_of_all_processes(tmp_path: Path) -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from accel_train.training.ema import Ema
 from accel_train.training.offload import HostAdamW
 from accel_train.training.sharding import fixed_shard
-from accel_train.training.shards import Shards
+
+if TYPE_CHECKING:
+    from accel_train.training.ema import Ema
+    from accel_train.training.shards import Shards
 
 WEIGHTS = "weights"
 FROZEN = "frozen_weights"

@@ -10,6 +10,7 @@ from typing import Any
 
 from accel_train.metrics.progress import format_seconds
 from accel_train.store.names import CONFIG_FILE
+from accel_train.training.memory.description import described
 from accel_train.watching.html_report.events import describe_machine, starts_of
 from accel_train.watching.run_files import Record, RunFiles, number
 from accel_train.watching.run_state import RunState, gpu_in_words
@@ -37,6 +38,7 @@ def facts_of(files: RunFiles, state: RunState) -> list[tuple[str, str]]:
         ("Commit of the script", str(environment.get("git_commit") or "")),
         ("Run", str(environment.get("run_id") or "")),
         ("Recorded time", _hours(starts)),
+        ("Memory, first step", described(state.memory_by_category)),
         ("Blocked by saving", _stall(files.training)),
     ]
     return [(name, text) for name, text in facts if text]
