@@ -165,7 +165,7 @@ def open_experiment(
     decay_steps = run.resolved("schedule.decay_steps")
     batch_sizes = (config.global_batch_size, accelerator.num_processes, micro_batch_size)
     info(logger, *notices, *history.notices, *length.notices, *size_notices, *sampler.notices(*batch_sizes))
-    info(logger, *config.batch_schedule.notices(max_steps))
+    info(logger, *config.batch_schedule.notices(max_steps), *config.plateau.notices(max_steps))
     info(logger, *schedules.notices(length.schedule, decay_steps, max_steps), run.decision)
     _keep_threads(run, accelerator)
     finished = run.start_step >= max_steps and not config.evaluate_only

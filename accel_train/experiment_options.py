@@ -31,6 +31,7 @@ from accel_train.runtime.distributed_options import DistributedConfig
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8, OutOfMemory
 from accel_train.store.names import REPORT
 from accel_train.training.ema import EmaConfig
+from accel_train.training.feedback.options import BalanceConfig, PlateauConfig
 from accel_train.training.gradients.sync import SyncPolicy
 from accel_train.training.health.options import HealthConfig
 from accel_train.training.optimizers import OptimizerConfig
@@ -104,6 +105,8 @@ class Recipe:
     """Input of the model with the diffusion time of a loss term, (B,) in [0, 1], for its mean loss by time."""
     smoke: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values of its own options with ``--smoke``, such as an evaluation of few samples."""
+    one_loss_term: bool = False
+    """Every step has one loss term, so that ``balance`` is refused."""
     decided_by: Mapping[str, Literal["min", "max"]] = field(default_factory=dict[str, Literal["min", "max"]])
     """Evaluation metrics that decide which of two checkpoints is better (``accel-train better``), by their name or its
     last word. ``min``: a smaller value is better."""
@@ -179,7 +182,9 @@ class ExperimentConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    plateau: PlateauConfig = field(default_factory=PlateauConfig)
     batch_schedule: BatchScheduleConfig = field(default_factory=BatchScheduleConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
@@ -303,6 +308,8 @@ class ExperimentConfig:
                 "set the other to None"
             )
         self._resolve_micro_batch()
+        if self.recipe.one_loss_term:
+            self.balance.refuse_single_term(1)
         refuse_without_metric(self.hub, self.checkpoints.best_metric)
 
     def _resolve_micro_batch(self) -> None:

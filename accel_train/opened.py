@@ -35,6 +35,7 @@ from accel_train.training.step_guard import NonFiniteError, StepGuard
 if TYPE_CHECKING:
     from accel_train.data.sampler import Sampler
     from accel_train.metrics.recorder import Recorder
+    from accel_train.training.feedback.plateau import Plateau
 
 
 def smaller_micro_batch(config: ExperimentConfig) -> SmallerMicroBatch | None:
@@ -71,6 +72,16 @@ class Opened:
         """Optimizer steps already done."""
         return self.run.start_step
 
+    @cached_property
+    def plateau(self) -> Plateau | None:
+        """Factor of the learning rate that follows the training loss, None for that of the schedule alone."""
+        if not self.config.plateau.is_on:
+            return None
+        # Imported here, because most runs have no use for it.
+        from accel_train.training.feedback.plateau import Plateau
+
+        return Plateau(self.config.plateau)
+
     def config_in_use(self) -> dict[str, Any]:
         """Return the config as nested values, with the micro-batch and schedule in use where they differ from it."""
         used = replace(self.config, micro_batch_size=self.micro_batch_size, schedule=self.schedule)
@@ -86,14 +97,18 @@ class Opened:
         return write
 
     def learning_rate_factor(self, step: int, decay_steps: int | None = None) -> float:
-        """Return the factor of the learning rate in step ``step``, with that of ``batch_schedule``.
+        """Return the factor of the learning rate in step ``step``, with those of ``batch_schedule`` and of plateaus.
 
         The schedule ends at ``decay_steps``, by default the run's.
         """
         if decay_steps is None:
             decay_steps = self.decay_steps
         growth = self.config.batch_schedule.factor(self.config.global_batch_size, step)
-        return growth * schedules.learning_rate_factor(self.schedule, step, decay_steps)
+        factor = growth * schedules.learning_rate_factor(self.schedule, step, decay_steps)
+        if self.plateau is not None:
+            # A factor of its own, which the schedule of the next step cannot overwrite.
+            factor *= self.plateau.factor
+        return factor
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from accel_train.training.gradients.sync import resolve_sync
 from accel_train.training.health.options import has_replicas, refuse_inexact, refuse_nothing_to_compare
 from accel_train.training.optimizers import build_optimizer
 from accel_train.training.shards import Shards, exact_masters
-from accel_train.training.step_guard import resolve_step_guard
+from accel_train.training.step_guard import StepGuard, resolve_step_guard
 
 if TYPE_CHECKING:
     from accel_train.speed.attention.other_libraries import Example
@@ -132,7 +132,7 @@ def prepare(
     with embeddings_optional(model), around:
         model, optimizer = accelerator.prepare(model, optimizer)
     weights = Shards(model, optimizer, masters)
-    guard, guard_reason = resolve_step_guard(accelerator, optimizer, config.health, on_cpu=simulation is not None)
+    guard, guard_reason = _build_guard(opened, optimizer, on_cpu=simulation is not None)
     # The EMA of a fresh start begins at these weights. A restore then overwrites both.
     ema = average_of(config.ema, weights, guard, optimizer)
     restore(opened.run, accelerator, weights, ema, config.run_options().free_to_change)
@@ -144,6 +144,22 @@ def prepare(
     _log_choices(opened, choices)
     run_info = _run_info(opened, applied, optimizer, choices)
     return Prepared(accelerator, model, optimizer, ema, run_info, config.sync, guard)
+
+
+def _build_guard(opened: Opened, optimizer: Any, *, on_cpu: bool) -> tuple[StepGuard, str]:
+    """Build the step guard with what follows the losses: the steps that it leaves out do not move that either.
+
+    Returns where it decides as well, with the reason.
+    """
+    config = opened.config
+    guard, reason = resolve_step_guard(opened.accelerator, optimizer, config.health, on_cpu=on_cpu)
+    guard.plateau = opened.plateau
+    if config.balance.is_on:
+        # Imported here, because most runs have no use for it.
+        from accel_train.training.feedback.balance import LossBalance
+
+        guard.balance = LossBalance(config.balance)
+    return guard, reason
 
 
 def _apply_speed_options(

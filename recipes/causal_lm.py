@@ -59,6 +59,7 @@ class Config(experiment.ExperimentConfig):
             titles={"nll": "NLL"},
             own_summary=True,
         ),
+        one_loss_term=True,
         decided_by={"nll": "min"},
         first_options=("model.source", "lora.rank", "data.path", "data.max_length", "data.packing", "evaluation.every"),
         base_option="model.source",

@@ -59,6 +59,7 @@ class Config(experiment.ExperimentConfig):
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", *FREE_TO_CHANGE, "base.encoder_batch_size", "base.offload_encoders"),
         labels=Labels(units=dict.fromkeys(objective.METRICS, "mean squared error"), own_summary=True),
+        one_loss_term=True,
         decided_by={"loss": "min"},
         first_options=(
             "base.source",
@@ -104,13 +105,7 @@ def preset_without_one(argv: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------------------------ loss
 # A batch holds mean and logvar of the VAE (B, C, H, W), sizes (B, 2), embeddings or tokens of captions, and what the
 # loader adds.
-def noised(
-    config: Config,
-    inputs: Inputs,
-    process: Denoising,
-    batch: Batch,
-    step: int,
-) -> tuple[Batch, Tensor]:
+def noised(config: Config, inputs: Inputs, process: Denoising, batch: Batch, step: int) -> tuple[Batch, Tensor]:
     """Return the denoiser's inputs with their target, and the weight of each picture."""
     encoded = inputs.encoded(batch)
     rows = inputs.rows * config.batch_size(step)

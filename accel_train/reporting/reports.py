@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel_train.metrics.details.by_part import PartNorms
 from accel_train.metrics.details.by_sample import SampleLosses
+from accel_train.metrics.logs import info
 from accel_train.metrics.profiling.gpu_figures import GpuFigures
 from accel_train.metrics.recorder import Recorder, RunInfo
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
@@ -93,6 +94,7 @@ class Reports:
             line |= self.run_info.fields(epoch, config.batch_size(batches.step))
             self.log.train(batches.done, {**line, **fields})
         self.memory.first_step(self.log, batches.done)
+        self._follow_plateau(result, batches.done)
         self.bad_steps()
         self.comparisons.after(batches.done, batches.data_wait_seconds)
 
@@ -100,6 +102,16 @@ class Reports:
         """Log the memory of this process, and return it as fields of the event. Not collective."""
         opened = self.opened
         return self.memory.after_running_out(opened.run.directory / "logs", opened.accelerator.process_index)
+
+    def _follow_plateau(self, result: StepResult, done: int) -> None:
+        """Let the learning rate follow the loss of this step, and record a change. Waits at the end of a window."""
+        plateau = self.opened.plateau
+        if plateau is None:
+            return
+        change = plateau.follow(result, done)
+        if change is not None:
+            self.log.record("plateau", asdict(change), step=done)
+            info(logger, f"step {done}: {plateau.describe(change)}")
 
     def bad_steps(self) -> None:
         """Write an event and a warning for each bad step that the host knows of by now."""

@@ -19,18 +19,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
+from accel_train.training.feedback.factors import term_factor
 from accel_train.training.gradients.sync import SyncPolicy, no_sync, reduce_without_step, when_to_reduce, zero_stage_of
 from accel_train.training.health.evidence import Evidence
 from accel_train.training.health.leaving_out import leave_out
 from accel_train.training.parameters import clear_gradients, prepared_parameters, widest, without_gradients
-from accel_train.training.step_guard import (
-    GradientNorms,
-    StepGuard,
-    StepResult,
-    read_loss_scale,
-    term_factor,
-    write_loss_scale,
-)
+from accel_train.training.step_guard import GradientNorms, StepGuard, StepResult, read_loss_scale, write_loss_scale
 
 Batch = dict[str, Tensor]
 PLACES = {
@@ -98,6 +92,9 @@ class GradientWindow:
         weights = [self._by_term(weight, "weights") for _, weight in micro_batches]
         self._local_weights = weights
         self.weights = _global_weights(accelerator, weights)
+        self._balance: dict[str, Tensor] = {}
+        if self.guard.balance is not None:
+            self._balance = self.guard.balance.factors(self.weights)
         self._factors = self._factors_of_terms()
         self._forget_losses()
         self._is_last = False
@@ -113,6 +110,8 @@ class GradientWindow:
         factors: list[Tensor] = []
         for name, coefficient in self.coefficients.items():
             factor = term_factor(coefficient * processes, self.weights[name])
+            if self._balance:
+                factor = factor * self._balance[name]
             factors.append(factor)
         return factors
 
@@ -258,6 +257,8 @@ class GradientWindow:
         elif value is not None and 0 < self.guard.max_grad_norm < value and self._zero_stage == 0:
             # With the norm at hand, since `clip_grad_norm_` would measure it a second time.
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self.guard.max_grad_norm, norm)
+        if self.guard.balance is not None and not self.guard.skips_this_step:
+            self.guard.balance.update(self.coefficients, evidence.totals, self.weights, self.guard.weight_of_step)
         return StepResult(
             coefficients=self.coefficients,
             sums=evidence.totals,
@@ -267,6 +268,7 @@ class GradientWindow:
             gradient_norms=self._gradient_norms,
             overflows=self._overflows,
             guard=self.guard,
+            balance=self._balance,
             all_overflows=self._count_overflows(),
         )
 

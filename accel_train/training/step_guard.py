@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from accel_train.training.feedback.factors import term_factor
 from accel_train.training.health.evidence import BadStep, Evidence, NonFiniteError
 from accel_train.training.health.history import History
 from accel_train.training.health.options import HealthConfig
 from accel_train.training.health.spikes import Spikes
+
+if TYPE_CHECKING:
+    from accel_train.training.feedback.balance import LossBalance
+    from accel_train.training.feedback.plateau import Plateau
 
 KERNEL_DEVICES = ("cpu", "cuda", "xpu")
 """Devices with torch's kernel for the detection of non-finite values."""
@@ -51,6 +55,10 @@ class StepGuard:
         """The host leaves out the current step. Where the device decides about values, only for ``leaves_out``."""
         self.max_grad_norm = 0.0
         """Where the host decides: the norm to which the gradient of the current step is clipped. 0: no clipping."""
+        self.balance: LossBalance | None = None
+        """Factors of the loss terms, which only trained steps move. None: the coefficients alone."""
+        self.plateau: Plateau | None = None
+        """Factor of the learning rate, which only trained steps move. None: that of the schedule alone."""
         self._spikes: Spikes | None = None
         if config.finds_spikes:
             assert device is not None, "spikes are found on a device"
@@ -199,8 +207,12 @@ class StepGuard:
         return 1 - self.found if self.on_device and self.config.skips else None
 
     def state(self) -> dict[str, Any]:
-        """Return counts and norms for a checkpoint, empty if there are none. Call it after ``check``."""
+        """Return what trained and skipped steps have moved, for a checkpoint. Call it after ``check``."""
         state = self.history.state()
+        if self.balance is not None:
+            state["balance"] = self.balance.state()
+        if self.plateau is not None:
+            state["plateau"] = self.plateau.state()
         if self._spikes is not None:
             state["grad_norms"] = self._spikes.read()
         return state
@@ -208,6 +220,11 @@ class StepGuard:
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from ``state``."""
         self.history.load(saved)
+        # A checkpoint of a run without them, changed with `--allow`, has none: they begin here.
+        if self.balance is not None:
+            self.balance.load(saved.get("balance", {}))
+        if self.plateau is not None:
+            self.plateau.load(saved.get("plateau", {}))
         if self._spikes is not None:
             self._spikes.write(saved.get("grad_norms", []))
 
@@ -238,12 +255,17 @@ class StepResult:
     overflows: int = 0
     """fp16: attempts at this step repeated with a lower loss scale."""
     guard: StepGuard | None = None
+    balance: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """``f_k``, the factors beside the coefficients in this step. Empty without a balance of the terms."""
     all_overflows: int | None = None
     """Sum of ``overflows`` over all steps of this process. None without a loss scale."""
 
     @property
     def loss(self) -> Tensor:
-        """Loss of the global batch, ``sum_k c_k * S_k / W_k``. Computed on access."""
+        """Loss of the global batch, ``sum_k c_k * S_k / W_k``, without the factors of a balance. Computed on access.
+
+        With them it would say nothing: under ``ema`` it stays near the sum of the coefficients.
+        """
         parts: list[Tensor] = []
         for total, (name, coefficient) in zip(self.sums, self.coefficients.items(), strict=True):
             factor = term_factor(coefficient, self.weights[name])
@@ -261,7 +283,7 @@ class StepResult:
         return terms
 
     def fields(self) -> dict[str, float]:
-        """``loss``, ``loss_TERM``, ``grad_norm`` and, with a loss scale, ``overflows`` so far, as numbers.
+        """``loss``, ``loss_TERM``, ``balance_TERM``, ``grad_norm`` and, with a loss scale, ``overflows``, as numbers.
 
         For log points: waits for the device. All ranks call it. Raises ``NonFiniteError`` where the guard has stopped
         the optimizer.
@@ -270,6 +292,9 @@ class StepResult:
         tensors = {"loss": self.loss}
         for name, value in self.terms.items():
             tensors[f"loss_{name}"] = value
+        for name, factor in self.balance.items():
+            if self.coefficients[name] != 0:
+                tensors[f"balance_{name}"] = factor
         tensors["grad_norm"] = self.grad_norm
         # One stacked tensor, so that the host waits once.
         stacked = torch.stack([value.float() for value in tensors.values()])
@@ -288,19 +313,6 @@ class StepResult:
         """
         if self.guard is not None:
             self.guard.check()
-
-
-def term_factor(coefficient: float, weight: Tensor) -> Tensor:
-    """Quotient in fp32, 0 for a term without weight in this step."""
-    dtype = weight.dtype if weight.is_floating_point() else torch.float32
-    return (_constant(coefficient, weight.device, dtype) / weight).nan_to_num_(0.0, 0.0, 0.0).float()
-
-
-@lru_cache(maxsize=64)
-def _constant(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A number on the device, filled there because a copy from the host would wait."""
-    with torch.inference_mode(False):  # the first caller may be an evaluation
-        return torch.full((), value, device=device, dtype=dtype)
 
 
 def resolve_step_guard(

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accel_train.checkpoints.run import Run
 from accel_train.runtime.accelerator import build_accelerator
 from accel_train.runtime.exiting import run_main
+from accel_train.training.feedback.options import BalanceConfig
 from accel_train.training.health.evidence import NonFiniteError
 from accel_train.training.health.options import HealthConfig
 from accel_train.training.optimizers import OptimizerConfig
@@ -40,6 +41,9 @@ def digest(training: Training) -> dict[str, torch.Tensor]:
     for key, names in shards.state_names().items():
         found |= {f"{key} {name}": own(name, shards.state(name, key)) for name in names}
     counts = [float(state["step"]) for state in shards._sharding.optimizer.state.values() if "step" in state]
+    if training.guard.balance is not None:
+        terms = training.guard.balance.state()["terms"]
+        found |= {f"balance {name}": torch.tensor(values) for name, values in terms.items()}
     return found | {"counts": torch.tensor(counts)}
 
 
@@ -58,7 +62,16 @@ def compare(accelerator: Accelerator, options: dict[str, Any], folder: Path) -> 
         accelerator.free_memory()
         optimizer = OptimizerConfig(lr=1e-2, name=options.get("optimizer", "adamw"))
         on_device, sync = options.get("on_device", False), options.get("sync", "auto")
-        return Training(optimizer, HEALTH, on_device=on_device, accelerator=accelerator, sync=sync, resume=resume)
+        balance = BalanceConfig(options.get("balance", "fixed"))
+        return Training(
+            optimizer,
+            HEALTH,
+            on_device=on_device,
+            accelerator=accelerator,
+            sync=sync,
+            resume=resume,
+            balance=balance,
+        )
 
     spoiled = build()
     spoiled.train(range(2))

@@ -27,10 +27,10 @@ def work(layout: Layout, folder: Path, alternatives: list[dict[str, Any]], *flag
 
 
 ALTERNATIVES: dict[str, list[dict[str, Any]]] = {
-    "ddp": [{}, {"on_device": True}, {"optimizer": "muon"}],
-    "fsdp2": [{}, {"on_device": True}, {"optimizer": "muon"}],
+    "ddp": [{}, {"on_device": True, "balance": "ema"}, {"optimizer": "muon"}],
+    "fsdp2": [{}, {"on_device": True, "balance": "uncertainty"}, {"optimizer": "muon"}],
     "zero1": [{}],
-    "zero2": [{}, {"sync": "last"}],
+    "zero2": [{"balance": "uncertainty"}, {"sync": "last"}],
     "zero3": [{}],
     "zero2_offload": [{}],
     "zero3_offload": [{}],

@@ -25,6 +25,8 @@ from accel_train.runtime.strategy import strategy_of
 from accel_train.store import atomic_files, commit
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.feedback.balance import LossBalance
+from accel_train.training.feedback.options import BalanceConfig
 from accel_train.training.gradients.sync import SyncPolicy
 from accel_train.training.health.evidence import NonFiniteError
 from accel_train.training.health.options import HealthConfig, refuse_inexact
@@ -38,6 +40,7 @@ from tests.distributed.worker import GLOBAL_BATCH, Toy, Wide, loss_sums, micro_b
 
 pytestmark = pytest.mark.usefixtures("fresh")
 SKIP = HealthConfig(non_finite="skip")
+FIXED = BalanceConfig()
 STEPS = 8
 MICRO_BATCH = 6
 BAD_SAMPLE = 13
@@ -80,6 +83,7 @@ class Training:
         accelerator: Accelerator | None = None,
         sync: SyncPolicy = "auto",
         resume: Run | None = None,
+        balance: BalanceConfig = FIXED,
     ) -> None:
         if accelerator is None:
             AcceleratorState._reset_state(True)
@@ -101,6 +105,8 @@ class Training:
         self.model, self.optimizer = self.accelerator.prepare(model, built)
         self.guard, _ = resolve_step_guard(self.accelerator, self.optimizer, health, on_cpu=on_device)
         assert self.guard.on_device == on_device
+        if balance.is_on:
+            self.guard.balance = LossBalance(balance)
         self.shards = Shards(self.model, self.optimizer)
         self.average = Ema(EmaConfig(0.5), self.shards, self.guard)
         if resume is not None:

@@ -22,6 +22,7 @@ Kind = Literal[
     "rollback",
     "slow process",
     "weights differ",
+    "plateau",
     "not finite",
     "stop",
     "crash",
@@ -127,6 +128,9 @@ def _event(record: Record) -> Event | None:
         return Event("slow process", step, straggler(record), time)
     if kind == "replicas_differ":
         return Event("weights differ", step, replicas_differ(record), time)
+    if kind == "plateau":
+        text = f"no better in {record.get('windows')} windows; learning rate {record.get('factor')} of the schedule's"
+        return Event("plateau", step, text, time)
     if kind == "end":
         return _end(str(record.get("reason")), step, time)
     return None

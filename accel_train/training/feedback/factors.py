@@ -1,0 +1,27 @@
+"""Factors of loss terms as tensors on their device, made without a wait for it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+def term_factor(coefficient: float, weight: Tensor) -> Tensor:
+    """Quotient in fp32, 0 for a term without weight in this step."""
+    dtype = weight.dtype if weight.is_floating_point() else torch.float32
+    return (_constant(coefficient, weight.device, dtype) / weight).nan_to_num_(0.0, 0.0, 0.0).float()
+
+
+@lru_cache(maxsize=64)
+def constants(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Numbers on the device in fp32, (K,)."""
+    return torch.stack([_constant(value, device, torch.float32) for value in values])
+
+
+@lru_cache(maxsize=64)
+def _constant(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A number on the device, filled there because a copy from the host would wait."""
+    with torch.inference_mode(False):  # the first caller may be an evaluation
+        return torch.full((), value, device=device, dtype=dtype)
