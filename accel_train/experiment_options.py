@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from accel_train.checkpoints.policy import CheckpointConfig, RunOptions, of_this_start
+from accel_train.checkpoints.policy import CheckpointConfig, RunOptions, of_this_start, report_directory
 from accel_train.config import (
     MicroBatchSize,
     NonNegativeInt,
@@ -18,7 +18,6 @@ from accel_train.config import (
     PositiveInt,
     Seed,
     UsageError,
-    expand_path,
     origin_of,
 )
 from accel_train.data.options import BatchScheduleConfig, LoaderConfig
@@ -29,7 +28,6 @@ from accel_train.options.tree import config_text, defaults_tree, experiment_tree
 from accel_train.precision import Precision
 from accel_train.runtime.distributed_options import DistributedConfig
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8, OutOfMemory
-from accel_train.store.names import REPORT
 from accel_train.training.ema import EmaConfig
 from accel_train.training.feedback.options import BalanceConfig, PlateauConfig
 from accel_train.training.gradients.sync import SyncPolicy
@@ -196,7 +194,7 @@ class ExperimentConfig:
     @property
     def report_directory(self) -> Path:
         """Directory for curves, metrics and samples, to be looked at. May not exist yet."""
-        return expand_path(self.output_dir) / REPORT
+        return report_directory(self.output_dir)
 
     def batch_size(self, step: int) -> int:
         """Return the samples of optimizer step ``step``, counted from 0, over all processes."""

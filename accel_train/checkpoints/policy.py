@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError
+from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError, expand_path
 from accel_train.hub.options import HubConfig
 from accel_train.precision import Precision
 from accel_train.runtime.exiting import started_again
 from accel_train.store import manifest as manifests
 from accel_train.store.manifest import Checkpoint
+from accel_train.store.names import REPORT
 from accel_train.wording import did_you_mean, nearest
 
 logger = logging.getLogger(__name__)
@@ -183,3 +185,8 @@ def invalid_pins(names: Iterable[str]) -> list[str]:
         if not match or manifests.checkpoint_name(int(match[1])) != name:
             invalid.append(name)
     return invalid
+
+
+def report_directory(output_dir: str) -> Path:
+    """Return the directory for people in that of a run. It may not exist yet."""
+    return expand_path(output_dir) / REPORT

@@ -77,7 +77,7 @@ class RingPipeline:
 class Config(experiment.ExperimentConfig):
     """Learn which ring of a target a point lies on."""
 
-    recipe: ClassVar = experiment.Recipe(one_loss_term=True, pipeline=RingPipeline)
+    recipe: ClassVar = experiment.Recipe(pipeline=RingPipeline)
     width: PositiveInt = 64
     """Width of the hidden layers."""
 
