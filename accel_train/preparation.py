@@ -29,7 +29,7 @@ from accel_train.speed import fitting
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
 from accel_train.training.ema import average_of
 from accel_train.training.gradients.sync import resolve_sync
-from accel_train.training.health.options import has_replicas, refuse_inexact, refuse_nothing_to_compare
+from accel_train.training.health.options import has_replicas, nothing_to_compare, refuse_inexact
 from accel_train.training.optimizers import build_optimizer
 from accel_train.training.shards import Shards, exact_masters
 from accel_train.training.step_guard import StepGuard, resolve_step_guard
@@ -108,12 +108,7 @@ def prepare(
     accelerator = opened.accelerator
     strategy = strategy_of(accelerator)
     refuse_inexact(config.health, model, strategy, config.precision, config.distributed.comm_hook)
-    refuse_nothing_to_compare(
-        config.health,
-        accelerator.num_processes,
-        replicated=has_replicas(accelerator, strategy),
-        asks_factor=not config.is_default("health.slow_factor"),
-    )
+    replicated = has_replicas(accelerator, strategy)
     reference, base_notices = resolve_base(
         accelerator, opened.run, model, base, option=config.checkpoints.base, precision=config.precision
     )
@@ -140,6 +135,7 @@ def prepare(
     prefetch = apply_fsdp2_prefetch(config.distributed, model)
     _, sync_reason = resolve_sync(config.sync, accelerator)
     choices = {**applied.choices, "optimizer.name": optimizer_reason, "sync": sync_reason, STEP_GUARD: guard_reason}
+    notices += nothing_to_compare(config.health, accelerator.num_processes, replicated=replicated)
     info(logger, wrapped, *notices, *prefetch, *applied.notices, *config.health.describe())
     _log_choices(opened, choices)
     run_info = _run_info(opened, applied, optimizer, choices)

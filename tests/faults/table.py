@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- faults: written by python -m tests.faults.table -->", "<!-- end of faults -->"
 ROWS = [
-    *(f"F{number}" for number in range(1, 59)),
+    *(f"F{number}" for number in range(1, 60)),
     *(f"R{number}" for number in range(1, 10)),
     *(f"D{number}" for number in range(1, 10)),
     *("I47", "I48", "I52"),

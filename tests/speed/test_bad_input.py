@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from accel_train import opened
 from accel_train.config import UsageError
 from accel_train.domains.models.sd3_blocks import build
+from accel_train.reporting import reports
 from accel_train.speed.attention import selection as attention
 from accel_train.speed.attention.table import AttentionNeeds, Machine
 from recipes import mmdit as recipe
@@ -139,7 +139,7 @@ def test_the_recipe_answers(
         raise ModelReachedError
 
     monkeypatch.setattr(recipe.sd3_blocks, "build", build)
-    monkeypatch.setattr(opened, "Recorder", would_train)
+    monkeypatch.setattr(reports, "Recorder", would_train)
     before = names(here)
     code, text = outcome(words(TINY + row.argv, here))
     captured = capsys.readouterr()

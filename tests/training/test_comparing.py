@@ -14,7 +14,7 @@ from torch import nn
 from accel_train.config import UsageError
 from accel_train.training.health import stragglers
 from accel_train.training.health.comparing import forward_is_local
-from accel_train.training.health.options import HealthConfig, refuse_nothing_to_compare
+from accel_train.training.health.options import HealthConfig, nothing_to_compare
 from accel_train.training.health.replicas import COLUMNS, checksums, compare
 from accel_train.training.health.stragglers import Measure, Probe, Stragglers, Times, factor_of
 
@@ -161,24 +161,17 @@ def test_a_forward_is_local_under_ddp_without_buffers(tmp_path: Path) -> None:
     assert not forward_is_local(nn.Linear(2, 2), "fsdp2")
 
 
-def test_comparisons_without_anything_to_compare_are_refused() -> None:
-    def refused(config: HealthConfig, processes: int, *, replicated: bool, asks_factor: bool = False) -> str:
-        with pytest.raises(UsageError) as raised:
-            refuse_nothing_to_compare(config, processes, replicated=replicated, asks_factor=asks_factor)
-        return str(raised.value)
-
+def test_comparisons_without_anything_to_compare_are_named() -> None:
     asks = HealthConfig(compare_every=10)
-    assert refused(asks, 1, replicated=False).startswith("health.compare_every: 10: ")
-    assert "one process" in refused(HealthConfig(slow_factor=2), 1, replicated=False, asks_factor=True)
-    off = HealthConfig(slow_factor=2, compare_every=0)
-    assert "health.compare_every is 0" in refused(off, 4, replicated=True, asks_factor=True)
-    assert refused(HealthConfig(check_replicas_every=9), 4, replicated=False).startswith(
-        "health.check_replicas_every: 9"
-    )
-    refuse_nothing_to_compare(asks, 2, replicated=False, asks_factor=True)
-    refuse_nothing_to_compare(HealthConfig(check_replicas_every=9), 2, replicated=True, asks_factor=False)
-    refuse_nothing_to_compare(
-        HealthConfig(compare_every=0, check_replicas_every=0), 1, replicated=False, asks_factor=False
-    )
+    (notice,) = nothing_to_compare(asks, 1, replicated=False)
+    assert notice.startswith("health.compare_every: 10: nothing to compare, this run has one process")
+    (notice,) = nothing_to_compare(HealthConfig(check_replicas_every=9), 4, replicated=False)
+    assert notice.startswith("health.check_replicas_every: 9: nothing to compare")
+    assert not nothing_to_compare(asks, 2, replicated=False)
+    assert not nothing_to_compare(HealthConfig(check_replicas_every=9), 2, replicated=True)
+    for quiet in (HealthConfig(), HealthConfig(compare_every=0, check_replicas_every=0), HealthConfig(slow_factor=2)):
+        assert not nothing_to_compare(quiet, 1, replicated=False)
+    with pytest.raises(UsageError, match=r"health.slow_factor: 2: .* because health.compare_every is 0"):
+        HealthConfig(slow_factor=2, compare_every=0)
     with pytest.raises(UsageError, match=r"health.slow_factor: 1.0: more than 1 is required"):
         HealthConfig(slow_factor=1.0)

@@ -103,6 +103,11 @@ class HealthConfig:
                 f"health.slow_factor: {self.slow_factor}: more than 1 is required, or every process above the median "
                 "is slow; try 1.3, or --health.compare_every 0 to switch the check off"
             )
+        if self.compare_every == 0 and self.slow_factor != HealthConfig.slow_factor:
+            raise UsageError(
+                f"health.slow_factor: {self.slow_factor}: no processes are compared, because health.compare_every is "
+                "0; leave one of the two out"
+            )
         if self.spike != "warn" and not self.finds_spikes:
             raise UsageError(
                 f"health.spike: {self.spike}: nothing looks for spikes, because health.spike_factor is 0; set it, such "
@@ -136,28 +141,21 @@ def has_replicas(accelerator: Accelerator, strategy: str) -> bool:
     return accelerator.num_processes > 1 and strategy != "zero3"
 
 
-def refuse_nothing_to_compare(config: HealthConfig, processes: int, *, replicated: bool, asks_factor: bool) -> None:
-    """Raise ``UsageError`` for a comparison of processes that was asked for, and has nothing to compare.
+def nothing_to_compare(config: HealthConfig, processes: int, *, replicated: bool) -> list[str]:
+    """Return a notice for each comparison that was asked for, and has nothing to compare on this machine.
 
-    ``replicated``: some weights are on several processes. ``asks_factor``: ``slow_factor`` was set.
+    A notice and no refusal, because the same options are to run on one process and on many. ``replicated``: some
+    weights are on several processes.
     """
+    notices: list[str] = []
     if processes == 1 and config.compare_every:
-        raise UsageError(
-            f"health.compare_every: {config.compare_every}: compares the times of processes, and this run has one; at "
-            "least 2 are required. Leave it out"
-        )
-    if asks_factor and (processes == 1 or config.compare_every == 0):
-        reason = "health.compare_every is 0"
-        if processes == 1:
-            reason = "this run has one process"
-        raise UsageError(
-            f"health.slow_factor: {config.slow_factor}: no processes are compared, because {reason}; leave it out"
-        )
+        notices.append(f"health.compare_every: {config.compare_every}: nothing to compare, this run has one process")
     if config.check_replicas_every and not replicated:
-        raise UsageError(
-            f"health.check_replicas_every: {config.check_replicas_every}: no weight is on more than one process here; "
-            "DDP, ZeRO-1, ZeRO-2 or FSDP2 with replicas on at least 2 processes is required. Leave it out"
+        notices.append(
+            f"health.check_replicas_every: {config.check_replicas_every}: nothing to compare, no weight is on more "
+            "than one process here (it is under DDP, ZeRO-1, ZeRO-2 and FSDP2 with replicas, on several processes)"
         )
+    return notices
 
 
 def refuse_inexact(config: HealthConfig, model: nn.Module, strategy: str, precision: str, comm_hook: str) -> None:
