@@ -30,6 +30,7 @@ KINDS: Mapping[str, str] = {
     "alltoall_base_": "all-to-all",
     "broadcast_": "broadcast",
     "broadcast": "broadcast",
+    "reduce_": "reduce",
 }
 """Kind by torch's operator, of its namespaces c10d and _c10d_functional."""
 # Of the same namespaces, but they send no tensor.
@@ -70,6 +71,8 @@ class Collectives:
 
     ledger: Ledger | None = None
     seen: list[Collective] = field(default_factory=list[Collective])
+    gathered: str = COMMUNICATION
+    """Category of what an all-gather writes, where nothing else names it."""
 
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record the operator if it is a collective. Raises ``ValueError`` for an unknown one."""
@@ -88,7 +91,7 @@ class Collectives:
         self.seen.append(Collective(kind, group_size, _whole(kind, name, tensors, group_size)))
         if self.ledger is not None:
             # Only a suggestion: a tensor with a category keeps it, such as a bucket of gradients.
-            self.ledger.suggest(tensors, COMMUNICATION)
+            self.ledger.suggest(tensors, self.gathered if kind == "all-gather" else COMMUNICATION)
 
     def rows(self) -> list[Row]:
         """Return the sums by kind and group, largest first."""
@@ -126,7 +129,7 @@ def _group_size(values: Sequence[Any]) -> int:
 
 def _whole(kind: str, name: str, tensors: Sequence[Tensor], group_size: int) -> int:
     """Return the bytes of the whole tensor. Shards of it are among the arguments."""
-    if kind in ("all-reduce", "broadcast"):
+    if kind in ("all-reduce", "broadcast", "reduce"):
         return sum(map(_bytes, tensors))
     if len(tensors) == 1:
         size = _bytes(tensors[0])

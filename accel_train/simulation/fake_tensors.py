@@ -7,7 +7,8 @@ is, and a tensor made from nothing is fake inside of forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,7 @@ class FakeWhereNeeded(TorchDispatchMode):
         self.fake = fake
         self.computing = 0
         """Nesting depth of the running forwards."""
+        self._reads_zero = 0
 
     def __enter__(self) -> FakeWhereNeeded:
         # DTensor looks here for the mode of its local tensors, to compute the shapes of results with it.
@@ -49,6 +51,8 @@ class FakeWhereNeeded(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self._reads_zero and func is torch.ops.aten._local_scalar_dense.default:
+            return 0.0 if args[0].is_floating_point() else 0
         if any(not issubclass(kind, (FakeTensor, nn.Parameter)) for kind in types if kind is not Tensor):
             # A DTensor or another wrapper first comes apart into its local tensors.
             return NotImplemented
@@ -59,6 +63,17 @@ class FakeWhereNeeded(TorchDispatchMode):
             with self.fake:
                 return func(*args, **kwargs)
         return self._from_nothing(func, args, kwargs)
+
+    @contextmanager
+    def without_values(self) -> Generator[None]:
+        """Make every tensor of the body fake, and let it read zeros from them."""
+        self.computing += 1
+        self._reads_zero += 1
+        try:
+            yield
+        finally:
+            self.computing -= 1
+            self._reads_zero -= 1
 
     def _inside(self) -> bool:
         return self.computing > 0 or in_backward()
@@ -96,7 +111,7 @@ def build_fake(fake: FakeTensorMode, build: Callable[[], nn.Module]) -> nn.Modul
 
     Accelerate finds the sharded form of an optimizer's parameter by the address of its memory. Fake ones have none.
     """
-    with fake, mock.patch.object(nn.Module, "_apply", _apply_in_place):
+    with fake, mock.patch.object(nn.Module, "_apply", apply_in_place):
         model = build()
     # From 1: 0 is the address of tensors without memory.
     for number, parameter in enumerate(model.parameters(), 1):
@@ -104,7 +119,7 @@ def build_fake(fake: FakeTensorMode, build: Callable[[], nn.Module]) -> nn.Modul
     return model
 
 
-def _apply_in_place(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def apply_in_place(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """Do what ``module.to`` and its like do. torch swaps a fake parameter for another one, and cannot."""
     for part in module.modules() if recurse else [module]:
         for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):

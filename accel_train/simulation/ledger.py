@@ -24,6 +24,7 @@ from accel_train.simulation.fake_tensors import tensors_in
 
 PARAMETERS = "parameters"
 BUFFERS = "buffers"
+MASTERS = "master weights"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer state"
 EMA = "EMA"
@@ -35,9 +36,11 @@ COMMUNICATION = "communication buffers"
 ACTIVATIONS = "activations"
 TEMPORARY = "temporaries"
 CATEGORIES = (
-    *(PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, EMA, BESIDE, BATCH),
+    *(PARAMETERS, MASTERS, BUFFERS, GRADIENTS, OPTIMIZER, EMA, BESIDE, BATCH),
     *(GATHERED, UNREDUCED, COMMUNICATION, ACTIVATIONS, TEMPORARY),
 )
+HOST = "in host memory"
+"""Not one of the others: a peak is that of the device."""
 BLOCK = 512
 """torch's allocator of CUDA memory rounds each tensor up to a multiple of it."""
 
@@ -81,6 +84,8 @@ class Ledger(TorchDispatchMode):
     def __init__(self, place: Callable[[], tuple[str, str]], on_operator: Callable[[Any, Any, Any, Any], None]) -> None:
         super().__init__()
         self.events: list[Event] = []
+        self.host_phase: str | None = None
+        """The part of the step that computes on the host."""
         self._place = place
         self._on_operator = on_operator
         self._records: dict[int, Record] = {}
@@ -112,7 +117,7 @@ class Ledger(TorchDispatchMode):
         key = storage._cdata
         record = self._records.get(key)
         if record is None:
-            record = Record(phase)
+            record = Record(phase, HOST if phase == self.host_phase else None)
             self._records[key] = record
             self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
         # A known storage may have another size, after `resize_`.
@@ -189,6 +194,8 @@ class Ledger(TorchDispatchMode):
         total = most = 0
         where = -1
         for number, event in enumerate(self.events):
+            if category_of(event.record) == HOST:
+                continue
             total += event.after - event.before
             if total > most:
                 most = total
@@ -201,14 +208,17 @@ class Ledger(TorchDispatchMode):
         """Yield the bytes by category after each event. The dictionary is the same one, changed in place."""
         held = dict.fromkeys(CATEGORIES, 0)
         for number, event in enumerate(self.events):
-            held[category_of(event.record)] += event.after - event.before
+            category = category_of(event.record)
+            if category != HOST:
+                held[category] += event.after - event.before
             yield number, held
 
     def peak_in_blocks(self, block: int = BLOCK) -> int:
         """Return the peak if each storage takes a whole number of blocks."""
         total = most = 0
         for event in self.events:
-            total += _rounded(event.after, block) - _rounded(event.before, block)
+            if category_of(event.record) != HOST:
+                total += _rounded(event.after, block) - _rounded(event.before, block)
             most = max(most, total)
         return most
 

@@ -18,13 +18,7 @@ class Limit(NamedTuple):
 
 
 def refuse_machine(machine: MachineConfig) -> None:
-    """Refuse launch files that move memory between host and device, or need DeepSpeed's engine."""
-    if machine.strategy.startswith("zero"):
-        raise UsageError(
-            f"distributed_type: DEEPSPEED ({machine.strategy}): DeepSpeed's engine reads the memory of its tensors, "
-            "and simulated ones have none; single, ddp or fsdp2 is required. Simulate accelerate_configs/fsdp2.yaml, "
-            "which divides the same states, or run the engine: accel-train rehearse"
-        )
+    """Refuse launch files in which torch itself moves memory between host and device."""
     if machine.fsdp is not None and machine.fsdp.offload_params:
         raise UsageError(
             "fsdp_offload_params: true: a simulation has one memory, and host and device need two; false is required. "

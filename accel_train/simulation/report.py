@@ -13,7 +13,7 @@ from accel_train.wording import readable_size
 EXACT = "exact"
 MODELLED = "modelled"
 MIB = 2**20
-HELD = ("parameters", "buffers", "gradients", "optimizer state", "EMA")
+HELD = ("parameters", "master weights", "buffers", "gradients", "optimizer state", "EMA")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Simulated:
         origins = dict.fromkeys(counted, EXACT)
         origins["peak_in_blocks"] = MODELLED
         origins["collectives.sent"] = MODELLED
+        origins["peak"] = _origin_of_peak(self.counted)
         return {**counted, "origins": origins, "notes": list(self.notes), "curve": list(self.curve)}
 
 
@@ -69,13 +70,29 @@ def _memory(counted: Mapping[str, Any]) -> list[str]:
                 # They exist only from the backward to the end of the step.
                 shown += "*"
             lines.append(f"  {category:<24}{shown:>10}{readable_size(parts[category]):>14}  {EXACT}")
-    lines.append(f"  {'peak':<24}{'':>10}{readable_size(peak['total']):>14}  {EXACT}: {peak['place']}")
+    origin = _origin_of_peak(counted)
+    lines.append(f"  {'peak':<24}{'':>10}{readable_size(peak['total']):>14}  {origin}: {peak['place']}")
     lines.append(
         f"  {'peak in blocks':<24}{'':>10}{readable_size(counted['peak_in_blocks']):>14}  {MODELLED}: each tensor "
         f"rounded up to {BLOCK} B, as on a GPU"
     )
     lines.append("  * while the optimizer steps")
+    return lines + _host(counted.get("host", {}))
+
+
+def _host(host: Mapping[str, int]) -> list[str]:
+    """Describe what an offload keeps in host memory."""
+    if not host:
+        return []
+    lines = ["", f"{'host memory, of this process':<26}{'at rest':>8}"]
+    sizes = {name: host[name] for name in CATEGORIES if name in host} | {"sum": sum(host.values())}
+    lines += [f"  {name:<24}{readable_size(size):>10}{'':>14}  {EXACT}" for name, size in sizes.items()]
     return lines
+
+
+def _origin_of_peak(counted: Mapping[str, Any]) -> str:
+    """Copies between host and device are not among the tensors of a CPU."""
+    return MODELLED if counted.get("host") else EXACT
 
 
 def _collectives(rows: Sequence[Mapping[str, Any]]) -> list[str]:

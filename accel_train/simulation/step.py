@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -24,6 +24,9 @@ from accel_train.simulation.ledger import Ledger, Peak
 from accel_train.simulation.places import BEFORE, Places
 from accel_train.simulation.strategies import without_memory
 from accel_train.simulation.work import Work, WorkCounter
+from accel_train.simulation.zero.engine import engine_without_memory
+from accel_train.simulation.zero.tensors import WARM_UP, WARM_UP_MICRO_BATCHES, EngineTensors, Kept
+from accel_train.runtime.strategy import strategy_of
 from accel_train.training.health.evidence import Evidence, Examined
 
 if TYPE_CHECKING:
@@ -61,6 +64,8 @@ class Counted:
     work: list[Work]
     """Before the first forward, of each micro-batch, and from the optimizer's step on. Empty if micro-batches differ in
     their number of forwards."""
+    host: dict[str, int] = field(default_factory=dict[str, int])
+    """Bytes in host memory between two steps, by category. Empty without an offload."""
 
 
 class StepCounted(BaseException):
@@ -80,6 +85,7 @@ class FakeStep:
         With ``largest`` the step has no more than so many of its micro-batches, those of most bytes.
         """
         self._step = step
+        self._is_zero = False
         self._largest = largest
         # Numbers of the host stay real and meet fake tensors in the same operators.
         self._fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
@@ -87,6 +93,7 @@ class FakeStep:
 
     def build_model(self, accelerator: Any, build: Callable[[], nn.Module]) -> nn.Module:
         """Return the model of ``build`` with fake parameters. From here on tensors may be fake."""
+        self._is_zero = strategy_of(accelerator).startswith("zero")
         model = build() if self._fake is None else build_fake(self._fake, build)
         if self._fake is not None:
             # Everything is on the CPU already, and torch cannot move a fake parameter.
@@ -99,8 +106,12 @@ class FakeStep:
         if self._where is None:
             yield
             return
-        with without_memory(), self._where:
+        with without_memory(), self._engine(self._where), self._where:
             yield
+
+    def _engine(self, where: FakeWhereNeeded) -> AbstractContextManager[None]:
+        """Return the context of DeepSpeed's engine, empty under other strategies."""
+        return engine_without_memory(where) if self._is_zero else nullcontext()
 
     @contextmanager
     def training(self, opened: Any, prepared: Any, dataset: Any, order: Any) -> Generator[Any]:
@@ -111,7 +122,8 @@ class FakeStep:
             return
         # Without a guard on the device the step reads its norm, and clips if it is large.
         reading = mock.patch.object(Evidence, "examine", return_value=Examined(math.inf, None))
-        with reading, self._where, self._computing(self._where, prepared.model):
+        engine = self._engine(self._where)
+        with reading, engine, self._where, self._computing(self._where, prepared.model):
             yield Steps(opened, prepared, batches)
 
     def _read(self, opened: Any, dataset: Any, order: Any) -> StepBatches:
@@ -177,7 +189,12 @@ class Steps:
 
     def __iter__(self) -> Iterator[StepBatches]:
         buckets: list[Tensor] = []
-        if isinstance(self._prepared.model, nn.parallel.DistributedDataParallel):
+        strategy = self._prepared.run_info.facts["strategy"]
+        if strategy in WARM_UP:
+            first = replace(self._batches, micro_batches=self._batches.micro_batches[:WARM_UP_MICRO_BATCHES])
+            for _ in range(WARM_UP[strategy]):
+                yield first
+        elif isinstance(self._prepared.model, nn.parallel.DistributedDataParallel):
             # One micro-batch is enough for it: every gradient arrives.
             first = replace(self._batches, micro_batches=self._batches.micro_batches[:1])
             for _ in range(WARM_UP_DDP):
@@ -204,8 +221,8 @@ class Steps:
             rows=max(len(batch["weight"]) for batch in batches.micro_batches),
             precision=opened.config.precision,
             # A sharded parameter tells its whole size.
-            values=sum(parameter.numel() for parameter in parameters),
-            trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            values=sum(map(whole_size, parameters)),
+            trained=sum(whole_size(parameter) for parameter in parameters if parameter.requires_grad),
             held=counter.held,
             peak=counter.ledger.peak(),
             peak_in_blocks=counter.ledger.peak_in_blocks(),
@@ -214,6 +231,7 @@ class Steps:
             inputs=counter.inputs,
             inputs_in_blocks=counter.inputs_in_blocks,
             work=counter.work_by_part(len(batches.micro_batches)),
+            host=counter.host,
         )
 
     def report(self, *_: object, **named: object) -> None:
@@ -229,6 +247,11 @@ class Steps:
 
     def end(self) -> None:
         """Do nothing: the simulation ends by itself."""
+
+
+def whole_size(parameter: Any) -> int:
+    """Return the number of values of a whole parameter. ZeRO-3 has none in it between its uses."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def batch_bytes(batch: Mapping[str, Tensor]) -> int:
@@ -278,7 +301,10 @@ class StepCounter:
 
     def __init__(self, prepared: Any) -> None:
         self._prepared = prepared
+        zero = prepared.run_info.facts["strategy"] in WARM_UP
+        self._engine = EngineTensors(prepared) if zero else None
         self.held: dict[str, int] = {}
+        self.host: dict[str, int] = {}
         self.inputs = 0
         self.inputs_in_blocks = 0
         self.work = WorkCounter()
@@ -288,6 +314,8 @@ class StepCounter:
         self._places = Places(prepared.model)
         self.ledger = Ledger(self._places.now, self._watch)
         self.collectives.ledger = self.ledger
+        if self._engine is not None:
+            self._engine.prepare(self.ledger, self.collectives)
         self._places.before_forward = self._begin_forward
         self._places.before_step = self._mark_gradients
 
@@ -310,27 +338,49 @@ class StepCounter:
     def recording(self, batches: StepBatches, buckets: Sequence[Tensor]) -> Generator[None]:
         """Count the body: the recipe's lines of one step. ``buckets`` are DDP's, kept between steps."""
         model = self._prepared.model
+        device = self._prepared.accelerator.device.type
+        beside = [tensor for tensor in tensors_beside(model) if tensor.device.type == device]
+        batch = [value for batch in batches.micro_batches for value in batch.values()]
+        held = self._states(buckets) if self._engine is None else self._engine.between_steps()
+        self._mark([*held, Kept(ledgers.BATCH, False, batch), Kept(ledgers.BESIDE, False, beside)])
+        with ExitStack() as contexts:
+            contexts.enter_context(self._places.following())
+            if self._engine is not None:
+                contexts.enter_context(self._engine.following(self.ledger))
+            contexts.enter_context(self.ledger.recording())
+            yield
+
+    def _states(self, buckets: Sequence[Tensor]) -> Iterator[Kept]:
+        """Yield what is kept without DeepSpeed."""
+        model = self._prepared.model
         optimizer = getattr(self._prepared.optimizer, "optimizer", self._prepared.optimizer)
         state = [value for values in optimizer.state.values() for value in values.values()]
-        held = {
-            ledgers.PARAMETERS: list(model.parameters()),
-            ledgers.BUFFERS: list(model.buffers()),
-            ledgers.OPTIMIZER: [value for value in state if isinstance(value, Tensor)],
-            ledgers.EMA: list(self._prepared.ema.shards.values()),
-            ledgers.GRADIENTS: buckets,
-            ledgers.BATCH: [value for batch in batches.micro_batches for value in batch.values()],
-        }
-        device = self._prepared.accelerator.device.type
-        held[ledgers.BESIDE] = [tensor for tensor in tensors_beside(model) if tensor.device.type == device]
-        for category, tensors in held.items():
-            self.held[category] = self.ledger.mark(tensors, category)
-        with self._places.following(), self.ledger.recording():
-            yield
+        yield Kept(ledgers.PARAMETERS, False, list(model.parameters()))
+        yield Kept(ledgers.BUFFERS, False, list(model.buffers()))
+        yield Kept(ledgers.OPTIMIZER, False, [value for value in state if isinstance(value, Tensor)])
+        yield Kept(ledgers.EMA, False, list(self._prepared.ema.shards.values()))
+        yield Kept(ledgers.GRADIENTS, False, list(buckets))
+
+    def _mark(self, held: Iterable[Kept]) -> None:
+        """Count tensors that are there, each storage under the first category that has it."""
+        seen: set[int] = set()
+        sums: tuple[dict[str, int], dict[str, int]] = {}, {}
+        for kept in held:
+            new = [tensor for tensor in kept.tensors if storage_of(tensor) not in seen]
+            seen.update(map(storage_of, new))
+            size = self.ledger.mark(new, ledgers.HOST if kept.on_host else kept.category)
+            sums[kept.on_host][kept.category] = sums[kept.on_host].get(kept.category, 0) + size
+        for total, found in zip((self.held, self.host), sums, strict=True):
+            # DeepSpeed steps one group after the other, each with gradients of its own.
+            total.update({category: max(size, total.get(category, 0)) for category, size in found.items()})
+        self.host = {category: size for category, size in self.host.items() if size}
 
     def _begin_forward(self) -> None:
         if not self._marks:
             self.inputs, self.inputs_in_blocks = self.ledger.held(ledgers.BATCH, BEFORE)
         self._marks.append(self._so_far())
+        if self._engine is not None and self._engine.keeps_shards_of_gradients:
+            self._mark(self._engine.gradients())
         # Nothing but gradients outlives the backward of a micro-batch.
         self.ledger.mark_leftovers("backward", ledgers.UNREDUCED)
 
@@ -338,5 +388,8 @@ class StepCounter:
         # Several optimizers step one after the other.
         if self._at_step is None:
             self._at_step = self._so_far()
+        if self._engine is not None:
+            self._mark(self._engine.gradients())
+            return
         gradients = [p.grad for p in self._prepared.model.parameters() if p.grad is not None]
         self.held[ledgers.GRADIENTS] = self.ledger.mark(gradients, ledgers.GRADIENTS)

@@ -29,7 +29,12 @@ from accel_train.simulation.flags import REPORT, REQUEST
 from accel_train.simulation.ledger import Ledger
 from accel_train.simulation.refusals import refuse_config
 from accel_train.simulation.step import FakeStep, StepCounted
+from accel_train.simulation.zero.engine import connecting
 
+OFFLOADED = (
+    "offload: host memory is counted apart; on a GPU the peak also has copies on their way from and to it: shards of "
+    "the weights that are gathered next, and gradients that are added to those of earlier micro-batches"
+)
 POINTS = 400
 """Points of the curve of memory over the step."""
 
@@ -81,9 +86,11 @@ def simulate_recipe(
         # Behind the user's own flags, because the last of equal ones wins.
         words = [*arguments, *flags, "--output_dir", directory]
         try:
-            with simulating(FakeStep(step, largest=largest)), _samples_repeated(bool(flags)):
+            with connecting(), simulating(FakeStep(step, largest=largest)), _samples_repeated(bool(flags)):
                 module.main(words)
         except StepCounted as found:
+            if found.counted.host:
+                notes.append(OFFLOADED)
             return found, notes
     raise UsageError(
         f"recipe {recipe!r}: its main ended before the first step (evaluate_only, or an option that only prepares); a "

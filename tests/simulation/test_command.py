@@ -96,11 +96,11 @@ def test_what_torch_does_not_show_is_refused_by_name(changed: dict[str, Any], me
         refuse_config(options(**changed))
 
 
-@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload", "fsdp2_offload"])
-def test_deepspeed_and_offload_are_refused(name: str) -> None:
-    refuse_machine(read_machine_config(PRESETS / "fsdp2.yaml"))
-    with pytest.raises(UsageError, match=r"fsdp2\.yaml"):
+def test_offload_by_torch_is_refused() -> None:
+    for name in ("fsdp2", "zero2_offload", "zero3_offload"):
         refuse_machine(read_machine_config(PRESETS / f"{name}.yaml"))
+    with pytest.raises(UsageError, match=r"fsdp2\.yaml"):
+        refuse_machine(read_machine_config(PRESETS / "fsdp2_offload.yaml"))
 
 
 @pytest.mark.parametrize("bits", ["int8", "nf4"])

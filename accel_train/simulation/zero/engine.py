@@ -1,0 +1,85 @@
+"""The few places where DeepSpeed reads memory or compiles, in another form for fake tensors.
+
+All the rest is DeepSpeed's own code: partitions and their padding, buckets, reductions, the order in which stage 3
+gathers weights ahead. ``tests/simulation`` compares each stage with real processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from accel_train.simulation.fake_tensors import FakeWhereNeeded, apply_in_place
+
+ENOUGH = 2**60
+"""Bytes. Asked for free memory, DeepSpeed flattens the weights on the host if it finds too little."""
+
+
+@contextmanager
+def connecting() -> Generator[None]:
+    """Let DeepSpeed connect without the C++ of its communication, which needs minutes to compile and other processes.
+
+    Does nothing without a launch of DeepSpeed, and where it is not installed: ``build_accelerator`` refuses that.
+    """
+    asked = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    if not asked or find_spec("deepspeed") is None:
+        yield
+        return
+    # DeepSpeed reads the variable during its import.
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from accel_train.runtime import rehearsal
+
+    # By its name, because `deepspeed.comm.torch` is torch itself.
+    communication = importlib.import_module("deepspeed.comm.torch")
+    with (
+        mock.patch.object(rehearsal, "load_communication", return_value=None),
+        mock.patch.object(communication, "build_shm_op", return_value=None),
+    ):
+        yield
+
+
+@contextmanager
+def engine_without_memory(where: FakeWhereNeeded) -> Generator[None]:
+    """Let an engine be built and step in the body."""
+    from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    with ExitStack() as patches:
+        for owner, name, changed in (
+            # Weights without values need not be made equal.
+            (DeepSpeedEngine, "_broadcast_model", mock.Mock(return_value=None)),
+            (nn.Module, "_apply", apply_in_place),
+            # It verifies the alignment of its partitions.
+            (FakeTensor, "data_ptr", lambda tensor: 0),
+            (type(get_accelerator()), "available_memory", mock.Mock(return_value=ENOUGH)),
+            (DeepSpeedEngine, "__init__", _inside(where, DeepSpeedEngine.__init__)),
+            (DeepSpeedEngine, "backward", _inside(where, DeepSpeedEngine.backward)),
+            (DeepSpeedEngine, "step", _inside(where, DeepSpeedEngine.step)),
+            # Accelerate reads the norm after the step.
+            (
+                DeepSpeedEngineWrapper,
+                "get_global_grad_norm",
+                _inside(where, DeepSpeedEngineWrapper.get_global_grad_norm),
+            ),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, changed))
+        yield
+
+
+def _inside(where: FakeWhereNeeded, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method, which reads zeros: no overflow, and a finite norm."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with where.without_values():
+            return method(*args, **kwargs)
+
+    return call

@@ -1,0 +1,131 @@
+"""Tensors of DeepSpeed's engine by category, and which of them lie in host memory under an offload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+from torch import Tensor
+
+from accel_train.simulation import ledger as ledgers
+from accel_train.simulation.collectives import Collectives
+from accel_train.simulation.ledger import Ledger
+from accel_train.simulation.places import STEP
+
+WARM_UP = {"zero1": 1, "zero2": 1, "zero3": 2}
+"""Steps before the counted one, by strategy: for the optimizer's state and buffers that are kept. Stage 3 also records
+the order of its modules in the first, and gathers ahead from the second on."""
+WARM_UP_MICRO_BATCHES = 2
+"""Enough for buffers in which several of them are added up."""
+
+
+class Kept(NamedTuple):
+    """Tensors of one category in one memory."""
+
+    category: str
+    on_host: bool
+    tensors: list[Tensor]
+
+
+class EngineTensors:
+    """Reads a prepared engine of any stage."""
+
+    def __init__(self, prepared: Any) -> None:
+        self._ema = prepared.ema
+        self._shards = prepared.ema.view
+        self._zero = prepared.model.optimizer
+        self.is_stage_3 = hasattr(self._zero, "fp32_partitioned_groups_flat")
+        # Stages 1 and 2 have one name for it, stage 3 another.
+        self._offloads = bool(getattr(self._zero, "cpu_offload", False) or getattr(self._zero, "offload_optimizer", 0))
+        self._offloads_weights = bool(getattr(self._zero, "offload_param", False))
+
+    @property
+    def keeps_shards_of_gradients(self) -> bool:
+        """True if each micro-batch is reduced. Stage 1 keeps whole gradients until the last."""
+        return bool(getattr(self._zero, "partition_gradients", True))
+
+    def prepare(self, ledger: Ledger, collectives: Collectives) -> None:
+        """Let the ledger of a step name what is made on the host, and what is gathered."""
+        if self._offloads:
+            ledger.host_phase = STEP
+        if self.is_stage_3:
+            collectives.gathered = ledgers.GATHERED
+
+    def between_steps(self) -> Iterator[Kept]:
+        """Yield what the engine keeps. The first category of a storage counts."""
+        parameters = [*self._shards.parameters.values(), *self._shards.frozen.values()]
+        yield Kept(ledgers.PARAMETERS, False, parameters)
+        # Stage 3: the shard beside a parameter that is empty between its uses.
+        shards = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
+        yield Kept(ledgers.PARAMETERS, self._offloads_weights, shards)
+        # Stages 1 and 2 copy the stepped weights there first.
+        on_their_way = list(getattr(self._zero, "param_buffer_of_bit16_for_cpu_offload_groups", []))
+        yield Kept(ledgers.PARAMETERS, True, on_their_way)
+        masters = [self._shards.master(name) for name in self._shards.parameters]
+        yield Kept(ledgers.MASTERS, self._offloads, masters)
+        state = [value for values in self._shards.optimizer.state.values() for value in values.values()]
+        yield Kept(ledgers.OPTIMIZER, self._offloads, [value for value in state if isinstance(value, Tensor)])
+        yield Kept(ledgers.EMA, self._offloads, list(self._ema.shards.values()))
+        yield Kept(ledgers.BUFFERS, False, list(self._shards.module.buffers()))
+        yield from self.gradients()
+        yield Kept(ledgers.COMMUNICATION, False, self._buckets())
+        yield Kept(ledgers.COMMUNICATION, False, self._of("temp_grad_buffer_for_gpu_offload"))
+        yield Kept(ledgers.COMMUNICATION, True, self._of("temp_grad_buffer_for_cpu_offload"))
+
+    def gradients(self) -> Iterator[Kept]:
+        """Yield the reduced gradients that exist now: partitions of each group, and the copy the optimizer steps on."""
+        stepped = [holder.grad for holder in self._shards.stepped() if holder.grad is not None]
+        yield Kept(ledgers.GRADIENTS, self._offloads, stepped)
+        yield Kept(ledgers.GRADIENTS, True, list(getattr(self._zero, "accumulated_grads_in_cpu", {}).values()))
+        yield Kept(ledgers.GRADIENTS, self._offloads, self._of("grad_partitions_flat_buffer"))
+        yield Kept(ledgers.GRADIENTS, False, self._of("grads_in_partition"))
+        for groups in (self._zero.averaged_gradients, getattr(self._zero, "all_grad_tensors", {})):
+            for tensors in groups.values():
+                yield Kept(ledgers.GRADIENTS, False, list(tensors or []))
+
+    @contextmanager
+    def following(self, ledger: Ledger) -> Generator[None]:
+        """Name what is made inside of the engine in the body: buckets of gradients, and weights gathered together."""
+        with ExitStack() as patches:
+            if self.is_stage_3:
+                from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle as Handle
+
+                patches.enter_context(mock.patch.object(Handle, "wait", _naming_weights(Handle.wait, ledger)))
+            else:
+                # Made in each backward, and released at its end.
+                named = self._naming_buckets(self._zero.setup_buckets, ledger)
+                patches.enter_context(mock.patch.object(self._zero, "setup_buckets", named))
+            yield
+
+    def _naming_buckets(self, set_up: Callable[[], None], ledger: Ledger) -> Callable[[], None]:
+        def call() -> None:
+            are_made = not self._zero.ready_for_gradients
+            set_up()
+            if are_made:
+                ledger.mark(self._buckets(), ledgers.COMMUNICATION)
+
+        return call
+
+    def _buckets(self) -> list[Tensor]:
+        """Buffers of ``reduce_bucket_size`` values, whatever the size of the model."""
+        found: list[Tensor] = []
+        for bucket in self._zero.ipg_buckets.values():
+            # Two of them overlap in stages 1 and 2.
+            buffers = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
+            found += [buffer for buffer in buffers if buffer is not None]
+        return found
+
+    def _of(self, name: str) -> list[Tensor]:
+        value = getattr(self._zero, name, None)
+        return [] if value is None else [value]
+
+
+def _naming_weights(wait: Callable[..., None], ledger: Ledger) -> Callable[..., None]:
+    def call(handle: Any, *args: Any, **kwargs: Any) -> None:
+        wait(handle, *args, **kwargs)
+        # Each is a copy out of the gathered buffer.
+        ledger.suggest([parameter.data for parameter in handle.params], ledgers.GATHERED)
+
+    return call
