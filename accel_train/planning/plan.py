@@ -157,6 +157,8 @@ def _remedies(space: Space, budget: Budget, config: Any, found: Probe) -> list[s
     unreduced = found.by_category[ledger.UNREDUCED] / GIB
     if unreduced > 0 and config.sync != "every":
         remedies.append(f"--sync every, which keeps no whole gradients between micro-batches ({unreduced:.2f} GiB)")
-    remedies.append("fsdp2_offload.yaml or zero2_offload.yaml, with states in host memory, which cannot be simulated")
+    remedies.append(
+        "zero2_offload.yaml, with states in host memory: accel-train simulate gives its memory, and nothing its time"
+    )
     remedies.append("a smaller model or shorter samples")
     return remedies

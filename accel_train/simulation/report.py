@@ -76,7 +76,8 @@ def _memory(counted: Mapping[str, Any]) -> list[str]:
         f"  {'peak in blocks':<24}{'':>10}{readable_size(counted['peak_in_blocks']):>14}  {MODELLED}: each tensor "
         f"rounded up to {BLOCK} B, as on a GPU"
     )
-    lines.append("  * while the optimizer steps")
+    if counted["held"].get(GRADIENTS):
+        lines.append("  * while the optimizer steps")
     return lines + _host(counted.get("host", {}))
 
 

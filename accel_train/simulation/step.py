@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel_train.config import UsageError
 from accel_train.data import sampler
+from accel_train.runtime.strategy import strategy_of
 from accel_train.simulation import ledger as ledgers
 from accel_train.simulation.collectives import Collectives, Row
 from accel_train.simulation.fake_tensors import FakeWhereNeeded, build_fake, fake_batch
@@ -26,7 +27,6 @@ from accel_train.simulation.strategies import without_memory
 from accel_train.simulation.work import Work, WorkCounter
 from accel_train.simulation.zero.engine import engine_without_memory
 from accel_train.simulation.zero.tensors import WARM_UP, WARM_UP_MICRO_BATCHES, EngineTensors, Kept
-from accel_train.runtime.strategy import strategy_of
 from accel_train.training.health.evidence import Evidence, Examined
 
 if TYPE_CHECKING:

@@ -54,6 +54,45 @@ def fsdp2(shapes: Iterable[Sequence[int]], processes: int, *, ema: bool) -> Stat
     return replicated(sum(shard_values(shape, processes) for shape in shapes), ema=ema)
 
 
+def zero_12(values: int, processes: int, *, ema: bool, weight_bytes: int = FP32) -> States:
+    """ZeRO-1 and -2: whole weights; masters, state and gradients divided evenly, without the padding of each group.
+
+    ``gradients`` are the partition that the optimizer steps on.
+    """
+    shard = FP32 * values // processes
+    return States(values * weight_bytes, shard, MOMENTS * shard, shard if ema else 0)
+
+
+def zero_3(values: int, persistent: int, processes: int, *, ema: bool) -> States:
+    """ZeRO-3 in fp32: everything divided; ``persistent`` values of small parameters are gathered between steps as well.
+
+    ``values`` count the padding of each parameter to a multiple of the processes.
+    """
+    shard = FP32 * values // processes
+    return States(shard + FP32 * persistent, shard, MOMENTS * shard, shard if ema else 0)
+
+
+def zero_12_traffic(values: int, processes: int, *, reductions: int) -> Traffic:
+    """ZeRO-1 and -2 in fp32: DeepSpeed all-reduces whole gradients in both, and gathers the stepped weights once.
+
+    ``reductions`` is 1, and in stage 2 the number of micro-batches. ``values`` count the padding of each group.
+    """
+    size = values * FP32
+    reduced = reductions * size
+    return Traffic(size, reduced, 0, (size + 2 * reduced) * _share(processes))
+
+
+def zero_3_traffic(values: int, persistent: int, processes: int, *, micro_batches: int) -> Traffic:
+    """ZeRO-3 in fp32, for a model small enough to stay gathered from forward to backward (``max_live_parameters``).
+
+    Each micro-batch gathers the weights and scatters the gradients; persistent weights are gathered once, after the
+    step. ``values`` count the padding of each parameter.
+    """
+    gathered = FP32 * (micro_batches * (values - persistent) + persistent)
+    scattered = FP32 * micro_batches * values
+    return Traffic(gathered, 0, scattered, (gathered + scattered) * _share(processes))
+
+
 def ddp_traffic(values: int, processes: int) -> Traffic:
     """DDP: one all-reduce of the fp32 gradients per optimizer step, ``2 P b (N - 1) / N``."""
     size = values * FP32

@@ -66,6 +66,64 @@ def test_ddp_follows_its_closed_forms(processes: int, tmp_path: Path) -> None:
     assert row["sent"] == pytest.approx(traffic.sent, rel=1e-5)
 
 
+# Of DeepSpeed's own code, which makes lists of all processes: minutes at 1,024.
+SIZES = (8, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 512, 1024)))
+PERSISTENT = 100_000
+"""``stage3_param_persistence_threshold`` of DeepSpeed."""
+GROUPS = 2
+"""With and without weight decay."""
+
+
+@pytest.mark.parametrize("processes", SIZES)
+def test_zero_2_follows_its_closed_forms(processes: int, tmp_path: Path) -> None:
+    batch = 2 * max(8, processes)
+    flags = ("--global_batch_size", str(batch), "--micro_batch_size", "1")
+    found = counted(Layout("zero2", processes), tmp_path, *flags)
+    held = found["held"]
+    # Each group is padded so that every process has a multiple of two values.
+    padded = held["parameters"] // closed_forms.FP32
+    assert padded % (2 * processes) == 0
+    assert 0 <= padded - found["values"] < GROUPS * 2 * processes
+    states = closed_forms.zero_12(padded, processes, ema=True)
+    assert (held["master weights"], held["EMA"]) == (states.gradients, states.ema)
+    assert held["optimizer state"] == states.optimizer + 4 * GROUPS
+    # Beside it the engine's own partitions of all groups.
+    assert states.gradients <= held["gradients"] < 2.2 * states.gradients + 2**20
+
+    traffic = closed_forms.zero_12_traffic(padded, processes, reductions=found["micro_batches"])
+    assert found["micro_batches"] == 2
+    assert of_kind(found, "all-gather") == (GROUPS, traffic.gathered)
+    _, size = of_kind(found, "all-reduce")
+    # Gradients have no padding. Weights, losses and the norm are a few numbers.
+    assert traffic.reduced - 2 * GROUPS * 2 * processes * closed_forms.FP32 <= size < traffic.reduced + 100
+    assert sum(row["sent"] for row in found["collectives"]) == pytest.approx(traffic.sent, rel=0.01)
+
+
+@pytest.mark.parametrize("processes", SIZES)
+def test_zero_3_follows_its_closed_forms(processes: int, tmp_path: Path) -> None:
+    found = counted(Layout("zero3", processes), tmp_path, "--global_batch_size", str(max(16, processes)))
+    shapes = shapes_of_model()
+    assert sum(shape.numel() for shape in shapes.values()) == found["values"]
+    padded = [processes * -(-shape.numel() // processes) for shape in shapes.values()]
+    small = [shape.numel() for shape in shapes.values() if shape.numel() <= PERSISTENT]
+    small_padded = sum(processes * -(-size // processes) for size in small)
+    held = found["held"]
+    states = closed_forms.zero_3(sum(padded), sum(small), processes, ema=True)
+    assert (held["master weights"], held["EMA"]) == (states.gradients, states.ema)
+    assert held["optimizer state"] == states.optimizer + 4 * GROUPS
+    # A small weight gathered alone keeps its padding, and together with others it has none.
+    padding = closed_forms.FP32 * (small_padded - sum(small))
+    assert 0 <= held["parameters"] - states.parameters <= padding
+
+    traffic = closed_forms.zero_3_traffic(sum(padded), small_padded, processes, micro_batches=1)
+    count, gathered = of_kind(found, "all-gather")
+    assert 1 < count < len(shapes)
+    assert gathered == traffic.gathered
+    assert of_kind(found, "reduce-scatter") == (1, traffic.scattered)
+    sent = sum(row["sent"] for row in found["collectives"] if row["kind"] != "all-reduce")
+    assert sent == pytest.approx(traffic.sent, rel=1e-6)
+
+
 def test_a_ring_reduces_in_two_passes() -> None:
     assert sent_bytes("all-reduce", 4, 1000) == 1500
     assert sent_bytes("all-gather", 4, 1000) == 750
