@@ -16,7 +16,7 @@ MODES = ("none", "selective", "full")
 LAUNCH_FILES = {"single": "single_gpu.yaml", "ddp": "ddp.yaml", "fsdp2": "fsdp2.yaml"}
 """Bundled launch file by strategy."""
 NOT_CONSIDERED: Mapping[str, str] = {
-    "DeepSpeed ZeRO (zero2_offload.yaml, zero3_offload.yaml)": "its offload takes time on the CPU and on PCIe, for which a plan has no rates",
+    "DeepSpeed ZeRO (zero2_offload.yaml, zero3_offload.yaml)": "a plan has no rates of optimizers on a CPU",
     "fsdp_offload_params (fsdp2_offload.yaml), offload_frozen": "a simulation has one memory, and offload needs two",
     "parallelism_config (HSDP), several machines": "one machine is planned for",
     f"{MODE} every_nth, attention, ffn": "their memory and time lie between those of none and full",
