@@ -79,7 +79,7 @@ def test_simulated_equals_real(layout: Layout, flags: tuple[str, ...], tmp_path:
     # transformers makes masks unless it can read that none are needed, which fake tensors do not tell.
     margin = 0.03 if layout.recipe == "causal_lm" else 1e-3
     assert fake["peak"]["total"] == pytest.approx(truth["peak"]["total"], rel=margin)
-    if layout.strategy.startswith("zero"):
+    if layout.strategy.startswith("zero") and layout.recipe != "causal_lm":
         # Its bucket of 2 GB would hide everything else in the total.
         assert fake["peak"]["by_category"] == pytest.approx(truth["peak"]["by_category"], rel=margin, abs=1024)
     for name in ("values", "trained", "held", "host", "micro_batches", "rows", "flops"):
