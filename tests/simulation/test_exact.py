@@ -54,7 +54,6 @@ WEEKLY = [
     (Layout("zero2_offload", 2), (*RAGGED, *BF16)),
     (Layout("zero2_offload", 2), RAGGED),
     (Layout("zero3", 2), FULL),
-    (Layout("zero3", 2), (*MUON, *RAGGED)),
     (Layout("zero3_offload", 2), (*RAGGED, *BF16)),
     (Layout("zero3", 2, "pde"), ()),
     (Layout("zero3", 2, "lora"), NO_EMA),
