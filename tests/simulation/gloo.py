@@ -21,13 +21,13 @@ from torch import Tensor
 from accel_train.simulation.ledger import Ledger, Record
 from tests.waiting import PATIENCE_SECONDS
 
-# Those of FSDP2. torch 2.13 has renamed them.
-NAMES = ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+# Those of FSDP2, which torch 2.13 has renamed, and of ZeRO.
+NAMES = ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
 
 @contextmanager
 def without_its_own_memory() -> Generator[None]:
-    """Let the collectives of FSDP2 return once gloo holds nothing any more, in the body."""
+    """Let the collectives of FSDP2 and ZeRO return once gloo holds nothing any more, in the body."""
     with ExitStack() as patches:
         for name in NAMES:
             if hasattr(dist, name):
