@@ -43,6 +43,7 @@ TESTED: Mapping[str, Tested] = {
             "torch._C._current_autograd_node": "replay --upgrade: the node of a backward, for its forward's module",
             "torch._C._current_graph_task_id": "simulation: whether a backward runs",
             "torch._C._get_dispatch_stack_at": "simulation: whether DTensor computes shapes",
+            "_local_scalar_dense": "simulation: numbers that DeepSpeed's engine reads from tensors",
             "torch._C._len_torch_dispatch_stack": "simulation: whether DTensor computes shapes",
             "torch.autograd._get_sequence_nr": "replay --upgrade: the number of a forward's autograd node",
             "torch._guards.TracingContext": "simulation: DTensor computes shapes in the same mode",

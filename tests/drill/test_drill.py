@@ -213,7 +213,7 @@ def test_an_interrupted_drill_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accel_train.cli", "drill", str(SCAFFOLD)]
     log = tmp_path / "drill.txt"
     process = zygote.start(command, log, env={**os.environ, "TMPDIR": str(scratch)}, cwd=tmp_path, group=True)
-    until(lambda: process.poll() is not None or list(scratch.glob("accel-train-drill-*/undisturbed/whole.txt")))
+    until(lambda: process.poll() is not None or list(scratch.glob("accel-train-drill-*/undisturbed/run/run.json")))
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE_SECONDS) == 1, log.read_text()
     assert "interrupted by SIGINT: the runs are stopped, no result" in log.read_text()
