@@ -157,20 +157,23 @@ def run_once(
     started = time.perf_counter()
     # The system counts all children so far, so the run's share is a difference.
     cpu_before = _cpu_seconds_of_children()
+    child: subprocess.Popen[bytes] | None = None
     with log.open("wb") as output:
-        child = subprocess.Popen(
-            [sys.executable, "-c", END_WITH_PARENT, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment, GATES_VARIABLE: "\n".join(gates)},
-            # Its group can be ended as a whole, and Ctrl-C reaches this process alone.
-            start_new_session=True,
-        )
         try:
+            with stop_signals_held():
+                child = subprocess.Popen(
+                    [sys.executable, "-c", END_WITH_PARENT, *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **environment, GATES_VARIABLE: "\n".join(gates)},
+                    # Its group can be ended as a whole, and Ctrl-C reaches this process alone.
+                    start_new_session=True,
+                )
             code = child.wait()
         except BaseException:
-            _end_group(child)
+            if child is not None:
+                _end_group(child)
             raise
     if code:
         failure = UsageError if code == 2 else RunFailedError
@@ -220,6 +223,27 @@ def stop_signals_raise() -> Generator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def stop_signals_held() -> Generator[None]:
+    """Deliver stop signals that arrive in the body after it: an exception within a start would lose the process.
+
+    Main thread only. A process started in the body has the usual handlers.
+    """
+    arrived: list[int] = []
+
+    def remember(number: int, _: FrameType | None) -> None:
+        arrived.append(number)
+
+    before = {number: signal.signal(number, remember) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in arrived:
+        signal.raise_signal(number)
 
 
 def _interrupt(number: int, _: FrameType | None) -> NoReturn:

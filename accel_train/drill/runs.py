@@ -14,7 +14,7 @@ from typing import Protocol
 
 import psutil
 
-from accel_train.compare.runs import END_WITH_PARENT
+from accel_train.compare.runs import END_WITH_PARENT, stop_signals_held
 from accel_train.drill.inside.request import Event, read_events
 
 LOOK_SECONDS = 0.05
@@ -95,9 +95,11 @@ class Runner:
         # Beside the run directory, whose content is the recipe's own.
         events = home / f"{name}.jsonl"
         began = time.monotonic()
-        child = self.start(words, log, environment)
+        child: Child | None = None
         timed_out = False
         try:
+            with stop_signals_held():
+                child = self.start(words, log, environment)
             while child.poll() is None:
                 if when_ready is not None and any(event.name == "ready" for event in read_events(events)):
                     when_ready(child)
@@ -110,7 +112,9 @@ class Runner:
                     child.wait(LOOK_SECONDS)
         finally:
             # Also after an exception, such as a Ctrl-C of the drill itself.
-            _end(child)
+            if child is not None:
+                _end(child)
+        assert child is not None, "a start that fails has raised"
         seconds = time.monotonic() - began
         output = log.read_text(errors="replace")
         return Ended(child.wait(), began, seconds, output, read_events(events), timed_out)

@@ -488,6 +488,17 @@ def test_children_end_with_us(number: signal.Signals, recipe: str, tmp_path: Pat
         assert f"interrupted by {number.name}" in (tmp_path / "shown").read_text()
 
 
+def test_a_stop_during_a_start_comes_after_it() -> None:
+    """An exception within the start would lose the process, which nobody ends then."""
+    started = False
+    with pytest.raises(compare_runs.InterruptedRunError, match="SIGTERM"), compare_runs.stop_signals_raise():
+        with compare_runs.stop_signals_held():
+            signal.raise_signal(signal.SIGTERM)
+            started = True
+        raise AssertionError("the signal is lost")
+    assert started
+
+
 def test_what_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_runs, "GRACE_SECONDS", 0.5)
     stubborn = (
