@@ -161,6 +161,8 @@ FAULTS = {
         "two_processes",
         (WINDOW, f"            losses = [{LOSSES} for batch in batches.micro_batches]\n{ZIPPED}"),
         (f"window.backward({LOSSES})", "window.backward(loss)"),
+        # The weights of the two differ then, which ends the run.
+        also="learning_rate clip reductions",
     ),
     "a reduction for each micro-batch": _fault(
         "reductions",
