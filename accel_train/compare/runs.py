@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,14 +215,20 @@ def _tail(text: str) -> str:
 
 
 @contextmanager
-def stop_signals_raise() -> Generator[None]:
-    """Raise ``InterruptedRunError`` on SIGINT, SIGTERM and SIGHUP, so that ``finally`` runs. Main thread only."""
-    before = {number: signal.signal(number, _interrupt) for number in STOP_SIGNALS}
+def _on_stop_signals(handler: Callable[[int, FrameType | None], object]) -> Generator[None]:
+    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, usual in before.items():
+            signal.signal(number, usual)
+
+
+@contextmanager
+def stop_signals_raise() -> Generator[None]:
+    """Raise ``InterruptedRunError`` on SIGINT, SIGTERM and SIGHUP, so that ``finally`` runs. Main thread only."""
+    with _on_stop_signals(_interrupt):
+        yield
 
 
 @contextmanager
@@ -232,16 +238,8 @@ def stop_signals_held() -> Generator[None]:
     Main thread only. A process started in the body has the usual handlers.
     """
     arrived: list[int] = []
-
-    def remember(number: int, _: FrameType | None) -> None:
-        arrived.append(number)
-
-    before = {number: signal.signal(number, remember) for number in STOP_SIGNALS}
-    try:
+    with _on_stop_signals(lambda number, _: arrived.append(number)):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     for number in arrived:
         signal.raise_signal(number)
 

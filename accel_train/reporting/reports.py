@@ -151,8 +151,18 @@ def build_reports(opened: Opened, prepared: Prepared) -> Reports:
         gpu = GpuFigures(accelerator.device)
     memory = MemoryReport(prepared.ema, accelerator.device)
     comparisons = _build_comparisons(opened, prepared, throughput, log)
-    parts = (log, throughput, losses, norms, memory, comparisons, gpu)
-    return Reports(opened, prepared.run_info, prepared.guard, *parts)
+    return Reports(
+        opened=opened,
+        run_info=prepared.run_info,
+        guard=prepared.guard,
+        log=log,
+        throughput=throughput,
+        losses=losses,
+        norms=norms,
+        memory=memory,
+        comparisons=comparisons,
+        gpu=gpu,
+    )
 
 
 def _build_comparisons(opened: Opened, prepared: Prepared, throughput: Throughput, log: Recorder) -> Comparisons:

@@ -285,7 +285,7 @@ class GradientWindow:
             totals=self._reduce_sums(),
             norm=norm,
             losses=self._losses,
-            rows=[{name: value for name, value in inputs.items() if value.ndim == 1} for inputs in self.inputs],
+            rows=[_of_samples(inputs) for inputs in self.inputs],
             precision=str(self.accelerator.mixed_precision),
             weights=self._local_weights,
         )
@@ -339,6 +339,14 @@ def _will_rebuild_buckets(model: Any, processes: int) -> bool:
     if processes <= 2 or not isinstance(model, nn.parallel.DistributedDataParallel):
         return False
     return not model._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage]
+
+
+def _of_samples(inputs: Batch) -> Batch:
+    """Return the inputs with one value per sample. Others may be large, and these are kept until a log point."""
+    if "sample" not in inputs:
+        return {}
+    shape = inputs["sample"].shape
+    return {name: value for name, value in inputs.items() if value.shape == shape}
 
 
 def _summed(values: Tensor) -> Tensor:

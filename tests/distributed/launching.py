@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,14 @@ class Layout:
 
     def __str__(self) -> str:
         return f"{self.strategy}x{self.processes}" + ("" if self.recipe == "mmdit" else f"-{self.recipe}")
+
+
+def every_day(quick: Collection[tuple[str, str]], recipes: Iterable[str], names: Iterable[str]) -> list[Any]:
+    """The cases of each recipe with each named layout, slow ones but for those in ``quick``."""
+    return [
+        pytest.param(recipe, name, marks=() if (recipe, name) in quick else pytest.mark.slow, id=f"{recipe}-{name}")
+        for recipe, name in product(recipes, names)
+    ]
 
 
 @dataclass(frozen=True)

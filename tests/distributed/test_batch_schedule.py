@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.launching import Finished, Layout, relative_difference, run_recipe
+from tests.distributed.launching import Finished, Layout, every_day, relative_difference, run_recipe
 
 pytestmark = pytest.mark.distributed
 STEPS = 7
@@ -43,14 +43,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     return Made()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "name"),
-    [
-        pytest.param(recipe, name, marks=() if (recipe, name) in QUICK else pytest.mark.slow, id=f"{recipe}-{name}")
-        for recipe in ("mmdit", "causal_lm", "lora")
-        for name in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize(("recipe", "name"), every_day(QUICK, ("mmdit", "causal_lm", "lora"), LAYOUTS))
 def test_every_layout_follows_the_same_trajectory(
     recipe: str, name: str, references: dict[str, Finished], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from accel_train.metrics.records import read_metrics
 from accel_train.training.schedules import ScheduleConfig, learning_rate_factor
-from tests.distributed.launching import Finished, Layout, relative_difference, run_recipe
+from tests.distributed.launching import Finished, Layout, every_day, relative_difference, run_recipe
 
 pytestmark = pytest.mark.distributed
 STEPS = 12
@@ -68,14 +68,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     return Made()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "name"),
-    [
-        pytest.param(recipe, name, marks=() if (recipe, name) in QUICK else pytest.mark.slow, id=f"{recipe}-{name}")
-        for recipe in KINDS
-        for name in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize(("recipe", "name"), every_day(QUICK, KINDS, LAYOUTS))
 def test_every_layout_has_the_same_factors(
     recipe: str, name: str, references: dict[str, Finished], tmp_path: Path
 ) -> None:

@@ -143,6 +143,17 @@ def test_sums_alone_are_refused_where_samples_are_asked_for(accelerator: Acceler
     assert means.take() == {}
 
 
+def test_only_values_of_samples_are_kept(accelerator: Accelerator) -> None:
+    """Kept until a log point, so neither the norm of every parameter nor a long row of tokens may be among them."""
+    model = accelerator.prepare(nn.Linear(6, 2))
+    inputs = batch() | {"flat": torch.zeros(1000)}
+    window = GradientWindow(accelerator, model, [(inputs, weights(inputs))], COEFFICIENTS, 0)
+    for each in window:
+        window.backward(losses(model, each))
+    (rows,) = window.finish(0.0).evidence.rows
+    assert set(rows) == {"time", "tokens", "weight", "sample", "occurrence"}
+
+
 def test_overwrite_deletes_the_file() -> None:
     assert SAMPLE_LOSSES_FILE in OF_A_RUN
 

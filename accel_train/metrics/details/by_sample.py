@@ -5,7 +5,7 @@ A step computes them anyway. They stay on the device until a log point, where th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from accel_train.config import UsageError
 from accel_train.metrics.records import LineWriter, repair_metrics
 from accel_train.store.names import SAMPLE_LOSSES_FILE
+from accel_train.training.health.evidence import Evidence
 from accel_train.training.parameters import widest
 from accel_train.training.step_guard import StepResult
 
@@ -51,7 +52,7 @@ class SampleLosses:
         """
         self._accelerator = accelerator
         self._timesteps = timesteps
-        self._kept: list[StepResult] = []
+        self._kept: list[tuple[Evidence, Mapping[str, float]]] = []
         self._sums = torch.zeros(len(timesteps), 2, BANDS)
         self._lines: list[dict[str, Any]] | None = None if directory is None else []
         self._writer: LineWriter | None = None
@@ -67,12 +68,14 @@ class SampleLosses:
         """
         if not self._timesteps and self._lines is None:
             return
-        if self._lines is not None and next(_rows_of(result), None) is None:
+        evidence = result.evidence
+        if self._lines is not None and next(_rows_of(evidence, result.coefficients), None) is None:
             raise UsageError(
                 "log.per_sample: the losses of this recipe are sums over a micro-batch; give window.backward one value "
                 "per sample, (B,), and prepared.window the weight of each sample, or leave the option out"
             )
-        self._kept.append(result)
+        # Not the whole result, which holds a norm of every parameter.
+        self._kept.append((evidence, result.coefficients))
         if len(self._kept) >= MOST_STEPS:
             self._read()
 
@@ -100,17 +103,17 @@ class SampleLosses:
         kept = self._kept
         self._kept = []
         if self._lines is not None:
-            for result in kept:
-                self._lines += _lines_of(result, self._timesteps)
+            for evidence, coefficients in kept:
+                self._lines += _lines_of(evidence, coefficients, self._timesteps)
         sums = [self._by_time(kept, term) for term in self._timesteps]
         if sums:
             self._sums = self._sums.to(sums[0]) + torch.stack(sums)
 
-    def _by_time(self, kept: list[StepResult], term: str) -> Tensor:
+    def _by_time(self, kept: Sequence[tuple[Evidence, Mapping[str, float]]], term: str) -> Tensor:
         """Return the sums of losses and of weights by band, (2, BANDS)."""
         values: list[Tensor] = []
-        for result in kept:
-            found = [rows for rows in _rows_of(result) if rows.term == term]
+        for evidence, coefficients in kept:
+            found = [rows for rows in _rows_of(evidence, coefficients) if rows.term == term]
             values += [torch.stack([rows.loss, rows.weight, rows.inputs[self._timesteps[term]]]) for rows in found]
         if not values:
             return torch.zeros(2, BANDS)
@@ -132,19 +135,20 @@ class SampleLosses:
             self._writer.write(*sorted(lines, key=lambda line: (line["step"], line["sample"])))
 
 
-def _rows_of(result: StepResult) -> Iterator[_Rows]:
+def _rows_of(evidence: Evidence, coefficients: Mapping[str, float]) -> Iterator[_Rows]:
     """Yield each trained term of each micro-batch whose losses and weights are given by sample."""
-    evidence = result.evidence
     for losses, weights, inputs in zip(evidence.losses, evidence.weights, evidence.rows, strict=True):
         for term, loss in zip(evidence.terms, losses, strict=True):
-            if result.coefficients[term] != 0 and loss.ndim == 1 and weights[term].ndim == 1:
+            if coefficients[term] != 0 and loss.ndim == 1 and weights[term].ndim == 1:
                 yield _Rows(term, loss, weights[term], inputs)
 
 
-def _lines_of(result: StepResult, timesteps: Mapping[str, str]) -> list[dict[str, Any]]:
+def _lines_of(
+    evidence: Evidence, coefficients: Mapping[str, float], timesteps: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """Return a line for each sample of this process in a step."""
     lines: dict[tuple[int, int], dict[str, Any]] = {}
-    for rows in _rows_of(result):
+    for rows in _rows_of(evidence, coefficients):
         columns = {"loss": rows.loss / rows.weight, "weight": rows.weight}
         if rows.term in timesteps:
             columns["time"] = rows.inputs[timesteps[rows.term]]
@@ -155,6 +159,6 @@ def _lines_of(result: StepResult, timesteps: Mapping[str, str]) -> list[dict[str
             named = {f"{column}_{rows.term}": value for column, value in zip(columns, row, strict=True)}
             # A sample that only fills up a micro-batch, or has no place in this term, has no loss.
             if named[f"weight_{rows.term}"] > 0:
-                head = {"event": EVENT, "step": result.evidence.step + 1, "sample": sample}
+                head = {"event": EVENT, "step": evidence.step + 1, "sample": sample}
                 lines.setdefault((sample, occurrence), head).update(named)
     return list(lines.values())
