@@ -109,7 +109,7 @@ def noised(config: Config, inputs: Inputs, process: Denoising, batch: Batch, ste
     """Return the denoiser's inputs with their target, and the weight of each picture."""
     encoded = inputs.encoded(batch)
     rows = inputs.rows * config.batch_size(step)
-    return process.noised(encoded, config.seed, step, rows), batch["weight"]
+    return process.noised(encoded, config.seed, step, rows), inputs.counted(batch)
 
 
 def losses(process: Denoising, model: nn.Module, batch: Batch) -> Tensor:

@@ -51,6 +51,14 @@ class Inputs:
         """Pictures of a training sample: 2 with prior preservation."""
         return ROWS if isinstance(self.train, PairedPictures) else 1
 
+    def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the weight of each row in the divisor of the loss, (rows * B,), for a batch of the loader.
+
+        0 for pictures of the prior: their loss is added to the mean of the others (``prior.joined``).
+        """
+        weight = batch["weight"]
+        return torch.cat([weight, *[torch.zeros_like(weight)] * (self.rows - 1)])
+
     def encoded(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch with mean and logvar of its pictures, those of the prior as further rows.
 
