@@ -158,7 +158,8 @@ class Training:
             self._called = set()
             self._metrics = {}
             self.done = batches.done
-            self.reports.begin_step(batches.done)
+            if self.measure is None:
+                self.reports.begin_step(batches.done)
             # Without any weight the gradient is 0, but momentum and weight decay would still move the weights.
             self.guard.leaves_out = self.measure is not None or leaving_out.has_no_weight(self.order, batches.step)
             yield batches
@@ -171,7 +172,7 @@ class Training:
             if self.stopped or self._ended:
                 return
             if self._saved == self.done:
-                double_micro_batch(self.opened, self.done, self.saver.finish)
+                double_micro_batch(self.opened, self.done, self.saver.committed)
 
     def report(
         self,
@@ -241,9 +242,8 @@ class Training:
     def _save(self) -> None:
         assert self._result is not None, "save_if_due comes first"
         self._result.check()  # raises after a step that ends the run, which no checkpoint may follow
-        self.reports.bad_steps()
         with self.reports.throughput.pause():
-            self.reports.comparisons.check_replicas(self.done)
+            self.reports.before_save(self.done)
         with self.reports.throughput.saving():
             self.stopped = self.saver.save(self.done, self._metrics) or self.stopped
         self._saved = self.done

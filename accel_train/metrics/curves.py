@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, isfinite
@@ -12,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from accel_train.metrics.progress import Labels
+from accel_train.metrics.progress import BY_TIME, Labels, is_term
 from accel_train.metrics.records import Records, last_pass, read_metrics
 from accel_train.store.atomic_files import replace_file
 
@@ -166,11 +165,11 @@ def _by_kind(lines: Records, key: str, label: str, of: str | None) -> dict[str, 
 def _train_panels(lines: Records, labels: Labels) -> tuple[list[Panel], list[Panel]]:
     """Return the panels of the losses, and those of the other training metrics."""
     keys = _keys(lines)
-    terms = [key for key in keys if key.startswith("loss_") or key.endswith("_loss")]
+    terms = [key for key in keys if is_term(key) or key.endswith("_loss")]
     memory = [key for key in keys if key.endswith("_gib")]
     loss = _by_kind(lines, "loss", "training loss", labels.loss_of)
     of_terms = {key: _column(lines, key) for key in terms}
-    by_time = {_words(key): _column(lines, key) for key in keys if re.search(r"_at_\d\.\d+$", key)}
+    by_time = {_words(key): _column(lines, key) for key in keys if BY_TIME.search(key)}
     losses = [
         Panel("Loss", "loss", loss, smooth=True),
         Panel("Loss terms", "loss", of_terms, smooth=True),

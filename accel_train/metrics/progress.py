@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ class Labels:
 
 TERM = "loss_"
 """Beginning of the names of the terms of the loss in a training line."""
+BY_TIME = re.compile(r"_at_\d\.\d+$")
+"""End of the names of the mean losses by time, of which a term named ``loss`` has that beginning too."""
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
@@ -144,10 +147,16 @@ def describe(fields: Mapping[str, object], loss_of: str | None = None) -> list[s
 
 def _terms(fields: Mapping[str, object]) -> list[str]:
     """Format the terms of the loss. Empty for a single one: it is the loss but for its coefficient."""
-    terms = {name.removeprefix(TERM): value for name, value in fields.items() if name.startswith(TERM)}
+    terms = [name for name in fields if is_term(name)]
     if len(terms) < 2:
         return []
-    return [f"{name} {value:#.4g}" for name, value in terms.items() if isinstance(value, (int, float))]
+    values = {name.removeprefix(TERM): fields[name] for name in terms}
+    return [f"{name} {value:#.4g}" for name, value in values.items() if isinstance(value, (int, float))]
+
+
+def is_term(name: str) -> bool:
+    """Return True if a field of a training line is a term of the loss."""
+    return name.startswith(TERM) and not BY_TIME.search(name)
 
 
 def time_left(step: int, max_steps: int, fields: Mapping[str, object]) -> str:

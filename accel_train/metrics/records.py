@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 import math
+import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -158,6 +159,27 @@ def repair_metrics(path: Path, step: int) -> int:
     if repaired != lines:
         replace_file(path, b"".join(repaired))
     return len(lines) - len(kept)
+
+
+def rewind(path: Path, step: int) -> None:
+    """Truncate a file whose lines have rising steps to those up to ``step``. Main process only.
+
+    Read from the end, because it may be large. An error is a warning: lines beyond ``step`` then stay in it.
+    """
+    try:
+        if not path.exists() or not path.stat().st_size:
+            return
+        with path.open("r+b") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                end = len(content)
+                while end:
+                    begin = content.rfind(b"\n", 0, end - 1) + 1
+                    if _is_valid_at(content[begin:end], step):
+                        break
+                    end = begin
+            file.truncate(end)
+    except OSError as error:
+        logger.warning("%s could not be rewound (%s); lines beyond step %d stay in it", path, error, step)
 
 
 def _is_valid_at(line: bytes, step: int) -> bool:

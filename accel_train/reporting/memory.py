@@ -35,7 +35,10 @@ class MemoryReport:
     """Counts the memory of a training by category. One per process. No collective, and no wait for the device."""
 
     def __init__(self, ema: Ema, device: torch.device) -> None:
-        """Watch the first step for its gradients, which are gone when it has ended."""
+        """Watch the first step for its gradients, which are gone when it has ended. On CUDA the peak starts anew."""
+        if device.type == "cuda":
+            # Loading or encoding before the training may have had a larger one.
+            torch.cuda.reset_peak_memory_stats(device)
         self._ema = ema
         self._device = device
         self._gradients = Held()

@@ -98,6 +98,15 @@ class Reports:
         self.bad_steps()
         self.comparisons.after(batches.done, batches.data_wait_seconds)
 
+    def before_save(self, done: int) -> None:
+        """Write what a resume from the save of step ``done`` would not write again, and check that it is worth saving.
+
+        Collective. Raises ``ReplicasDifferError``.
+        """
+        self.bad_steps()
+        self.losses.write()
+        self.comparisons.check_replicas(done)
+
     def memory_after_running_out(self) -> dict[str, Any]:
         """Log the memory of this process, and return it as fields of the event. Not collective."""
         opened = self.opened
@@ -146,6 +155,7 @@ def build_reports(opened: Opened, prepared: Prepared) -> Reports:
     by_sample = opened.run.directory if config.log.per_sample else None
     losses = SampleLosses(accelerator, config.recipe.timesteps, by_sample, opened.start_step)
     norms = PartNorms(accelerator, prepared.ema.view, config.log.grad_norms, ratios=config.log.update_ratios)
+    info(logger, *norms.notices)
     gpu = None
     if accelerator.is_main_process and accelerator.device.type == "cuda":
         gpu = GpuFigures(accelerator.device)

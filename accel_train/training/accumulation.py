@@ -346,7 +346,8 @@ def _of_samples(inputs: Batch) -> Batch:
     if "sample" not in inputs:
         return {}
     shape = inputs["sample"].shape
-    return {name: value for name, value in inputs.items() if value.shape == shape}
+    found: dict[str, Any] = dict(inputs)  # a recipe may pass on anything
+    return {name: value for name, value in found.items() if isinstance(value, Tensor) and value.shape == shape}
 
 
 def _summed(values: Tensor) -> Tensor:

@@ -42,6 +42,16 @@ def pixels(path: Path) -> np.ndarray:
         return np.asarray(image.convert("RGB"))
 
 
+def test_losses_by_time_are_no_terms() -> None:
+    """Not even of a term named loss."""
+    fields = {"loss_at_0.00": 4.0, "loss_at_0.75": 2.0, "latent_at_0.25": 1.0}
+    panels = {
+        panel.title: set(panel.lines) for panel in panels_of([ENVIRONMENT, train(10, **fields), train(20, **fields)])
+    }
+    assert panels["Loss terms"] == {"loss_text", "loss_latent"}
+    assert panels["Loss by time"] == {"loss at 0.00", "loss at 0.75", "latent at 0.25"}
+
+
 def test_reading_leaves_out_what_is_torn(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"event": "train", "step": 1, "loss": "NaN"}\n{"ev\n\n[1]\n{"step": 2}\n{"event": "tr\xff')

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from accel_train.metrics.details.by_part import MOST_PARTS, PartNorms, parts_of
@@ -107,3 +109,19 @@ def test_they_are_the_same_under_any_strategy(strategy: str, tmp_path: Path) -> 
         parts = [value for name, value in norms.items() if name.startswith("grad_norm_")]
         if parts:
             assert math.sqrt(sum(value**2 for value in parts)) == pytest.approx(line["grad_norm"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("by", "kind", "model", "reason"),
+    [
+        ("blocks", DistributedType.DEEPSPEED, Net(), "DeepSpeed's engine keeps the gradients to itself"),
+        ("blocks", DistributedType.NO, nn.Sequential(nn.Linear(2, 2)), "the model has one part"),
+        ("blocks", DistributedType.NO, Net(), None),
+        ("parts", DistributedType.DEEPSPEED, Net(), None),
+    ],
+)
+def test_blocks_without_norms_are_named(by: Any, kind: DistributedType, model: nn.Module, reason: str | None) -> None:
+    accelerator: Any = SimpleNamespace(distributed_type=kind)
+    shards: Any = SimpleNamespace(parameters=dict(model.named_parameters()))
+    found = PartNorms(accelerator, shards, by, ratios=False)
+    assert found.notices == ([f"log.grad_norms: blocks: no norms by part, because {reason}"] if reason else [])

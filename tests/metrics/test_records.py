@@ -594,6 +594,8 @@ def test_a_loss_says_of_what_it_is(name: str) -> None:
 def test_several_terms_of_a_loss_are_shown_and_a_single_one_is_not() -> None:
     one = FIELDS | {"loss_text": 3.412}
     assert progress.describe(one) == ["loss 3.412", "lr 1.2e-3", "412 samples/s"]
+    by_time = {"loss_loss": 3.412, "loss_at_0.00": 4.0, "loss_at_0.25": 3.0}
+    assert progress.describe(FIELDS | by_time) == ["loss 3.412", "lr 1.2e-3", "412 samples/s"]
     two = one | {"loss_latent": 0.5}
     assert progress.describe(two) == ["loss 3.412", "text 3.412", "latent 0.5000", "lr 1.2e-3", "412 samples/s"]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.metrics.details.by_sample import SampleLosses
-from accel_train.store.names import OF_A_RUN, SAMPLE_LOSSES_FILE
+from accel_train.metrics.details.by_sample import MOST_STEPS, SampleLosses
+from accel_train.metrics.records import read_metrics, rewind
+from accel_train.store import failpoints
+from accel_train.store.names import METRICS_FILE, OF_A_RUN, SAMPLE_LOSSES_FILE
 from accel_train.training.accumulation import Batch, GradientWindow
 from accel_train.training.step_guard import NonFiniteError, StepResult
 from tests.distributed.launching import Layout, run_recipe
@@ -141,6 +145,99 @@ def test_sums_alone_are_refused_where_samples_are_asked_for(accelerator: Acceler
     means = SampleLosses(accelerator, TIMESTEPS, None, 0)
     means.add(result)
     assert means.take() == {}
+
+
+def test_terms_not_trained_since_the_last_log_point(accelerator: Accelerator) -> None:
+    """On any device: what stands for such a term must be where the losses are."""
+    meta = SimpleNamespace(device=torch.device("meta"), is_main_process=True)
+    found = SampleLosses(meta, {"off": "time", "main": "time"}, None, 0)  # type: ignore[arg-type]
+    result, _ = a_step(accelerator, 13)
+    evidence = result.evidence
+    there = replace(
+        evidence,
+        losses=[[loss.to("meta") for loss in losses] for losses in evidence.losses],
+        weights=[{name: weight.to("meta") for name, weight in weights.items()} for weights in evidence.weights],
+        rows=[{name: value.to("meta") for name, value in rows.items()} for rows in evidence.rows],
+    )
+    for _ in range(MOST_STEPS):
+        found.add(replace(result, evidence=there))
+    here = SampleLosses(accelerator, {"off": "time", "main": "time"}, None, 0)
+    here.add(result)
+    assert all(name.startswith("main_at_") for name in here.take())
+
+
+def test_losses_of_something_else_than_samples_train_and_have_no_mean(accelerator: Accelerator) -> None:
+    model = accelerator.prepare(nn.Linear(6, 2))
+    inputs = batch()
+    window = GradientWindow(accelerator, model, [(inputs, inputs["weight"])], {"main": 1.0}, 0)
+    for each in window:
+        window.backward((model(each["x"]) - each["y"]).flatten())  # two for each sample
+    result = window.finish(0.0)
+    found = SampleLosses(accelerator, TIMESTEPS, None, 0)
+    found.add(result)
+    assert found.take() == {}
+    (losses,) = result.evidence.losses
+    losses[0][3] = torch.nan
+    bad = replace(result.evidence, totals=torch.tensor([torch.nan])).examine().bad
+    assert bad is not None
+    assert bad.samples == [list(range(100, 113))], "which sample it is of is not known"
+
+
+def test_a_missing_time_is_named(accelerator: Accelerator, tmp_path: Path) -> None:
+    result, _ = a_step(accelerator, 5)
+    found = SampleLosses(accelerator, {"main": "when"}, tmp_path, 0)
+    found.add(result)
+    expected = r"recipe\.timesteps: 'main': .* no 'when' with one value per sample, \(B,\); they have occurrence, "
+    with pytest.raises(UsageError, match=expected):
+        found.take()
+
+
+def test_inputs_may_be_of_any_type(accelerator: Accelerator) -> None:
+    model = accelerator.prepare(nn.Linear(6, 2))
+    inputs: dict[str, Any] = batch() | {"names": ["a"] * 13, "scale": 2.0}
+    window = GradientWindow(accelerator, model, [(inputs, weights(inputs))], COEFFICIENTS, 0)
+    for each in window:
+        window.backward(losses(model, each))
+    assert window.finish(0.0).evidence.rows[0].keys() == {"time", "tokens", "weight", "sample", "occurrence"}
+
+
+def test_a_large_file_is_rewound_from_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / SAMPLE_LOSSES_FILE
+    rewind(path, 3)
+    assert not path.exists()
+    lines = [json.dumps({"event": "sample", "step": step, "sample": n}) + "\n" for step in (1, 2, 3) for n in range(4)]
+    whole = "".join(lines)
+    for text, step, kept in (
+        (whole, 3, 12),
+        (whole, 2, 8),
+        (whole, 0, 0),
+        ("", 2, 0),
+        (whole + lines[0][:9], 3, 12),  # torn by a crash
+        (whole[:-1], 3, 12),
+    ):
+        path.write_text(text)
+        rewind(path, step)
+        assert path.read_text().splitlines() == whole.splitlines()[:kept]
+    path.unlink()
+    path.mkdir()
+    rewind(path, 2)
+    assert "could not be rewound" in caplog.text
+
+
+@pytest.mark.distributed
+def test_a_save_between_log_points_loses_no_line(tmp_path: Path) -> None:
+    """Killed in its third save, it goes on from step 2, although nothing was logged by then."""
+    flags = ("--log.log_every", "6", "--checkpoints.save_every", "1", "--log.per_sample", "true")
+    layout = Layout("ddp", 2, "mmdit")
+    directory = tmp_path / "run"
+    kill = {failpoints.VARIABLE: "after_snapshot#3"}
+    run_recipe(layout, directory, "--max_steps", "6", *flags, ok=False, extra=kill)
+    assert {line["step"] for line in lines_of(directory)} == {1, 2, 3}
+    lines = run_lines(layout, directory, *flags)
+    (resumed,) = [line["step"] for line in read_metrics(directory / METRICS_FILE) if line["event"] == "resume"]
+    assert 0 < resumed < 3
+    expected = run_lines(Layout("ddp", 2, "mmdit"), tmp_path / "whole", *flags)
+    assert lines == expected
 
 
 def test_only_values_of_samples_are_kept(accelerator: Accelerator) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor
 
 from accel_train.training.parameters import widest
@@ -29,6 +30,8 @@ class PartNorms:
         self._accelerator = accelerator
         self._shards = shards
         self._measures_gradient = by != "none"
+        self._measures_blocks = by == "blocks"
+        self._keeps_gradients = accelerator.distributed_type != DistributedType.DEEPSPEED
         self._ratios = ratios
         parts = parts_of(list(shards.parameters), blocks=by == "blocks")
         self._parts = list(dict.fromkeys(parts.values()))
@@ -36,6 +39,16 @@ class PartNorms:
         self._place_by_name = {name: places[part] for name, part in parts.items()}
         self._place_by_id = {id(shards.parameters[name]): place for name, place in self._place_by_name.items()}
         self._before: dict[str, Tensor] = {}
+
+    @property
+    def notices(self) -> list[str]:
+        """What was asked for and cannot be measured here."""
+        if not self._measures_blocks or (self._keeps_gradients and len(self._parts) > 1):
+            return []
+        reason = "the model has one part"
+        if not self._keeps_gradients:
+            reason = "DeepSpeed's engine keeps the gradients to itself"
+        return [f"log.grad_norms: blocks: no norms by part, because {reason}"]
 
     @torch.no_grad()
     def before(self) -> None:
@@ -92,8 +105,8 @@ class PartNorms:
         if not before:
             return []
         places = [self._place_by_name[name] for name in before]
-        weights = [widest(old).square().sum() for old in before.values()]
-        updates = [widest(self._shards.master(name) - old).square().sum() for name, old in before.items()]
+        weights = [_square_of_norm(old) for old in before.values()]
+        updates = [_square_of_norm(self._shards.master(name) - old) for name, old in before.items()]
         return [self._by_part(places, updates), self._by_part(places, weights)]
 
     def _by_part(self, places: Sequence[int], squares: Sequence[Tensor]) -> Tensor:
@@ -103,6 +116,12 @@ class PartNorms:
         values = widest(torch.stack([square.to(device) for square in squares]))
         is_in = index == torch.arange(len(self._parts), device=device).unsqueeze(1)
         return torch.where(is_in, values, 0.0).sum(1)
+
+
+def _square_of_norm(tensor: Tensor) -> Tensor:
+    """Return the sum of the squares, in the widest type, without a copy of the tensor in that type."""
+    widest_type = widest(tensor.new_empty(0)).dtype
+    return torch.linalg.vector_norm(tensor, dtype=widest_type).square()
 
 
 def _local(norm: Any) -> Tensor:

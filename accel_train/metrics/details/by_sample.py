@@ -11,11 +11,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.metrics.records import LineWriter, repair_metrics
+from accel_train.metrics.records import LineWriter, rewind
 from accel_train.store.names import SAMPLE_LOSSES_FILE
 from accel_train.training.health.evidence import Evidence
 from accel_train.training.parameters import widest
@@ -38,6 +37,15 @@ class _Rows(NamedTuple):
     weight: Tensor
     inputs: Mapping[str, Tensor]
 
+    def time(self, name: str) -> Tensor:
+        """Return the input ``name``. Raises ``UsageError`` if it has no value per sample."""
+        if name not in self.inputs:
+            raise UsageError(
+                f"recipe.timesteps: {self.term!r}: the micro-batches given to prepared.window have no {name!r} with "
+                f"one value per sample, (B,); they have {', '.join(sorted(self.inputs))}"
+            )
+        return self.inputs[name]
+
 
 class SampleLosses:
     """Losses of the samples of all steps since the last log point. One per process."""
@@ -53,18 +61,19 @@ class SampleLosses:
         self._accelerator = accelerator
         self._timesteps = timesteps
         self._kept: list[tuple[Evidence, Mapping[str, float]]] = []
-        self._sums = torch.zeros(len(timesteps), 2, BANDS)
+        self._sums = self._no_sums()
         self._lines: list[dict[str, Any]] | None = None if directory is None else []
         self._writer: LineWriter | None = None
         if directory is not None and accelerator.is_main_process:
             path = directory / SAMPLE_LOSSES_FILE
-            repair_metrics(path, start_step)
+            rewind(path, start_step)
             self._writer = LineWriter(path)
 
     def add(self, result: StepResult) -> None:
-        """Keep the losses of a step. No collective, and no wait for the device.
+        """Keep the losses of a step. No collective.
 
-        Raises ``UsageError`` if the samples are to be written and the recipe gives sums over a micro-batch only.
+        Waits for the device only if samples are written, and only after ``MOST_STEPS`` steps without a log point or a
+        save. Raises ``UsageError`` if they are and the recipe gives sums over a micro-batch only.
         """
         if not self._timesteps and self._lines is None:
             return
@@ -82,15 +91,13 @@ class SampleLosses:
     def take(self) -> dict[str, float]:
         """Return ``TERM_at_TIME``, the mean loss of a term over the times from there to the next, and write the file.
 
-        For log points: waits for the device. Collective.
+        For log points: waits for the device. Collective. Raises ``UsageError`` for a time that no micro-batch has.
         """
-        self._read()
-        self._write()
+        self.write()
         if not self._timesteps:
             return {}
-        sums = self._sums.to(self._accelerator.device)
-        self._sums = torch.zeros_like(sums)
-        total = cast(Tensor, self._accelerator.reduce(widest(sums), "sum"))
+        total = cast(Tensor, self._accelerator.reduce(self._sums, "sum"))
+        self._sums = self._no_sums()
         fields: dict[str, float] = {}
         for term, (losses, weights) in zip(self._timesteps, total.tolist(), strict=True):
             for band, (loss, weight) in enumerate(zip(losses, weights, strict=True)):
@@ -105,18 +112,21 @@ class SampleLosses:
         if self._lines is not None:
             for evidence, coefficients in kept:
                 self._lines += _lines_of(evidence, coefficients, self._timesteps)
-        sums = [self._by_time(kept, term) for term in self._timesteps]
-        if sums:
-            self._sums = self._sums.to(sums[0]) + torch.stack(sums)
+        for place, term in enumerate(self._timesteps):
+            self._sums[place] += self._by_time(kept, term)
 
-    def _by_time(self, kept: Sequence[tuple[Evidence, Mapping[str, float]]], term: str) -> Tensor:
-        """Return the sums of losses and of weights by band, (2, BANDS)."""
+    def _no_sums(self) -> Tensor:
+        """Return the sums of losses and of weights, by term and band, before any step: (terms, 2, BANDS)."""
+        return widest(torch.zeros(len(self._timesteps), 2, BANDS, device=self._accelerator.device))
+
+    def _by_time(self, kept: Sequence[tuple[Evidence, Mapping[str, float]]], term: str) -> Tensor | float:
+        """Return the sums of losses and of weights by band, (2, BANDS), or 0 for a term that was not trained."""
         values: list[Tensor] = []
         for evidence, coefficients in kept:
             found = [rows for rows in _rows_of(evidence, coefficients) if rows.term == term]
-            values += [torch.stack([rows.loss, rows.weight, rows.inputs[self._timesteps[term]]]) for rows in found]
+            values += [torch.stack([rows.loss, rows.weight, rows.time(self._timesteps[term])]) for rows in found]
         if not values:
-            return torch.zeros(2, BANDS)
+            return 0.0
         loss, weight, time = widest(torch.cat(values, 1))
         band = (time * BANDS).long().clamp(0, BANDS - 1)
         # A loss that is not finite has an event of its own, and would hide all others here.
@@ -124,22 +134,39 @@ class SampleLosses:
         is_in = (band == torch.arange(BANDS, device=band.device).unsqueeze(1)) & counted
         return torch.where(is_in, torch.stack([loss, weight]).unsqueeze(1), 0.0).sum(-1)
 
-    def _write(self) -> None:
-        """Write the samples of all processes. Collective if samples are written."""
+    def write(self) -> None:
+        """Write the samples of all processes so far, if they are to be written: then collective, with a wait.
+
+        Also due before a save, since a resume goes on behind it.
+        """
+        self._read()
         if self._lines is None:
             return
-        lines = cast(list[dict[str, Any]], gather_object(self._lines))
+        lines = self._gathered(self._lines)
         self._lines = []
         if self._writer is not None:
             # The same order on any number of processes.
             self._writer.write(*sorted(lines, key=lambda line: (line["step"], line["sample"])))
+
+    def _gathered(self, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the lines of all processes on the main process, and nothing on the others."""
+        if self._accelerator.num_processes == 1:
+            return lines
+        by_process: list[Any] | None = None
+        if self._accelerator.is_main_process:
+            by_process = [None] * self._accelerator.num_processes
+        # Accelerate's own would give every process all of them.
+        torch.distributed.gather_object(lines, by_process)
+        return [line for of_one in by_process or [] for line in of_one]
 
 
 def _rows_of(evidence: Evidence, coefficients: Mapping[str, float]) -> Iterator[_Rows]:
     """Yield each trained term of each micro-batch whose losses and weights are given by sample."""
     for losses, weights, inputs in zip(evidence.losses, evidence.weights, evidence.rows, strict=True):
         for term, loss in zip(evidence.terms, losses, strict=True):
-            if coefficients[term] != 0 and loss.ndim == 1 and weights[term].ndim == 1:
+            # Sums have no shape, and a recipe may give something else than a value for each sample.
+            is_by_sample = "sample" in inputs and loss.shape == weights[term].shape == inputs["sample"].shape
+            if coefficients[term] != 0 and is_by_sample:
                 yield _Rows(term, loss, weights[term], inputs)
 
 
@@ -151,7 +178,7 @@ def _lines_of(
     for rows in _rows_of(evidence, coefficients):
         columns = {"loss": rows.loss / rows.weight, "weight": rows.weight}
         if rows.term in timesteps:
-            columns["time"] = rows.inputs[timesteps[rows.term]]
+            columns["time"] = rows.time(timesteps[rows.term])
         values = [column.tolist() for column in columns.values()]
         samples: list[int] = rows.inputs["sample"].tolist()
         occurrences: list[int] = rows.inputs["occurrence"].tolist()

@@ -124,13 +124,17 @@ class Evidence:
         return Examined(values[-1], None)
 
     def _non_finite_samples(self) -> set[int]:
-        """Samples with a loss that is not finite: of a micro-batch that gave only its sums, all of them."""
+        """Samples with a loss that is not finite: of a micro-batch without losses by sample, all of them."""
         # A wait for each term, which only a bad step costs.
         found: set[int] = set()
         for losses, rows in zip(self.losses, self.rows, strict=True):
             if "sample" in rows:
+                samples = rows["sample"]
                 for loss in losses:
-                    found.update(rows["sample"][~loss.isfinite().expand_as(rows["sample"])].tolist())
+                    is_bad = ~loss.isfinite()
+                    if loss.shape != samples.shape:
+                        is_bad = is_bad.any().expand_as(samples)
+                    found.update(samples[is_bad].tolist())
         return found
 
     def _all_samples(self) -> set[int]:
