@@ -192,8 +192,14 @@ def _agree_on_micro_batch(config: ExperimentConfig, accelerator: Accelerator) ->
     if accelerator.num_processes > 1:
         # A process that looked a moment earlier may have missed a record that is being written.
         sizes = gather_object(sizes)
-    notices = [smaller.notice(expand_path(config.output_dir))] if smaller else []
-    return min(sizes), notices
+    if smaller is not None:
+        return min(sizes), [smaller.notice(expand_path(config.output_dir))]
+    if config.micro_batch_is_auto:
+        return min(sizes), [
+            f"micro_batch_size: {min(sizes)} (auto: all that a process has of {config.global_batch_size} samples; "
+            "halved if a step runs out of memory)"
+        ]
+    return min(sizes), []
 
 
 def _open_run(

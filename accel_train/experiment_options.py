@@ -64,6 +64,8 @@ FREE_TO_CHANGE = (
 )
 """Options (or groups) of every recipe that do not change the trajectory, or only prolong it."""
 
+_AUTO = "_micro_batch_is_auto"
+
 FIRST_OPTIONS = (
     "output_dir",
     "seed",
@@ -156,7 +158,8 @@ class ExperimentConfig:
     the error."""
     regrow_after: NonNegativeInt = 0
     """Double a micro-batch that was halved after running out of memory, up to micro_batch_size, at the first save so
-    many steps later. Costs a restart. Each further try waits twice as long. 0: never."""
+    many steps later. Costs a restart, for which several processes need what out_of_memory says. Each further try waits
+    twice as long. 0: never."""
     sync: SyncPolicy = "auto"
     """When to reduce gradients: on the last micro-batch, on every one, or whichever suits the strategy (auto)."""
     resume: str = "auto"
@@ -199,6 +202,11 @@ class ExperimentConfig:
     def batch_size(self, step: int) -> int:
         """Return the samples of optimizer step ``step``, counted from 0, over all processes."""
         return self.batch_schedule.size(self.global_batch_size, step)
+
+    @property
+    def micro_batch_is_auto(self) -> bool:
+        """True if ``micro_batch_size`` was ``auto``, and has become a number."""
+        return getattr(self, _AUTO, False)
 
     @classmethod
     def first_options(cls) -> list[str]:
@@ -326,3 +334,5 @@ class ExperimentConfig:
             )
         share = math.ceil(self.global_batch_size / int(os.environ.get("WORLD_SIZE", "1")))
         object.__setattr__(self, "micro_batch_size", share)
+        # Not a field, so that the saved config has the number alone.
+        object.__setattr__(self, _AUTO, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +20,10 @@ from accel_train.data import leaving_out
 from accel_train.data.tables.ledger import DataHistory
 from accel_train.experiment_options import ExperimentConfig
 from accel_train.metrics.profiling.step_times import StepTimes
-from accel_train.metrics.recorder import RunInfo
 from accel_train.options.tree import to_tree
 from accel_train.runtime.exiting import StartAgain
+from accel_train.runtime.main_alone import on_main
 from accel_train.speed import out_of_memory
-from accel_train.speed.out_of_memory import SmallerMicroBatch, recorded
 from accel_train.training import schedules
 from accel_train.training.accumulation import Batch, GradientWindow
 from accel_train.training.ema import Ema
@@ -34,15 +34,17 @@ from accel_train.training.step_guard import NonFiniteError, StepGuard
 
 if TYPE_CHECKING:
     from accel_train.data.sampler import Sampler
-    from accel_train.metrics.recorder import Recorder
+    from accel_train.metrics.recorder import Recorder, RunInfo
     from accel_train.training.feedback.plateau import Plateau
 
+logger = logging.getLogger(__name__)
 
-def smaller_micro_batch(config: ExperimentConfig) -> SmallerMicroBatch | None:
+
+def smaller_micro_batch(config: ExperimentConfig) -> out_of_memory.SmallerMicroBatch | None:
     """Return the micro-batch that an earlier start of the run has fallen back to. None: ``micro_batch_size``."""
     if config.out_of_memory == "stop" or config.run_options().overwrite:
         return None
-    return recorded(expand_path(config.output_dir), config.micro_batch_size)
+    return out_of_memory.recorded(expand_path(config.output_dir), config.micro_batch_size)
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,10 @@ class Opened:
         from accel_train.training.feedback.plateau import Plateau
 
         return Plateau(self.config.plateau)
+
+    def share_of(self, batch_size: int) -> int:
+        """Return the most samples that a process has of ``batch_size``: no micro-batch is larger."""
+        return math.ceil(batch_size / self.accelerator.num_processes)
 
     def config_in_use(self) -> dict[str, Any]:
         """Return the config as nested values, with the micro-batch and schedule in use where they differ from it."""
@@ -162,9 +168,8 @@ def run_out_of_memory(
     """
     config = opened.config
     batch_size = config.batch_size(max(0, step - 1))
-    share = math.ceil(batch_size / opened.accelerator.num_processes)
     # What a forward really held: half of a larger number would not be less.
-    used = min(opened.micro_batch_size, share)
+    used = min(opened.micro_batch_size, opened.share_of(batch_size))
     if is_evaluating:
         # A smaller micro-batch of training would not help, and this step is saved.
         error.add_note(f"the evaluation after step {step} ran out of memory; let it take fewer samples at once")
@@ -181,24 +186,28 @@ def run_out_of_memory(
     ) from None
 
 
-def double_micro_batch(opened: Opened, done: int, commit: Callable[[], object]) -> None:
+def double_micro_batch(opened: Opened, done: int, committed: Callable[[int], bool]) -> None:
     """Raise ``StartAgain`` with twice the micro-batch, if that is due after a save of step ``done``. Collective.
 
-    ``commit`` ends the save.
+    ``committed`` waits for that save, and returns False if it failed: the next start would go on from an older one.
     """
     config = opened.config
-    smaller = smaller_micro_batch(config)
-    if done >= opened.max_steps or not out_of_memory.is_time_to_double(smaller, config.regrow_after, done):
+    if not config.regrow_after or done >= opened.max_steps:
         return
-    assert smaller is not None, "without a record nothing is due"
-    commit()
-    # All have read the record before it changes, and no process may end before it is complete.
-    opened.accelerator.wait_for_everyone()
-    if opened.accelerator.is_main_process:
-        out_of_memory.record_double(opened.run.directory, smaller, done)
-    opened.accelerator.wait_for_everyone()
+    # Read by one process, so that none sees it changed.
+    smaller = on_main(opened.accelerator, lambda: smaller_micro_batch(config))
+    # A step that fits into one micro-batch has no use for a larger one.
+    if smaller is None or smaller.used >= opened.share_of(config.batch_size(done)):
+        return
+    if not out_of_memory.is_time_to_double(smaller, config.regrow_after, done) or not committed(done):
+        return
+    try:
+        on_main(opened.accelerator, lambda: out_of_memory.record_double(opened.run.directory, smaller, done))
+    except OSError as error:
+        logger.warning("regrow_after: the larger micro-batch could not be recorded, and waits for a save: %s", error)
+        return
     raise StartAgain(
-        f"{done - smaller.step} steps have had room with micro_batch_size {smaller.used}; the next start continues "
+        f"{done - smaller.since} steps have had room with micro_batch_size {smaller.used}; the next start continues "
         f"from step {done} with twice as many"
     )
 

@@ -175,8 +175,7 @@ class Saver:
         All ranks. Does nothing if the step was not saved. A failing disk is a warning, because the checkpoint remains
         valid without them.
         """
-        self.finish()
-        if step != self._saved_step or not self._main:
+        if not self.committed(step) or not self._main:
             return
         path = self._run.checkpoints / checkpoint_name(step)
         try:
@@ -190,6 +189,11 @@ class Saver:
         while self._pending is not None:
             self._take_answer(wait=True)
             self._advance()
+
+    def committed(self, step: int) -> bool:
+        """Return True if ``step`` is saved, after a wait for its commit. All ranks. Raises like ``boundary``."""
+        self.finish()
+        return self._saved_step == step
 
     def __enter__(self) -> Saver:
         return self
@@ -339,9 +343,7 @@ class Saver:
         elif pending.phase is Phase.COMMITTING:
             self._acknowledge()
         else:
-            files: dict[str, Any] = {}
-            for answer in answers:
-                files |= answer["files"]
+            files = {name: file for answer in answers for name, file in answer["files"].items()}
             self._commit(pending, files)
 
     def _commit(self, pending: PendingSave, files: Mapping[str, Any]) -> None:

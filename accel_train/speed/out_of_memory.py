@@ -32,13 +32,16 @@ OTHER_MEANS = (
 
 
 class SmallerMicroBatch(NamedTuple):
-    """Micro-batch size asked for, the one in use, and the step that ran out of memory."""
+    """Micro-batch size asked for, and the one in use."""
 
     asked: int
     used: int
     step: int
+    """The last step that ran out of memory."""
     tries: int = 0
     """How often it was doubled again so far."""
+    since: int = 0
+    """The step before which this size came into use."""
 
     def notice(self, directory: Path) -> str:
         """Return the log line of a start."""
@@ -84,26 +87,26 @@ def record_half(directory: Path, asked: int, used: int, step: int) -> SmallerMic
     """Record half of the micro-batch in ``used`` for the next start. Any process that ran out may call it."""
     assert used > 1, "a micro-batch of one sample has no half"
     earlier = _read(directory, asked)
-    record = SmallerMicroBatch(asked, used // 2, step, earlier.tries if earlier else 0)
+    record = SmallerMicroBatch(asked, used // 2, step, earlier.tries if earlier else 0, step)
     _write(directory, record)
     return record
 
 
-def is_time_to_double(record: SmallerMicroBatch | None, regrow_after: int, done: int) -> bool:
-    """Return True if so many steps were done since the one that ran out, or for 0 never.
+def is_time_to_double(record: SmallerMicroBatch, regrow_after: int, done: int) -> bool:
+    """Return True if so many steps were done with the micro-batch in use.
 
     Twice as many after each try, so that a run whose memory never suffices does not start again for ever.
     """
-    if record is None or not regrow_after:
-        return False
-    return done - record.step >= regrow_after << record.tries
+    return done - record.since >= regrow_after << record.tries
 
 
-def record_double(directory: Path, record: SmallerMicroBatch, step: int) -> SmallerMicroBatch:
-    """Record twice the micro-batch in use, at most the one asked for, for the next start. Main process."""
-    larger = SmallerMicroBatch(record.asked, min(2 * record.used, record.asked), step, record.tries + 1)
-    _write(directory, larger)
-    return larger
+def record_double(directory: Path, record: SmallerMicroBatch, done: int) -> None:
+    """Record twice the micro-batch in use, at most the one asked for, for the next start. Main process.
+
+    Raises ``OSError``.
+    """
+    used = min(2 * record.used, record.asked)
+    _write(directory, record._replace(used=used, tries=record.tries + 1, since=done))
 
 
 def _write(directory: Path, record: SmallerMicroBatch) -> None:

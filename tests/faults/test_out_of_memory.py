@@ -8,16 +8,21 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from accel_train.config import UsageError
 from accel_train.experiment_options import ExperimentConfig
 from accel_train.metrics.records import read_metrics
+from accel_train.opened import double_micro_batch
 from accel_train.options.loading import load_config
 from accel_train.speed import out_of_memory
+from accel_train.store import failpoints
 from accel_train.store.names import MICRO_BATCH_FILE
 from accel_train.watching.html_report.events import events_of
 from tests import zygote
@@ -116,7 +121,7 @@ def test_after_a_save_it_goes_on_from_there(tmp_path: Path, with_four: Path, pla
     rerun = ["out of memory", "restart"]
     assert kinds(directory) == ["start", *rerun, *rerun, "evaluation", "end"], "the report knows no crash"
     # The next start knows it, and somebody who asks for another size is obeyed.
-    assert out_of_memory.recorded(directory, 16) == (16, 4, 6, 0)
+    assert out_of_memory.recorded(directory, 16) == (16, 4, 6, 0, 6)
     assert out_of_memory.recorded(directory, 12) is None
 
 
@@ -130,7 +135,8 @@ def test_it_grows_again_where_there_is_room(tmp_path: Path, with_four: Path) -> 
     assert losses(directory).keys() == losses(with_four).keys()
     assert largest_difference(directory, with_four) < 1e-6
     # The next try would come twice as many steps later.
-    assert out_of_memory.recorded(directory, 16) == (16, 8, 6, 1)
+    assert out_of_memory.recorded(directory, 16) == (16, 8, 3, 1, 6)
+    assert done.stdout.count("8 instead of 16, because step 3 ran out of memory") == 2
 
 
 def test_it_does_not_grow_again_and_again(tmp_path: Path) -> None:
@@ -143,6 +149,49 @@ def test_it_does_not_grow_again_and_again(tmp_path: Path) -> None:
     assert [(step, size) for step, size, *_ in ran_out(directory)] == [(6, 16), (6, 8), (9, 8)]
 
 
+def test_it_does_not_grow_where_nothing_was_saved(tmp_path: Path) -> None:
+    """The next start would train the same steps again, out of an older checkpoint or from the beginning."""
+    directory = tmp_path / "run"
+    flags = ("--regrow_after", "3", "--checkpoints.on_error", "continue")
+    failing = {failpoints.VARIABLE: "after_mkdir#2=ENOSPC"}
+    done = run(directory, *flags, ROOM="4", ROOM_FROM="2", ROOM_UNTIL="4", **failing)
+    assert done.returncode == 0, done.stdout
+    assert "checkpoint of step 6 was not saved" in done.stdout
+    assert sizes_of_starts(directory) == [16, 8, 4]
+
+
+def test_it_does_not_grow_beyond_a_whole_step(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    flags = ("--regrow_after", "1", "--micro_batch_size", "64", "--checkpoints.save_every", "1")
+    done = run(directory, *flags, ROOM="8", ROOM_FROM="1", ROOM_UNTIL="2")
+    assert done.returncode == 0, done.stdout
+    # All 16 of a step: 32 would be the same.
+    assert sizes_of_starts(directory) == [64, 8, 16]
+
+
+def test_a_record_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, accelerator: Accelerator
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    @dataclass(frozen=True)
+    class Config(ExperimentConfig):
+        max_steps: int | None = 8
+        output_dir: str = str(tmp_path)
+        regrow_after: int = 1
+
+    out_of_memory.record_half(tmp_path, 64, 64, 1)
+    monkeypatch.setattr(out_of_memory, "record_double", fails)
+    config = Config()
+    opened: Any = SimpleNamespace(
+        config=config, accelerator=accelerator, max_steps=8, share_of=lambda size: size, run=None
+    )
+    opened.run = SimpleNamespace(directory=tmp_path)
+    double_micro_batch(opened, 4, lambda _: True)
+    assert "the larger micro-batch could not be recorded" in caplog.text
+
+
 @pytest.mark.distributed
 def test_two_processes_grow_again_together(tmp_path: Path, with_four: Path) -> None:
     file = tmp_path / "two.yaml"
@@ -152,6 +201,7 @@ def test_two_processes_grow_again_together(tmp_path: Path, with_four: Path) -> N
     room = {"ROOM": "4", "ROOM_FROM": "2", "ROOM_UNTIL": "4", "ROOM_RANK": "1"}
     done = run(directory, "--regrow_after", "3", "--micro_batch_size", "auto", launcher=launcher, **room)
     assert done.returncode == 0, done.stdout
+    assert "micro_batch_size: 8 (auto: all that a process has of 16 samples; halved if" in done.stdout
     # Half of the global batch at first.
     assert sizes_of_starts(directory) == [8, 4, 8]
     assert largest_difference(directory, with_four) < 1e-6
@@ -290,9 +340,9 @@ def test_torchrun_starts_again(tmp_path: Path, with_four: Path) -> None:
 def test_a_record_that_cannot_be_read_counts_as_none(tmp_path: Path) -> None:
     file = tmp_path / MICRO_BATCH_FILE
     assert out_of_memory.recorded(tmp_path, 8) is None
-    assert out_of_memory.record_half(tmp_path, 8, 8, 3) == (8, 4, 3, 0)
-    assert out_of_memory.record_half(tmp_path, 8, 4, 5) == (8, 2, 5, 0)
-    assert out_of_memory.recorded(tmp_path, 8) == (8, 2, 5, 0)
+    assert out_of_memory.record_half(tmp_path, 8, 8, 3) == (8, 4, 3, 0, 3)
+    assert out_of_memory.record_half(tmp_path, 8, 4, 5) == (8, 2, 5, 0, 5)
+    assert out_of_memory.recorded(tmp_path, 8) == (8, 2, 5, 0, 5)
     for text in ("", "[]", "{}", json.dumps({"asked": 8, "used": 0, "step": 1}), json.dumps({"asked": 8, "used": "a"})):
         file.write_text(text)
         assert out_of_memory.recorded(tmp_path, 8) is None

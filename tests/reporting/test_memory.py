@@ -36,6 +36,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(memory, "held", lambda ema, _: held(ema, CPU))
     monkeypatch.setattr(memory, "held_gradients", lambda shards, _: held_gradients(shards, CPU))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: numbers["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: numbers.update(peak=0))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: numbers["allocated"])
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: numbers["reserved"])
     monkeypatch.setattr(torch.cuda, "memory_summary", lambda _: "| a table |")
@@ -61,7 +62,9 @@ def test_the_first_step_of_a_start_and_no_other_has_an_event() -> None:
 
 def test_the_rest_of_the_peak_is_what_no_category_explains(cuda: dict[str, int]) -> None:
     model, optimizer, ema = build()
+    cuda["peak"] = 10**9  # of the encoders, before the training
     report, log = MemoryReport(ema, CUDA), Log()
+    assert cuda["peak"] == 0
     backward(model)
     fixed = MATRIX + MATRIX // 2 + 4 * WIDTH + MATRIX  # weights, frozen weights, buffer, EMA
     cuda["peak"] = fixed + MATRIX + 1000  # with the gradients, before the optimizer has made its state

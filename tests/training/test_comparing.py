@@ -76,14 +76,17 @@ def test_a_part_of_a_larger_tensor_has_the_same_sum() -> None:
 
 
 def test_the_processes_unlike_the_majority() -> None:
-    names, hosts = ["a", "b"], ["x", "x", "y", "y"]
+    names, hosts = ["a", "b"], [("x", "A100"), ("x", "A100"), ("y", "A100"), ("y", "A100")]
     found = compare(names, [0, 0, 0, 0], [[1, 2], [1, 2], [1, 3], [1, 2]], hosts)
+    assert "different devices" not in found.explanation
     assert (found.parameters, found.processes, found.has_majority) == (["b"], [2], True)
     assert "b: process 2 (y) differs from the majority" in found.explanation
     # Two groups of two: shards 0 and 1 of two replicas.
     found = compare(names, [7, 9, 7, 9], [[1, 2], [3, 4], [1, 2], [5, 4]], hosts)
     assert (found.parameters, found.processes, found.has_majority) == (["a"], [1, 3], False)
     assert "processes 1 (x), 3 (y) differ, and no majority tells" in found.explanation
+    mixed = compare(names, [0, 0, 0], [[1, 2], [1, 2], [1, 3]], [("x", "A100"), ("x", "A100"), ("y", "H100")])
+    assert "The processes compute on different devices (A100, H100)" in mixed.explanation
 
 
 def row(step: float = 1.0, **times: float) -> Times:
@@ -169,7 +172,9 @@ def test_comparisons_without_anything_to_compare_are_named() -> None:
     assert notice.startswith("health.check_replicas_every: 9: nothing to compare")
     assert not nothing_to_compare(asks, 2, replicated=False)
     assert not nothing_to_compare(HealthConfig(check_replicas_every=9), 2, replicated=True)
-    for quiet in (HealthConfig(), HealthConfig(compare_every=0, check_replicas_every=0), HealthConfig(slow_factor=2)):
+    (notice,) = nothing_to_compare(HealthConfig(slow_factor=2), 1, replicated=False)
+    assert notice.startswith("health.slow_factor: 2: nothing to compare, this run has one process")
+    for quiet in (HealthConfig(), HealthConfig(compare_every=0, check_replicas_every=0)):
         assert not nothing_to_compare(quiet, 1, replicated=False)
     with pytest.raises(UsageError, match=r"health.slow_factor: 2: .* because health.compare_every is 0"):
         HealthConfig(slow_factor=2, compare_every=0)

@@ -148,8 +148,12 @@ def nothing_to_compare(config: HealthConfig, processes: int, *, replicated: bool
     weights are on several processes.
     """
     notices: list[str] = []
-    if processes == 1 and config.compare_every:
-        notices.append(f"health.compare_every: {config.compare_every}: nothing to compare, this run has one process")
+    asked: dict[str, float] = {"compare_every": config.compare_every or 0}
+    if config.slow_factor != HealthConfig.slow_factor:
+        asked["slow_factor"] = config.slow_factor
+    for name, value in asked.items():
+        if processes == 1 and value:
+            notices.append(f"health.{name}: {value}: nothing to compare, this run has one process")
     if config.check_replicas_every and not replicated:
         notices.append(
             f"health.check_replicas_every: {config.check_replicas_every}: nothing to compare, no weight is on more "

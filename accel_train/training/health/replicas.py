@@ -43,6 +43,8 @@ class Difference(NamedTuple):
     has_majority: bool
     hosts: list[str]
     """Of each process."""
+    devices: list[str]
+    """Model of each process's device."""
 
     @property
     def explanation(self) -> str:
@@ -54,8 +56,12 @@ class Difference(NamedTuple):
         who = f"process {where} differs from the majority"
         if not self.has_majority:
             who = f"processes {where} differ, and no majority tells which of them is right"
+        mixed = ""
+        if len(set(self.devices)) > 1:
+            kinds = shortened(sorted(set(self.devices)), 3)
+            mixed = f" The processes compute on different devices ({kinds}), whose kernels may round differently."
         return (
-            f"the processes no longer hold the same weights: {names}: {who}. Nothing is saved, and the newest "
+            f"the processes no longer hold the same weights: {names}: {who}.{mixed} Nothing is saved, and the newest "
             "checkpoint is as it was. Look for memory errors of that machine (nvidia-smi -q -d ECC; dmesg), for other "
             "versions of packages or drivers on it, and for code that changes weights on some processes only; start "
             "the same command again to continue from the checkpoint. --health.check_replicas_every 0 trains on "
@@ -147,9 +153,9 @@ class Replicas:
         # As many different sums as different parts.
         if len({(place, total) for place, total in rows}) == len(set(places)):
             return None
-        hosts: list[str] = [""] * self._accelerator.num_processes
-        torch.distributed.all_gather_object(hosts, socket.gethostname())
-        return compare(list(tensors), places, self._gather(sums), hosts)
+        found: list[tuple[str, str]] = [("", "")] * self._accelerator.num_processes
+        torch.distributed.all_gather_object(found, (socket.gethostname(), _model_of(device)))
+        return compare(list(tensors), places, self._gather(sums), found)
 
     def _gather(self, row: Tensor) -> list[list[int]]:
         gathered: Tensor = self._accelerator.gather(row[None])  # pyright: ignore[reportAssignmentType]
@@ -157,9 +163,9 @@ class Replicas:
 
 
 def compare(
-    names: Sequence[str], places: Sequence[int], rows: Sequence[Sequence[int]], hosts: Sequence[str]
+    names: Sequence[str], places: Sequence[int], rows: Sequence[Sequence[int]], machines: Sequence[tuple[str, str]]
 ) -> Difference:
-    """Return what differs between processes of the same place, from the checksums of each process."""
+    """Return what differs between processes of the same place, from the checksums, host and device of each process."""
     groups: dict[int, list[int]] = {}
     for process, place in enumerate(places):
         groups.setdefault(place, []).append(process)
@@ -174,7 +180,15 @@ def compare(
             parameters.append(name)
             processes |= found
             has_majority = has_majority and all(clear for _, clear in unlike)
-    return Difference(parameters, sorted(processes), has_majority, list(hosts))
+    hosts, devices = zip(*machines, strict=True)
+    return Difference(parameters, sorted(processes), has_majority, list(hosts), list(devices))
+
+
+def _model_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    # The instructions that torch has kernels for, on which the rounding depends.
+    return f"{device.type}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _unlike(group: Sequence[int], sums: Sequence[int]) -> tuple[list[int], bool]:
