@@ -36,7 +36,7 @@ from accel_train.speed.blocks import blocks_of
 from accel_train.speed.options import ActivationCheckpointingConfig
 from benchmarks.method import ROOT, Rounds, Row, in_turns, parser_of, row, write_results
 
-MODES = ("none", "selective", "attention", "ffn", "every_nth", "full", "hf_full")
+MODES = ("none", "selective", "attention", "ffn", "half", "full", "hf_full")
 TOKENS = (256, 77)
 RSS_MODES = ("none", "selective", "full", "hf_full")
 TARGETS = {"full": ("<= 1.36", "<= 0.5"), "selective": ("<= 1.14", "<= 0.8")}
@@ -56,7 +56,10 @@ class Task:
             for block in blocks_of(self.model):
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         else:
-            apply_activation_checkpointing(self.model, ActivationCheckpointingConfig(mode))  # type: ignore[arg-type]
+            config = ActivationCheckpointingConfig(mode)  # type: ignore[arg-type]
+            if mode == "half":
+                config = ActivationCheckpointingConfig("full", blocks=depth // 2)
+            apply_activation_checkpointing(self.model, config)
         self.tokens = [torch.randn(rows, length, width, requires_grad=True) for length in TOKENS]
         self.conditioning = torch.randn(rows, width)
         self.weights = [torch.randn_like(x) for x in self.tokens]

@@ -4,8 +4,9 @@
 
 Two small linear layers, 4 rows of 8, fp32, fused AdamW, the norm clipped to 1: nearly all of a step is the host's work.
 Ours is the loop of the recipe between the loss and the next batch: gradient window, optimizer, zero_grad, throughput,
-recorder and the saver's boundary, at steps that neither log nor save. Accelerate's is its own idiom: prepare,
-accumulate, backward, clip, step. All ways run in turns in one process on one thread; time is that of the thread.
+losses by sample, comparisons of the processes, recorder and the saver's boundary, at steps that neither log nor save.
+Accelerate's is its own idiom: prepare, accumulate, backward, clip, step. All ways run in turns in one process on one
+thread; time is that of the thread.
 
 Reads are calls that take a number from a tensor to the host, for which a GPU would have to be waited for; they are
 counted on one step of our loop.
@@ -34,6 +35,7 @@ from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
 from accel_train.hub.options import HubConfig
+from accel_train.metrics.details.by_sample import SampleLosses
 from accel_train.metrics.progress import LogConfig
 from accel_train.metrics.recorder import Recorder
 from accel_train.metrics.throughput import LocalCounts, Throughput
@@ -42,6 +44,8 @@ from accel_train.runtime.step_overhead import remember_lookups
 from accel_train.store import atomic_files
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.health.comparing import Clocks, Comparisons
+from accel_train.training.health.options import HealthConfig
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepResult, resolve_step_guard
 from benchmarks.method import Row, in_turns, parser_of, row, write_results
@@ -117,6 +121,8 @@ def ours(accelerator: Accelerator, folder: Path) -> Iterator[Step]:
     )
     counts, rates = LocalCounts(), Throughput(accelerator.device)
     weights, tokens = {"main": torch.tensor(float(ROWS * WIDTH))}, torch.tensor(float(ROWS))
+    losses = SampleLosses(accelerator, {"main": "time"}, None, 2)
+    comparisons = Comparisons(accelerator, HealthConfig(), None, Clocks(rates, None), log.record, torch.float32)
     inputs = {"x": x, "y": y, "sample": torch.arange(ROWS)}
     coefficients = {"main": 1.0}
     guard, _ = resolve_step_guard(accelerator, optimizer, on_cpu=True)
@@ -132,8 +138,11 @@ def ours(accelerator: Accelerator, folder: Path) -> Iterator[Step]:
         optimizer.zero_grad()
         done += 1
         counts.add(tokens=tokens, padded_tokens=ROWS, flops=1)
+        rates.end_of_step()
+        losses.add(result)
         rates.update(samples=ROWS, data_wait_seconds=0.0)
         log.advance(done)
+        comparisons.after(done, 0.0)
         if log.due(done) or saver.boundary(done) or saver.due(done, NEVER):
             raise AssertionError("a step of this benchmark neither logs nor saves")
         return result

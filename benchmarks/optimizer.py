@@ -27,6 +27,10 @@ from benchmarks.method import Row, in_turns, parser_of, row, write_results
 
 CPU = torch.device("cpu")
 WORKLOADS = {"74M values in 80 tensors": ([962, 962], 80), "1.25M values in 600 tensors": ([2083], 600)}
+STEP = 28
+"""Bytes per value of fused AdamW: weight, two moments, each read and written, and the gradient read."""
+WHOLE = STEP + 4 + 12
+"""With the gradient read for its norm, and for the average a weight read and the average read and written."""
 TINY = {"2K values in 2 tensors": ([32, 32], 2)}
 
 
@@ -51,6 +55,7 @@ def ways_of(shape: list[int], count: int) -> dict[str, Callable[[], object]]:
     foreach = torch.optim.AdamW(Tensors(shape, count).parameters(), lr=1e-4, foreach=True)
     for p in (p for group in foreach.param_groups for p in group["params"]):
         p.grad = torch.randn(shape) * 1e-3
+    flat, _ = build_optimizer(Tensors([prod(shape) * count], 1), OptimizerConfig(fused=True), CPU)
     average = Ema(EmaConfig(0.999), Shards(model, fused))
     gradients = [p.grad for p in model.parameters()]
 
@@ -84,6 +89,7 @@ def ways_of(shape: list[int], count: int) -> dict[str, Callable[[], object]]:
         "fused": fused.step,
         "loop": loop.step,
         "foreach": foreach.step,
+        "one tensor": flat.step,
         "average": lambda: average.update(1000),
         "norm, step, average": within,
         "norm, clip, step, average": clipped,
@@ -96,10 +102,13 @@ def measure(name: str, shape: list[int], count: int, rounds: int) -> tuple[list[
     found = in_turns(ways_of(shape, count), rounds, clock=clock())
     values = prod(shape) * count
     rows = [
-        row("C3", f"{name}: fused AdamW, 28 bytes a value", 28 * values / found.median("fused") / 1e9, "GB/s"),
+        row("C3", f"{name}: fused AdamW, {STEP} bytes a value", STEP * values / found.median("fused") / 1e9, "GB/s"),
         row("C3", f"{name}: speed of fused AdamW over the for-loop", found.ratios("loop", "fused"), target=">= 4.5"),
         row("C3", f"{name}: speed of fused AdamW over foreach", found.ratios("foreach", "fused")),
     ]
+    bound = f"{name}: for-loop over fused AdamW of as many values in one tensor: the bound of joining them"
+    rows.append(row("C3", bound, found.ratios("loop", "one tensor")))
+    rows.append(row("C3", f"{name}: {WHOLE} bytes of norm, step and average over those of the step", WHOLE / STEP))
     texts = {
         "norm, step, average": "norm, step, average over the step alone",
         "norm, step that clips, average": "norm, clip in the step, average over the step alone",
