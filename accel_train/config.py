@@ -27,6 +27,8 @@ PositiveFloat = Annotated[float, Interval(gt=0, lt=float("inf"))]
 NonNegativeFloat = Annotated[float, Interval(ge=0, lt=float("inf"))]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 """0 to 1, both ends included."""
+PositiveFraction = Annotated[float, Interval(gt=0, le=1)]
+"""0 excluded, 1 included."""
 FractionBelowOne = Annotated[float, Interval(ge=0, lt=1)]
 """0 included, 1 excluded: betas, decays."""
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]

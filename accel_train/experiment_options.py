@@ -27,7 +27,7 @@ from accel_train.metrics.progress import Labels, LogConfig
 from accel_train.options.tree import config_text, defaults_tree, experiment_tree, flatten, option_names, to_tree
 from accel_train.precision import Precision
 from accel_train.runtime.distributed_options import DistributedConfig
-from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8, OutOfMemory
+from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8, MemoryConfig, OutOfMemory
 from accel_train.training.ema import EmaConfig
 from accel_train.training.feedback.options import BalanceConfig, PlateauConfig
 from accel_train.training.gradients.sync import SyncPolicy
@@ -46,6 +46,7 @@ FREE_TO_CHANGE = (
     "sync",
     "attention",
     "activation_checkpointing",
+    "memory",
     "compile",
     "offload_frozen",
     "out_of_memory",
@@ -179,6 +180,7 @@ class ExperimentConfig:
     """Samples of the training split, by index, that are left out wherever they come. All others keep their place, noise
     and weight. A step that is left without any sample moves nothing. `accel-train blame` finds such indices."""
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -17,7 +17,7 @@ from accel_train.data.artifacts import cache_if_usable
 from accel_train.precision import Precision
 from accel_train.runtime.main_alone import failing_together
 from accel_train.runtime.strategy import strategy_of
-from accel_train.speed.frozen_offload import offload_frozen_blocks
+from accel_train.speed.memory.frozen_offload import offload_frozen_blocks
 from accel_train.store.pretrained_base import PretrainedBase
 
 NARROW = (torch.bfloat16, torch.float16)

@@ -25,8 +25,8 @@ from accel_train.runtime.strategy import (
     strategy_of,
     verify_prepared,
 )
-from accel_train.speed import fitting
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
+from accel_train.speed.memory import fitting
 from accel_train.training.ema import average_of
 from accel_train.training.gradients.sync import resolve_sync
 from accel_train.training.health.options import has_replicas, nothing_to_compare, refuse_inexact

@@ -15,7 +15,7 @@ from accel_train.config import UsageError, expand_path
 from accel_train.data.options import resolve_loader
 from accel_train.experiment_options import ExperimentConfig
 from accel_train.linting.reporting import log_findings
-from accel_train.metrics.logs import details, setup_logging
+from accel_train.metrics.logs import details, info, setup_logging
 from accel_train.metrics.trackers import resolve_trackers
 from accel_train.opened import smaller_micro_batch
 from accel_train.runtime import early_stop, threads
@@ -24,7 +24,7 @@ from accel_train.runtime.exiting import current_run
 from accel_train.runtime.main_alone import failing_together, place_among_workers
 from accel_train.runtime.strategy import strategy_of
 from accel_train.speed.attention.selection import check_name
-from accel_train.speed.float8 import refuse_float8
+from accel_train.speed.starting import set_up_device
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ def start(config: ExperimentConfig) -> Accelerator:
     first step removes what it created in ``output_dir``.
 
     Raises ``UsageError`` if the machine is not the requested one, a tracker is not installed, the attention kernel is
-    unknown, the device cannot obey the loader's options or float8, or the caller is not the main thread, because Python
-    delivers signals to no other.
+    unknown, the device cannot obey the options of the loader, of its memory or of float8, or the caller is not the main
+    thread, because Python delivers signals to no other.
     """
     # Wrong usage that needs no other process is refused before the processes wait for each other.
     resolve_trackers(config.log.trackers)
@@ -58,11 +58,13 @@ def start(config: ExperimentConfig) -> Accelerator:
         distributed=config.distributed,
         logs=directory / "logs",
     )
-    refuse_float8(config.float8, accelerator.device, config.precision, strategy_of(accelerator))
+    strategy = strategy_of(accelerator)
+    notices = set_up_device(accelerator.device, config.memory, config.float8, config.precision, strategy)
     _set_up_directory(directory, before, accelerator)
     if accelerator.is_main_process:
         early_stop.look_for_stop_file(directory)
     log_notices()
+    info(logger, *notices)
     log_findings(config, accelerator, "start")
     details(logger, threads.resolve_threads(accelerator.device.type))
     resolve_loader(config.loader, accelerator.device)

@@ -22,7 +22,7 @@ from accel_train.domains.images.pipelines.family import Family
 from accel_train.domains.images.pipelines.loading import FAMILIES, DiffusersBase, find_base
 from accel_train.domains.images.trained_text.adapters import build
 from accel_train.options.loading import from_tree, read_tree
-from accel_train.speed import fitting
+from accel_train.speed.memory import fitting
 from benchmarks import lora_bases
 
 PAGE = Path(__file__).parents[1] / "docs" / "lora.md"

@@ -16,8 +16,8 @@ from accel_train.commands.bundled import folder
 from accel_train.config import UsageError
 from accel_train.options.loading import from_tree, read_tree
 from accel_train.options.tree import Tree
-from accel_train.speed import fitting
-from accel_train.speed.fitting import GIB
+from accel_train.speed.memory import fitting
+from accel_train.speed.memory.fitting import GIB
 
 if TYPE_CHECKING:
     from accel_train.domains.images.pipelines.loading import DiffusersBase
@@ -212,12 +212,16 @@ def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase, counted: _Counte
     drawn = 0.0
     if config.evaluation.prompts or config.evaluation.heldout_prompts:
         drawn = config.side**2 / memory_need.MEGAPIXEL
+    checkpointing = config.activation_checkpointing.mode
+    if config.activation_checkpointing.blocks is not None:
+        # Of some of the blocks nothing is known but that the need is less.
+        checkpointing = "none"
     load = memory_need.Load(
         size=counted.sizes[key],
         values=counted.values,
         micro_batch_size=rows,
         megapixels=sides**2 / memory_need.MEGAPIXEL,
-        checkpointing=config.activation_checkpointing.mode,
+        checkpointing=checkpointing,
         precision=config.precision,
         optimizer=config.optimizer.name,
         has_average=config.ema.decay > 0,

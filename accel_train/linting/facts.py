@@ -182,7 +182,7 @@ class Facts:
 
         None before they are counted, and for an optimizer with an unknown state.
         """
-        from accel_train.speed.fitting import OPTIMIZER_BYTES
+        from accel_train.speed.memory.fitting import OPTIMIZER_BYTES
 
         of_optimizer = OPTIMIZER_BYTES.get(str(self.option("optimizer.name")))
         if self.parameters is None or of_optimizer is None:

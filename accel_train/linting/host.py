@@ -168,7 +168,7 @@ def visible_devices() -> tuple[Device, ...]:
 
 
 def _memory_bytes() -> int:
-    from accel_train.speed.fitting import host_bytes
+    from accel_train.speed.memory.fitting import host_bytes
 
     return host_bytes()
 

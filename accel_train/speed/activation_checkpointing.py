@@ -32,9 +32,14 @@ def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpoin
         return "activation checkpointing: none"
     blocks = blocks_of(model)
     _refuse_wrong_order(model, blocks, config.mode)
-    every = config.every if config.mode == "every_nth" else 1
+    if config.blocks is not None and config.blocks > len(blocks):
+        raise UsageError(
+            f"activation_checkpointing.blocks: {config.blocks}: {type(model).__name__} has {len(blocks)} blocks "
+            f"({type(blocks[0]).__name__}); give 1 to {len(blocks)}, or leave it out for all"
+        )
     _keep_torch_quiet(blocks)
-    chosen = blocks[::every]
+    # The first: when the backward begins, which is the peak, the last ones need not be computed again.
+    chosen = blocks[: config.blocks]
     # One function per class, not per block, so that a compiler reuses the code of the first block.
     functions: dict[tuple[type[nn.Module], str], Callable[..., Any]] = {}
     for module, name in _targets(model, chosen, config.mode):
@@ -71,7 +76,7 @@ def _targets(model: nn.Module, blocks: Sequence[nn.Module], mode: str) -> list[t
     if not parts:
         raise UsageError(
             f"activation_checkpointing.mode {mode}: the blocks of {type(model).__name__} do not name this part. Use "
-            f'full, every_nth or selective, or give the class an attribute checkpoint_parts = {{"{mode}": "method"}}.'
+            f'full or selective, or give the class an attribute checkpoint_parts = {{"{mode}": "method"}}.'
         )
     return parts
 

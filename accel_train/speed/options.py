@@ -5,21 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_train.config import PositiveInt
+from accel_train.config import PositiveFraction, PositiveInt, UsageError
 
 
 @dataclass(frozen=True)
 class ActivationCheckpointingConfig:
     """Recomputation of activations in the backward pass instead of storing them. Costs time, changes no result."""
 
-    mode: Literal["none", "full", "every_nth", "attention", "ffn", "selective"] = "none"
-    """full: every block stores only its inputs: a quarter of the peak memory for a third more time. every_nth: the
-    same for one block in `every`. attention or ffn: only that half of each block. selective: recompute everything
-    except matrix products and attention: half of the memory for 11 % more time. Measured on a CPU by
-    benchmarks/activation_checkpointing.py, without weights and optimizer. Compiled blocks keep the output of
-    attention in every mode."""
-    every: PositiveInt = 2
-    """With mode every_nth: blocks 0, n, 2 n, ... are checkpointed. 1 is the same as full."""
+    mode: Literal["none", "full", "attention", "ffn", "selective"] = "none"
+    """full: every block stores only its inputs: a quarter of the peak memory for a third more time. attention or ffn:
+    only that half of each block. selective: recompute everything except matrix products and attention: half of the
+    memory for 11 % more time. Measured on a CPU by benchmarks/activation_checkpointing.py, without weights and
+    optimizer. Compiled blocks keep the output of attention in every mode."""
+    blocks: PositiveInt | None = None
+    """Blocks that are checkpointed, the first ones: as many as it takes to fit, since each costs time. None: all."""
+
+    def __post_init__(self) -> None:
+        if self.mode == "none" and self.blocks is not None:
+            raise UsageError(
+                f"activation_checkpointing.blocks: {self.blocks}: has no effect with activation_checkpointing.mode: "
+                "none; give --activation_checkpointing.mode full, or leave it out"
+            )
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """torch's allocator on a GPU. On a CPU these are refused."""
+
+    fraction: PositiveFraction = 1.0
+    """Share of a GPU's memory that a process may allocate: a step that needs more runs out of memory, as on a smaller
+    GPU. For a GPU that others use as well."""
+    expandable_segments: bool = False
+    """Let the allocator extend its segments instead of adding new ones, so that shapes that vary from step to step
+    leave fewer gaps. Changes no result. Its speed and saving: not yet measured here."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from accel_train.domains.images.memory import memory_need
 from accel_train.domains.images.memory.simulated_memory import MODELS, VAES
 from accel_train.domains.images.pipelines.loading import BaseConfig, find_base
 from accel_train.options.loading import read_tree
-from accel_train.speed.fitting import GIB, Size
+from accel_train.speed.memory.fitting import GIB, Size
 from tests.domains.images import tiny_pipelines as tiny
 
 pytest.importorskip("diffusers")
@@ -153,7 +153,7 @@ def test_activations_are_those_of_the_mode_and_the_nearest_model(made: Path) -> 
         figures = getattr(known, mode)
         assert activations(checkpointing=mode) == pytest.approx(known.fixed + figures.picture + figures.megapixel)
     # Modes between them are counted as none.
-    assert activations(checkpointing="every_nth") == activations()
+    assert activations(checkpointing="attention") == activations()
     assert activations(precision="fp32") == pytest.approx(2 * activations())
     assert activations(values=3 * known.values) == pytest.approx(3 * activations())
     assert activations(values=1) == activations()

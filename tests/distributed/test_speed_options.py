@@ -16,6 +16,7 @@ import pytest
 
 from accel_train.metrics.records import read_metrics
 from tests.distributed.launching import Finished, Layout, run_recipe
+from tests.speed.checkpointing import MODES, PARTIAL, config_of, flags_of
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.distributed
@@ -28,7 +29,6 @@ SHORT = (
 STEPS_PDE = 16
 SHORT_PDE = f"--max_steps {STEPS_PDE} --micro_batch_size 4 --checkpoints.save_state false".split()
 """Into the third stage."""
-CHECKPOINTING = ("none", "full", "every_nth", "attention", "ffn", "selective")
 STRATEGIES = ("single", "ddp", "fsdp2", "zero2", "zero3")
 ATTENTION = ("sdpa", "sdpa_math", "sdpa_flash")
 LENGTHS = ("padded", "buckets")
@@ -44,7 +44,7 @@ KERNELS = {
 IN_BF16 = (
     ("sdpa_flash", "off", "full", "single"),
     ("sdpa", "on", "selective", "single"),
-    ("sdpa_flash", "on", "every_nth", "single"),
+    ("sdpa_flash", "on", PARTIAL, "single"),
     ("sdpa_math", "off", "ffn", "ddp"),
     ("sdpa", "off", "attention", "ddp"),
     ("sdpa_flash", "on", "none", "ddp"),
@@ -54,7 +54,7 @@ OF_PDE = (
     ("sdpa_flash", "off", "selective", "ddp"),
     ("sdpa_math", "off", "ffn", "fsdp2"),
     ("sdpa", "off", "attention", "zero2"),
-    ("sdpa_flash", "off", "every_nth", "zero3"),
+    ("sdpa_flash", "off", PARTIAL, "zero3"),
     ("sdpa", "on", "none", "single"),  # minutes: each task and stage has shapes of its own
 )
 """Each value of each option once or more. The first row in bf16 runs every day, and so do rows of the
@@ -72,7 +72,7 @@ def runs() -> list[Row]:
     rows: list[Row] = []
     seen: set[tuple[str, str]] = set()
     order = random.Random(0)  # of those that bring equally many
-    for kept, strategy in itertools.product(CHECKPOINTING, STRATEGIES):
+    for kept, strategy in itertools.product(MODES, STRATEGIES):
         others = itertools.product(ATTENTION, ("off", "on"), LENGTHS)
         found = [(attention, compiled, kept, strategy, lengths) for attention, compiled, lengths in others]
         allowed = [row for row in found if not REFUSED & pairs(row)]
@@ -95,8 +95,8 @@ def parameters() -> list[object]:
 
 
 def test_every_pair_of_values_is_in_some_run() -> None:
-    values = (ATTENTION, ("off", "on"), CHECKPOINTING, STRATEGIES, LENGTHS)
-    assert len(runs()) == len(CHECKPOINTING) * len(STRATEGIES)
+    values = (ATTENTION, ("off", "on"), MODES, STRATEGIES, LENGTHS)
+    assert len(runs()) == len(MODES) * len(STRATEGIES)
     assert {row[1:4] for row in runs()} >= QUICK
     assert {row[4] for row in runs() if row[1:4] in QUICK} == set(LENGTHS)
     for a, b in itertools.combinations(range(len(values)), 2):
@@ -135,7 +135,7 @@ def apart(reference: Finished, run: Finished) -> float:
 def obeyed(run: Finished, attention: str, compiled: str, kept: str) -> None:
     """The log names what was asked for, and the record of the run the kernel that really ran."""
     assert f"attention {attention} " in run.output
-    assert f"activation checkpointing: {kept}" in run.output
+    assert f"activation checkpointing: {config_of(kept).mode}" in run.output
     assert re.search("compile: off" if compiled == "off" else r"compile: [1-9]\d* blocks", run.output)
     record = next(r for r in read_metrics(run.directory / "metrics.jsonl") if r["event"] == "environment")
     assert record["attention"] == attention
@@ -146,7 +146,7 @@ def obeyed(run: Finished, attention: str, compiled: str, kept: str) -> None:
 def test_losses_are_those_of_the_plain_run(
     attention: str, compiled: str, kept: str, strategy: str, lengths: str, reference: Finished, tmp_path: Path
 ) -> None:
-    flags = ["--attention", attention, "--compile.mode", compiled, "--activation_checkpointing.mode", kept]
+    flags = ["--attention", attention, "--compile.mode", compiled, *flags_of(kept)]
     if lengths == "buckets":
         flags += ["--loader.bucket_by_length", "true"]
     run = train(tmp_path, strategy, *flags)
@@ -157,7 +157,7 @@ def test_losses_are_those_of_the_plain_run(
     if compiled == "on":
         last = run.train_lines()[STEPS]
         assert last["compile_graphs"] >= 1
-        codes, shapes = 1 + (kept == "every_nth"), len(padded[1].split(",")) if padded else 1
+        codes, shapes = 1 + (kept == PARTIAL), len(padded[1].split(",")) if padded else 1
         assert last["compile_recompilations"] <= codes * (shapes - 1)  # once for each length
 
 
@@ -174,7 +174,7 @@ def rows(given: tuple[tuple[str, str, str, str], ...], quick: int) -> list[objec
 def test_losses_in_bf16_are_near_those_of_the_plain_run(
     attention: str, compiled: str, kept: str, strategy: str, reference_in_bf16: Finished, tmp_path: Path
 ) -> None:
-    flags = ("--attention", attention, "--compile.mode", compiled, "--activation_checkpointing.mode", kept)
+    flags = ("--attention", attention, "--compile.mode", compiled, *flags_of(kept))
     run = train(tmp_path, strategy, *flags, "--precision", "bf16")
     obeyed(run, attention, compiled, kept)
     worst = apart(reference_in_bf16, run)
@@ -186,7 +186,7 @@ def test_losses_in_bf16_are_near_those_of_the_plain_run(
 def test_losses_of_pde_are_those_of_the_plain_run(
     attention: str, compiled: str, kept: str, strategy: str, reference_of_pde: Finished, tmp_path: Path
 ) -> None:
-    flags = ("--attention", attention, "--compile.mode", compiled, "--activation_checkpointing.mode", kept)
+    flags = ("--attention", attention, "--compile.mode", compiled, *flags_of(kept))
     run = train(tmp_path, strategy, *flags, recipe="pde")
     obeyed(run, attention, compiled, kept)
     worst = apart(reference_of_pde, run)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_train.speed.frozen_offload import offload_frozen_blocks
+from accel_train.speed.memory.frozen_offload import offload_frozen_blocks
 
 WIDTH, DEPTH, ROWS = 4096, 12, 8192
 GPU = torch.device("cuda")

@@ -47,7 +47,9 @@ evaluate_only
 collective_timeout_seconds
 without_samples
 activation_checkpointing.mode
-activation_checkpointing.every
+activation_checkpointing.blocks
+memory.fraction
+memory.expandable_segments
 compile.mode
 compile.optimize
 compile.dynamic

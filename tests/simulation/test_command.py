@@ -10,18 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.domains.models.quantised import quantise
 from accel_train.launch_files.machine_config import read_machine_config
-from accel_train.simulated import simulating
 from accel_train.simulation import command
 from accel_train.simulation.command import simulate
 from accel_train.simulation.flags import Options, read_arguments
 from accel_train.simulation.refusals import refuse_config, refuse_machine
-from accel_train.simulation.step import FakeStep
 from tests.distributed.launching import PRESETS, SMALL, Layout
 from tests.simulation.counting import ANYTHING, simulated
 
@@ -101,14 +96,6 @@ def test_offload_by_torch_is_refused() -> None:
         refuse_machine(read_machine_config(PRESETS / f"{name}.yaml"))
     with pytest.raises(UsageError, match=r"fsdp2\.yaml"):
         refuse_machine(read_machine_config(PRESETS / "fsdp2_offload.yaml"))
-
-
-@pytest.mark.parametrize("bits", ["int8", "nf4"])
-def test_scales_computed_from_values_are_refused_by_name(bits: Any) -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    wanted = rf"lora\.base_precision {bits}: .*fp8, bf16, fp16 or fp32 is required"
-    with simulating(FakeStep()), pytest.raises(UsageError, match=wanted):
-        quantise(model, ["0"], bits, compute=torch.float32, device=torch.device("cpu"))
 
 
 def test_a_step_that_reads_a_value_is_refused_with_its_line(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from accel_train.domains.pde.tokens import DecoderLayer, DecoderShape
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
 from accel_train.speed.blocks import blocks_of
 from accel_train.speed.options import ActivationCheckpointingConfig
+from tests.speed.checkpointing import MODES, PARTIAL, config_of
 
 ROOT = Path(__file__).parents[2]
-MODES = ("none", "full", "every_nth", "attention", "ffn", "selective")
 
 
 def build() -> MultimodalMMDiT:
@@ -87,9 +87,9 @@ def saved_bytes(model: nn.Module) -> int:
     return total[0]
 
 
-def applied(mode: Any, every: int = 2) -> MultimodalMMDiT:
+def applied(mode: Any) -> MultimodalMMDiT:
     model = build()
-    apply_activation_checkpointing(model, ActivationCheckpointingConfig(mode, every))
+    apply_activation_checkpointing(model, config_of(mode))
     return model
 
 
@@ -123,12 +123,25 @@ def test_parameters_keep_their_names_and_order(mode: str) -> None:
 
 def test_less_is_kept_the_more_is_computed_again() -> None:
     kept = {mode: saved_bytes(applied(mode)) for mode in MODES}
-    assert kept["full"] < kept["every_nth"] < kept["none"]
+    assert kept["full"] < kept[PARTIAL] < kept["none"]
     assert kept["full"] < min(kept["attention"], kept["ffn"])
     assert max(kept["attention"], kept["ffn"]) < kept["none"]
     assert kept["full"] < 0.2 * kept["none"]
-    assert saved_bytes(applied("every_nth", every=1)) == kept["full"]
-    assert saved_bytes(applied("every_nth", every=3)) > kept["every_nth"]
+    by_blocks: list[int] = []
+    for blocks in (1, 2, 3):
+        model = build()
+        apply_activation_checkpointing(model, ActivationCheckpointingConfig("full", blocks))
+        by_blocks.append(saved_bytes(model))
+    steps = [one - other for one, other in zip([kept["none"], *by_blocks], by_blocks, strict=False)]
+    assert steps[0] == steps[1] == steps[2] > 0, "the blocks are alike"
+    assert by_blocks[-1] == kept["full"]
+
+
+def test_a_number_of_blocks_is_obeyed_or_refused() -> None:
+    with pytest.raises(UsageError, match=r"blocks: 4: MultimodalMMDiT has 3 blocks \(MMDiTBlock\); give 1 to 3"):
+        apply_activation_checkpointing(build(), ActivationCheckpointingConfig("full", blocks=4))
+    with pytest.raises(UsageError, match=r"blocks: 2: has no effect with activation_checkpointing\.mode: none"):
+        ActivationCheckpointingConfig(blocks=2)
 
 
 class Counter(TorchDispatchMode):
@@ -234,18 +247,18 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "every_nth", "selective"])
+@pytest.mark.parametrize("mode", ["none", "full", PARTIAL, "selective"])
 def test_any_model_with_a_list_of_blocks_and_dropout_is_repeated_exactly(mode: Any) -> None:
     gradients: list[list[Tensor]] = []
     for chosen in ("none", mode):
         torch.manual_seed(0)
         model = Stack()
-        notice = apply_activation_checkpointing(model, ActivationCheckpointingConfig(chosen))
+        notice = apply_activation_checkpointing(model, config_of(chosen))
         model(torch.randn(5, 8)).square().sum().backward()
         gradients.append([p.grad for layer in model.layers for p in layer.parameters() if p.grad is not None])
     assert len(gradients[0]) == len(gradients[1]) == 6
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    assert mode == "none" or notice.endswith(f"{'2 of 3' if mode == 'every_nth' else '3 of 3'} blocks (Noisy)")
+    assert mode == "none" or notice.endswith(f"{'1 of 3' if mode == PARTIAL else '3 of 3'} blocks (Noisy)")
 
 
 def test_blocks_are_found() -> None:

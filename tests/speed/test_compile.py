@@ -25,8 +25,9 @@ from accel_train.speed.activation_checkpointing import apply_activation_checkpoi
 from accel_train.speed.attention.kernels import Attention, build_attention, pack_mask, packed_kernel, sdpa
 from accel_train.speed.attention.selection import apply_attention
 from accel_train.speed.compile import CompiledBlocks, apply_compile
-from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig
+from accel_train.speed.options import CompileConfig
 from tests.compiling import NO_INDUCTOR
+from tests.speed.checkpointing import MODES, PARTIAL, config_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ON = CompileConfig("on")
@@ -103,7 +104,6 @@ KERNELS: dict[str, Callable[[], Attention]] = {
     "sdpa_flash": lambda: build_attention("sdpa_flash"),
     "packed": lambda: Attention("packed", packed_kernel(sdpa, segments), pack_mask),
 }
-MODES = ("none", "full", "every_nth", "attention", "ffn", "selective")
 COMPILED = zip(("sdpa", "packed", "sdpa", "sdpa_math", "sdpa_flash", "packed"), MODES, strict=True)
 PAIRS = [  # every pair of a kernel and a mode; compiled, each value of both, because it takes seconds
     *((kernel, mode, False) for kernel in KERNELS for mode in MODES),
@@ -123,13 +123,13 @@ def test_losses_are_equal_for_every_pair_of_options(
     model = build()
     names = list(model.state_dict())
     apply_attention(model, KERNELS[kernel]())
-    apply_activation_checkpointing(model, ActivationCheckpointingConfig(mode))
+    apply_activation_checkpointing(model, config_of(mode))
     watch = compiled(model, ON if compiles else CompileConfig())
     assert train(model) == pytest.approx(reference, rel=1e-5)
     assert list(model.state_dict()) == names
     assert watch.recompilations == 0
-    # One graph for all blocks; two where every second one is checkpointed.
-    assert watch.graphs == ((2 if mode == "every_nth" else 1) if compiles else 0)
+    # One graph for all blocks; two where only the first is checkpointed.
+    assert watch.graphs == ((2 if mode == PARTIAL else 1) if compiles else 0)
 
 
 def test_inductor_gives_the_same_losses() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.speed import fitting
-from accel_train.speed.fitting import GIB, Size, host_bytes, refuse_what_cannot_fit, size_of
+from accel_train.speed.memory import fitting
+from accel_train.speed.memory.fitting import GIB, Size, host_bytes, refuse_what_cannot_fit, size_of
 from recipes import mmdit, pde
 
 ONE_GIB_OF_WEIGHTS = GIB // 4

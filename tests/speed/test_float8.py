@@ -32,6 +32,7 @@ from accel_train.speed.options import ActivationCheckpointingConfig, CompileConf
 from accel_train.training.parameters import kinds
 from recipes import mmdit
 from tests.distributed.launching import ROOT, Finished, Layout, command, environment
+from tests.speed.checkpointing import MODES, config_of
 from tests.waiting import PATIENCE_SECONDS
 
 CUDA = torch.device("cuda")
@@ -373,11 +374,11 @@ def test_the_cut_of_a_batch_matters_for_tensorwise_alone(recipe: Any, least: flo
     assert least <= difference < most, difference
 
 
-@pytest.mark.parametrize("mode", ["full", "every_nth", "attention", "ffn", "selective"])
+@pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.usefixtures("ao")
 def test_checkpointed_losses_and_gradients_are_bitwise_the_same(mode: Any) -> None:
     plain, model = emulated(build()), emulated(build())
-    apply_activation_checkpointing(model, ActivationCheckpointingConfig(mode))
+    apply_activation_checkpointing(model, config_of(mode))
     for each in (plain, model):
         loss_of(each).backward()
     assert torch.equal(loss_of(plain), loss_of(model))
@@ -392,7 +393,7 @@ def test_compiled_blocks_are_one_graph_and_train_alike(mode: Any) -> None:
     plain, model = build(), build()
     for each in (plain, model):
         apply_float8(each, "tensorwise", emulate=True)
-    apply_activation_checkpointing(model, ActivationCheckpointingConfig(mode))
+    apply_activation_checkpointing(model, config_of(mode))
     watch = apply_compile(model, CompileConfig("on"), torch.device("cpu"), backend="aot_eager")
     assert train(model, 3) == pytest.approx(train(plain, 3), rel=1e-3)
     assert (watch.graphs, watch.recompilations) == (1, 0)
@@ -437,13 +438,13 @@ EMULATED = """
 import sys
 sys.path.insert(0, {root!r})
 from functools import partial
-from accel_train import experiment, startup
+from accel_train import experiment
 from accel_train.runtime.exiting import run_main
 from accel_train.speed import float8
-from accel_train.speed import apply
+from accel_train.speed import apply, starting
 from recipes import mmdit
 
-startup.refuse_float8 = apply.refuse_float8 = lambda *_: None
+starting.refuse_float8 = apply.refuse_float8 = lambda *_: None
 apply.apply_float8 = partial(float8.apply_float8, emulate=True)
 run_main(mmdit.main)
 """

@@ -15,14 +15,14 @@ from accel_train.config import UsageError
 from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images.pipelines.objective import ObjectiveConfig
 from accel_train.domains.models.lora import LoraConfig, apply_lora
-from accel_train.speed import fitting, frozen_offload
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
 from accel_train.speed.blocks import innermost_blocks
-from accel_train.speed.frozen_offload import blocks_in_order, offload_frozen_blocks, offloaded_bytes
-from accel_train.speed.options import ActivationCheckpointingConfig
+from accel_train.speed.memory import fitting, frozen_offload
+from accel_train.speed.memory.frozen_offload import blocks_in_order, offload_frozen_blocks, offloaded_bytes
 from tests.domains.images import tiny_pipelines as tiny
 from tests.domains.images.test_objective import SEED, STEP, Made
 from tests.domains.language import tiny as language
+from tests.speed.checkpointing import PARTIAL, config_of
 
 CPU = torch.device("cpu")
 WIDTH = 16
@@ -68,7 +68,7 @@ def chain() -> Chain:
 
 
 def offloaded(model: nn.Module, mode: str = "none") -> nn.Module:
-    apply_activation_checkpointing(model, ActivationCheckpointingConfig(mode))  # type: ignore[arg-type]
+    apply_activation_checkpointing(model, config_of(mode))
     offload_frozen_blocks(model, CPU, "single", "off")
     return model
 
@@ -97,10 +97,10 @@ def assert_same(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]
         assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective", "every_nth"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective", PARTIAL])
 def test_the_bits_are_those_without_offload(mode: str) -> None:
     plain = chain()
-    apply_activation_checkpointing(plain, ActivationCheckpointingConfig(mode))  # type: ignore[arg-type]
+    apply_activation_checkpointing(plain, config_of(mode))
     expected = gradients(plain, loss_of_chain)
     assert len(expected[0]) == DEPTH + 4
     assert_same(gradients(offloaded(chain(), mode), loss_of_chain), expected)
@@ -246,7 +246,7 @@ def test_a_language_model_of_transformers(mode: str) -> None:
     apply_lora(model, LoraConfig(rank=2), "fp32")
     tokens = torch.arange(24).reshape(2, 12) + 3
     plain = copy.deepcopy(model)
-    apply_activation_checkpointing(plain, ActivationCheckpointingConfig(mode))  # type: ignore[arg-type]
+    apply_activation_checkpointing(plain, config_of(mode))
 
     def loss(model: Any, step: int) -> Tensor:
         return model(input_ids=tokens + step, labels=tokens, use_cache=False).loss

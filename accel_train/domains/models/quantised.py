@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from accel_train import simulated
 from accel_train.config import UsageError
 from accel_train.domains.models.float8 import Float8Linear
 
@@ -26,8 +26,8 @@ def quantise(model: nn.Module, names: Sequence[str], bits: Bits, *, compute: tor
 
     Weights go there one by one, so the whole model in its own dtype need not fit. ``compute`` is the dtype for
     multiplying four-bit values; int8 multiplies as integers, with outliers in fp16; fp8 in the dtype of its input. On
-    the meta device only sizes are set. Raises ``UsageError`` without bitsandbytes, on a device unsupported by it, and
-    in a simulation; fp8 does not need it.
+    the meta device only sizes are set. In a simulation layers of the same bytes take their place. Raises ``UsageError``
+    without bitsandbytes, and on a device unsupported by it; fp8 does not need it, nor does a simulation.
     """
     if bits == "fp8":
         for name in names:
@@ -35,11 +35,9 @@ def quantise(model: nn.Module, names: Sequence[str], bits: Bits, *, compute: tor
             assert isinstance(layer, nn.Linear), name
             model.set_submodule(name, Float8Linear.of(layer, device))
         return
-    if simulated.active() is not None:
-        raise UsageError(
-            f"lora.base_precision {bits}: bitsandbytes computes its scales from values, and simulated weights have "
-            "none; fp8, bf16, fp16 or fp32 is required. Simulate fp8, which takes about as many bytes as int8"
-        )
+    if any(isinstance(parameter, FakeTensor) for parameter in model.parameters()):
+        _simulate(model, names, bits, compute=compute, device=device)
+        return
     bnb = _import_bitsandbytes(bits)
     if bits == "int8":
         # It says with every product that fp32 and bf16 inputs are cast.
@@ -57,6 +55,24 @@ def quantise(model: nn.Module, names: Sequence[str], bits: Bits, *, compute: tor
                 f"({' '.join(str(error).split())[:200]}); use bf16, or a device that it supports"
             ) from None
         model.set_submodule(name, made)
+
+
+def _simulate(
+    model: nn.Module, names: Sequence[str], bits: Bits, *, compute: torch.dtype, device: torch.device
+) -> None:
+    # Imported here, because a training has no use for it.
+    from accel_train.domains.models.simulated_layers import SimulatedLinear4bit, SimulatedLinear8bit
+
+    table = torch.empty(256, device=device)
+    for name in names:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear), name
+        if bits == "int8":
+            model.set_submodule(name, SimulatedLinear8bit.of(layer, device))
+            continue
+        # bitsandbytes has one table on the host, and copies it to a device for each layer.
+        own = table if device.type == "cpu" else table.clone()
+        model.set_submodule(name, SimulatedLinear4bit.of(layer, compute, own))
 
 
 def _import_bitsandbytes(bits: Bits) -> Any:
@@ -119,7 +135,8 @@ def dequantise(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
 
 def is_quantised(module: nn.Module) -> bool:
     """Return True for a linear layer of bitsandbytes, or in float8."""
-    return type(module).__name__ in ("Linear8bitLt", "Linear4bit", "Float8Linear")
+    names = ("Linear8bitLt", "Linear4bit", "Float8Linear", "SimulatedLinear8bit", "SimulatedLinear4bit")
+    return type(module).__name__ in names
 
 
 def _values(layer: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.speed.frozen_offload import GIB, offloaded_bytes
+from accel_train.speed.memory.frozen_offload import GIB, offloaded_bytes
 
 FP32_BYTES = 4
 OPTIMIZER_BYTES = {"adamw": 8, "muon": 4, "adamw8bit": 2, "adamw_offload": 0}
@@ -130,7 +130,8 @@ def host_bytes(limits: Sequence[str] = LIMITS) -> int:
 def _device_bytes(device: torch.device) -> float:
     if device.type != "cuda":
         return float("inf")
-    return torch.cuda.get_device_properties(device).total_memory
+    total = torch.cuda.get_device_properties(device).total_memory
+    return total * torch.cuda.get_per_process_memory_fraction(device)
 
 
 def _gib(count: float) -> str:

@@ -15,10 +15,10 @@ from accel_train.domains.language import flops, pretrained, tokenizers
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.options.loading import load_config
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
-from accel_train.speed.options import ActivationCheckpointingConfig
 from accel_train.store.run_file import refuse_changes
 from recipes import causal_lm
 from tests.domains.language import tiny
+from tests.speed.checkpointing import PARTIAL, config_of
 
 CPU = torch.device("cpu")
 
@@ -184,7 +184,7 @@ def test_a_missing_pad_token_is_set_and_said() -> None:
     assert (tokenizer.pad_token_id, len(tokenizer)) == (tokenizer.eos_token_id, size)
 
 
-@pytest.mark.parametrize("mode", ["full", "every_nth", "selective"])
+@pytest.mark.parametrize("mode", ["full", PARTIAL, "selective"])
 @pytest.mark.parametrize("config", ["llama", "gpt2"])
 def test_activation_checkpointing_of_its_blocks_changes_no_gradient(config: str, mode: Any) -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -195,8 +195,8 @@ def test_activation_checkpointing_of_its_blocks_changes_no_gradient(config: str,
     def gradients(checkpointed: bool) -> list[torch.Tensor]:
         model = tiny.model(options)
         if checkpointed:
-            notice = apply_activation_checkpointing(model, ActivationCheckpointingConfig(mode))
-            assert f"{1 if mode == 'every_nth' else 2} of 2 blocks" in notice
+            notice = apply_activation_checkpointing(model, config_of(mode))
+            assert f"{1 if mode == PARTIAL else 2} of 2 blocks" in notice
         pretrained.LanguageModel(model, packing=True, attention="sdpa").logits(packed).square().sum().backward()
         return [parameter.grad for parameter in model.parameters()]
 

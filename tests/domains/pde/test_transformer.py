@@ -24,9 +24,9 @@ from accel_train.speed.activation_checkpointing import apply_activation_checkpoi
 from accel_train.speed.attention.kernels import build_attention
 from accel_train.speed.attention.selection import apply_attention
 from accel_train.speed.blocks import blocks_of
-from accel_train.speed.options import ActivationCheckpointingConfig
 from accel_train.training.parameters import kinds
 from tests import zygote
+from tests.speed.checkpointing import MODES, config_of
 
 TASKS = (
     TaskShape("advection", 1, 1, (1, 16), parameters=1, periodic=True),
@@ -634,10 +634,10 @@ def test_attention_is_replaced_everywhere_and_described_rightly(model: str) -> N
     assert (needs.mask, needs.dtype) == (False, torch.bfloat16)
 
 
-@pytest.mark.parametrize("mode", ["full", "every_nth", "attention", "ffn", "selective"])
+@pytest.mark.parametrize("mode", MODES[1:])
 def test_activation_checkpointing_changes_no_gradient(mode: Any) -> None:
     gradients: list[list[Tensor]] = []
-    for config in (ActivationCheckpointingConfig(), ActivationCheckpointingConfig(mode)):
+    for config in (config_of("none"), config_of(mode)):
         net = build()
         assert len(blocks_of(net)) == 3
         apply_activation_checkpointing(net, config)

@@ -13,8 +13,8 @@ import torch
 from accel_train.domains.images.memory.simulated_memory import MODELS, VAES, Model
 from accel_train.domains.images.pipelines.loading import DiffusersBase
 from accel_train.precision import dtype_of
-from accel_train.speed.fitting import FP32_BYTES, GIB, OPTIMIZER_BYTES, Size
-from accel_train.speed.frozen_offload import offloaded_bytes
+from accel_train.speed.memory.fitting import FP32_BYTES, GIB, OPTIMIZER_BYTES, Size
+from accel_train.speed.memory.frozen_offload import offloaded_bytes
 
 MEGAPIXEL = 1 << 20
 RESERVED_GIB = 1.0

@@ -20,7 +20,7 @@ from accel_train.domains.images.pipelines import flow_transformers, unets
 from accel_train.domains.images.pipelines.family import Family
 from accel_train.domains.models.input_dtypes import cast_inputs
 from accel_train.precision import Precision, dtype_of
-from accel_train.speed.frozen_offload import offload_frozen_blocks
+from accel_train.speed.memory.frozen_offload import offload_frozen_blocks
 from accel_train.store import strict_json
 from accel_train.store.pretrained_base import PretrainedBase, refuse_missing_folder
 from accel_train.store.weights import find_tensors

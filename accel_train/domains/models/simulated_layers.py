@@ -1,0 +1,124 @@
+"""Stand-ins for bitsandbytes' frozen linear layers in a simulation: their bytes, without values.
+
+bitsandbytes computes scales from values and makes a tensor subclass of the weight, and fake tensors have neither. What
+its kernels allocate follows from the shapes: at rest, in a forward, kept for the backward, and in the backward.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+BLOCK = 64
+"""Values of a 4-bit weight with a scale of their own."""
+BLOCKS = 256
+"""Scales that share a second one."""
+
+
+class SimulatedLinear4bit(nn.Linear):
+    """``bitsandbytes.nn.Linear4bit`` with double quantisation (arXiv:2305.14314), in bytes."""
+
+    @classmethod
+    def of(cls, layer: nn.Linear, compute: torch.dtype, second_code: Tensor) -> SimulatedLinear4bit:
+        """Take the place of ``layer``, with half a byte for a value, on the device of ``second_code``, (256,)."""
+        device = second_code.device
+        made = cls(layer.in_features, layer.out_features, bias=False, device="meta")
+        values = layer.weight.numel()
+        blocks = ceil(values / BLOCK)
+        made.weight = _frozen((ceil(values / 2), 1), torch.uint8, device)
+        sizes = {
+            "scales": ((blocks,), torch.uint8),
+            "second_scales": ((ceil(blocks / BLOCKS),), torch.float32),
+            "offset": ((), torch.float32),
+            "code": ((16,), torch.float32),
+        }
+        for name, (size, dtype) in sizes.items():
+            made.register_buffer(name, torch.empty(size, dtype=dtype, device=device), persistent=False)
+        made.register_buffer("second_code", second_code, persistent=False)
+        made.bias = layer.bias
+        made.compute = compute
+        made.stored = layer.weight.dtype
+        return made
+
+    compute: torch.dtype
+    """Dtype of the product."""
+    stored: torch.dtype
+    """Dtype of the weight before, which the backward decodes to."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply in the compute dtype."""
+        bias: Any = self.bias
+        if bias is not None:
+            bias = bias.to(self.compute)
+        product = _Product4bit.apply(input.to(self.compute), self.weight, bias, self)
+        return product.to(input.dtype)
+
+
+class SimulatedLinear8bit(nn.Linear):
+    """``bitsandbytes.nn.Linear8bitLt`` (arXiv:2208.07339), in bytes. No feature of the input is an outlier."""
+
+    scales: Tensor
+
+    @classmethod
+    def of(cls, layer: nn.Linear, device: torch.device) -> SimulatedLinear8bit:
+        """Take the place of ``layer``, with a byte for a value on ``device``."""
+        made = cls(layer.in_features, layer.out_features, bias=False, device="meta")
+        made.weight = _frozen(layer.weight.shape, torch.int8, device)
+        made.register_buffer("scales", torch.empty(layer.out_features, device=device), persistent=False)
+        made.bias = layer.bias
+        return made
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply as integers on a GPU, and decoded on a CPU."""
+        return _Product8bit.apply(input, self.weight, self.bias, self)
+
+
+def _frozen(size: Any, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+
+
+def _decoded(layer: Any, dtype: torch.dtype) -> Tensor:
+    return layer.weight.new_empty((layer.out_features, layer.in_features), dtype=dtype)
+
+
+class _Product4bit(torch.autograd.Function):
+    """Keeps the packed weight alone."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: SimulatedLinear4bit) -> Tensor:
+        ctx.layer = layer
+        return functional.linear(input, _decoded(layer, input.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
+        weight = _decoded(ctx.layer, ctx.layer.stored)
+        return gradient @ weight.to(gradient.dtype), None, None, None
+
+
+class _Product8bit(torch.autograd.Function):
+    """Keeps the input, although nothing needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: SimulatedLinear8bit) -> Tensor:
+        ctx.layer = layer
+        ctx.kept = input
+        if input.device.type == "cpu":
+            decoded = weight.to(input.dtype).mul_(layer.scales.unsqueeze(1).mul(1.0))
+            return functional.linear(input, decoded, bias)
+        rows = input.reshape(-1, layer.in_features)
+        quantised = rows.to(torch.float16).to(torch.int8)
+        scales = rows.new_empty(len(rows), dtype=torch.float32)
+        product = torch.ops.aten._int_mm(quantised, weight.t()).to(input.dtype) * scales.to(input.dtype).unsqueeze(1)
+        return product.view(*input.shape[:-1], layer.out_features)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
+        layer = ctx.layer
+        weight = layer.weight.to(ctx.kept.dtype, copy=True).mul_(layer.scales.unsqueeze(1).mul(1.0))
+        return gradient.to(ctx.kept.dtype) @ weight, None, None, None

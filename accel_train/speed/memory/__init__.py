@@ -1,0 +1,1 @@
+"""Memory of a device: what fits, torch's allocator, frozen blocks in host memory."""

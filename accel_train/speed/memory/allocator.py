@@ -1,0 +1,52 @@
+"""torch's allocator on a GPU: how much it may take, and how it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel_train import simulated
+from accel_train.config import UsageError
+from accel_train.speed.options import MemoryConfig
+
+EXPANDABLE = "expandable_segments:True"
+
+
+def apply_memory(config: MemoryConfig, device: torch.device) -> list[str]:
+    """Set up the allocator of ``device`` for this process, and return notices. Before anything is allocated there.
+
+    Every process calls it. Raises ``UsageError`` for a device without the allocator, a CPU among them.
+    """
+    asked: dict[str, Any] = {}
+    if config.fraction < 1:
+        asked["fraction"] = config.fraction
+    if config.expandable_segments:
+        asked["expandable_segments"] = "true"
+    # A simulation counts bytes, and its device is not there.
+    if not asked or simulated.active() is not None:
+        return []
+    if device.type != "cuda":
+        option, value = next(iter(asked.items()))
+        raise UsageError(
+            f"memory.{option}: {value}: a GPU is required, whose memory torch's allocator manages, and this run is on "
+            f"{device.type}; leave it out"
+        )
+    notices: list[str] = []
+    if config.expandable_segments:
+        _allocator_settings()(EXPANDABLE)
+        notices.append("memory.expandable_segments: the allocator extends its segments")
+    if config.fraction < 1:
+        # Of a process of its own: others on the same device are not counted.
+        torch.cuda.set_per_process_memory_fraction(float(config.fraction), device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        notices.append(f"memory.fraction: {config.fraction:g}: {config.fraction * total / 2**30:.2f} GiB of {device}")
+    return notices
+
+
+def _allocator_settings() -> Callable[[str], None]:
+    """Return torch's function that changes the settings of ``PYTORCH_ALLOC_CONF`` in a running process."""
+    # The public way is the variable, which has no effect once the process has touched the device.
+    bindings: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    return bindings._accelerator_setAllocatorSettings
