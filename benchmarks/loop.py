@@ -46,6 +46,7 @@ from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.health.comparing import Clocks, Comparisons
 from accel_train.training.health.options import HealthConfig
+from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepResult, resolve_step_guard
 from benchmarks.method import Row, in_turns, parser_of, row, write_results
@@ -110,7 +111,10 @@ def accelerates(accelerator: Accelerator) -> Step:
 def ours(accelerator: Accelerator, folder: Path) -> Iterator[Step]:
     """The loop of the recipes, between two log points."""
     plain, x, y = start()
-    model, optimizer = accelerator.prepare(plain, adamw(plain))
+    # Two groups, as a recipe has them.
+    groups = [{"params": [layer.weight for layer in plain]}, {"params": [layer.bias for layer in plain]}]
+    fused = FusedAdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    model, optimizer = accelerator.prepare(plain, fused)
     run = Run(folder, "benchmark", None, "", {"experiment": {"global_batch_size": ROWS}, "resolved": {}})
     run.checkpoints.mkdir(parents=True)
     atomic_files.write_json(folder / "run.json", {})

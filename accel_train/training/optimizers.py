@@ -24,6 +24,7 @@ from accel_train.training.optimizer_choice import (
     refuse_combination,
     try_saving,
 )
+from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
 from accel_train.training.parameters import Kind, ParamGroup, kinds, mark_part
 from accel_train.training.shards import OWN_KEY
 
@@ -162,7 +163,7 @@ def build_optimizer(
     """
     refuse_combination(config.name, strategy, precision, device)
     groups = _parameter_groups(model, config, freezable or {})
-    optimizer, reason = _build(config, device, groups)
+    optimizer, reason = _build(config, device, groups, strategy)
     sizes: list[str] = []
     for group in groups:
         values = sum(parameter.numel() for parameter in group["params"])
@@ -171,7 +172,7 @@ def build_optimizer(
 
 
 def _build(
-    config: OptimizerConfig, device: torch.device, groups: list[ParamGroup]
+    config: OptimizerConfig, device: torch.device, groups: list[ParamGroup], strategy: str
 ) -> tuple[torch.optim.Optimizer, str]:
     if is_own(config.name):
         return _build_own(config, device, groups)
@@ -188,6 +189,10 @@ def _build(
         optimizer = MuonAdamW(groups, betas=config.betas, eps=config.eps, fused=fused)
         settings = next(g for g in groups if g["muon"])
         return optimizer, f"Muon (Newton-Schulz in {settings['precision']}) and AdamW, {reason}"
+    kinds_of_tensors = {parameter.dtype for group in groups for parameter in group["params"]}
+    # DeepSpeed knows torch's own class by its name, and gives it one flat tensor.
+    if fused and len(kinds_of_tensors) == 1 and not strategy.startswith("zero"):
+        return FusedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps), f"AdamW, {reason}"
     # None rather than False, with which torch would take its loop over tensors instead of foreach.
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)
     return adamw, f"AdamW, {reason}"

@@ -1,0 +1,1 @@
+"""Optimizers that torch lacks, or has with more work around their kernels."""
