@@ -63,6 +63,8 @@ def _simulate(
     # Imported here, because a training has no use for it.
     from accel_train.domains.models.simulated_layers import SimulatedLinear4bit, SimulatedLinear8bit
 
+    if device.type == "cpu":
+        device = torch.device("cpu")  # with an index it would be another one to fake tensors
     table = torch.empty(256, device=device)
     for name in names:
         layer = model.get_submodule(name)

@@ -30,20 +30,18 @@ class SimulatedLinear4bit(nn.Linear):
         values = layer.weight.numel()
         blocks = ceil(values / BLOCK)
         made.weight = _frozen((ceil(values / 2), 1), torch.uint8, device)
-        sizes = {
-            "scales": ((blocks,), torch.uint8),
-            "second_scales": ((ceil(blocks / BLOCKS),), torch.float32),
-            "offset": ((), torch.float32),
-            "code": ((16,), torch.float32),
-        }
-        for name, (size, dtype) in sizes.items():
-            made.register_buffer(name, torch.empty(size, dtype=dtype, device=device), persistent=False)
-        made.register_buffer("second_code", second_code, persistent=False)
+        second = ceil(blocks / BLOCKS)
+        # Scales, those of the scales and their offset, and the 16 values.
+        sizes = [((blocks,), torch.uint8), ((second,), torch.float32), ((), torch.float32), ((16,), torch.float32)]
+        # No buffers, as there: DDP would send them to the other processes.
+        made.statistics = [second_code, *(torch.empty(size, dtype=dtype, device=device) for size, dtype in sizes)]
         made.bias = layer.bias
         made.compute = compute
         made.stored = layer.weight.dtype
         return made
 
+    statistics: list[Tensor]
+    """What it is decoded by."""
     compute: torch.dtype
     """Dtype of the product."""
     stored: torch.dtype
@@ -59,7 +57,7 @@ class SimulatedLinear4bit(nn.Linear):
 
 
 class SimulatedLinear8bit(nn.Linear):
-    """``bitsandbytes.nn.Linear8bitLt`` (arXiv:2208.07339), in bytes. No feature of the input is an outlier."""
+    """``bitsandbytes.nn.Linear8bitLt`` (arXiv:2208.07339), in bytes, without outliers."""
 
     scales: Tensor
 
@@ -68,12 +66,12 @@ class SimulatedLinear8bit(nn.Linear):
         """Take the place of ``layer``, with a byte for a value on ``device``."""
         made = cls(layer.in_features, layer.out_features, bias=False, device="meta")
         made.weight = _frozen(layer.weight.shape, torch.int8, device)
-        made.register_buffer("scales", torch.empty(layer.out_features, device=device), persistent=False)
+        made.scales = torch.empty(layer.out_features, device=device)
         made.bias = layer.bias
         return made
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply as integers on a GPU, and decoded on a CPU."""
+        """Multiply decoded, as on a CPU. On a GPU integers are multiplied, which are the larger the more rows."""
         return _Product8bit.apply(input, self.weight, self.bias, self)
 
 
@@ -107,14 +105,8 @@ class _Product8bit(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: SimulatedLinear8bit) -> Tensor:
         ctx.layer = layer
         ctx.kept = input
-        if input.device.type == "cpu":
-            decoded = weight.to(input.dtype).mul_(layer.scales.unsqueeze(1).mul(1.0))
-            return functional.linear(input, decoded, bias)
-        rows = input.reshape(-1, layer.in_features)
-        quantised = rows.to(torch.float16).to(torch.int8)
-        scales = rows.new_empty(len(rows), dtype=torch.float32)
-        product = torch.ops.aten._int_mm(quantised, weight.t()).to(input.dtype) * scales.to(input.dtype).unsqueeze(1)
-        return product.view(*input.shape[:-1], layer.out_features)
+        decoded = weight.to(input.dtype).mul_(layer.scales.unsqueeze(1).mul(1.0))
+        return functional.linear(input, decoded, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:

@@ -25,7 +25,8 @@ def quantised(bits: Bits, sizes: tuple[int, int], *, bias: bool) -> nn.Module:
 def tensors_of(layer: Any) -> list[Tensor]:
     """The weight with its scales, wherever bitsandbytes keeps them."""
     weight = layer.weight
-    found: list[Any] = [weight.data, *layer.buffers(), getattr(weight, "SCB", None)]
+    found: list[Any] = [weight.data, getattr(weight, "SCB", None), getattr(layer, "scales", None)]
+    found += getattr(layer, "statistics", [])
     state = getattr(weight, "quant_state", None)
     while state is not None:
         found += vars(state).values()
@@ -33,9 +34,10 @@ def tensors_of(layer: Any) -> list[Tensor]:
     return [each for each in found if isinstance(each, Tensor)]
 
 
-def storages(layer: Any) -> list[int]:
+def sizes_of(layer: Any) -> list[int]:
     """Bytes of each storage, once."""
-    found = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors_of(layer)}
+    storages: list[Any] = [each.untyped_storage() for each in tensors_of(layer)]
+    found = {storage._cdata: storage.nbytes() for storage in storages}
     return sorted(found.values())
 
 
@@ -47,7 +49,7 @@ def test_bytes_at_rest(bits: Bits, sizes: tuple[int, int], bias: bool) -> None:
     with FakeTensorMode():
         fake = quantised(bits, sizes, bias=bias).get_submodule("0")
     assert type(fake).__name__.startswith("Simulated")
-    expected, found = storages(real), storages(fake)
+    expected, found = sizes_of(real), sizes_of(fake)
     assert found == expected
     assert (fake.bias is None) == (real.bias is None)
 
