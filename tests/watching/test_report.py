@@ -18,6 +18,7 @@ import pytest
 from accel_train import cli
 from accel_train.config import UsageError
 from accel_train.metrics.recorder import write_page_of_step
+from accel_train.watching.html_report import drawing
 from accel_train.watching.html_report.charts import BUCKETS, kept_points
 from accel_train.watching.html_report.drawing import linear_ticks, short
 from accel_train.watching.html_report.facts import resume_command
@@ -385,6 +386,15 @@ def test_numbers_of_an_axis_are_short() -> None:
     assert [short(value) for value in values] == ["0", "0.25", "1234", "12k", "1.5M", "2e-4", "-0.5"]
 
 
+@pytest.mark.parametrize(("last_step", "anchor"), [(400, "middle"), (1500, "end"), (2500, "end")])
+def test_a_long_step_at_the_end_of_the_axis_ends_with_the_drawing(last_step: int, anchor: str) -> None:
+    grid = "".join(drawing._grid(drawing.Axes(last_step, 0.0, 1.0, logarithmic=False)))
+    labels = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="(\w+)">([^<]+)<', grid)
+    x, found, text = next(label for label in labels if label[2] == short(last_step))
+    assert found == anchor, text
+    assert anchor == "middle" or float(x) == drawing.WIDTH
+
+
 # ------------------------------------------------------------------------------------------------------------ Chromium
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOVER = """
@@ -399,9 +409,12 @@ const rest = document.querySelector("figure.chart .tip").textContent;
 const hidden = getComputedStyle(document.querySelector('[data-toggle="events"]')).display !== "none";
 document.querySelector('[data-toggle="events"]').click();
 const events = getComputedStyle(document.querySelector("svg .events")).display;
+const cut = [...document.querySelectorAll("svg text")].filter(
+  (text) => text.getBoundingClientRect().right > text.ownerSVGElement.getBoundingClientRect().right + 0.5
+).map((text) => text.textContent);
 const wide = document.documentElement.scrollWidth > document.documentElement.clientWidth;
 document.body.innerHTML = "";
-document.title = JSON.stringify({first, rest, events, wide, width: innerWidth});
+document.title = JSON.stringify({first, rest, events, cut, wide, width: innerWidth});
 </script>
 """
 
@@ -435,6 +448,7 @@ def test_a_browser_shows_the_last_point_of_the_log_without_an_error(tmp_path: Pa
         assert texts[mode] == (pytest.approx(line["loss"], rel=1e-4), line["step"])
     assert found["rest"].split("\n") == found["first"].split("\n")[1:]  # the first curve is switched off
     assert found["events"] == "none"
+    assert found["cut"] == []
     assert not found["wide"]  # nothing has to be scrolled sideways
 
 

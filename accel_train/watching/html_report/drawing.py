@@ -17,6 +17,8 @@ LEFT = 54
 RIGHT = 408
 TOP = 10
 BOTTOM = 212
+DIGIT_WIDTH = 8
+"""At most, in the font of the labels."""
 COLORS = 8
 """Colors of the style sheet. A ninth line has the first one again."""
 POINTS_SHOWN = 30
@@ -115,6 +117,15 @@ def _mark(color: str, event: Event, axes: Axes) -> str:
     return f'<line class="event {kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{BOTTOM}">{title}</line>'
 
 
+def _step_label(x: float, text: str) -> str:
+    anchor = "middle"
+    # The drawing ends soon behind the axis, and a long number would be cut off there.
+    if x + DIGIT_WIDTH * len(text) / 2 > WIDTH:
+        anchor = "end"
+        x = WIDTH
+    return f'<text x="{x:.1f}" y="{BOTTOM + 19}" text-anchor="{anchor}">{text}</text>'
+
+
 def _grid(axes: Axes) -> list[str]:
     parts: list[str] = []
     for value in value_ticks(axes):
@@ -125,7 +136,7 @@ def _grid(axes: Axes) -> list[str]:
         # A run of two steps would have one at 0.5.
         if step != int(step):
             continue
-        parts.append(f'<text x="{axes.x(step):.1f}" y="{BOTTOM + 19}" text-anchor="middle">{short(step)}</text>')
+        parts.append(_step_label(axes.x(step), short(step)))
     parts.append(f'<text x="{(LEFT + RIGHT) / 2}" y="{HEIGHT - 3}" text-anchor="middle">step</text>')
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{RIGHT}" y1="{BOTTOM}" y2="{BOTTOM}"/>')
     return parts
