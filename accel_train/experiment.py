@@ -161,6 +161,7 @@ def open_experiment(
     micro_batch_size, size_notices = _agree_on_micro_batch(config, accelerator)
     history = DataHistory(fingerprint, dataset_size, ledger)
     run = _open_run(config, accelerator, history.fingerprint, length, micro_batch_size)
+    _refuse_lost_growth(config, run)
     # A resume keeps the schedule of the first start.
     decay_steps = run.resolved("schedule.decay_steps")
     batch_sizes = (config.global_batch_size, accelerator.num_processes, micro_batch_size)
@@ -211,6 +212,23 @@ def _open_run(
     # The lock is released however this run ends, so that a notebook can open the directory again.
     current_run.callback(run.close)
     return run
+
+
+def _refuse_lost_growth(config: ExperimentConfig, run: Run) -> None:
+    """Raise ``UsageError`` if the batch of the checkpoint had grown by its noise and would fall back unnoticed."""
+    schedule = config.batch_schedule
+    if run.checkpoint is None or schedule.measures or config.evaluate_only:
+        return
+    grown = [tuple(pair) for pair in run.checkpoint.manifest.get("grown", ())]
+    given = list(zip(schedule.steps, schedule.sizes, strict=True))
+    if given[: len(grown)] == grown:
+        return
+    steps, sizes = (" ".join(map(str, numbers)) for numbers in zip(*grown, strict=True))
+    raise UsageError(
+        f"batch_schedule.noise_factor: {schedule.noise_factor}: by step {run.checkpoint.step} the measured noise had "
+        f"led to {grown[-1][1]} samples per step, and without it the changes so far must be named; give "
+        f"--batch_schedule.steps {steps} --batch_schedule.sizes {sizes} --allow batch_schedule"
+    )
 
 
 def _keep_threads(run: Run, accelerator: Accelerator) -> None:

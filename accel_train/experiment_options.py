@@ -201,10 +201,6 @@ class ExperimentConfig:
         """Directory for curves, metrics and samples, to be looked at. May not exist yet."""
         return report_directory(self.output_dir)
 
-    def batch_size(self, step: int) -> int:
-        """Return the samples of optimizer step ``step``, counted from 0, over all processes."""
-        return self.batch_schedule.size(self.global_batch_size, step)
-
     @property
     def micro_batch_is_auto(self) -> bool:
         """True if ``micro_batch_size`` was ``auto``, and has become a number."""
@@ -319,6 +315,10 @@ class ExperimentConfig:
         if self.recipe.one_loss_term:
             self.balance.refuse_single_term(1)
         refuse_without_metric(self.hub, self.checkpoints.best_metric)
+        optimizer = self.optimizer
+        self.batch_schedule.refuse_unmeasurable(
+            self.global_batch_size, optimizer.name, optimizer.betas[0], self.max_epochs
+        )
 
     def _resolve_micro_batch(self) -> None:
         """Put a number in the place of ``auto``. Raises ``UsageError`` where nothing could reduce it."""

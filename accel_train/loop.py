@@ -62,13 +62,12 @@ def training(
     Leaving it for any reason finishes the last save and ends readers and trackers. The main process calls
     ``write_extras(directory)`` to add files to a checkpoint, such as the model's config.
     """
-    order = sampler.scheduled(order, opened.config.batch_schedule)
+    first = sampler.scheduled(order, opened.config.batch_schedule)
     if (simulation := simulated.active()) is not None:
-        with simulation.training(opened, prepared, dataset, order) as steps:
+        with simulation.training(opened, prepared, dataset, first) as steps:
             yield steps
         return
     config = opened.config
-    order = without_left_out(opened, prepared, order)
     accelerator = opened.accelerator
     reports = build_reports(opened, prepared)
     saver = Saver(
@@ -78,26 +77,58 @@ def training(
         config.checkpoints,
         config.hub,
         opened.with_ledger(write_extras),
-        epoch=order.epoch,
+        epoch=lambda step: made.order.epoch(step),
         on_commit=reports.log.saved,
     )
-    steps = iterate_steps(
-        dataset,
-        order,
-        sampler.BatchShard(accelerator.process_index, accelerator.num_processes, opened.micro_batch_size),
-        start_step=opened.start_step,
-        max_steps=opened.max_steps,
-        device=accelerator.device,
-        config=config.loader,
-    )
-    steps = reports.watched(steps)
-    made = Training(opened, order, reports, saver, steps, prepared.guard)
+
+    def read(made: Training) -> Generator[StepBatches]:
+        made.order = without_left_out(opened, prepared, sampler.scheduled(order, opened.batch_schedule))
+        return _read(made, dataset)
+
+    made = Training(opened, first, reports, saver, iter(()), prepared.guard)
+    made.steps = steps = reports.watched(_growing(made, read(made), read))
     observation = nullcontext() if _observe is None else _observe(made, prepared, dataset)
     # Left from the right: the saver's last commit is still recorded in the log.
     with step_overhead.garbage_frozen(), reports.log, closing(steps), saver, observation, _recorded(made):
         yield made
     # A request may have ended the saver's wait for the Hub, after the last step.
     made.stopped = made.stopped or saver.stopping
+
+
+def _read(training: Training, dataset: MapDataset) -> Generator[StepBatches]:
+    """Return the steps from the current one on, in the order of ``training``."""
+    opened = training.opened
+    accelerator = opened.accelerator
+    return iterate_steps(
+        dataset,
+        training.order,
+        sampler.BatchShard(accelerator.process_index, accelerator.num_processes, opened.micro_batch_size),
+        start_step=training.done,
+        max_steps=opened.max_steps,
+        device=accelerator.device,
+        config=opened.config.loader,
+    )
+
+
+def _growing(
+    training: Training, steps: Generator[StepBatches], read: Callable[[Training], Generator[StepBatches]]
+) -> Generator[StepBatches]:
+    """Yield the steps, and read them anew behind one after which the batch has grown.
+
+    What was read ahead by then has the size of before, and is dropped.
+    """
+    opened = training.opened
+    changes = len(opened.run.grown)
+    while True:
+        with closing(steps):
+            for batches in steps:
+                yield batches
+                if len(opened.run.grown) > changes:
+                    break
+            else:
+                return
+        changes = len(opened.run.grown)
+        steps = read(training)
 
 
 @contextmanager

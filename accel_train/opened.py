@@ -33,8 +33,10 @@ from accel_train.training.schedules import ScheduleConfig
 from accel_train.training.step_guard import NonFiniteError, StepGuard
 
 if TYPE_CHECKING:
+    from accel_train.data.options import BatchScheduleConfig
     from accel_train.data.sampler import Sampler
     from accel_train.metrics.recorder import Recorder, RunInfo
+    from accel_train.training.feedback.noise_scale import NoiseScale
     from accel_train.training.feedback.plateau import Plateau
 
 logger = logging.getLogger(__name__)
@@ -84,6 +86,27 @@ class Opened:
 
         return Plateau(self.config.plateau)
 
+    @cached_property
+    def noise_scale(self) -> NoiseScale | None:
+        """Noise of the gradient, by which the batch grows. None: not measured."""
+        schedule = self.config.batch_schedule
+        if not schedule.measures:
+            return None
+        # Imported here, because most runs have no use for it.
+        from accel_train.training.feedback.noise_scale import NoiseScale
+
+        beta = self.config.optimizer.betas[0]
+        return NoiseScale(beta, schedule.noise_steps, schedule.noise_every, self.run.grown)
+
+    @property
+    def batch_schedule(self) -> BatchScheduleConfig:
+        """``batch_schedule`` of the config, with the changes that measured noise has brought so far."""
+        return self.config.batch_schedule.grown(self.run.grown)
+
+    def batch_size(self, step: int) -> int:
+        """Return the samples of optimizer step ``step``, counted from 0, over all processes."""
+        return self.batch_schedule.size(self.config.global_batch_size, step)
+
     def share_of(self, batch_size: int) -> int:
         """Return the most samples that a process has of ``batch_size``: no micro-batch is larger."""
         return math.ceil(batch_size / self.accelerator.num_processes)
@@ -109,7 +132,7 @@ class Opened:
         """
         if decay_steps is None:
             decay_steps = self.decay_steps
-        growth = self.config.batch_schedule.factor(self.config.global_batch_size, step)
+        growth = self.batch_schedule.factor(self.config.global_batch_size, step)
         factor = growth * schedules.learning_rate_factor(self.schedule, step, decay_steps)
         if self.plateau is not None:
             # A factor of its own, which the schedule of the next step cannot overwrite.
@@ -167,7 +190,7 @@ def run_out_of_memory(
     Not collective: the other processes fail in their next reduction, or are ended by the launcher.
     """
     config = opened.config
-    batch_size = config.batch_size(max(0, step - 1))
+    batch_size = opened.batch_size(max(0, step - 1))
     # What a forward really held: half of a larger number would not be less.
     used = min(opened.micro_batch_size, opened.share_of(batch_size))
     if is_evaluating:
@@ -197,7 +220,7 @@ def double_micro_batch(opened: Opened, done: int, committed: Callable[[int], boo
     # Read by one process, so that none sees it changed.
     smaller = on_main(opened.accelerator, lambda: smaller_micro_batch(config))
     # A step that fits into one micro-batch has no use for a larger one.
-    if smaller is None or smaller.used >= opened.share_of(config.batch_size(done)):
+    if smaller is None or smaller.used >= opened.share_of(opened.batch_size(done)):
         return
     if not out_of_memory.is_time_to_double(smaller, config.regrow_after, done) or not committed(done):
         return

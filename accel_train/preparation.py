@@ -150,6 +150,7 @@ def _build_guard(opened: Opened, optimizer: Any, *, on_cpu: bool) -> tuple[StepG
     config = opened.config
     guard, reason = resolve_step_guard(opened.accelerator, optimizer, config.health, on_cpu=on_cpu)
     guard.plateau = opened.plateau
+    guard.noise_scale = opened.noise_scale
     if config.balance.is_on:
         # Imported here, because most runs have no use for it.
         from accel_train.training.feedback.balance import LossBalance

@@ -51,7 +51,7 @@ def start(config: ExperimentConfig) -> Accelerator:
     accelerator = build_accelerator(
         precision=config.precision,
         # The largest, because options of DDP that forbid accumulation must hold to the end.
-        global_batch_size=max((config.global_batch_size, *config.batch_schedule.sizes)),
+        global_batch_size=config.batch_schedule.largest(config.global_batch_size),
         micro_batch_size=smaller.used if smaller else config.micro_batch_size,
         max_grad_norm=config.optimizer.max_grad_norm,
         collective_timeout_seconds=config.collective_timeout_seconds,

@@ -105,11 +105,12 @@ def preset_without_one(argv: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------------------------ loss
 # A batch holds mean and logvar of the VAE (B, C, H, W), sizes (B, 2), embeddings or tokens of captions, and what the
 # loader adds.
-def noised(config: Config, inputs: Inputs, process: Denoising, batch: Batch, step: int) -> tuple[Batch, Tensor]:
-    """Return the denoiser's inputs with their target, and the weight of each picture."""
+def noised(
+    config: Config, inputs: Inputs, process: Denoising, batch: Batch, step: int, size: int
+) -> tuple[Batch, Tensor]:
+    """Return the denoiser's inputs with their target, and the weight of each picture. A step has ``size`` samples."""
     encoded = inputs.encoded(batch)
-    rows = inputs.rows * config.batch_size(step)
-    return process.noised(encoded, config.seed, step, rows), inputs.counted(batch)
+    return process.noised(encoded, config.seed, step, inputs.rows * size), inputs.counted(batch)
 
 
 def losses(process: Denoising, model: nn.Module, batch: Batch) -> Tensor:
@@ -210,10 +211,10 @@ def main(argv: Sequence[str]) -> int:
     write_extras = partial(pictures.write_files, plain, base, *facts)
     with loop.training(opened, prepared, inputs.train, order, write_extras) as training:
         for batches in training:
-            step = batches.step
+            step, size = batches.step, opened.batch_size(batches.step)
             set_learning_rate(prepared.optimizer, opened.learning_rate_factor(step))
 
-            inputs_of_step = [noised(config, inputs, process, batch, step) for batch in batches.micro_batches]
+            inputs_of_step = [noised(config, inputs, process, batch, step, size) for batch in batches.micro_batches]
             window = prepared.window(inputs_of_step, {"loss": 1.0}, step)
             # Gradients stay local until the last micro-batch.
             for batch in window:

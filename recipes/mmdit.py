@@ -72,9 +72,9 @@ class Config(experiment.ExperimentConfig):
 # ------------------------------------------------------------------------------------------------------------ loss
 # A batch holds tokens, text_mask, maskable (B, S) and latent (B, L, D). The loader adds weight, sample, occurrence and
 # position (B,). The weight of padding is 0, so that every process runs equally many micro-batches.
-def corrupt(config: Config, batch: Batch, step: int, mask_id: int) -> tuple[Batch, dict[str, Tensor]]:
+def corrupt(config: Config, batch: Batch, step: int, batch_size: int, mask_id: int) -> tuple[Batch, dict[str, Tensor]]:
     """Return the model's inputs and the weights (B,) of each loss term. Draws are keyed by sample, never by process."""
-    text_time, latent_time = draw_times(config, batch, step)
+    text_time, latent_time = draw_times(config, batch, step, batch_size)
 
     def keys(stream: str) -> Tensor:
         return rng.sample_keys(config.seed, stream, step, batch["occurrence"])
@@ -98,9 +98,9 @@ def corrupt(config: Config, batch: Batch, step: int, mask_id: int) -> tuple[Batc
     return inputs, {"text": text_weight, "latent": weight}
 
 
-def draw_times(config: Config, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+def draw_times(config: Config, batch: Batch, step: int, batch_size: int) -> tuple[Tensor, Tensor]:
     """Draw the diffusion times of text and latent, (B,) each. The mode fixes the time of its condition."""
-    times = partial(timesteps.training_times, batch, config.seed, step=step, global_batch_size=config.batch_size(step))
+    times = partial(timesteps.training_times, batch, config.seed, step=step, global_batch_size=batch_size)
     text_time = times("time")
     latent_time = times("latent_time", axis=1, config=config.times)
     return modes.fix_condition(config.modes, config.seed, step, batch["occurrence"], text_time, latent_time)
@@ -218,8 +218,8 @@ def main(argv: Sequence[str]) -> int:
             optimizers.set_frozen(optimizer, modes.frozen_parts(config.modes, step))
             optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(step))
 
-            corrupted = [corrupt(config, batch, step, mask_id) for batch in batches.micro_batches]
-            window = prepared.window(corrupted, modes.coefficients(config.modes, mode), step)
+            noisy = [corrupt(config, batch, step, opened.batch_size(step), mask_id) for batch in batches.micro_batches]
+            window = prepared.window(noisy, modes.coefficients(config.modes, mode), step)
             # Gradients stay local until the last micro-batch.
             for inputs in window:
                 window.backward(loss_sums(config, prepared.model, inputs, mask_id))

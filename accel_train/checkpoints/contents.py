@@ -153,10 +153,11 @@ def texts(
     return {name: atomic_files.to_json(value) for name, value in found.items()}
 
 
-def _samples_seen(experiment: Mapping[str, Any], step: int) -> int:
+def _samples_seen(experiment: Mapping[str, Any], grown: Sequence[tuple[int, int]], step: int) -> int:
     """Return the samples of the first ``step`` steps."""
     changes, sizes = (tuple(experiment.get(f"batch_schedule.{name}", ())) for name in ("steps", "sizes"))
-    return BatchScheduleConfig(changes, sizes).samples_before(int(experiment.get("global_batch_size", 0)), step)
+    schedule = BatchScheduleConfig(changes, sizes).grown(grown)
+    return schedule.samples_before(int(experiment.get("global_batch_size", 0)), step)
 
 
 def manifest(
@@ -164,13 +165,15 @@ def manifest(
 ) -> Json:
     """Build the manifest of a save. Its files, seconds and hash are added at the commit."""
     experiment = dict(run.saved["experiment"])
-    base = {} if run.base is None else {"base": run.base}
-    return base | {
+    optional: Json = {} if run.base is None else {"base": run.base}
+    if run.grown:
+        optional["grown"] = list(run.grown)
+    return optional | {
         "accel_train": __version__,
         # run_id, experiment and resolved are enough to rebuild a damaged run.json (`run_file.recall`).
         "run_id": run.run_id,
         "step": step,
-        "samples_seen": _samples_seen(experiment, step),
+        "samples_seen": _samples_seen(experiment, run.grown, step),
         "epoch": epoch,
         "state": config.save_state,
         "world_size": layout["world_size"],

@@ -46,6 +46,8 @@ class Run:
     None: checkpoints hold every parameter."""
     rollbacks: Sequence[Rollback] = ()
     """Rollbacks of earlier starts."""
+    grown: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Changes of the batch by measured noise so far: pairs of a step and the samples of each step after it."""
     unwritten_config: str | None = None
     """``config.yaml`` of a resume, to be written with ``saved`` after the first step."""
     _lock: Any = field(default=None, repr=False)

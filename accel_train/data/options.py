@@ -1,15 +1,17 @@
 """Options of the samples of a step and of reading them, and what `auto` is on this machine."""
 
+from __future__ import annotations
+
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 
-from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, UsageError
+from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UsageError
 from accel_train.cores import usable_cores
 
 MAX_AUTO_WORKERS = 8
@@ -17,11 +19,13 @@ MAX_WORKERS_PER_CORE = 8
 """With more, reading processes only wait for each other. One takes about 300 MiB of memory."""
 DEFAULT_PREFETCH_FACTOR = 2
 DEFAULT_TIMEOUT_SECONDS = 300.0
+MEASURABLE = ("adamw", "adamw_offload")
+"""Optimizers whose ``exp_avg`` is the running mean of the clipped gradient, in fp32."""
 
 
 @dataclass(frozen=True)
 class BatchScheduleConfig:
-    """Samples per optimizer step that change in the course of a run."""
+    """Samples per optimizer step that change in the course of a run: after given steps, or by the measured noise."""
 
     steps: tuple[PositiveInt, ...] = ()
     """Optimizer steps after which the number of samples changes, ascending. Empty: global_batch_size all along."""
@@ -30,8 +34,20 @@ class BatchScheduleConfig:
     learning_rate: Literal["constant", "linear", "sqrt"] = "constant"
     """Factor of the learning rate where a step has n times global_batch_size samples. constant: 1. linear: n. sqrt: the
     square root of n."""
+    noise_factor: NonNegativeFloat = 0.0
+    """Double the samples of a step when the measured gradient noise scale (arXiv:1812.06162) is more than so many times
+    their number. In place of `steps` and `sizes`, with adamw or adamw_offload. 0 = off."""
+    noise_steps: PositiveInt = 500
+    """Optimizer steps of a window. At its end the samples double or stay, by the mean of its observations."""
+    noise_every: PositiveInt = 10
+    """Optimizer steps between two observations, each of which reads the running mean of the gradient once. Divides
+    `noise_steps`."""
+    max_size: PositiveInt | None = None
+    """Largest number of samples per step that noise_factor leads to. Required with it. That of global_batch_size: the
+    noise is measured, and nothing grows."""
 
     def __post_init__(self) -> None:
+        self._check_noise()
         if len(self.steps) != len(self.sizes):
             raise UsageError(
                 f"batch_schedule.steps {list(self.steps)}, batch_schedule.sizes {list(self.sizes)}: {len(self.steps)} "
@@ -40,15 +56,93 @@ class BatchScheduleConfig:
             )
         if any(first >= second for first, second in itertools.pairwise(self.steps)):
             raise UsageError(f"batch_schedule.steps {list(self.steps)}: each must be above the one before; sort them")
-        if self.learning_rate != "constant" and not self.steps:
+        if self.learning_rate != "constant" and not self.steps and not self.measures:
             raise UsageError(
                 f"batch_schedule.learning_rate {self.learning_rate}: has no effect without batch_schedule.steps; give "
                 "steps and sizes, or leave it out"
             )
 
+    def _check_noise(self) -> None:
+        if not self.measures:
+            for name in ("noise_steps", "noise_every", "max_size"):
+                value, default = getattr(self, name), getattr(BatchScheduleConfig, name)
+                if value != default:
+                    raise UsageError(
+                        f"batch_schedule.{name}: {value}: has no effect without batch_schedule.noise_factor; give "
+                        f"--batch_schedule.noise_factor 1, or leave {name} out"
+                    )
+            return
+        if self.steps or self.sizes:
+            raise UsageError(
+                f"batch_schedule.noise_factor: {self.noise_factor}, batch_schedule.steps {list(self.steps)}: either "
+                "the noise or the steps decide when a batch grows; leave one of them out"
+            )
+        if self.max_size is None:
+            raise UsageError(
+                f"batch_schedule.noise_factor: {self.noise_factor}: a largest number of samples per step is required; "
+                "give --batch_schedule.max_size, such as 8 times global_batch_size"
+            )
+        if self.noise_steps % self.noise_every:
+            raise UsageError(
+                f"batch_schedule.noise_steps: {self.noise_steps}: a multiple of batch_schedule.noise_every "
+                f"{self.noise_every} is required, so that every window has equally many observations; give "
+                f"{self.noise_every * math.ceil(self.noise_steps / self.noise_every)}"
+            )
+
+    @property
+    def measures(self) -> bool:
+        """True if the measured noise decides when a batch grows."""
+        return self.noise_factor > 0
+
+    def refuse_unmeasurable(self, first: int, optimizer: str, beta: float, max_epochs: float | None) -> None:
+        """Raise ``UsageError`` where the noise cannot be measured, or no batch could follow it.
+
+        ``first`` is ``global_batch_size``, and ``beta`` the decay of the running mean of the gradient.
+        """
+        if not self.measures:
+            return
+        given = f"batch_schedule.noise_factor: {self.noise_factor}"
+        if optimizer not in MEASURABLE:
+            raise UsageError(
+                f"{given}: optimizer.name {optimizer} keeps no mean of the gradient in fp32 that decays by betas[0] in "
+                f"all parameters; {' or '.join(MEASURABLE)} is required, or give batch_schedule.steps and sizes"
+            )
+        if beta == 0:
+            raise UsageError(
+                f"{given}: optimizer.betas 0.0: with no mean over several steps nothing separates the gradient from "
+                "its noise; give --optimizer.betas 0.9 0.95"
+            )
+        if max_epochs is not None:
+            raise UsageError(
+                f"{given}, max_epochs: {max_epochs}: the number of steps would follow from measurements yet to be "
+                "made, and the schedule of the learning rate with it; give max_steps"
+            )
+        assert self.max_size is not None, "_check_noise requires it"
+        if self.max_size < first:
+            raise UsageError(
+                f"batch_schedule.max_size: {self.max_size}: at least global_batch_size {first} is required, with which "
+                f"the noise is measured only; give {8 * first}"
+            )
+
+    def grown(self, stages: Sequence[tuple[int, int]]) -> BatchScheduleConfig:
+        """Return the schedule with the given pairs of a step and the size after it in the place of measurements."""
+        if not stages:
+            return self
+        steps, sizes = zip(*stages, strict=True)
+        return BatchScheduleConfig(steps, sizes, self.learning_rate)
+
+    def next_size(self, size: int) -> int:
+        """Return the samples of a step that follow ``size`` where the noise asks for more."""
+        assert self.max_size is not None, "_check_noise requires it"
+        return min(2 * size, self.max_size)
+
     def size(self, first: int, step: int) -> int:
         """Return the samples of step ``step``, counted from 0. ``first`` is ``global_batch_size``."""
         return next(size for _, end, size in self._parts(first) if step < end)
+
+    def largest(self, first: int) -> int:
+        """Return the most samples that a step may come to have."""
+        return max(first, *self.sizes, self.max_size or 0)
 
     def samples_before(self, first: int, step: int) -> int:
         """Return the samples of all steps before ``step``."""
@@ -76,6 +170,11 @@ class BatchScheduleConfig:
         for step, size in zip(self.steps, self.sizes, strict=True):
             late = "" if step < max_steps else f": not in this run, which ends at step {max_steps:,}"
             lines.append(f"batch_schedule: {size:,} samples per step after step {step:,}{late}")
+        if self.measures and self.noise_steps >= max_steps:
+            lines.append(
+                f"batch_schedule.noise_factor: {self.noise_factor:g}: has no effect in this run of {max_steps:,} "
+                f"steps, because the first window ends with step {self.noise_steps:,}"
+            )
         return lines
 
     def _parts(self, first: int) -> Iterator[tuple[int, float, int]]:

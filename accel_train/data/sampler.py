@@ -131,6 +131,11 @@ class StepSampler:
                 f"batch_schedule.sizes {list(self.schedule.sizes)}: the dataset has {size} samples, and no step can "
                 f"have more. Lower them to {size} or less, or use more data."
             )
+        if (self.schedule.max_size or 1) > size:
+            raise UsageError(
+                f"batch_schedule.max_size {self.schedule.max_size}: the dataset has {size} samples, and no step can "
+                f"have more. Lower it to {size} or less, or use more data."
+            )
         if batch > size:
             raise UsageError(
                 f"global_batch_size={batch}: the dataset has {size} samples, at least one global batch is "
@@ -214,12 +219,13 @@ def _shuffled_block(size: int, seed: int, epoch: int, block: int) -> Sequence[in
 
 def scheduled(order: Sampler, schedule: BatchScheduleConfig) -> Sampler:
     """Return the order with the batch sizes of `schedule`. Refuses one that takes them from elsewhere."""
-    if not schedule.steps:
+    if not schedule.steps and not schedule.measures:
         return order
     if not isinstance(order, StepSampler):
+        given = f"steps {list(schedule.steps)}" if schedule.steps else f"noise_factor {schedule.noise_factor}"
         raise UsageError(
-            f"batch_schedule.steps {list(schedule.steps)}: {type(order).__name__} gives every step the same number of "
-            "samples; leave batch_schedule out, which needs StepSampler"
+            f"batch_schedule.{given}: {type(order).__name__} gives every step the same number of samples; leave "
+            "batch_schedule out, which needs StepSampler"
         )
     return replace(order, schedule=schedule)
 

@@ -33,6 +33,7 @@ EVENTS = (
     "straggler",
     "replicas_differ",
     "plateau",
+    "noise_scale",
     "warning",
     "end",
 )
@@ -51,7 +52,7 @@ TRAIN_FIELDS = (
 )
 
 # Events written again by a run resumed at an earlier step.
-REPEATED = ("train", "evaluation", "bad_step", "sample", "plateau")
+REPEATED = ("train", "evaluation", "bad_step", "sample", "plateau", "noise_scale")
 
 # Numbers missing from JSON. They are written as these strings, and float() reads them back.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -146,9 +147,9 @@ def _ends_torn(path: Path) -> bool:
 def repair_metrics(path: Path, step: int) -> int:
     """Rewind the file to ``step`` and return the number of dropped lines.
 
-    Drops torn lines, and lines of training, evaluations, bad steps and plateaus beyond ``step``, since the run will
-    write them again. All other lines stay byte for byte. A changed file is replaced atomically (temporary file, fsync,
-    rename). Main process only. Raises ``OSError`` if the file cannot be written.
+    Drops torn lines, and lines of training, evaluations, bad steps, plateaus and noise beyond ``step``, since the run
+    will write them again. All other lines stay byte for byte. A changed file is replaced atomically (temporary file,
+    fsync, rename). Main process only. Raises ``OSError`` if the file cannot be written.
     """
     if not path.exists():
         return 0

@@ -16,10 +16,12 @@ from accel_train.metrics.throughput import Count, LocalCounts, Throughput
 from accel_train.precision import dtype_of
 from accel_train.reporting.memory import MemoryReport
 from accel_train.reporting.watched_steps import watched_steps
+from accel_train.runtime.main_alone import on_main
 from accel_train.runtime.strategy import strategy_of
 from accel_train.training.health.comparing import Clocks, Comparisons, forward_is_local
 from accel_train.training.health.options import has_replicas
 from accel_train.training.health.replicas import Replicas
+from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepGuard, StepResult
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class Reports:
     opened: Opened
     run_info: RunInfo
     guard: StepGuard
+    weights: Shards
     log: Recorder
     throughput: Throughput
     losses: SampleLosses
@@ -79,7 +82,7 @@ class Reports:
         if logs:
             totals = self._counts.take(self.opened.accelerator)
         self.throughput.update(
-            samples=config.batch_size(batches.step),
+            samples=self.opened.batch_size(batches.step),
             data_wait_seconds=batches.data_wait_seconds,
             profiled=config.profile.holds(batches.done),
             **totals,
@@ -91,10 +94,11 @@ class Reports:
             line |= self.norms.take(result, line["grad_norm"])
             if self.gpu is not None:
                 line |= self.gpu.take()
-            line |= self.run_info.fields(epoch, config.batch_size(batches.step))
+            line |= self.run_info.fields(epoch, self.opened.batch_size(batches.step))
             self.log.train(batches.done, {**line, **fields})
         self.memory.first_step(self.log, batches.done)
         self._follow_plateau(result, batches.done)
+        self._follow_noise(result, batches.done)
         self.bad_steps()
         self.comparisons.after(batches.done, batches.data_wait_seconds)
 
@@ -121,6 +125,26 @@ class Reports:
         if change is not None:
             self.log.record("plateau", asdict(change), step=done)
             info(logger, f"step {done}: {plateau.describe(change)}")
+
+    def _follow_noise(self, result: StepResult, done: int) -> None:
+        """Measure the noise of the gradient of this step, and let the batch grow at the end of a window. Collective."""
+        opened = self.opened
+        noise = opened.noise_scale
+        size = opened.batch_size(done - 1)
+        if noise is None or not noise.follow(result, done, size, self.weights, opened.accelerator):
+            return
+        here = noise.end_window()
+        # That of one process, so that all decide alike.
+        window = on_main(opened.accelerator, lambda: here)
+        if window is None:
+            return
+        schedule = opened.config.batch_schedule
+        grown = schedule.next_size(size) if window.exceeds(schedule.noise_factor * size) else size
+        if grown > size:
+            noise.stages.append((done, grown))
+        sizes = {"global_batch_size": size, "next_global_batch_size": grown}
+        self.log.record("noise_scale", {**asdict(window), **sizes}, step=done)
+        info(logger, f"step {done}: {window.describe(size, grown)}")
 
     def bad_steps(self) -> None:
         """Write an event and a warning for each bad step that the host knows of by now."""
@@ -165,6 +189,7 @@ def build_reports(opened: Opened, prepared: Prepared) -> Reports:
         opened=opened,
         run_info=prepared.run_info,
         guard=prepared.guard,
+        weights=prepared.ema.view,
         log=log,
         throughput=throughput,
         losses=losses,

@@ -69,6 +69,8 @@ class _Fork:
     machine: Machine
     options: Tree
     """Nested options of the run at the checkpoint, with the length of the branch."""
+    batches: Mapping[str, Any]
+    """``batch_schedule`` with the sizes of steps that the run measured, in place of a measurement. Empty without."""
     flags: Sequence[str]
     """Words of the command line for the changed options."""
     changed: Mapping[str, Any]
@@ -145,7 +147,8 @@ def _open_fork(place: str, options: BranchOptions, flags: Sequence[str], folder:
     tree |= {"hub": tree["hub"] | {"repo_id": None}, "output_dir": str(folder / "refused")}
     changed, free = _changed_options(recipe, tree, flags, folder / CONFIG_FILE)
     machine = Machine(options.config_file, options.num_processes)
-    return _Fork(run, options.at, checkpoint, recipe, machine, tree, flags, changed, free, last)
+    batches = changes.measured_batches(recorded_options, checkpoint, run.lines("noise_scale"))
+    return _Fork(run, options.at, checkpoint, recipe, machine, tree, batches, flags, changed, free, last)
 
 
 def _checkpoint_at(run: RecordedRun, step: int) -> Checkpoint:
@@ -213,7 +216,7 @@ def _refuse_other_branch(fork: _Fork, directory: Path, changed: Mapping[str, Any
     saved, _ = recall(directory)
     parent: Mapping[str, Any] = {} if saved is None else saved.get("parent", {})
     experiment: Mapping[str, Any] = {} if saved is None else saved["experiment"]
-    wanted = flatten(fork.options) | dict(changed)
+    wanted = flatten(_trained_options(fork)) | dict(changed)
     # `--allow` would take every change of a run half-way, because the branch passes it.
     others = [
         f"{name} {experiment.get(name)!r} there, {value!r} now"
@@ -242,15 +245,22 @@ def _describe(fork: _Fork, directory: Path) -> list[str]:
 def _train(fork: _Fork, directory: Path, folder: Path, *, changed: bool) -> None:
     """Train the branch, or an unchanged one, in ``directory``. Continues a run found there."""
     config = folder / CONFIG_FILE
-    options = fork.options | {"output_dir": str(directory)}
+    options = _trained_options(fork) | {"output_dir": str(directory)}
     config.write_text(tree_text(options), encoding="utf-8")
     arguments = [str(config), "--resume", str(fork.checkpoint.path.resolve())]
+    allowed = [changes.BATCHES] if fork.batches else []
     if changed:
         arguments += fork.flags
-        # An option of a list needs a value.
-        if fork.changed:
-            arguments += ["--allow", *fork.changed]
+        allowed += fork.changed
+    # An option of a list needs a value.
+    if allowed:
+        arguments += ["--allow", *allowed]
     training.train(fork.machine.command(fork.recipe, arguments), folder / "log")
+
+
+def _trained_options(fork: _Fork) -> Tree:
+    """Return the options of the run, with its measured batches as a fixed schedule: a branch keeps the samples."""
+    return fork.options | ({changes.BATCHES: fork.batches} if fork.batches else {})
 
 
 def _control(fork: _Fork, directory: Path, folder: Path) -> RecordedRun:

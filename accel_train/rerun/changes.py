@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel_train.config import UsageError
+from accel_train.data.options import BatchScheduleConfig
+from accel_train.options.tree import Tree, to_tree
+from accel_train.store.manifest import Checkpoint
 from accel_train.store.run_file import is_covered
 
 REFUSED: Mapping[str, str] = {
@@ -18,6 +21,7 @@ REFUSED: Mapping[str, str] = {
     "data": "a branch trains on the samples of its run",
 }
 """Options and groups kept from the run. Other changes of shape or data are found when they are built."""
+BATCHES = "batch_schedule"
 NAME_BYTES = 200
 OWN: Mapping[str, str] = {
     "resume": "a branch begins at the checkpoint that --at chooses",
@@ -47,6 +51,27 @@ def refuse_unchangeable(given: Mapping[str, Any], recorded: Mapping[str, Any], f
                     f"--{name} {value}: {recorded.get(name)!r} in the run, and a branch cannot change it: {reason}; "
                     "leave it out, or train a new run"
                 )
+
+
+def measured_batches(
+    options: Tree, checkpoint: Checkpoint, windows: Mapping[int, Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """Return ``batch_schedule`` with the sizes that the run has measured, up to its end. Empty if it measures none.
+
+    ``windows`` are the events of its measurements by step.
+    """
+    recorded: Mapping[str, Any] = options.get(BATCHES, {})
+    if not recorded.get("noise_factor"):
+        return {}
+    stages = [(int(step), int(size)) for step, size in checkpoint.manifest.get("grown", ())]
+    for step, window in sorted(windows.items()):
+        size = window["next_global_batch_size"]
+        if step > checkpoint.step and size > window["global_batch_size"]:
+            stages.append((step, size))
+    if not stages:
+        return to_tree(BatchScheduleConfig())
+    steps, sizes = zip(*stages, strict=True)
+    return to_tree(BatchScheduleConfig(steps, sizes, recorded["learning_rate"]))
 
 
 def directory_name(parent: str, step: int, changes: Mapping[str, Any]) -> str:

@@ -174,6 +174,12 @@ def _is_sha256(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
+def _is_grown(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(_is_positive, pair)) for pair in value
+    )
+
+
 def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -194,6 +200,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "experiment": ("an object", _is_object),
     "resolved": ("an object", _is_object),
     "metrics": ("finite numbers by name", _is_metrics),
+    "grown": ("pairs of a step and a size", _is_grown),
     "base": ("a source, and files with their size and sha256", _is_base),
 }
 REQUIRED = ("step", "files")

@@ -148,6 +148,12 @@ def widest(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.device.type == "mps" else tensor.double()
 
 
+def square_of_norm(tensor: Tensor) -> Tensor:
+    """Return the sum of the squares, in the widest type, without a copy of the tensor in that type."""
+    widest_type = widest(tensor.new_empty(0)).dtype
+    return torch.linalg.vector_norm(tensor, dtype=widest_type).square()
+
+
 def require_prepared(accelerator: Accelerator, model: object) -> None:
     """Raise ``TypeError`` unless ``model`` is a module that ``accelerator.prepare`` returned."""
     # Accelerate lists a model before it wraps it, so the module inside of DDP is the listed one.

@@ -26,6 +26,7 @@ from accel_train.training.health.spikes import Spikes
 
 if TYPE_CHECKING:
     from accel_train.training.feedback.balance import LossBalance
+    from accel_train.training.feedback.noise_scale import NoiseScale
     from accel_train.training.feedback.plateau import Plateau
 
 KERNEL_DEVICES = ("cpu", "cuda", "xpu")
@@ -59,6 +60,8 @@ class StepGuard:
         """Factors of the loss terms, which only trained steps move. None: the coefficients alone."""
         self.plateau: Plateau | None = None
         """Factor of the learning rate, which only trained steps move. None: that of the schedule alone."""
+        self.noise_scale: NoiseScale | None = None
+        """Noise of the gradient, of trained steps only. None: not measured."""
         self._spikes: Spikes | None = None
         if config.finds_spikes:
             assert device is not None, "spikes are found on a device"
@@ -206,6 +209,12 @@ class StepGuard:
         """0 on the device if the current step is left out there, else 1. None if the host knows that it is trained."""
         return 1 - self.found if self.on_device and self.config.skips else None
 
+    def entering(self, norm: Tensor) -> Tensor:
+        """Return the norm of the gradient of the current step after clipping, from that before."""
+        if self.on_device:
+            return norm / self.scale
+        return norm.clamp(max=self.max_grad_norm) if self.max_grad_norm > 0 else norm
+
     def state(self) -> dict[str, Any]:
         """Return what trained and skipped steps have moved, for a checkpoint. Call it after ``check``."""
         state = self.history.state()
@@ -213,6 +222,8 @@ class StepGuard:
             state["balance"] = self.balance.state()
         if self.plateau is not None:
             state["plateau"] = self.plateau.state()
+        if self.noise_scale is not None:
+            state["noise_scale"] = self.noise_scale.state()
         if self._spikes is not None:
             state["grad_norms"] = self._spikes.read()
         return state
@@ -225,6 +236,8 @@ class StepGuard:
             self.balance.load(saved.get("balance", {}))
         if self.plateau is not None:
             self.plateau.load(saved.get("plateau", {}))
+        if self.noise_scale is not None:
+            self.noise_scale.load(saved.get("noise_scale", {}))
         if self._spikes is not None:
             self._spikes.write(saved.get("grad_norms", []))
 

@@ -182,7 +182,9 @@ def gradients(dataset: TextLatentDataset, world_size: int, config: LoaderConfig,
     """Loss and gradient of one global batch as the recipe has it, weights in fp64, the ranks one after another."""
     experiment = recipe.Config(max_steps=5, global_batch_size=GLOBAL_BATCH, seed=11)
     ranks = [next(iterate(dataset, BatchShard(r, world_size, 4), config, start=step)) for r in range(world_size)]
-    corrupted = [recipe.corrupt(experiment, batch, step, mask_id=1) for rank in ranks for batch in rank.micro_batches]
+    corrupted = [
+        recipe.corrupt(experiment, batch, step, GLOBAL_BATCH, 1) for rank in ranks for batch in rank.micro_batches
+    ]
     weights = {name: torch.cat([w[name].double() for _, w in corrupted]).sum() for name in corrupted[0][1]}
     assert float(weights["latent"]) == GLOBAL_BATCH
     coefficients = modes.coefficients(experiment.modes, modes.mode_of_step(experiment.modes, experiment.seed, step))
@@ -219,7 +221,7 @@ def test_noise_of_a_token_does_not_depend_on_the_length_of_its_batch(texts: Text
     def seen(config: LoaderConfig) -> dict[int, tuple[list[int], list[float], float, float]]:
         found = {}
         for batch in next(iterate(texts, BatchShard(0, 1, 4), config, start=1)).micro_batches:
-            noisy, _ = recipe.corrupt(experiment, batch, 1, mask_id=1)
+            noisy, _ = recipe.corrupt(experiment, batch, 1, GLOBAL_BATCH, 1)
             for i, n in enumerate(batch["text_mask"].sum(-1).tolist()):
                 times = float(noisy["text_time"][i]), float(noisy["latent_time"][i])
                 latent = noisy["noisy_latent"][i].flatten().tolist()

@@ -92,6 +92,10 @@ plateau.min_factor
 batch_schedule.steps
 batch_schedule.sizes
 batch_schedule.learning_rate
+batch_schedule.noise_factor
+batch_schedule.noise_steps
+batch_schedule.noise_every
+batch_schedule.max_size
 balance.kind
 balance.decay
 balance.lr

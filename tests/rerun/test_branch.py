@@ -155,6 +155,28 @@ def test_what_may_change() -> None:
     assert name == "験" * 66
 
 
+def test_a_branch_has_the_batches_that_its_run_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own noise, under another learning rate, would lead to others."""
+    recording.fork_runs(monkeypatch)
+    measured = ["--batch_schedule.noise_factor", "0.02", "--batch_schedule.max_size", "12"]
+    measured += ["--batch_schedule.noise_steps", "3", "--batch_schedule.noise_every", "3"]
+    run = recording.record("mmdit", tmp_path / "run", *measured)
+    sizes = [line["global_batch_size"] for _, line in sorted(run.train_lines().items())]
+    assert sizes == [4] * 3 + [8] * 3 + [12] * 6
+    directory = tmp_path / "branch"
+    words = ["branch", str(run.directory), "--at", "4", "--output_dir", str(directory)]
+    assert cli._main([*words, "--optimizer.weight_decay", "0.5"]) == 0
+    lines = finished(directory).train_lines()
+    assert [line["global_batch_size"] for _, line in sorted(lines.items())] == sizes[4:]
+    assert finished(directory).losses() != run.losses()[4:]
+    assert "control: the recorded run itself" in capsys.readouterr().out
+    options = recorded.open_run(str(directory)).saved["experiment"]
+    assert options["batch_schedule.steps"] == [3, 6]
+    assert options["batch_schedule.noise_factor"] == 0
+
+
 def test_words_of_the_command_and_of_the_recipe() -> None:
     words = ["--at", "5", "--optimizer.betas", "0.9", "0.99", "--num-processes=2", "--ema.decay", "0.9"]
     own, others = branch.split_words(words, ["at", "num_processes"])

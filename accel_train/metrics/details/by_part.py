@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from accel_train.training.parameters import widest
+from accel_train.training.parameters import square_of_norm, widest
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepResult
 
@@ -105,8 +105,8 @@ class PartNorms:
         if not before:
             return []
         places = [self._place_by_name[name] for name in before]
-        weights = [_square_of_norm(old) for old in before.values()]
-        updates = [_square_of_norm(self._shards.master(name) - old) for name, old in before.items()]
+        weights = [square_of_norm(old) for old in before.values()]
+        updates = [square_of_norm(self._shards.master(name) - old) for name, old in before.items()]
         return [self._by_part(places, updates), self._by_part(places, weights)]
 
     def _by_part(self, places: Sequence[int], squares: Sequence[Tensor]) -> Tensor:
@@ -116,12 +116,6 @@ class PartNorms:
         values = widest(torch.stack([square.to(device) for square in squares]))
         is_in = index == torch.arange(len(self._parts), device=device).unsqueeze(1)
         return torch.where(is_in, values, 0.0).sum(1)
-
-
-def _square_of_norm(tensor: Tensor) -> Tensor:
-    """Return the sum of the squares, in the widest type, without a copy of the tensor in that type."""
-    widest_type = widest(tensor.new_empty(0)).dtype
-    return torch.linalg.vector_norm(tensor, dtype=widest_type).square()
 
 
 def _local(norm: Any) -> Tensor:

@@ -23,6 +23,7 @@ Kind = Literal[
     "slow process",
     "weights differ",
     "plateau",
+    "larger batch",
     "not finite",
     "stop",
     "crash",
@@ -131,6 +132,11 @@ def _event(record: Record) -> Event | None:
     if kind == "plateau":
         text = f"no better in {record.get('windows')} windows; learning rate {record.get('factor')} of the schedule's"
         return Event("plateau", step, text, time)
+    if kind == "noise_scale":
+        # Only the windows after which the batch has grown are events of the run.
+        before, after = record.get("global_batch_size"), record.get("next_global_batch_size")
+        text = f"{after} samples per step, {before} before"
+        return None if before == after else Event("larger batch", step, text, time)
     if kind == "end":
         return _end(str(record.get("reason")), step, time)
     return None
