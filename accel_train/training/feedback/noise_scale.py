@@ -20,8 +20,10 @@ exact from the second step on and over any change of the batch. With one size B 
 (1 + beta) / B``. Numerator and denominator are averaged over the observations of a window before their quotient is
 taken, because the quotient of single ones has no mean.
 
-G is taken as constant over the memory of the mean, about ``1 / (1 - beta)`` steps. What moves the gradient from step to
-step and is not the noise of samples (turning weights, other tasks or modes) counts as noise.
+G is taken as constant over the memory of the mean, about ``1 / (1 - beta)`` steps, and gradients as independent of the
+noise of those before. What moves the gradient from step to step and is not the noise of samples (other tasks or modes)
+counts as noise. At a high learning rate a step undoes the noise of the step before, so that gradients have a negative
+covariance: ``|m|^2`` is smaller, ``|G|^2`` is underestimated, and may come out below 0. Then there is no measurement.
 """
 
 from __future__ import annotations
@@ -52,20 +54,20 @@ class Window:
     """What a window of steps has measured."""
 
     noise_scale: float | None
-    """``B_noise`` in samples. None: larger than can be measured, because the noise hides the gradient."""
+    """``B_noise`` in samples. None: no measurement, because nothing is left for the gradient beside the noise."""
     gradient_square: float
-    """``|G|^2``, not above 0 where the noise hides it."""
+    """``|G|^2``. Not above 0 with too few observations, or where consecutive gradients undo each other."""
     noise_trace: float
     """``tr(Sigma)``, of the gradient of one sample."""
     observations: int
 
     def exceeds(self, size: float) -> bool:
-        """Return True if the noise scale is larger than ``size`` samples."""
-        return self.noise_scale is None or self.noise_scale > size
+        """Return True if the noise scale is measured, and larger than ``size`` samples."""
+        return self.noise_scale is not None and self.noise_scale > size
 
     def describe(self, size: int, grown: int) -> str:
         """Return the window and the sizes of the steps before and after it, for the log."""
-        scale = "beyond what can be measured" if self.noise_scale is None else f"about {self.noise_scale:,.3g} samples"
+        scale = "not measurable" if self.noise_scale is None else f"about {self.noise_scale:,.3g} samples"
         action = f"{grown:,} samples per step from here on" if grown > size else "stays"
         return f"gradient noise scale {scale} ({self.observations} observations), batch {size:,}: {action}"
 
