@@ -36,7 +36,8 @@ class BatchScheduleConfig:
     square root of n."""
     noise_factor: NonNegativeFloat = 0.0
     """Double the samples of a step when the measured gradient noise scale (arXiv:1812.06162) is more than so many times
-    their number. In place of `steps` and `sizes`, with adamw or adamw_offload. 0 = off."""
+    their number. In place of `steps` and `sizes`, with adamw or adamw_offload. 0 = off. At a high learning rate the
+    estimate is too large, or missing, and then nothing grows."""
     noise_steps: PositiveInt = 500
     """Optimizer steps of a window. At its end the samples double or stay, by the mean of its observations."""
     noise_every: PositiveInt = 10
