@@ -185,7 +185,7 @@ def test_a_record_that_cannot_be_written_ends_nothing(
     monkeypatch.setattr(out_of_memory, "record_double", fails)
     config = Config()
     opened: Any = SimpleNamespace(
-        config=config, accelerator=accelerator, max_steps=8, share_of=lambda size: size, run=None
+        config=config, accelerator=accelerator, max_steps=8, share_of=lambda size: size, batch_size=lambda _: 64
     )
     opened.run = SimpleNamespace(directory=tmp_path)
     double_micro_batch(opened, 4, lambda _: True)
