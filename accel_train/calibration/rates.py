@@ -39,12 +39,20 @@ class Rates:
     """Time of the host for each kernel."""
     links: Mapping[str, Link]
     """By the kinds of ``LINKS``."""
+    on_host: float
+    """Bytes of host memory read and written by an offloaded optimizer of each process, while all of them step."""
+    copied: float
+    """Bytes copied between host memory and the device."""
     serial: bool = False
     """The host computes as well, as on a CPU: nothing runs beside anything else."""
 
     def device_seconds(self, work: Work) -> float:
         """Return the time of everything but collectives on the device."""
         return work.products / self.products + work.attention / self.attention + work.moved / self.moved
+
+    def copy_seconds(self, work: Work) -> float:
+        """Return the time of copies between host memory and the device, each of which the host starts."""
+        return work.copies * self.host_seconds + work.copied / self.copied
 
     def latency_seconds(self, work: Work) -> float:
         """Return the part of the collectives' time that no bandwidth shortens."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from accel_train.calibration.links import Fitted
     from accel_train.calibration.timing import Timed
 
-FORMAT = 1
+FORMAT = 2
 NOISY = 0.1
 """A larger spread is called noise."""
 MAX_BYTES = 1 << 20
@@ -99,6 +99,10 @@ class Figures:
     operators: Figure
     copy: Figure
     host: Figure
+    adamw: Figure
+    """Bytes of host memory that AdamW on the CPU reads and writes."""
+    transfer: Figure
+    """Bytes copied between host memory and the device."""
 
     def by_name(self) -> dict[str, Figure]:
         """Return the figures by name."""

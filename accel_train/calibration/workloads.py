@@ -43,6 +43,8 @@ TINY = Shape(rows=2, length=8, width=32, heads=2, depth=8, copied_bytes=0)
 """Of operators so small that only the host's time for each of them is left."""
 OPTIMIZED = 12
 """Matrices of width x width in a block: queries, keys, values and projection, and 4 + 4 of the two layers behind."""
+HOST_VALUES = 2**24
+"""Of an optimizer in host memory: gradients and states of 256 MiB, more than the caches of a CPU."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,20 @@ def workloads(device: torch.device, dtype: torch.dtype) -> Mapping[str, Workload
             "kernels/s",
             f"transformer blocks of width {TINY.width}, {TINY.tokens} tokens, back to back without waiting",
             lambda work: work.kernels,
+        ),
+        "adamw": Workload(
+            adamw_on_host(HOST_VALUES),
+            "B/s",
+            f"fused AdamW of {HOST_VALUES >> 20} Mi values in host memory, on {torch.get_num_threads()} thread(s)",
+            lambda work: work.moved,
+        ),
+        "transfer": Workload(
+            transfer(shape, device),
+            "B/s",
+            f"copy of {shape.copied_bytes >> 20} MiB of page-locked host memory to the device"
+            if device.type == "cuda"
+            else "as copy, counted once: host and device are one memory",
+            lambda work: work.moved // 2,
         ),
     }
 
@@ -151,6 +167,23 @@ def copying(shape: Shape, device: torch.device) -> Compute:
     source = torch.ones(shape.copied_bytes // 4, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
+
+
+def transfer(shape: Shape, device: torch.device) -> Compute:
+    """Return a copy from host memory to the device, page-locked as DeepSpeed has it by default."""
+    source = torch.ones(shape.copied_bytes // 4, pin_memory=device.type == "cuda")
+    target = torch.empty_like(source, device=device)
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def adamw_on_host(values: int) -> Compute:
+    """Return a step of AdamW in host memory, as of an offloaded optimizer."""
+    weights = torch.zeros(values)
+    weights.grad = torch.full_like(weights, 1e-3)
+    optimizer = torch.optim.AdamW([weights], lr=1e-6, fused=True)
+    # The first step makes the means, and belongs to none that is planned.
+    optimizer.step()
+    return optimizer.step
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from accel_train.config import UsageError
@@ -13,10 +14,21 @@ MICRO_BATCH = "micro_batch_size"
 MODE = "activation_checkpointing.mode"
 MODES = ("none", "selective", "full")
 """From the fastest to the smallest."""
-LAUNCH_FILES = {"single": "single_gpu.yaml", "ddp": "ddp.yaml", "fsdp2": "fsdp2.yaml"}
+LAUNCH_FILES = {
+    "single": "single_gpu.yaml",
+    "ddp": "ddp.yaml",
+    "fsdp2": "fsdp2.yaml",
+    "zero2_offload": "zero2_offload.yaml",
+    "zero3_offload": "zero3_offload.yaml",
+}
 """Bundled launch file by strategy."""
+OFFLOADS = ("zero2_offload", "zero3_offload")
+"""Behind the others: what fits without an offload mostly spares them their search."""
+NO_DEEPSPEED = {
+    "DeepSpeed ZeRO (zero2_offload.yaml, zero3_offload.yaml)": "DeepSpeed is not installed: "
+    "pip install 'accel-train[deepspeed]'"
+}
 NOT_CONSIDERED: Mapping[str, str] = {
-    "DeepSpeed ZeRO (zero2_offload.yaml, zero3_offload.yaml)": "a plan has no rates of optimizers on a CPU",
     "fsdp_offload_params (fsdp2_offload.yaml), offload_frozen": "a simulation has one memory, and offload needs two",
     "parallelism_config (HSDP), several machines": "one machine is planned for",
     f"{MODE} every_nth, attention, ffn": "their memory and time lie between those of none and full",
@@ -54,6 +66,10 @@ class Space:
     fixed: frozenset[str]
     """Options set by a flag and therefore not chosen."""
 
+    def not_considered(self) -> Mapping[str, str]:
+        """Return what was left out, with the reason."""
+        return NOT_CONSIDERED if OFFLOADS[0] in self.strategies else NO_DEEPSPEED | dict(NOT_CONSIDERED)
+
     @property
     def share(self) -> int:
         return self.global_batch_size // self.gpus
@@ -87,11 +103,16 @@ def space_of(config: Any, origins: Mapping[str, str], gpus: int) -> Space:
         gpus=gpus,
         global_batch_size=total,
         # In this order, because one that fits whole spares the others their search, and FSDP2 needs less.
-        strategies=("fsdp2", "ddp") if gpus > 1 else ("single",),
+        strategies=(*(("fsdp2", "ddp") if gpus > 1 else ("single",)), *(OFFLOADS if has_deepspeed() else ())),
         modes=(config.activation_checkpointing.mode,) if MODE in fixed else MODES,
         sizes=sizes,
         fixed=fixed,
     )
+
+
+def has_deepspeed() -> bool:
+    """Return True if DeepSpeed is installed, whose own engine is simulated."""
+    return find_spec("deepspeed") is not None
 
 
 def divisors(number: int) -> tuple[int, ...]:

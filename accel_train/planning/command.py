@@ -13,7 +13,7 @@ from accel_train.planning import report, writing
 from accel_train.planning.candidates import Candidate, space_of
 from accel_train.planning.devices import DEFAULT, rated
 from accel_train.planning.flags import Options
-from accel_train.planning.memory import BALANCED_SHARE, Budget, default_margin
+from accel_train.planning.memory import BALANCED_SHARE, Budget, default_margin, memory_of_this_machine_gib
 from accel_train.planning.plan import make_plan
 from accel_train.planning.probe import Probe, probe_of
 from accel_train.planning.search import Measure, search
@@ -55,7 +55,8 @@ def budget_of(options: Options) -> Budget:
     if margin is None:
         margin = default_margin(options.vram_gib)
     share = BALANCED_SHARE if options.goal == "balanced" else 1.0
-    return Budget(options.vram_gib, margin, options.gpus, share)
+    host = memory_of_this_machine_gib() if options.host_gib is None else options.host_gib
+    return Budget(options.vram_gib, margin, options.gpus, share, host)
 
 
 def _reporting(simulator: Simulator, budget: Budget, rates: Rates, share: int) -> Measure:
@@ -65,8 +66,11 @@ def _reporting(simulator: Simulator, budget: Budget, rates: Rates, share: int) -
         counted = simulator.count(candidate)
         probe = probe_of(candidate, share // candidate.micro_batch_size, counted, rates)
         verdict = "fits" if probe.fits(budget) else "too much"
-        needed = probe.needed_gib(budget)
-        print(f"simulated {candidate}: {needed:.2f} GiB, {verdict}", file=sys.stderr, flush=True)
+        needed = f"{probe.needed_gib(budget):.2f} GiB"
+        host = probe.needed_host_gib(budget)
+        if host:
+            needed += f" and {host:.1f} GiB of host memory"
+        print(f"simulated {candidate}: {needed}, {verdict}", file=sys.stderr, flush=True)
         return probe
 
     return measure
@@ -79,6 +83,8 @@ def _flags(options: Options) -> list[str]:
         words += ["--device", options.device]
     if options.margin_gib is not None:
         words += ["--margin_gib", f"{options.margin_gib:g}"]
+    if options.host_gib is not None:
+        words += ["--host_gib", f"{options.host_gib:g}"]
     if options.step is not None:
         words += ["--step", str(options.step)]
     return words

@@ -20,6 +20,17 @@ from accel_train.wording import did_you_mean, nearest
 RULE = "a rule, not measured"
 
 
+class Host(NamedTuple):
+    """The machine around a GPU: a usual one, which is a rule."""
+
+    link: str
+    link_gbs: float
+    """GB/s between host memory and the GPU, in one direction."""
+    memory: str
+    memory_gbs: float
+    """Bandwidth of its memory in GB/s, which its GPUs share."""
+
+
 class Device(NamedTuple):
     """One model of GPU, by the vendor's data sheet."""
 
@@ -31,32 +42,45 @@ class Device(NamedTuple):
     link_gbs: float
     """GB/s from one GPU to the others of its machine: one direction, half of the bidirectional sum on data sheets."""
     source: str
+    host: Host
 
 
 # GB/s of 16 lanes in one direction.
 _PCIE_3 = ("PCIe 3 x16", 16.0)
 _PCIE_4 = ("PCIe 4 x16", 32.0)
 _PCIE_5 = ("PCIe 5 x16", 64.0)
+_SERVER_3 = Host(*_PCIE_3, "6 channels of DDR4-2666", 128.0)
+_SERVER_4 = Host(*_PCIE_4, "8 channels of DDR4-3200", 204.8)
+_SERVER_5 = Host(*_PCIE_5, "8 channels of DDR5-4800", 307.2)
+_DESKTOP_4 = Host(*_PCIE_4, "2 channels of DDR4-3200", 51.2)
+_DESKTOP_4_DDR5 = Host(*_PCIE_4, "2 channels of DDR5-5600", 89.6)
+_DESKTOP_5 = Host(*_PCIE_5, "2 channels of DDR5-5600", 89.6)
 
 DEVICES = {
-    "v100-sxm": Device("Tesla V100-SXM2-32GB", 900, "NVLink 2", 150, "NVIDIA V100 data sheet"),
-    "t4": Device("Tesla T4", 320, *_PCIE_3, "NVIDIA T4 data sheet"),
-    "a100-40gb-sxm": Device("NVIDIA A100-SXM4-40GB", 1555, "NVLink 3", 300, "NVIDIA A100 data sheet"),
-    "a100-80gb-sxm": Device("NVIDIA A100-SXM4-80GB", 2039, "NVLink 3", 300, "NVIDIA A100 data sheet"),
-    "a100-80gb-pcie": Device("NVIDIA A100 80GB PCIe", 1935, *_PCIE_4, "NVIDIA A100 data sheet"),
-    "a10": Device("NVIDIA A10", 600, *_PCIE_4, "NVIDIA A10 data sheet"),
-    "a30": Device("NVIDIA A30", 933, *_PCIE_4, "NVIDIA A30 data sheet, without NVLink bridges"),
-    "a40": Device("NVIDIA A40", 696, *_PCIE_4, "NVIDIA A40 data sheet, without NVLink bridges"),
-    "l4": Device("NVIDIA L4", 300, *_PCIE_4, "NVIDIA L4 data sheet"),
-    "l40s": Device("NVIDIA L40S", 864, *_PCIE_4, "NVIDIA L40S data sheet"),
-    "h100-sxm": Device("NVIDIA H100 80GB HBM3", 3350, "NVLink 4", 450, "NVIDIA H100 data sheet"),
-    "h100-pcie": Device("NVIDIA H100 PCIe", 2000, *_PCIE_5, "NVIDIA H100 data sheet, without NVLink bridges"),
-    "h100-nvl": Device("NVIDIA H100 NVL", 3900, *_PCIE_5, "NVIDIA H100 data sheet, without NVLink bridges"),
-    "h200": Device("NVIDIA H200", 4800, "NVLink 4", 450, "NVIDIA H200 data sheet"),
-    "b200": Device("NVIDIA B200", 8000, "NVLink 5", 900, "NVIDIA Blackwell architecture brief: HGX B200"),
-    "rtx-3090": Device("NVIDIA GeForce RTX 3090", 936, *_PCIE_4, "NVIDIA GA102 paper, without NVLink bridges"),
-    "rtx-4090": Device("NVIDIA GeForce RTX 4090", 1008, *_PCIE_4, "NVIDIA Ada architecture paper"),
-    "rtx-5090": Device("NVIDIA GeForce RTX 5090", 1792, *_PCIE_5, "NVIDIA RTX Blackwell architecture paper"),
+    "v100-sxm": Device("Tesla V100-SXM2-32GB", 900, "NVLink 2", 150, "NVIDIA V100 data sheet", _SERVER_3),
+    "t4": Device("Tesla T4", 320, *_PCIE_3, "NVIDIA T4 data sheet", _SERVER_3),
+    "a100-40gb-sxm": Device("NVIDIA A100-SXM4-40GB", 1555, "NVLink 3", 300, "NVIDIA A100 data sheet", _SERVER_4),
+    "a100-80gb-sxm": Device("NVIDIA A100-SXM4-80GB", 2039, "NVLink 3", 300, "NVIDIA A100 data sheet", _SERVER_4),
+    "a100-80gb-pcie": Device("NVIDIA A100 80GB PCIe", 1935, *_PCIE_4, "NVIDIA A100 data sheet", _SERVER_4),
+    "a10": Device("NVIDIA A10", 600, *_PCIE_4, "NVIDIA A10 data sheet", _SERVER_4),
+    "a30": Device("NVIDIA A30", 933, *_PCIE_4, "NVIDIA A30 data sheet, without NVLink bridges", _SERVER_4),
+    "a40": Device("NVIDIA A40", 696, *_PCIE_4, "NVIDIA A40 data sheet, without NVLink bridges", _SERVER_4),
+    "l4": Device("NVIDIA L4", 300, *_PCIE_4, "NVIDIA L4 data sheet", _SERVER_4),
+    "l40s": Device("NVIDIA L40S", 864, *_PCIE_4, "NVIDIA L40S data sheet", _SERVER_4),
+    "h100-sxm": Device("NVIDIA H100 80GB HBM3", 3350, "NVLink 4", 450, "NVIDIA H100 data sheet", _SERVER_5),
+    "h100-pcie": Device(
+        "NVIDIA H100 PCIe", 2000, *_PCIE_5, "NVIDIA H100 data sheet, without NVLink bridges", _SERVER_5
+    ),
+    "h100-nvl": Device("NVIDIA H100 NVL", 3900, *_PCIE_5, "NVIDIA H100 data sheet, without NVLink bridges", _SERVER_5),
+    "h200": Device("NVIDIA H200", 4800, "NVLink 4", 450, "NVIDIA H200 data sheet", _SERVER_5),
+    "b200": Device("NVIDIA B200", 8000, "NVLink 5", 900, "NVIDIA Blackwell architecture brief: HGX B200", _SERVER_5),
+    "rtx-3090": Device(
+        "NVIDIA GeForce RTX 3090", 936, *_PCIE_4, "NVIDIA GA102 paper, without NVLink bridges", _DESKTOP_4
+    ),
+    "rtx-4090": Device("NVIDIA GeForce RTX 4090", 1008, *_PCIE_4, "NVIDIA Ada architecture paper", _DESKTOP_4_DDR5),
+    "rtx-5090": Device(
+        "NVIDIA GeForce RTX 5090", 1792, *_PCIE_5, "NVIDIA RTX Blackwell architecture paper", _DESKTOP_5
+    ),
 }
 """By the name for ``--device``."""
 DEFAULT = "h100-sxm"
@@ -75,7 +99,7 @@ class Rated:
     name: str
     rates: Rates
     origins: Mapping[str, str]
-    """By ``products``, ``attention``, ``moved``, ``host``, ``link`` and ``latency``, with the value."""
+    """With the value, by the names of ``Rates``, and ``host``, ``link`` and ``latency``."""
     source: str
     notes: tuple[str, ...] = ()
 
@@ -83,7 +107,7 @@ class Rated:
         """Return every rate with its origin."""
         rates = self.rates
         values: dict[str, Any] = {"products": rates.products, "attention": rates.attention, "moved": rates.moved}
-        values["host"] = rates.host_seconds
+        values |= {"host": rates.host_seconds, "copied": rates.copied, "on_host": rates.on_host}
         values["link"] = {kind: link.bytes_per_second for kind, link in rates.links.items()}
         values["latency"] = {kind: link.latency_seconds for kind, link in rates.links.items()}
         figures = {name: {"value": values[name], "origin": origin} for name, origin in self.origins.items()}
@@ -94,11 +118,13 @@ def rated(name: str, precision: str, gpus: int) -> Rated:
     """Return the device of the table, or of a calibration of this precision. Raises ``UsageError``."""
     if name.endswith(FILE):
         return by_calibration(name, record.read(expand_path(name)), precision, gpus)
-    return by_data_sheet(name, *find_device(name, precision))
+    return by_data_sheet(name, *find_device(name, precision), gpus)
 
 
-def by_data_sheet(name: str, device: Device, peak: float) -> Rated:
+def by_data_sheet(name: str, device: Device, peak: float, gpus: int) -> Rated:
     """Return the rates of a device with a matrix peak of ``peak`` FLOP/s."""
+    host = device.host
+    shared = f" for {gpus} GPUs" if gpus > 1 else ""
     matrix = f"{peak / 1e12:g} TFLOP/s"
     origins = {
         "products": f"{times.PRODUCT_SHARE:.0%} of {matrix}",
@@ -107,9 +133,11 @@ def by_data_sheet(name: str, device: Device, peak: float) -> Rated:
         "host": f"{times.HOST_SECONDS * 1e6:g} us, {RULE}",
         "link": f"{times.LINK_SHARE:.0%} of {device.link_gbs:g} GB/s of {device.link}",
         "latency": f"{times.LATENCY_SECONDS * 1e6:g} us, {RULE}",
+        "copied": f"{times.LINK_SHARE:.0%} of {host.link_gbs:g} GB/s of {host.link}, {RULE}",
+        "on_host": f"{times.HOST_MEMORY_SHARE:.0%} of {host.memory_gbs:g} GB/s of {host.memory}{shared}, {RULE}",
     }
     source = f"rates by the data sheet ({device.source}); shares of them measured on an H200, of links a rule"
-    return Rated(name, times.rates_of(device, peak), origins, source)
+    return Rated(name, times.rates_of(device, peak, gpus), origins, source)
 
 
 def by_calibration(name: str, found: Calibration, precision: str, gpus: int) -> Rated:
@@ -129,9 +157,12 @@ def by_calibration(name: str, found: Calibration, precision: str, gpus: int) -> 
         moved=figures.operators.value,
         host_seconds=1 / figures.host.value,
         links=links,
+        on_host=figures.adamw.value,
+        copied=figures.transfer.value,
         serial=machine.device_type == "cpu",
     )
     shown = {"products": figures.products, "attention": figures.attention, "moved": figures.operators}
+    shown |= {"copied": figures.transfer, "on_host": figures.adamw}
     origins = {key: f"{rate(figure.value, figure.unit)}, {found.origin}" for key, figure in shown.items()}
     origins["host"] = f"{1e6 / figures.host.value:.3g} us, {found.origin}"
     bandwidths = {kind: rate(link.bytes_per_second, "B/s") for kind, link in links.items()}

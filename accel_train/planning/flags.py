@@ -25,6 +25,8 @@ class Options:
     goal: Goal = "speed"
     margin_gib: float | None = None
     """None: a share of ``vram_gib``."""
+    host_gib: float | None = None
+    """None: this machine's."""
     step: int | None = None
     explain: bool = False
     as_json: bool = False
@@ -45,6 +47,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="speed: the fastest that fits (default). balanced: the same in 80 %% of the memory. memory: the smallest",
     )
     parser.add_argument("--margin_gib", type=float, help="GiB to leave free; default: 5 %% of --vram_gib")
+    parser.add_argument(
+        "--host_gib", type=float, help="memory of the machine in GiB, for an offload; default: that of this machine"
+    )
     parser.add_argument("--step", type=int, help="number of the simulated step, from 1; default: the middle of the run")
     parser.add_argument("--explain", action="store_true", help="also list what was tried, and by how much it misses")
     parser.add_argument("--json", action="store_true", help="print everything as JSON, with the origin of each figure")
@@ -61,6 +66,8 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
     # Not argparse's `required`, which would ask for the flag on one side of the recipe.
     _require("gpus", flags.gpus, "the number of GPUs", "--gpus 8")
     _require("vram_gib", flags.vram_gib, "the memory of one GPU in GiB", "--vram_gib 80")
+    if flags.host_gib is not None:
+        _require("host_gib", flags.host_gib, "the memory of the machine in GiB", "--host_gib 256")
     margin = flags.margin_gib
     if margin is not None and not 0 <= margin < flags.vram_gib:
         raise UsageError(
@@ -73,6 +80,7 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
         device=flags.device,
         goal=flags.goal,
         margin_gib=margin,
+        host_gib=flags.host_gib,
         step=flags.step,
         explain=flags.explain,
         as_json=flags.json,

@@ -1,15 +1,19 @@
-"""Memory of a GPU beside the simulated tensors: rules with their numbers, none of them measured."""
+"""Memory of a GPU and of its host beside the simulated tensors: rules with their numbers, none of them measured."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 GIB = 2**30
 
 
 class Rule(NamedTuple):
-    """Memory taken on a GPU by something other than tensors."""
+    """Memory taken on a GPU or on its host by something other than tensors."""
 
     name: str
     gib: float
@@ -27,8 +31,14 @@ RULES = (
     Rule("NCCL buffers", 0.5, 0.0, True, "of channels to the other GPUs"),
     Rule("fragmentation", 0.0, 0.05, False, "gaps in segments of 2 and 20 MiB: 5 % of the tensors"),
 )
+HOST_RULES = (
+    Rule("processes", 4.0, 0.0, False, "4 GiB for each: its libraries, CUDA's host side, its data"),
+    Rule("page-locked blocks", 0.0, 1 / 3, False, "sizes that are powers of two: a third more on average"),
+)
+"""Of each process that keeps tensors in host memory."""
 MARGIN_SHARE = 0.05
-"""Part of ``--vram_gib`` to leave free without ``--margin_gib``."""
+"""Part of ``--vram_gib`` to leave free without ``--margin_gib``, and of ``--host_gib``."""
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 BALANCED_SHARE = 0.8
 """Part of the memory to use with ``--goal balanced``."""
 
@@ -42,6 +52,21 @@ class Budget:
     processes: int
     share: float = 1.0
     """Part to use of the memory left by the margin."""
+    host_gib: float = math.inf
+    """Memory of the machine, which its GPUs share."""
+
+    @property
+    def host_limit_gib(self) -> float:
+        return self.host_gib * (1 - MARGIN_SHARE)
+
+    def host_parts_gib(self, tensors: int) -> dict[str, float]:
+        """Return the GiB added by each rule to ``tensors`` bytes in host memory, those of all processes."""
+        return {rule.name: rule.gib * self.processes + rule.share * tensors / GIB for rule in HOST_RULES}
+
+    def needed_host_gib(self, tensors: int) -> float:
+        """Return the GiB needed on the machine for ``tensors`` bytes, those of all processes, or 0 for none."""
+        # Without an offload the host holds what it holds for any launch file, and limits none.
+        return tensors / GIB + sum(self.host_parts_gib(tensors).values()) if tensors else 0.0
 
     @property
     def limit_gib(self) -> float:
@@ -67,3 +92,14 @@ class Budget:
 def default_margin(vram_gib: float) -> float:
     """Return the margin without ``--margin_gib``."""
     return MARGIN_SHARE * vram_gib
+
+
+def memory_of_this_machine_gib() -> float:
+    """Return the memory of this machine, or of the container around this process if that is less."""
+    limits = [psutil.virtual_memory().total]
+    for file in CONTAINER_LIMITS:
+        text = file.read_text().strip() if file.is_file() else ""
+        # No limit is `max` in version 2 of cgroups, and in version 1 more than any machine has.
+        if text.isdigit():
+            limits.append(int(text))
+    return min(limits) / GIB

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_train.config import UsageError
-from accel_train.planning.candidates import LAUNCH_FILES, MICRO_BATCH, MODE, MODES, Space
+from accel_train.planning.candidates import LAUNCH_FILES, MICRO_BATCH, MODE, MODES, OFFLOADS, Space
 from accel_train.planning.flags import Goal
 from accel_train.planning.memory import GIB, MARGIN_SHARE, Budget, default_margin
 from accel_train.planning.probe import Probe
@@ -60,14 +60,14 @@ class Plan:
     def _compared(self, chains: Sequence[Chain]) -> str:
         other = best(chains, self.goal, self.budget)
         if other is not None and self.goal == "memory":
-            return f"needs {other.needed_gib(self.budget):.2f} GiB"
+            return f"needs {other.needs(self.budget)}"
         if other is not None:
             return f"takes {other.time.total / self.chosen.time.total:.2f} times as long"
         nearest = smallest(chains)
         reasons = [chain.left_out for chain in chains if chain.left_out]
         # Without a reason each chain was searched down to its smallest micro-batch, so this is the least memory.
         if nearest is not None and not reasons:
-            return f"does not fit, needs at least {nearest.needed_gib(self.budget):.2f} GiB"
+            return f"does not fit, needs at least {nearest.needs(self.budget)}"
         return reasons[0]
 
     def _reason_of_size(self) -> str:
@@ -110,7 +110,8 @@ def make_plan(recipe: str, goal: Goal, space: Space, budget: Budget, chains: Seq
 
 
 def _nothing_fits(space: Space, budget: Budget, chains: Sequence[Chain], config: Any) -> str:
-    found = smallest(chains)
+    # What fits the GPU, and not the machine around it, has a remedy of its own.
+    found = smallest(chains, budget) or smallest(chains)
     if found is None:
         # All for the same reason, mostly: an option of the experiment.
         return str(chains[0].left_out)
@@ -118,12 +119,25 @@ def _nothing_fits(space: Space, budget: Budget, chains: Sequence[Chain], config:
     activations = found.by_category[ledger.ACTIVATIONS] / GIB
     needed = found.needed_gib(budget)
     enough = _enough(budget, needed)
-    helps = [f"a GPU of {enough:.1f} GiB", *_remedies(space, budget, config, found)]
+    helps = [*_more_host_memory(budget, chains), f"a GPU of {enough:.1f} GiB"]
+    helps += _remedies(space, budget, config, found)
     return (
         f"vram_gib: {budget.vram_gib:g}: nothing fits into {budget.limit_gib:.2f} GiB, {_share(budget)}; the smallest "
         f"that was found needs {needed:.2f} GiB ({found.candidate}): weights, gradients, optimizer and EMA take "
         f"{states:.2f}, activations {activations:.2f}. What helps: {'; '.join(helps)}"
     )
+
+
+def _more_host_memory(budget: Budget, chains: Sequence[Chain]) -> list[str]:
+    """Return the host memory with which the launch file of least need for it would fit the GPU, if there is one."""
+    probes = [probe for chain in chains for probe in chain.probes]
+    short = [probe for probe in probes if not probe.fits_host(budget) and probe.needed_gib(budget) <= budget.limit_gib]
+    nearest = min(short, key=lambda probe: probe.needed_host_gib(budget), default=None)
+    if nearest is None:
+        return []
+    needed = nearest.needed_host_gib(budget) / (1 - MARGIN_SHARE)
+    file = LAUNCH_FILES[nearest.candidate.strategy]
+    return [f"a machine with {math.ceil(needed)} GiB of memory in place of {budget.host_gib:.4g}, for {file}"]
 
 
 def _enough(budget: Budget, needed: float) -> float:
@@ -157,8 +171,7 @@ def _remedies(space: Space, budget: Budget, config: Any, found: Probe) -> list[s
     unreduced = found.by_category[ledger.UNREDUCED] / GIB
     if unreduced > 0 and config.sync != "every":
         remedies.append(f"--sync every, which keeps no whole gradients between micro-batches ({unreduced:.2f} GiB)")
-    remedies.append(
-        "zero2_offload.yaml, with states in host memory: accel-train simulate gives its memory, and nothing its time"
-    )
+    if not set(OFFLOADS) & set(space.strategies):
+        remedies.append("pip install 'accel-train[deepspeed]', for zero2_offload.yaml with states in host memory")
     remedies.append("a smaller model or shorter samples")
     return remedies

@@ -13,7 +13,10 @@ from accel_train.planning.times import StepTime, step_time, step_work
 from accel_train.simulation import ledger
 from accel_train.simulation.work import Work
 
-STATES = (ledger.PARAMETERS, ledger.BUFFERS, ledger.GRADIENTS, ledger.OPTIMIZER, ledger.EMA, ledger.BESIDE)
+STATES = (
+    *(ledger.PARAMETERS, ledger.MASTERS, ledger.BUFFERS, ledger.GRADIENTS),
+    *(ledger.OPTIMIZER, ledger.EMA, ledger.BESIDE),
+)
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,33 @@ class Probe:
         """Return the GiB needed on each GPU."""
         return budget.needed_gib(self.tensors)
 
+    def on_host(self, budget: Budget) -> dict[str, int]:
+        """Return the bytes in host memory by category, those of all processes: each of them counts as the first."""
+        host: Mapping[str, int] = self.counted.get("host", {})
+        return {category: size * budget.processes for category, size in host.items()}
+
+    def needed_host_gib(self, budget: Budget) -> float:
+        """Return the GiB needed in the machine's own memory, 0 without an offload."""
+        return budget.needed_host_gib(sum(self.on_host(budget).values()))
+
+    def fits_host(self, budget: Budget) -> bool:
+        """Return True within the limit of host memory."""
+        return self.needed_host_gib(budget) <= budget.host_limit_gib
+
     def fits(self, budget: Budget) -> bool:
-        """Return True within the limit of the budget."""
-        return self.needed_gib(budget) <= budget.limit_gib
+        """Return True within both limits of the budget."""
+        return self.needed_gib(budget) <= budget.limit_gib and self.fits_host(budget)
+
+    def needs(self, budget: Budget) -> str:
+        """Describe the memory needed, and by how much it exceeds the limits."""
+        parts: list[str] = []
+        over = self.needed_gib(budget) - budget.limit_gib
+        parts.append(f"{self.needed_gib(budget):.2f} GiB" + (f", {over:.2f} too much" if over > 0 else ""))
+        host = self.needed_host_gib(budget)
+        if host:
+            over = host - budget.host_limit_gib
+            parts.append(f"{host:.1f} GiB of host memory" + (f", {over:.1f} too much" if over > 0 else ""))
+        return ", ".join(parts)
 
 
 def probe_of(candidate: Candidate, micro_batches: int, counted: Mapping[str, Any], rates: Rates) -> Probe:

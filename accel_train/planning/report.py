@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accel_train.planning.candidates import LAUNCH_FILES, MICRO_BATCH, MODE, NOT_CONSIDERED
+from accel_train.planning.candidates import LAUNCH_FILES, MICRO_BATCH, MODE
 from accel_train.planning.devices import FILE, RULE, Rated
-from accel_train.planning.memory import GIB, RULES
+from accel_train.planning.memory import GIB, HOST_RULES, RULES
 from accel_train.planning.plan import Plan
 from accel_train.planning.probe import Probe
 from accel_train.planning.times import StepTime
@@ -34,13 +34,14 @@ def describe(plan: Plan, named: Rated | None, *, explain: bool) -> str:
         *_values(plan),
         "",
         *_memory(plan),
+        *_host_memory(plan),
         "",
         *_time(chosen, named),
     ]
     if explain:
         lines += ["", *_alternatives(plan, named)]
     lines += ["", "not considered:"]
-    lines += [f"  {name}: {reason}" for name, reason in NOT_CONSIDERED.items()]
+    lines += [f"  {name}: {reason}" for name, reason in plan.space.not_considered().items()]
     measured = "" if named and named.name.endswith(FILE) else ", and nothing measured on this GPU"
     lines.append(f"nothing was trained{measured}; evaluations and samples are not simulated")
     return "\n".join(lines)
@@ -52,9 +53,9 @@ def _values(plan: Plan) -> list[str]:
     size = candidate.micro_batch_size
     count = plan.chosen.micro_batches
     values = {"launch file": LAUNCH_FILES[candidate.strategy], MICRO_BATCH: str(size), MODE: candidate.mode}
-    lines = [f"{name:<30}{value:<16}{reasons[name]}" for name, value in values.items()]
+    lines = [f"{name:<30}{value:<20}{reasons[name]}" for name, value in values.items()]
     product = f"{plan.space.global_batch_size:,} = {size} x {plan.space.gpus} GPU(s) x {count} accumulated"
-    lines.append(f"{'global_batch_size':<30}{plan.space.global_batch_size:<16,}unchanged: {product}")
+    lines.append(f"{'global_batch_size':<30}{plan.space.global_batch_size:<20,}unchanged: {product}")
     if plan.space.gpus > MACHINE_GPUS:
         lines.append(
             f"note: {plan.space.gpus} GPUs are planned as one machine. For several, add num_machines and "
@@ -82,8 +83,8 @@ def _memory(plan: Plan) -> list[str]:
             lines.append(_row(category, size / GIB, origin))
     lines.append(_row("rounding", (probe.tensors - total) / GIB, f"{MODELLED}: blocks of {BLOCK} B"))
     reasons = {rule.name: rule.reason for rule in RULES}
-    for name, size in plan.budget.parts_gib(probe.tensors).items():
-        lines.append(_row(name, size, f"{RULE}: {reasons[name]}"))
+    rules = plan.budget.parts_gib(probe.tensors)
+    lines += [_row(name, size, f"{RULE}: {reasons[name]}") for name, size in rules.items()]
     needed = probe.needed_gib(plan.budget)
     lines.append(_row("needed", needed, MODELLED))
     budget = plan.budget
@@ -91,6 +92,22 @@ def _memory(plan: Plan) -> list[str]:
     if budget.share < 1:
         limit = f"{budget.share:.0%} of {limit}"
     lines.append(_row("limit", budget.limit_gib, limit))
+    return lines
+
+
+def _host_memory(plan: Plan) -> list[str]:
+    """Describe what an offload keeps in host memory."""
+    budget = plan.budget
+    sizes = plan.chosen.on_host(budget)
+    if not sizes:
+        return []
+    lines = ["", f"host memory of the machine, {budget.processes} process(es)"]
+    lines += [_row(name, sizes[name] / GIB, EXACT) for name in CATEGORIES if name in sizes]
+    reasons = {rule.name: rule.reason for rule in HOST_RULES}
+    rules = budget.host_parts_gib(sum(sizes.values()))
+    lines += [_row(name, size, f"{RULE}: {reasons[name]}") for name, size in rules.items()]
+    lines.append(_row("needed", plan.chosen.needed_host_gib(budget), MODELLED))
+    lines.append(_row("limit", budget.host_limit_gib, f"{budget.host_gib:.4g} less a margin of 5 %"))
     return lines
 
 
@@ -127,6 +144,11 @@ def _time(probe: Probe, named: Rated | None) -> list[str]:
             _line("  of it latency", latency, f"{work.collectives} collectives ({counted}) of {at['latency']}"),
             _line("  not hidden", time.exposed, "beyond the computation that runs beside it"),
         ]
+    if work.copied:
+        lines += [
+            _line("copies", time.copied, f"{work.copied / 1e9:.3g} GB ({counted}) at {at['copied']}"),
+            _line("optimizer on the host", time.on_host, f"{work.on_host / 1e9:.3g} GB ({EXACT}) at {at['on_host']}"),
+        ]
     lines.append(_line("step", time.total, _sum(time)))
     return [*lines, f"  {named.source}", *(f"  note: {note}" for note in named.notes)]
 
@@ -138,6 +160,8 @@ def _sum(time: StepTime) -> str:
     shown = "products, attention and other operators"
     if time.host > time.products + time.attention + time.moved:
         shown = "the host"
+    if time.on_host:
+        return f"{shown}, the communication that is not hidden, copies and the optimizer on the host"
     return f"{shown}, and the communication that is not hidden"
 
 
@@ -148,17 +172,16 @@ def _line(name: str, seconds: float, text: str) -> str:
 def _alternatives(plan: Plan, named: Rated | None) -> list[str]:
     """List the nearest candidates over the limit, those within it, and the chains left out."""
     budget = plan.budget
+    nearest = plan.exceeding()[:NEAREST]
     lines = ["nearest that do not fit:"]
-    for probe in plan.exceeding()[:NEAREST]:
-        over = probe.needed_gib(budget) - budget.limit_gib
-        lines.append(f"  {probe.candidate}: {probe.needed_gib(budget):.2f} GiB, {over:.2f} too much{_at(probe, named)}")
-    if len(lines) == 1:
+    lines += [f"  {probe.candidate}: {probe.needs(budget)}{_at(probe, named)}" for probe in nearest]
+    if not nearest:
         lines.append("  none: everything that was simulated fits")
     lines.append("those that fit, the fastest first:")
     others = [probe for chain in plan.chains for probe in chain.probes if probe.fits(budget)]
     for probe in sorted(others, key=lambda probe: probe.time.total):
         mark = " (the plan)" if probe is plan.chosen else ""
-        lines.append(f"  {probe.candidate}: {probe.needed_gib(budget):.2f} GiB{_at(probe, named)}{mark}")
+        lines.append(f"  {probe.candidate}: {probe.needs(budget)}{_at(probe, named)}{mark}")
     left_out = [chain for chain in plan.chains if chain.left_out]
     if left_out:
         lines.append("not searched further:")
@@ -178,6 +201,8 @@ def as_json(plan: Plan, named: Rated | None) -> dict[str, Any]:
         "gpus": plan.space.gpus,
         "vram_gib": plan.budget.vram_gib,
         "limit_gib": plan.budget.limit_gib,
+        "host_gib": plan.budget.host_gib,
+        "host_limit_gib": plan.budget.host_limit_gib,
         "device": named.name if named else None,
         "rates": named.as_json() if named else None,
         "global_batch_size": plan.space.global_batch_size,
@@ -188,7 +213,7 @@ def as_json(plan: Plan, named: Rated | None) -> dict[str, Any]:
             for chain in plan.chains
             if chain.left_out
         ],
-        "not_considered": dict(NOT_CONSIDERED),
+        "not_considered": dict(plan.space.not_considered()),
     }
 
 
@@ -200,17 +225,20 @@ def _others_json(plan: Plan, named: Rated | None) -> Sequence[Mapping[str, Any]]
 def _probe_json(probe: Probe, plan: Plan, named: Rated | None) -> dict[str, Any]:
     origins = {category: origin_of_category(probe, category) for category in probe.by_category}
     rules = plan.budget.parts_gib(probe.tensors)
+    origins |= {"host_bytes": EXACT, **dict.fromkeys(("bytes_in_blocks", "needed_gib", "needed_host_gib"), MODELLED)}
     found: dict[str, Any] = {
         "launch_file": LAUNCH_FILES[probe.candidate.strategy],
         **dataclasses.asdict(probe.candidate),
         "micro_batches": probe.micro_batches,
         "fits": probe.fits(plan.budget),
         "needed_gib": probe.needed_gib(plan.budget),
+        "host_bytes": probe.on_host(plan.budget),
+        "needed_host_gib": probe.needed_host_gib(plan.budget),
         "bytes": dict(probe.by_category),
         "bytes_in_blocks": probe.tensors,
         "rules_gib": rules,
         "work": dataclasses.asdict(probe.work),
-        "origins": {**origins, "bytes_in_blocks": MODELLED, "needed_gib": MODELLED, **dict.fromkeys(rules, RULE)},
+        "origins": {**origins, **dict.fromkeys(rules, RULE)},
     }
     if named is not None:
         found["seconds"] = dataclasses.asdict(probe.time) | {"total": probe.time.total}

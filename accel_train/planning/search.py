@@ -53,9 +53,13 @@ def best(chains: Sequence[Chain], goal: Goal, budget: Budget) -> Probe | None:
     return min(fitting, key=_slowness, default=None)
 
 
-def smallest(chains: Sequence[Chain]) -> Probe | None:
-    """Return the simulated candidate of least memory. None if all were refused."""
+def smallest(chains: Sequence[Chain], budget: Budget | None = None) -> Probe | None:
+    """Return the simulated candidate of least memory, with ``budget`` of those that fit the host. None if all were
+    refused.
+    """
     probes = [probe for chain in chains for probe in chain.probes]
+    if budget is not None:
+        probes = [probe for probe in probes if probe.fits_host(budget)]
     return min(probes, key=lambda probe: probe.tensors, default=None)
 
 
@@ -92,6 +96,9 @@ def _search_chain(
             ends = sorted({space.sizes[0], space.sizes[-1]})
             return Chain(strategy, mode, tuple(simulate(size) for size in ends))
         largest = simulate(space.sizes[-1])
+        if not largest.fits_host(budget):
+            # Least of all: with several micro-batches their gradients are added up there as well.
+            return Chain(strategy, mode, (largest,), f"needs {largest.needs(budget)}", hopeless=True)
         # A smaller micro-batch makes activations smaller, and never the states.
         needed = budget.needed_gib(largest.states)
         if needed > budget.limit_gib and not is_last:

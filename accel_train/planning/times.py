@@ -3,7 +3,7 @@
     device        = products / matrix rate + attention / attention rate + bytes moved / memory rate
     computation   = max(device, kernels * host time)
     communication = bytes sent / link rate + collectives * latency
-    step          = computation + max(0, communication - computation beside it)
+    step          = computation + max(0, communication - computation beside it) + copies + optimizer on the host
 
 On a CPU host and device are one:
 
@@ -11,7 +11,11 @@ On a CPU host and device are one:
     step          = computation + communication
 
 Products come one after the other with the operators between them, so their times add up. Collectives run beside the
-computation: under FSDP2 beside all micro-batches, under DDP beside the backward of the last one.
+computation: under FSDP2 and ZeRO-3 beside all micro-batches, under DDP beside the backward of the last one, and under
+ZeRO-2 beside nothing, because DeepSpeed's ``overlap_comm`` is off there.
+
+The last two terms exist under an offload: bytes over the rates of the host link and of host memory. By a rule nothing
+runs beside them.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ MEMORY_SHARE = 0.88
 """Part of the memory bandwidth reached by a copy: 4,236 of 4,800 GB/s, measured there."""
 LINK_SHARE = 0.8
 """Part of a link's bandwidth reached by collectives. A rule, not measured."""
+HOST_MEMORY_SHARE = 0.6
+"""Part of a host's memory bandwidth reached by AdamW on its cores. A rule, not measured."""
 LATENCY_SECONDS = 20e-6
 """Time of a collective without bytes. A rule, not measured."""
 HOST_SECONDS = 5e-6
@@ -57,6 +63,10 @@ class StepTime:
     """The part of it not hidden by the computation."""
     serial: bool = False
     """Host and device are one, as on a CPU: their times add up."""
+    copied: float = 0.0
+    """Copies between host memory and the device."""
+    on_host: float = 0.0
+    """Optimizer and EMA in host memory."""
 
     @property
     def computation(self) -> float:
@@ -65,11 +75,11 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return self.computation + self.exposed
+        return self.computation + self.exposed + self.copied + self.on_host
 
 
-def rates_of(device: Device, peak: float) -> Rates:
-    """Return the rates of a device with a matrix peak of ``peak`` FLOP/s."""
+def rates_of(device: Device, peak: float, gpus: int = 1) -> Rates:
+    """Return the rates of a device with a matrix peak of ``peak`` FLOP/s. ``gpus`` share the memory of their host."""
     link = Link(LATENCY_SECONDS, device.link_gbs * 1e9 * LINK_SHARE)
     return Rates(
         products=peak * PRODUCT_SHARE,
@@ -77,6 +87,8 @@ def rates_of(device: Device, peak: float) -> Rates:
         moved=device.memory_gbs * 1e9 * MEMORY_SHARE,
         host_seconds=HOST_SECONDS,
         links=dict.fromkeys(LINKS, link),
+        on_host=device.host.memory_gbs * 1e9 * HOST_MEMORY_SHARE / gpus,
+        copied=device.host.link_gbs * 1e9 * LINK_SHARE,
     )
 
 
@@ -107,7 +119,7 @@ def step_time(total: Work, last: Work, end: Work, strategy: str, rates: Rates) -
     if strategy == "ddp":
         beside = BACKWARD_SHARE * max(rates.device_seconds(last), last.kernels * rates.host_seconds)
     # Processes on a CPU share its cores with what sends for them.
-    if rates.serial:
+    if rates.serial or strategy == "zero2_offload":
         beside = 0.0
     return StepTime(
         products=total.products / rates.products,
@@ -117,4 +129,6 @@ def step_time(total: Work, last: Work, end: Work, strategy: str, rates: Rates) -
         communication=communication,
         exposed=max(0.0, communication - beside),
         serial=rates.serial,
+        copied=rates.copy_seconds(total),
+        on_host=total.on_host / rates.on_host,
     )

@@ -81,13 +81,15 @@ def worker_command(request: Launch, options: Options, folder: Path) -> tuple[lis
 def _environment(path: Path | None, machine: MachineConfig, request: Launch) -> dict[str, str]:
     """Return the environment of rank 0 of a launch, on CPUs."""
     processes = machine.num_processes or 1
+    # DeepSpeed has processes that are connected even if there is one of them.
+    connected = processes > 1 or machine.deepspeed is not None
     settings = accelerate_settings(path, machine, request)
     environment = launch_environment(path, machine, settings)
     environment |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
     # Those of a launcher around this command would pass for the simulated ones.
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)
-    if processes > 1:
+    if connected:
         environment |= {
             "WORLD_SIZE": str(processes),
             "RANK": "0",

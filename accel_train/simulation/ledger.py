@@ -159,6 +159,15 @@ class Ledger(TorchDispatchMode):
             record = self._see(tensor.untyped_storage(), phase, place)
             record.category = record.category or category
 
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Return True if the tensor is known to lie in host memory."""
+        (local,) = plain([tensor])
+        if has_no_memory(local):
+            return False
+        storage: Any = local.untyped_storage()
+        record = self._records.get(storage._cdata)
+        return record is not None and record.category == HOST
+
     def mark_leftovers(self, phase: str, category: str) -> None:
         """Assign ``category`` to the storages of ``phase`` that are still held and have none."""
         for record in self._records.values():

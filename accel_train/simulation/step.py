@@ -192,8 +192,9 @@ class Steps:
         strategy = self._prepared.run_info.facts["strategy"]
         if strategy in WARM_UP:
             first = replace(self._batches, micro_batches=self._batches.micro_batches[:WARM_UP_MICRO_BATCHES])
-            for _ in range(WARM_UP[strategy]):
-                yield first
+            with EngineTensors(self._prepared).copying():
+                for _ in range(WARM_UP[strategy]):
+                    yield first
         elif isinstance(self._prepared.model, nn.parallel.DistributedDataParallel):
             # One micro-batch is enough for it: every gradient arrives.
             first = replace(self._batches, micro_batches=self._batches.micro_batches[:1])
@@ -307,7 +308,7 @@ class StepCounter:
         self.host: dict[str, int] = {}
         self.inputs = 0
         self.inputs_in_blocks = 0
-        self.work = WorkCounter()
+        self.work = WorkCounter(lambda tensor: self.ledger.is_on_host(tensor))
         self.collectives = Collectives()
         self._marks: list[Work] = []
         self._at_step: Work | None = None

@@ -1,8 +1,8 @@
-"""Work of a step in the units of a device's rates: FLOPs, bytes moved, kernels, bytes sent."""
+"""Work of a step in the units of a device's rates: FLOPs, bytes moved, kernels, bytes sent, and that of an offload."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from accel_train.simulation.collectives import Collective
 
 COLLECTIVES = ("c10d", "_c10d_functional")
-ONLY_WRITTEN = ("aten::copy_", "aten::fill_", "aten::zero_")
+COPY = "aten::copy_"
+ONLY_WRITTEN = (COPY, "aten::fill_", "aten::zero_")
 """In-place operators to count as writes only: they do not read the overwritten values."""
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -46,6 +47,12 @@ class Work:
     """Bytes of ``sent`` in reduce-scatters."""
     scatters: int = 0
     """Calls of reduce-scatters among ``collectives``."""
+    on_host: int = 0
+    """Bytes read and written by operators on tensors in host memory."""
+    copied: int = 0
+    """Bytes copied between host memory and the device, in the type in which they cross."""
+    copies: int = 0
+    """Number of these copies."""
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
         """Return calls and bytes sent of all-gathers, of reduce-scatters, and of all else as of all-reduces."""
@@ -98,10 +105,14 @@ class Flops:
 
 
 class WorkCounter:
-    """Adds up the work of operators as they run."""
+    """Adds up the work of operators as they run. ``is_on_host`` tells the tensors that lie in host memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_on_host: Callable[[Tensor], bool] = lambda _: False) -> None:
         self.flops = Flops()
+        self._is_on_host = is_on_host
+        self._on_host = 0
+        self._copied = 0
+        self._copies = 0
         self._products = 0
         self._attention = 0
         self._moved = 0
@@ -110,6 +121,16 @@ class WorkCounter:
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Add one operator."""
         if func.namespace in COLLECTIVES:
+            return
+        # A number may lie anywhere, such as the count of an optimizer's steps.
+        memories = {self._is_on_host(tensor) for tensor in tensors_in([*args, *kwargs.values()]) if tensor.dim()}
+        if memories == {True}:
+            self._on_host += 0 if func.is_view else moved_bytes(func, args, kwargs, result)
+            return
+        if len(memories) == 2 and func._schema.name == COPY:
+            # torch converts before it copies, so that the type is that of the target.
+            self._copied += _bytes(args[0])
+            self._copies += 1
             return
         operations = self.flops.watch(func, args, kwargs, result)
         if "attention" in func._schema.name:
@@ -138,6 +159,9 @@ class WorkCounter:
             gathers=len(sent["all-gather"]),
             scattered=sum(sent["reduce-scatter"]),
             scatters=len(sent["reduce-scatter"]),
+            on_host=self._on_host,
+            copied=self._copied,
+            copies=self._copies,
         )
 
 

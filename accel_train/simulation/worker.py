@@ -32,8 +32,8 @@ from accel_train.simulation.step import FakeStep, StepCounted
 from accel_train.simulation.zero.engine import connecting
 
 OFFLOADED = (
-    "offload: host memory is counted apart; on a GPU the peak also has copies on their way from and to it: shards of "
-    "the weights that are gathered next, and gradients that are added to those of earlier micro-batches"
+    "offload: host memory is counted apart. The peak has the copies that DeepSpeed makes of it on a GPU, but not what "
+    "other streams keep"
 )
 POINTS = 400
 """Points of the curve of memory over the step."""
@@ -75,7 +75,8 @@ def simulate_recipe(
     # Before `main` builds the model.
     refuse_config(loaded.config)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1:
+    # Of a launch with one process, set for DeepSpeed alone.
+    if "WORLD_SIZE" in os.environ:
         # Registers the backend as it is imported.
         from torch.testing._internal.distributed.fake_pg import FakeStore
 

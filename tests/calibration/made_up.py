@@ -21,7 +21,9 @@ MACHINE = Machine(
     cores=2,
 )
 UNITS = {"products": "FLOP/s", "attention": "FLOP/s", "operators": "B/s", "copy": "B/s", "host": "kernels/s"}
+UNITS |= {"adamw": "B/s", "transfer": "B/s"}
 VALUES = {"products": 8e10, "attention": 4e10, "operators": 1e10, "copy": 2e10, "host": 1e5}
+VALUES |= {"adamw": 6e9, "transfer": 3e9}
 LINK = LinkFigure(1e-4, 1e9, 0.05, 0.02, 100, "gloo, 2 processes")
 MISSING = LinkFigure(None, None, None, None, 0, "not measured: one process")
 

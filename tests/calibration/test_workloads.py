@@ -31,6 +31,12 @@ def test_attention_is_forward_and_backward(dtype: torch.dtype) -> None:
 
 def test_a_copy_reads_and_writes() -> None:
     assert count(workloads.copying(SHAPE, CPU)).moved == 2 * SHAPE.copied_bytes
+    assert count(workloads.transfer(SHAPE, CPU)).moved == 2 * SHAPE.copied_bytes
+
+
+def test_adamw_on_the_host_is_counted_as_in_a_simulation() -> None:
+    """Weights, gradients and two means in fp32 are read and written, by torch's declaration; and the count of steps."""
+    assert count(workloads.adamw_on_host(100)).moved == 8 * 4 * 100 + 3 * 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

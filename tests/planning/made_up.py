@@ -4,37 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from accel_train.planning.candidates import Candidate, Space, divisors
+from accel_train.planning.candidates import OFFLOADS, Candidate, Space, divisors
 from accel_train.planning.memory import GIB
 from accel_train.planning.probe import Probe
 from accel_train.planning.times import StepTime
 from accel_train.simulation.ledger import CATEGORIES
 from accel_train.simulation.work import Work
 
-STATES = {"single": 8.0, "ddp": 8.0, "fsdp2": 2.0}
+STATES = {"single": 8.0, "ddp": 8.0, "fsdp2": 2.0, "zero2_offload": 1.5, "zero3_offload": 0.5}
 """GiB."""
+ON_HOST = {"zero2_offload": 6.0, "zero3_offload": 7.0}
+"""GiB of all processes."""
+OFFLOADED = {"zero2_offload": 0.05, "zero3_offload": 0.1}
+"""Seconds of the optimizer on the host."""
 KEPT = {"none": 1.0, "selective": 0.5, "full": 0.125}
 """GiB of activations for a sample."""
 RECOMPUTED = {"none": 1.0, "selective": 1.1, "full": 1.3}
-SENT = {"single": 0.0, "ddp": 0.05, "fsdp2": 0.1}
-"""Seconds, under FSDP2 for each micro-batch."""
+SENT = {"single": 0.0, "ddp": 0.05, "fsdp2": 0.1, "zero2_offload": 0.01, "zero3_offload": 0.015}
+"""Seconds, for each micro-batch under the strategies that reduce in each."""
 
 
-def space(gpus: int, global_batch_size: int) -> Space:
+def space(gpus: int, global_batch_size: int, *, offloads: bool = False) -> Space:
     strategies = ("fsdp2", "ddp") if gpus > 1 else ("single",)
+    if offloads:
+        strategies += OFFLOADS
     sizes = divisors(global_batch_size // gpus)
     return Space(gpus, global_batch_size, strategies, ("none", "selective", "full"), sizes, frozenset())
 
 
 def made_up(candidate: Candidate, micro_batches: int, held: Mapping[str, int] | None = None) -> Probe:
     size = candidate.micro_batch_size
-    gib = STATES[candidate.strategy] + KEPT[candidate.mode] * size
-    if micro_batches > 1:
+    strategy = candidate.strategy
+    gib = STATES[strategy] + KEPT[candidate.mode] * size
+    if micro_batches > 1 and strategy not in OFFLOADS:
         # Gradients beside the activations of the next micro-batch.
         gib += 2.0
-    passes = micro_batches if candidate.strategy == "fsdp2" else 1
+    passes = 1 if strategy in ("single", "ddp") else micro_batches
     seconds = RECOMPUTED[candidate.mode] * size * micro_batches / 64 + 0.001 * micro_batches
-    states = round(STATES[candidate.strategy] * GIB)
+    states = round(STATES[strategy] * GIB)
+    # Offloaded gradients are added up on the host, where a single micro-batch has nothing to add.
+    on_host = round(ON_HOST.get(strategy, 0.0) * GIB) + (micro_batches > 1 and strategy in OFFLOADS) * GIB // 4
+    sent = SENT[strategy] * passes
     return Probe(
         candidate=candidate,
         micro_batches=micro_batches,
@@ -42,7 +52,13 @@ def made_up(candidate: Candidate, micro_batches: int, held: Mapping[str, int] | 
         by_category=dict.fromkeys(CATEGORIES, 0) | {"parameters": states},
         tensors=round(gib * GIB),
         place="backward of it",
-        work=Work(),
-        time=StepTime(seconds, 0.0, 0.0, 0.0, 0.0, SENT[candidate.strategy] * passes),
-        counted={"held": held or {"parameters": states}},
+        work=Work(copied=on_host, on_host=on_host),
+        time=StepTime(seconds, 0.0, 0.0, 0.0, 0.0, sent, on_host=OFFLOADED.get(strategy, 0.0)),
+        counted={
+            "values": 10**9,
+            "precision": "bf16",
+            "step": 1,
+            "held": held or {"parameters": states},
+            "host": {"optimizer state": on_host} if on_host else {},
+        },
     )

@@ -27,10 +27,11 @@ def test_rates_are_those_of_the_file(path: Path) -> None:
     assert (found.rates.products, found.rates.attention) == (VALUES["products"], VALUES["attention"])
     assert found.rates.moved == VALUES["operators"]
     assert found.rates.host_seconds == pytest.approx(1 / VALUES["host"])
+    assert (found.rates.on_host, found.rates.copied) == (VALUES["adamw"], VALUES["transfer"])
     assert found.rates.serial
     work = Work(sent=10**9, collectives=10, gathered=10**9, gathers=10)
     assert found.rates.communication_seconds(work) == pytest.approx(10 * 2e-4 + 1e9 / 5e8)
-    assert set(found.origins) == {"products", "attention", "moved", "host", "link", "latency"}
+    assert set(found.origins) == {*("products", "attention", "moved", "host", "link", "latency", "copied", "on_host")}
     assert all(origin.endswith("measured by calibrate on 2026-11-26") for origin in found.origins.values())
     assert found.notes == ()
 

@@ -82,7 +82,8 @@ def test_json_has_every_figure_with_its_origin() -> None:
 
 
 def test_nothing_fits_ends_with_exit_code_2() -> None:
-    done = plan("--gpus", "1", "--vram_gib", "0.6")
+    # One mode: DeepSpeed's engine, which is tried as well, takes seconds for each simulation.
+    done = plan("--gpus", "1", "--vram_gib", "0.6", "--activation_checkpointing.mode", "full")
     assert done.returncode == 2
     assert "nothing fits into 0.57 GiB" in done.stderr
     needed = re.findall(r"(?m)^simulated (.*): ([0-9.]+) GiB, too much$", done.stderr)
@@ -114,7 +115,7 @@ def test_written_files_are_read_as_they_were_meant(strategy: str, tmp_path: Path
     for file in (launch, preset):
         assert file.read_text().startswith("# Written by: accel-train plan 'two\n# lines'\n")
     machine = read_machine_config(launch)
-    assert (machine.strategy, machine.num_processes) == (strategy, gpus)
+    assert (machine.strategy, machine.num_processes) == (strategy.removesuffix("_offload"), gpus)
     bundled = read_machine_config(PRESETS / LAUNCH_FILES[strategy])
     assert (machine.fsdp, machine.deepspeed) == (bundled.fsdp, bundled.deepspeed)
     written = flatten(to_tree(read([str(preset)]).config))

@@ -19,6 +19,8 @@ UNIT = Rates(
     moved=1e1,
     host_seconds=times.HOST_SECONDS,
     links=dict.fromkeys(LINKS, Link(times.LATENCY_SECONDS, 1.0)),
+    on_host=5.0,
+    copied=4.0,
 )
 MEASURED = replace(
     UNIT,
@@ -37,12 +39,37 @@ def test_small_kernels_wait_for_the_host() -> None:
     assert time.total == pytest.approx(2_000_000 * times.HOST_SECONDS)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3_offload"])
 @pytest.mark.parametrize(("sent", "exposed"), [(2, 0.0), (4, 0.0), (7, 3.0)])
-def test_fsdp2_hides_collectives_beside_all_micro_batches(sent: int, exposed: float) -> None:
+def test_fsdp2_hides_collectives_beside_all_micro_batches(sent: int, exposed: float, strategy: str) -> None:
     """Not beside the half second of the optimizer."""
     end = Work(moved=5)
     total = Work(products=4000, sent=sent) + end
-    assert step_time(total, Work(products=1000), end, "fsdp2", UNIT).total == pytest.approx(4.5 + exposed)
+    assert step_time(total, Work(products=1000), end, strategy, UNIT).total == pytest.approx(4.5 + exposed)
+
+
+@pytest.mark.parametrize("rates", [UNIT, CPU], ids=["gpu", "cpu"])
+def test_nothing_runs_beside_an_offload(rates: Rates) -> None:
+    """A second of products; then 8 bytes over the link, 15 on the host and 3 sent, none of it hidden under ZeRO-2."""
+    work = Work(products=1000, sent=3, copied=8, on_host=15)
+    time = step_time(work, work, Work(), "zero2_offload", rates)
+    assert (time.computation, time.exposed, time.copied, time.on_host) == (1.0, 3.0, 2.0, 3.0)
+    assert time.total == 9.0
+
+
+def test_the_host_starts_each_copy() -> None:
+    time = step_time(Work(copied=4, copies=3), Work(), Work(), "zero2_offload", CPU)
+    assert time.copied == pytest.approx(1.0 + 3 * 0.5)
+
+
+def test_the_gpus_of_a_machine_share_the_memory_of_its_host() -> None:
+    """7 billion parameters: 16 bytes read and 12 written of each by AdamW, at 60 % of 307 GB/s."""
+    device, peak = find_device("h100-sxm", "bf16")
+    work = Work(on_host=28 * 7 * 10**9 // 8, copied=2 * 7 * 10**9)
+    time = step_time(work, work, Work(), "zero2_offload", rates_of(device, peak, 8))
+    assert time.on_host == pytest.approx(28 * 7e9 / (0.6 * 307.2e9))
+    # Each has lanes of its own.
+    assert time.copied == pytest.approx(2 * 7e9 / (0.8 * 64e9))
 
 
 @pytest.mark.parametrize(("sent", "exposed"), [(2, 0.0), (4, 2.0)])
@@ -110,3 +137,6 @@ def test_every_device_of_the_table_has_a_peak_and_a_source() -> None:
         assert peak > 1e12, name
         assert device.memory_gbs > device.link_gbs > 0, name
         assert device.source, name
+        assert device.host.memory_gbs > device.host.link_gbs > 0, name
+        if "PCIe" in device.link:
+            assert device.link == device.host.link, name

@@ -93,6 +93,37 @@ def zero_3_traffic(values: int, persistent: int, processes: int, *, micro_batche
     return Traffic(gathered, 0, scattered, (gathered + scattered) * _share(processes))
 
 
+def zero_2_offload(masters: int, averages: int, *, weight_bytes: int) -> int:
+    """ZeRO-2 with its optimizer in host memory: bytes read and written there by the step of one process.
+
+    Of each of ``masters`` values, which count padding: the gradient is scaled in place; AdamW's four tensors are read
+    and written, by torch's declaration; the weight of the forward is written from the fp32 one. The EMA of
+    ``averages`` values is read and written, and the weights are read.
+    """
+    scaled, stepped, converted = 2 * FP32, 8 * FP32, FP32 + weight_bytes
+    return masters * (scaled + stepped + converted) + averages * 3 * FP32
+
+
+def zero_2_copies(values: int, masters: int, *, micro_batches: int, weight_bytes: int) -> int:
+    """ZeRO-2 with its optimizer in host memory, one process: bytes copied between device and host.
+
+    Gradients go to the host in each micro-batch, where those before come back to be added first, unless there is one
+    micro-batch; then once more in fp32. Stepped weights come back.
+    """
+    passes = 0 if micro_batches == 1 else 1 + 2 * (micro_batches - 1)
+    return values * (passes * weight_bytes + FP32) + masters * weight_bytes
+
+
+def zero_3_copies(values: int, persistent: int, *, micro_batches: int, weight_bytes: int) -> int:
+    """ZeRO-3 with weights and optimizer in host memory, one process, a model that stays gathered to its backward.
+
+    Weights come to the device in each micro-batch, and persistent ones once, after the step. Gradients cross twice in
+    each micro-batch, to the host and back or the other way round, and in the last once more in fp32.
+    """
+    weights = micro_batches * (values - persistent) + persistent
+    return weights * weight_bytes + values * (2 * micro_batches * weight_bytes + FP32)
+
+
 def ddp_traffic(values: int, processes: int) -> Traffic:
     """DDP: one all-reduce of the fp32 gradients per optimizer step, ``2 P b (N - 1) / N``."""
     size = values * FP32

@@ -60,3 +60,8 @@ def real(layout: Layout, folder: Path, *flags: str) -> dict[str, Any]:
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-4000:]
     return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def total_work(found: dict[str, Any], name: str) -> int:
+    """Over the parts of a step."""
+    return sum(part[name] for part in found["work"])

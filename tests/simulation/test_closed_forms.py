@@ -12,7 +12,7 @@ from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
 from accel_train.simulation.collectives import sent_bytes
 from tests.distributed.launching import Layout
 from tests.simulation import closed_forms
-from tests.simulation.counting import counted
+from tests.simulation.counting import counted, simulated, total_work
 
 PROCESSES = (8, pytest.param(64, marks=pytest.mark.slow), pytest.param(512, marks=pytest.mark.slow), 1024)
 
@@ -122,6 +122,38 @@ def test_zero_3_follows_its_closed_forms(processes: int, tmp_path: Path) -> None
     assert of_kind(found, "reduce-scatter") == (1, traffic.scattered)
     sent = sum(row["sent"] for row in found["collectives"] if row["kind"] != "all-reduce")
     assert sent == pytest.approx(traffic.sent, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("micro_batches", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_offload_of_zero_2_follows_its_closed_forms(micro_batches: int, precision: str, tmp_path: Path) -> None:
+    flags = ("--global_batch_size", str(micro_batches), "--micro_batch_size", "1", "--precision", precision)
+    found = counted(Layout("zero2_offload", 1), tmp_path, *flags)
+    weight_bytes = 2 if precision == "bf16" else 4
+    masters, averages = (found["host"][name] // closed_forms.FP32 for name in ("master weights", "EMA"))
+    assert 0 <= masters - found["values"] < GROUPS * 2
+    expected = closed_forms.zero_2_offload(masters, averages, weight_bytes=weight_bytes)
+    # A count of steps for each group.
+    assert total_work(found, "on_host") == pytest.approx(expected, abs=16 * GROUPS)
+    copied = closed_forms.zero_2_copies(
+        found["values"], masters, micro_batches=micro_batches, weight_bytes=weight_bytes
+    )
+    assert total_work(found, "copied") == copied
+
+
+def test_an_offload_of_zero_3_copies_its_weights_to_the_device(tmp_path: Path) -> None:
+    flags = ("--global_batch_size", "16", "--micro_batch_size", "8", "--precision", "bf16")
+    report = simulated(Layout("zero3_offload", 1), tmp_path, *flags)
+    found = report["counted"]
+    values, persistent = found["values"], found["held"]["parameters"] // 2
+    copied = closed_forms.zero_3_copies(values, persistent, micro_batches=2, weight_bytes=2)
+    assert total_work(found, "copied") == copied
+    on_host = closed_forms.zero_2_offload(values, values, weight_bytes=2)
+    assert total_work(found, "on_host") == pytest.approx(on_host, abs=16 * GROUPS)
+    # They are beside the shards, which are in host memory.
+    assert found["host"]["parameters"] == 2 * values
+    gathered = 2 * (values - persistent)
+    assert 0.9 * gathered < max(point["gathered weights"] for point in report["curve"]) <= gathered
 
 
 def test_a_ring_reduces_in_two_passes() -> None:

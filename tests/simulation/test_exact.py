@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.launching import Layout
-from tests.simulation.counting import counted, real
+from tests.simulation.counting import counted, real, total_work
 
 pytestmark = pytest.mark.distributed
 FULL = ("--activation_checkpointing.mode", "full")
@@ -53,6 +53,8 @@ WEEKLY = [
     (Layout("zero2", 2, "causal_lm"), UNPACKED),
     (Layout("zero2_offload", 2), (*RAGGED, *BF16)),
     (Layout("zero2_offload", 2), RAGGED),
+    (Layout("zero2_offload", 1), (*RAGGED, *BF16)),
+    (Layout("zero3_offload", 1), BF16),
     (Layout("zero3", 2), FULL),
     (Layout("zero3_offload", 2), (*RAGGED, *BF16)),
     (Layout("zero3", 2, "pde"), ()),
@@ -84,6 +86,9 @@ def test_simulated_equals_real(layout: Layout, flags: tuple[str, ...], tmp_path:
     for name in ("values", "trained", "held", "host", "micro_batches", "rows", "flops"):
         assert fake[name] == truth[name], name
     assert collectives(fake) == collectives(truth)
+    for name in ("on_host", "copied", "copies"):
+        assert total_work(fake, name) == total_work(truth, name), name
+    assert bool(total_work(fake, "copied")) == ("offload" in layout.strategy)
     assert bool(fake["collectives"]) == (layout.processes > 1)
 
 

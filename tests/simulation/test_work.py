@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.simulation.collectives import Collective
-from accel_train.simulation.ledger import Ledger
+from accel_train.simulation.ledger import HOST, Ledger
 from accel_train.simulation.work import Work, WorkCounter
 
 VALUES = 1024
@@ -23,6 +23,25 @@ def work_of(compute: Callable[[], object]) -> Work:
     with ledger.recording():
         compute()
     return counter.work()
+
+
+def test_work_in_host_memory_is_apart() -> None:
+    """An optimizer on the host, and copies to it and from it in the type in which they cross."""
+    host, device = torch.ones(VALUES), torch.ones(VALUES)
+    narrow = torch.ones(VALUES, dtype=torch.bfloat16)
+    counter = WorkCounter(lambda tensor: ledger.is_on_host(tensor))
+    ledger = Ledger(lambda: ("forward", ""), counter.watch)
+    with ledger.recording():
+        ledger.mark([host], HOST)
+        host.mul_(2.0)
+        host.copy_(device)
+        narrow.copy_(host)
+        device.mul_(torch.tensor(2.0))
+        host.mul_(torch.tensor(2.0))
+        host.view(2, -1)
+    # A number on another memory makes no copy.
+    device_alone = Work(moved=2 * SIZE + 4, kernels=1)
+    assert counter.work() == Work(on_host=4 * SIZE + 4, copied=SIZE + SIZE // 2, copies=2) + device_alone
 
 
 def values() -> Tensor:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from accel_train.simulation import ledger as ledgers
@@ -57,9 +58,7 @@ class EngineTensors:
         """Yield what the engine keeps. The first category of a storage counts."""
         parameters = [*self._shards.parameters.values(), *self._shards.frozen.values()]
         yield Kept(ledgers.PARAMETERS, False, parameters)
-        # Stage 3: the shard beside a parameter that is empty between its uses.
-        shards = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
-        yield Kept(ledgers.PARAMETERS, self._offloads_weights, shards)
+        yield Kept(ledgers.PARAMETERS, self._offloads_weights, self._shards_of_weights())
         # Stages 1 and 2 copy the stepped weights there first.
         on_their_way = list(getattr(self._zero, "param_buffer_of_bit16_for_cpu_offload_groups", []))
         yield Kept(ledgers.PARAMETERS, True, on_their_way)
@@ -86,9 +85,45 @@ class EngineTensors:
                 yield Kept(ledgers.GRADIENTS, False, list(tensors or []))
 
     @contextmanager
+    def copying(self, ledger: Ledger | None = None) -> Generator[None]:
+        """Let tensors be copied from host memory to the device in the body, as on a GPU. On a CPU they are the same.
+
+        ``ledger`` learns which of the copies are weights.
+        """
+        from deepspeed.accelerator import get_accelerator
+
+        on_host = {_storage(tensor) for kept in self.between_steps() if kept.on_host for tensor in kept.tensors}
+        weights = {_storage(shard) for shard in self._shards_of_weights()}
+        original = Tensor.to
+
+        def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            names_device = any(isinstance(value, (str, torch.device)) for value in (*args, *kwargs.values()))
+            if not names_device or _storage(tensor) not in on_host:
+                return original(tensor, *args, **kwargs)
+            made = torch.empty_like(tensor, requires_grad=False).copy_(tensor.detach())
+            if ledger is not None and _storage(tensor) in weights:
+                ledger.suggest([made], ledgers.GATHERED)
+            return original(made, *args, **kwargs)
+
+        def on_device(_: Any, tensor: Tensor) -> bool:
+            return _storage(tensor) not in on_host
+
+        with (
+            mock.patch.object(Tensor, "to", to),
+            mock.patch.object(type(get_accelerator()), "on_accelerator", on_device),
+        ):
+            yield
+
+    def _shards_of_weights(self) -> list[Tensor]:
+        """Return stage 3's shard beside each parameter, which is empty between its uses."""
+        parameters = [*self._shards.parameters.values(), *self._shards.frozen.values()]
+        return [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
+
+    @contextmanager
     def following(self, ledger: Ledger) -> Generator[None]:
         """Name what is made inside of the engine in the body: buckets of gradients, and weights gathered together."""
         with ExitStack() as patches:
+            patches.enter_context(self.copying(ledger))
             if self.is_stage_3:
                 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle as Handle
 
@@ -129,3 +164,8 @@ def _naming_weights(wait: Callable[..., None], ledger: Ledger) -> Callable[..., 
         ledger.suggest([parameter.data for parameter in handle.params], ledgers.GATHERED)
 
     return call
+
+
+def _storage(tensor: Tensor) -> int:
+    storage: Any = tensor.untyped_storage()
+    return storage._cdata

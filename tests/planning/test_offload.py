@@ -1,0 +1,178 @@
+"""Plans with states in host memory: chosen where they win or nothing else fits, within the memory of the host."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from accel_train.config import UsageError
+from accel_train.planning import memory, report
+from accel_train.planning.candidates import OFFLOADS, Candidate, Space, space_of
+from accel_train.planning.command import budget_of
+from accel_train.planning.devices import rated
+from accel_train.planning.flags import Goal, Options
+from accel_train.planning.memory import HOST_RULES, MARGIN_SHARE, Budget, memory_of_this_machine_gib
+from accel_train.planning.plan import Plan, make_plan
+from accel_train.planning.probe import Probe
+from accel_train.planning.search import Chain, best, search
+from tests.planning.made_up import ON_HOST, made_up, space
+from tests.planning.test_choices import config, flags
+
+PLENTY = 1000.0
+
+
+def searched(given: Space, budget: Budget, goal: Goal = "speed") -> tuple[list[Chain], list[Candidate]]:
+    simulated: list[Candidate] = []
+
+    def measure(candidate: Candidate) -> Probe:
+        simulated.append(candidate)
+        return made_up(candidate, given.micro_batches(candidate))
+
+    return search(given, goal, budget, measure), simulated
+
+
+def planned(limit: float, host: float = PLENTY, gpus: int = 1, goal: Goal = "speed") -> Plan:
+    given = space(gpus, 64, offloads=True)
+    budget = Budget(limit, 0.0, gpus, host_gib=host)
+    return make_plan("mmdit", goal, given, budget, searched(given, budget, goal)[0], config())
+
+
+@pytest.mark.parametrize("goal", ["speed", "memory"])
+@pytest.mark.parametrize("host", [PLENTY, 14.0, 9.0])
+@pytest.mark.parametrize("limit", [1.0, 2.5, 4.0, 7.0, 12.0, 20.0, 80.0])
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_best_that_fits_gpu_and_host_is_found(gpus: int, limit: float, host: float, goal: Goal) -> None:
+    given = space(gpus, 32, offloads=True)
+    budget = Budget(limit, 0.0, gpus, host_gib=host)
+    every = [Candidate(*names) for names in itertools.product(given.strategies, given.modes, given.sizes)]
+    fitting = [probe for probe in (made_up(one, given.micro_batches(one)) for one in every) if probe.fits(budget)]
+    chains, simulated = searched(given, budget, goal)
+    found = best(chains, goal, budget)
+    if goal == "memory":
+        assert (found and found.tensors) == min((probe.tensors for probe in fitting), default=None)
+    else:
+        assert (found and found.time.total) == min((probe.time.total for probe in fitting), default=None)
+    assert len(set(simulated)) == len(simulated)
+
+
+def test_an_offload_is_planned_where_nothing_else_fits() -> None:
+    found = planned(4.0)
+    assert found.chosen.candidate.strategy == "zero2_offload"
+    assert "single: weights, gradients, optimizer and EMA alone need" in found.reasons()["launch file"]
+
+
+def test_an_offload_is_planned_where_it_is_the_fastest() -> None:
+    """One GPU holds 64 samples without weights and optimizer, and one with them."""
+    found = planned(11.6)
+    assert found.chosen.candidate.strategy == "zero2_offload"
+    assert any(probe.candidate.strategy == "single" for chain in found.chains for probe in chain.probes)
+
+
+def test_what_fits_without_an_offload_costs_one_simulation_of_each() -> None:
+    given = space(1, 64, offloads=True)
+    chains, simulated = searched(given, Budget(100.0, 0.0, 1))
+    found = best(chains, "speed", Budget(100.0, 0.0, 1))
+    assert found is not None
+    assert found.candidate == Candidate("single", "none", 64)
+    assert [one.strategy for one in simulated] == ["single", *OFFLOADS]
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_host_memory_is_of_the_machine_and_shared(gpus: int) -> None:
+    budget = Budget(80.0, 0.0, gpus, host_gib=PLENTY)
+    probe = made_up(Candidate("zero2_offload", "none", 64), 1)
+    each = ON_HOST["zero2_offload"]
+    fixed, share = (sum(getattr(rule, name) for rule in HOST_RULES) for name in ("gib", "share"))
+    needed = probe.needed_host_gib(budget)
+    assert needed == pytest.approx(gpus * (each * (1 + share) + fixed))
+    enough = needed / (1 - MARGIN_SHARE)
+    assert probe.fits(Budget(80.0, 0.0, gpus, host_gib=enough + 0.01))
+    assert not probe.fits(Budget(80.0, 0.0, gpus, host_gib=enough - 0.01))
+    plain = made_up(Candidate("single", "none", 1), 1)
+    assert plain.needed_host_gib(budget) == 0
+    assert plain.fits(Budget(80.0, 0.0, gpus, host_gib=0.1))
+
+
+def test_too_little_host_memory_says_how_much_would_do() -> None:
+    with pytest.raises(
+        UsageError, match=r"a machine with (\d+) GiB of memory in place of 8, for zero2_offload"
+    ) as error:
+        planned(4.0, host=8.0)
+    text = str(error.value)
+    assert "(single, activation_checkpointing.mode full" in text, "the smallest on the GPU that the host allows"
+    enough = float(text.split("a machine with ")[1].split(" ")[0])
+    assert planned(4.0, host=enough).chosen.candidate.strategy == "zero2_offload"
+    with pytest.raises(UsageError):
+        planned(4.0, host=enough - 1.5)
+
+
+def test_without_deepspeed_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_train.planning.candidates.find_spec", lambda name: object())
+    assert space_of(config(), {}, 1).strategies == ("single", *OFFLOADS)
+    assert space_of(config(), {}, 2).strategies == ("fsdp2", "ddp", *OFFLOADS)
+    assert not any("ZeRO" in name for name in space_of(config(), {}, 1).not_considered())
+    monkeypatch.setattr("accel_train.planning.candidates.find_spec", lambda name: None)
+    given = space_of(config(), {}, 2)
+    assert given.strategies == ("fsdp2", "ddp")
+    (reason,) = (reason for name, reason in given.not_considered().items() if "ZeRO" in name)
+    assert reason == "DeepSpeed is not installed: pip install 'accel-train[deepspeed]'"
+    chains, _ = searched(given, Budget(1.0, 0.0, 2))
+    with pytest.raises(UsageError, match=r"pip install 'accel-train\[deepspeed\]', for zero2_offload"):
+        make_plan("mmdit", "speed", given, Budget(1.0, 0.0, 2), chains, config())
+
+
+def lines_of(text: str, *beginnings: str) -> Sequence[str]:
+    return [next(line for line in text.splitlines() if line.strip().startswith(start)) for start in beginnings]
+
+
+def test_the_output_has_the_host_with_the_origin_of_each_figure() -> None:
+    found = planned(4.0, host=64.0)
+    named = rated("rtx-4090", "bf16", 1)
+    text = report.describe(found, named, explain=True)
+    host = text.partition("host memory of the machine, 1 process(es)\n")[2]
+    state, processes, blocks, needed, limit = host.splitlines()[:5]
+    assert state.split()[:2] == ["optimizer", "state"]
+    assert state.endswith("exact")
+    assert "a rule, not measured" in processes
+    assert "a rule, not measured" in blocks
+    assert needed.endswith("modelled")
+    assert "60.80 GiB" in limit
+    copies, optimizer = lines_of(text, "copies", "optimizer on the host")
+    assert copies.endswith("at 80% of 32 GB/s of PCIe 4 x16, a rule, not measured")
+    assert optimizer.endswith("at 60% of 89.6 GB/s of 2 channels of DDR5-5600, a rule, not measured")
+    assert "copies and the optimizer on the host" in text
+
+    listed = report.as_json(found, named)
+    chosen = listed["plan"]
+    json.dumps(listed)
+    assert (chosen["launch_file"], listed["host_gib"]) == ("zero2_offload.yaml", 64.0)
+    assert chosen["needed_host_gib"] == found.chosen.needed_host_gib(found.budget)
+    assert (chosen["origins"]["host_bytes"], chosen["origins"]["needed_host_gib"]) == ("exact", "modelled")
+    assert chosen["seconds"]["on_host"] > 0
+
+
+def test_without_an_offload_the_host_is_not_mentioned() -> None:
+    text = report.describe(planned(100.0), rated("rtx-4090", "bf16", 1), explain=False)
+    assert "host memory of the machine" not in text
+    assert "optimizer on the host" not in text
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan"])
+def test_a_host_without_memory_is_refused(value: str) -> None:
+    with pytest.raises(UsageError, match=r"host_gib: .*give --host_gib 256"):
+        flags("--gpus", "1", "--vram_gib", "8", "--host_gib", value)
+
+
+def test_without_the_flag_it_is_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert budget_of(Options(1, 80.0, host_gib=512.0)).host_gib == 512.0
+    assert budget_of(Options(1, 80.0)).host_gib == memory_of_this_machine_gib() > 0
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "CONTAINER_LIMITS", (limit, tmp_path / "none"))
+    limit.write_text("max\n")
+    whole = memory_of_this_machine_gib()
+    limit.write_text(f"{2**28}\n")
+    assert memory_of_this_machine_gib() == 0.25 < whole
