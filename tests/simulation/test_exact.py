@@ -89,7 +89,8 @@ def test_simulated_equals_real(layout: Layout, flags: tuple[str, ...], tmp_path:
     for name in ("on_host", "copied", "copies"):
         assert total_work(fake, name) == total_work(truth, name), name
     assert bool(total_work(fake, "copied")) == ("offload" in layout.strategy)
-    assert bool(fake["collectives"]) == (layout.processes > 1)
+    # DeepSpeed calls them with one process as well, which sends nothing.
+    assert any(row["sent"] for row in fake["collectives"]) == (layout.processes > 1)
 
 
 # Slow: the bytes of single layers are compared every day (tests/domains/models/test_simulated_layers.py).
