@@ -31,7 +31,7 @@ NO_DEEPSPEED = {
 NOT_CONSIDERED: Mapping[str, str] = {
     "fsdp_offload_params (fsdp2_offload.yaml), offload_frozen": "a simulation has one memory, and offload needs two",
     "parallelism_config (HSDP), several machines": "one machine is planned for",
-    f"{MODE} every_nth, attention, ffn": "their memory and time lie between those of none and full",
+    f"{MODE} attention and ffn, blocks": "their memory and time lie between those of none and full",
     "compile, float8, attention, precision, optimizer, sync": "left as the preset and the flags set them",
 }
 """Named in every plan."""
@@ -87,6 +87,7 @@ def space_of(config: Any, origins: Mapping[str, str], gpus: int) -> Space:
             f"gpus: {gpus}: a plan keeps global_batch_size {total:,} exactly, so a number that divides it is required; "
             f"give --gpus {' or '.join(map(str, _nearest(total, gpus)))}, or another --global_batch_size"
         )
+    _refuse_what_is_planned(config, origins)
     # Of equal shares only: with a remainder some processes compute more, and the step waits for them.
     share = total // gpus
     fixed = frozenset(name for name in (MICRO_BATCH, MODE) if origins.get(name) == "command line")
@@ -108,6 +109,21 @@ def space_of(config: Any, origins: Mapping[str, str], gpus: int) -> Space:
         sizes=sizes,
         fixed=fixed,
     )
+
+
+def _refuse_what_is_planned(config: Any, origins: Mapping[str, str]) -> None:
+    """Raise ``UsageError`` for options that contradict what a plan varies."""
+    blocks = config.activation_checkpointing.blocks
+    if blocks is not None and origins.get(MODE) != "command line":
+        raise UsageError(
+            f"activation_checkpointing.blocks: {blocks}: a plan tries each mode on all blocks; give --{MODE} "
+            f"{config.activation_checkpointing.mode} to plan with these, or leave blocks out"
+        )
+    if config.memory.fraction < 1:
+        raise UsageError(
+            f"memory.fraction: {config.memory.fraction:g}: a plan has the memory of a GPU from --vram_gib; give that "
+            "share of it there, and leave memory.fraction out"
+        )
 
 
 def has_deepspeed() -> bool:

@@ -21,6 +21,7 @@ from accel_train.planning.memory import GIB, Budget
 from accel_train.planning.plan import Plan, make_plan
 from accel_train.planning.probe import Probe
 from accel_train.planning.search import search
+from accel_train.speed.options import ActivationCheckpointingConfig, MemoryConfig
 from tests.planning.made_up import made_up, space
 
 
@@ -28,7 +29,8 @@ def config(**changed: Any) -> SimpleNamespace:
     values: dict[str, Any] = {
         "global_batch_size": 96,
         "micro_batch_size": 16,
-        "activation_checkpointing": SimpleNamespace(mode="full"),
+        "activation_checkpointing": ActivationCheckpointingConfig("full"),
+        "memory": MemoryConfig(),
         "precision": "fp32",
         "sync": "auto",
     }
@@ -200,3 +202,14 @@ def test_what_is_not_considered_and_what_does_not_fit_is_listed() -> None:
     assert over == sorted(over)
     assert all(gib > 0 for gib in over)
     assert listed["plan"]["bytes_in_blocks"] <= 10 * GIB
+
+
+def test_what_a_plan_varies_is_not_fixed_in_part() -> None:
+    partly = config(activation_checkpointing=ActivationCheckpointingConfig("full", blocks=2))
+    with pytest.raises(
+        UsageError, match=r"blocks: 2: .* give --activation_checkpointing\.mode full to plan"
+    ):
+        space_of(partly, {}, 1)
+    assert space_of(partly, {MODE: "command line"}, 1).modes == ("full",)
+    with pytest.raises(UsageError, match=r"memory\.fraction: 0\.5: .* from --vram_gib"):
+        space_of(config(memory=MemoryConfig(fraction=0.5)), {}, 1)
