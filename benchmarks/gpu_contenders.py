@@ -19,7 +19,7 @@ from accel_train.speed.attention.table import AttentionNeeds
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
-from accel_train.training.offload import HostAdamW
+from accel_train.training.optimizer_classes.offload import HostAdamW
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import resolve_step_guard

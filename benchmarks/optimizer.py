@@ -19,7 +19,7 @@ from torch import nn
 
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.health.evidence import Evidence
-from accel_train.training.offload import HostAdamW
+from accel_train.training.optimizer_classes.offload import HostAdamW
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepGuard

@@ -222,7 +222,9 @@ def scheduled(order: Sampler, schedule: BatchScheduleConfig) -> Sampler:
     if not schedule.steps and not schedule.measures:
         return order
     if not isinstance(order, StepSampler):
-        given = f"steps {list(schedule.steps)}" if schedule.steps else f"noise_factor {schedule.noise_factor}"
+        given = f"noise_factor {schedule.noise_factor}"
+        if schedule.steps:
+            given = f"steps {list(schedule.steps)}"
         raise UsageError(
             f"batch_schedule.{given}: {type(order).__name__} gives every step the same number of samples; leave "
             "batch_schedule out, which needs StepSampler"

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from accel_train.config import FractionBelowOne, NonNegativeFloat, PositiveFloat, UsageError
-from accel_train.training.muon import MuonAdamW, MuonPrecision
-from accel_train.training.offload import HostAdamW
 from accel_train.training.optimizer_choice import (
     OwnOptimizer,
     check_name,
@@ -25,6 +23,8 @@ from accel_train.training.optimizer_choice import (
     try_saving,
 )
 from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
+from accel_train.training.optimizer_classes.muon import MuonAdamW, MuonPrecision
+from accel_train.training.optimizer_classes.offload import HostAdamW
 from accel_train.training.parameters import Kind, ParamGroup, kinds, mark_part
 from accel_train.training.shards import OWN_KEY
 
@@ -189,13 +189,20 @@ def _build(
         optimizer = MuonAdamW(groups, betas=config.betas, eps=config.eps, fused=fused)
         settings = next(g for g in groups if g["muon"])
         return optimizer, f"Muon (Newton-Schulz in {settings['precision']}) and AdamW, {reason}"
+    return _build_adamw(config, groups, reason, fused=fused, strategy=strategy)
+
+
+def _build_adamw(
+    config: OptimizerConfig, groups: list[ParamGroup], reason: str, *, fused: bool, strategy: str
+) -> tuple[torch.optim.Optimizer, str]:
+    notice = f"AdamW, {reason}"
     kinds_of_tensors = {parameter.dtype for group in groups for parameter in group["params"]}
     # DeepSpeed knows torch's own class by its name, and gives it one flat tensor.
     if fused and len(kinds_of_tensors) == 1 and not strategy.startswith("zero"):
-        return FusedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps), f"AdamW, {reason}"
+        return FusedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps), notice
     # None rather than False, with which torch would take its loop over tensors instead of foreach.
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)
-    return adamw, f"AdamW, {reason}"
+    return adamw, notice
 
 
 def _build_own(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel_train.training import eight_bit
+from accel_train.training.optimizer_classes import eight_bit
 from accel_train.training.parameters import ParamGroup
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ from accel_train.runtime.distributed_options import DistributedConfig
 from accel_train.runtime.exiting import run_main
 from accel_train.runtime.strategy import strategy_of, verify_prepared
 from accel_train.store import atomic_files, commit, planning
-from accel_train.training import muon
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig, average_of
 from accel_train.training.optimizer_choice import OWN, TABLE, refuse_combination
+from accel_train.training.optimizer_classes import muon
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
 from accel_train.training.shards import Shards, exact_masters
 from accel_train.training.step_guard import NonFiniteError, StepGuard

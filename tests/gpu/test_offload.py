@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_train.training.offload import HostAdamW
+from accel_train.training.optimizer_classes.offload import HostAdamW
 
 
 @pytest.mark.gpu

@@ -206,9 +206,7 @@ def test_what_is_not_considered_and_what_does_not_fit_is_listed() -> None:
 
 def test_what_a_plan_varies_is_not_fixed_in_part() -> None:
     partly = config(activation_checkpointing=ActivationCheckpointingConfig("full", blocks=2))
-    with pytest.raises(
-        UsageError, match=r"blocks: 2: .* give --activation_checkpointing\.mode full to plan"
-    ):
+    with pytest.raises(UsageError, match=r"blocks: 2: .* give --activation_checkpointing\.mode full to plan"):
         space_of(partly, {}, 1)
     assert space_of(partly, {MODE: "command line"}, 1).modes == ("full",)
     with pytest.raises(UsageError, match=r"memory\.fraction: 0\.5: .* from --vram_gib"):

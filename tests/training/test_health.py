@@ -31,7 +31,7 @@ from accel_train.training.gradients.sync import SyncPolicy
 from accel_train.training.health.evidence import NonFiniteError
 from accel_train.training.health.options import HealthConfig, refuse_inexact
 from accel_train.training.health.spikes import Spikes
-from accel_train.training.offload import HostAdamW
+from accel_train.training.optimizer_classes.offload import HostAdamW
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_learning_rate
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepResult, resolve_step_guard

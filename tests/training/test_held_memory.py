@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accel_train.training.ema import Ema, EmaConfig, OptimizerAverage
 from accel_train.training.memory.description import described
 from accel_train.training.memory.held import Held, count, held, held_gradients
-from accel_train.training.offload import HostAdamW
+from accel_train.training.optimizer_classes.offload import HostAdamW
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepGuard
 

@@ -22,8 +22,8 @@ from accel_train.config import UsageError
 from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
 from accel_train.hub.options import HubConfig
 from accel_train.store import atomic_files, commit, manifest
-from accel_train.training import muon
 from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.optimizer_classes import muon
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
 from accel_train.training.shards import Shards
 

@@ -10,9 +10,10 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.training import eight_bit, offload, optimizer_choice
-from accel_train.training.offload import HostAdamW
+from accel_train.training import optimizer_choice
 from accel_train.training.optimizer_choice import PRECISIONS, STRATEGIES, TABLE, refuse_combination
+from accel_train.training.optimizer_classes import eight_bit, offload
+from accel_train.training.optimizer_classes.offload import HostAdamW
 from accel_train.training.optimizers import (
     OptimizerConfig,
     build_optimizer,

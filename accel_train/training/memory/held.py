@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accel_train.training.offload import HostAdamW
+from accel_train.training.optimizer_classes.offload import HostAdamW
 from accel_train.training.sharding import fixed_shard
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""Optimizers that torch lacks, or has with more work around their kernels."""
+"""Optimizers: torch's fused AdamW with less work around its kernel, Muon, and states in 8 bits or in host memory."""

@@ -56,14 +56,7 @@ class FusedAdamW(torch.optim.AdamW):
         if not all(states):
             self._init_group(group, [], [], [], [], [], [])  # torch's own, which makes the state
         counts = self._counts_of(number, states)
-        device = counts.all.device
-        # Set by the step guard, or by a loss scale.
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        if found_inf is not None:
-            found_inf = found_inf.to(device, non_blocking=True)
-        if grad_scale is not None:
-            grad_scale = grad_scale.to(device, non_blocking=True)
+        found_inf = self._attribute("found_inf", counts.all.device)
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         beta1, beta2 = group["betas"]
         counts.all.add_(1)
@@ -81,12 +74,19 @@ class FusedAdamW(torch.optim.AdamW):
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
-            grad_scale=grad_scale,
+            grad_scale=self._attribute("grad_scale", counts.all.device),
             found_inf=found_inf,
         )
         # The kernel did nothing then, so the step does not count.
         if found_inf is not None:
             counts.all.sub_(found_inf)
+
+    def _attribute(self, name: str, device: torch.device) -> Tensor | None:
+        """Return what the step guard or a loss scale has set, if one has."""
+        found: Tensor | None = getattr(self, name, None)
+        if found is None:
+            return None
+        return found.to(device, non_blocking=True)
 
     def _counts_of(self, number: int, states: Sequence[State]) -> _Counts:
         counts = self._counts.get(number)
