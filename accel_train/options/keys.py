@@ -14,6 +14,22 @@ from accel_train.wording import did_you_mean
 
 NOWHERE: Places = MappingProxyType({})
 """Positions of values from no file."""
+FORMER: Mapping[str, Any] = {"activation_checkpointing.every": 2}
+"""Options of earlier versions, with their defaults. The config of a run has every option."""
+
+
+def without_former(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tree without options of earlier versions, where they say nothing because they have their default.
+
+    With another value they stay, and are refused.
+    """
+    found = dict(tree)
+    for option, default in FORMER.items():
+        group, _, leaf = option.rpartition(".")
+        options = found.get(group)
+        if isinstance(options, Mapping) and options.get(leaf) == default:
+            found[group] = {key: value for key, value in cast(Mapping[str, Any], options).items() if key != leaf}
+    return found
 
 
 def check_keys(cls: type, tree: Mapping[str, Any], where: str, places: Places = NOWHERE) -> None:

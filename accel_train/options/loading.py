@@ -26,7 +26,7 @@ from accel_train.options.flags import (
     refusal,
     stray,
 )
-from accel_train.options.keys import NOWHERE, check_keys, invalid_keys
+from accel_train.options.keys import NOWHERE, check_keys, invalid_keys, without_former
 from accel_train.options.tree import Tree, flatten, option_names, option_types, to_tree
 from accel_train.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.wording import did_you_mean, nearest
@@ -277,7 +277,7 @@ def _read_source(path: Path, source: str) -> tuple[Tree, Places]:
             f"{source} is a launch file of accelerate (it has {found[0]}): it describes the machine, not the "
             f"experiment; give it to the launcher: {launch} [PRESET]"
         )
-    return document.values, document.places
+    return without_former(document.values), document.places
 
 
 def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places = NOWHERE) -> C:
@@ -285,6 +285,7 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
     from pydantic import TypeAdapter, ValidationError
 
     kinds = option_types(cls)
+    tree = without_former(tree)
     # Before pydantic, which would convert what `refusal` refuses.
     for key, value in flatten(tree).items():
         if key not in kinds:

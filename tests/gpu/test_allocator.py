@@ -11,7 +11,10 @@ import torch
 from accel_train.speed.memory.allocator import apply_memory
 from accel_train.speed.options import MemoryConfig
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture

@@ -10,7 +10,10 @@ from torch import nn
 
 from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
 
 

@@ -21,6 +21,7 @@ from accel_train.config import (
 )
 from accel_train.domains.images.pipeline import PictureOptions
 from accel_train.domains.language.pipeline import LanguageOptions
+from accel_train.options.keys import without_former
 from accel_train.options.loading import Loaded, load_config, read_options
 from accel_train.options.tree import config_text, flatten, option_names, to_tree
 from accel_train.store.run_file import write_config
@@ -381,3 +382,11 @@ def test_paths_are_expanded_against_the_directory_of_the_start(tmp_path: Path, m
 def test_the_flag_of_another_kind_of_model_is_refused_with_its_own(options: type, flag: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_options(options, [flag, "a red flag"], "accel-train sample runs/a")
+
+
+def test_an_option_of_an_earlier_version_says_nothing_at_its_default() -> None:
+    """The config of a run names every option that there was."""
+    tree = {"activation_checkpointing": {"mode": "full", "every": 2}, "seed": 3}
+    assert without_former(tree) == {"activation_checkpointing": {"mode": "full"}, "seed": 3}
+    changed = {"activation_checkpointing": {"mode": "full", "every": 3}}
+    assert without_former(changed) == changed, "refused as unknown"
