@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accel_train.training.optimizer_classes.closures import loss_of
 from accel_train.training.parameters import ParamGroup
 
 State = dict[str, Tensor]
@@ -41,10 +42,7 @@ class FusedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. Does not wait for the device."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():  # a closure runs a backward, and this method is without gradients
-                loss = closure()
+        loss = loss_of(closure)
         for number, group in enumerate(self.param_groups):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_train.precision import dtype_of
+from accel_train.training.optimizer_classes.closures import loss_of
 from accel_train.training.parameters import ParamGroup
 
 # The quintic of Jordan et al., tuned for the steepest slope at 0 rather than for convergence to exactly 1.
@@ -79,10 +80,7 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():  # a closure runs a backward, and this method is without gradients
-                loss = closure()
+        loss = loss_of(closure)
         matrices: list[_Matrix] = []
         for group in self.param_groups:
             if group["muon"]:

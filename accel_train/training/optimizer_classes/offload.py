@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accel_train.training.optimizer_classes.closures import loss_of
 from accel_train.training.parameters import ParamGroup
 
 BUCKET_BYTES = 64 << 20
@@ -39,10 +40,7 @@ class HostAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():  # a closure runs a backward, and this method is without gradients
-                loss = closure()
+        loss = loss_of(closure)
         buckets = list(self._buckets())
         # All copies are queued before the first update, so that the bus is busy while the CPU works.
         arrivals = [self._bring(bucket) for bucket in buckets]
