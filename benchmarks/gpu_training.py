@@ -174,7 +174,7 @@ def g1_float8(machine: Machine, rate: float, found: Found) -> None:
 KERNELS = {
     "matrix products": ("nvjet", "gemm", "cutlass"),
     "attention": ("cudnn", "fmha", "flash"),
-    "AdamW": ("FusedOptimizer",),
+    "AdamW": ("FusedOptimizer", "adamw_one_pass"),
     "gradient norm and moving average": ("multi_tensor_apply",),
     "compiled elementwise kernels": ("triton_poi",),
     "compiled reductions": ("triton_red", "triton_per"),

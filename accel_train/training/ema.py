@@ -11,6 +11,7 @@ import torch
 
 from accel_train.config import FractionBelowOne, UsageError
 from accel_train.training.optimizer_choice import averages_weights
+from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepGuard
 
@@ -41,6 +42,12 @@ class Ema:
         if self.is_on:
             for name in shards.parameters:
                 self._shards[name] = shards.master(name).float().clone()
+        self._fused: FusedAdamW | None = None
+        """An optimizer that moves the averages in the pass over memory that updates the weights."""
+        if self.is_on and isinstance(shards.optimizer, FusedAdamW) and shards.optimizer.one_pass:
+            self._fused = shards.optimizer
+        self._announced_step = -1
+        """Of the weight that the optimizer was given for its next step."""
 
     @property
     def is_on(self) -> bool:
@@ -60,6 +67,20 @@ class Ema:
         """Move towards the weights after optimizer step ``step`` (0-based)."""
         if self.config.decay == 0 or self.guard.skips_this_step:
             return
+        if self._fused is None:
+            self._move(step)
+            return
+        if self._fused.has_averaged:
+            self._fused.has_averaged = False
+            assert step == self._announced_step, f"the EMA moved in step {step} as if in {self._announced_step}"
+        else:
+            self._move(step)
+        # Known one step ahead, because the optimizer steps before it is asked here.
+        self._announced_step = step + 1
+        weight = 1 - decay_at(self.config.decay, step + 1)
+        self._fused.average_next({self.view.parameters[name]: shard for name, shard in self._shards.items()}, weight)
+
+    def _move(self, step: int) -> None:
         # Asked for in every step, because FSDP2 and DeepSpeed may replace the tensors behind the names.
         masters = [self.view.master(name) for name in self._shards]
         decay = decay_at(self.config.decay, step)

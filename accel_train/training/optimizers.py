@@ -25,6 +25,7 @@ from accel_train.training.optimizer_choice import (
 from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
 from accel_train.training.optimizer_classes.muon import MuonAdamW, MuonPrecision
 from accel_train.training.optimizer_classes.offload import HostAdamW
+from accel_train.training.optimizer_classes.trial import one_pass_obstacle
 from accel_train.training.parameters import Kind, ParamGroup, kinds, mark_part
 from accel_train.training.shards import OWN_KEY
 
@@ -189,17 +190,23 @@ def _build(
         optimizer = MuonAdamW(groups, betas=config.betas, eps=config.eps, fused=fused)
         settings = next(g for g in groups if g["muon"])
         return optimizer, f"Muon (Newton-Schulz in {settings['precision']}) and AdamW, {reason}"
-    return _build_adamw(config, groups, reason, fused=fused, strategy=strategy)
+    return _build_adamw(config, device, groups, reason, fused=fused, strategy=strategy)
 
 
 def _build_adamw(
-    config: OptimizerConfig, groups: list[ParamGroup], reason: str, *, fused: bool, strategy: str
+    config: OptimizerConfig, device: torch.device, groups: list[ParamGroup], reason: str, *, fused: bool, strategy: str
 ) -> tuple[torch.optim.Optimizer, str]:
     notice = f"AdamW, {reason}"
-    kinds_of_tensors = {parameter.dtype for group in groups for parameter in group["params"]}
+    parameters = [parameter for group in groups for parameter in group["params"]]
     # DeepSpeed knows torch's own class by its name, and gives it one flat tensor.
-    if fused and len(kinds_of_tensors) == 1 and not strategy.startswith("zero"):
-        return FusedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps), notice
+    if fused and len({parameter.dtype for parameter in parameters}) == 1 and not strategy.startswith("zero"):
+        obstacle = one_pass_obstacle(device, parameters)
+        if obstacle is None:
+            notice += ", one pass for weights and average"
+        elif device.type == "cuda":
+            notice += f", torch's kernel (not one pass: {obstacle})"
+        keywords: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+        return FusedAdamW(groups, **keywords, one_pass=obstacle is None), notice
     # None rather than False, with which torch would take its loop over tensors instead of foreach.
     adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)
     return adamw, notice

@@ -178,3 +178,9 @@ def prepared_parameters(accelerator: Accelerator, model: nn.Module) -> list[nn.P
         require_prepared(accelerator, model)
         _PARAMETERS[model] = list(model.parameters())
     return _PARAMETERS[model]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that FSDP2 has sharded, and any other tensor itself."""
+    sharded: Any = tensor
+    return sharded.to_local() if hasattr(sharded, "to_local") else tensor

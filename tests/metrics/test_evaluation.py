@@ -76,7 +76,9 @@ def test_modes_weights_and_gradients_come_back() -> None:
     def show(tensors: dict[str, Tensor]) -> None:
         linear.weight.data.copy_(tensors["weight"])
 
-    view: Any = SimpleNamespace(parameters=["weight"], master=master, show=show, agree_on_buffers=lambda: None)
+    view: Any = SimpleNamespace(
+        parameters=["weight"], optimizer=None, master=master, show=show, agree_on_buffers=lambda: None
+    )
     average = Ema(EmaConfig(), view)
     average.shards["weight"].zero_()
     before = linear.weight.detach().clone()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from accel_train.precision import dtype_of
 from accel_train.training.optimizer_classes.closures import loss_of
-from accel_train.training.parameters import ParamGroup
+from accel_train.training.parameters import ParamGroup, local_of
 
 # The quintic of Jordan et al., tuned for the steepest slope at 0 rather than for convergence to exactly 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -107,8 +107,8 @@ class MuonAdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        gradient = _local(parameter.grad)
-        buffer = _local(state["momentum_buffer"])
+        gradient = local_of(parameter.grad)
+        buffer = local_of(state["momentum_buffer"])
         # A shard needs no other rank: the momentum is taken value by value.
         buffer.lerp_(gradient, 1 - group["momentum"])
         return _Matrix(parameter, gradient, buffer, group)
@@ -136,7 +136,7 @@ class _Matrix:
     def move(self, orthogonal: Tensor) -> None:
         """Decay, then step along this rank's shard of the orthogonal factor."""
         group = self.group
-        local = _local(self.parameter)
+        local = local_of(self.parameter)
         # Decoupled, before the step, as torch's AdamW does.
         local.mul_(1 - group["lr"] * group["weight_decay"])
         ratio = learning_rate_ratio(group["adjust_lr_fn"], self.parameter.shape)
@@ -255,9 +255,3 @@ def _rows_of_ranks(rows: int, world: int) -> list[int]:
     """Rows of each rank under FSDP2, as ``torch.chunk`` divides them: the last ranks may have fewer, or none."""
     chunk = -(-rows // world)  # rounded up
     return [max(0, min(chunk, rows - rank * chunk)) for rank in range(world)]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

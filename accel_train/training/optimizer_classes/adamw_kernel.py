@@ -1,0 +1,184 @@
+"""AdamW of all tensors of a group, and their moving average, in one pass over memory, as one Triton kernel.
+
+torch's fused kernel writes the scaled gradient back, and the average reads the weights once more. On a GPU all of this
+is bound by memory: 44 bytes per value in two kernels, 36 here (weight, both moments and average read and written, the
+gradient read). Imported where Triton is installed and the parameters are on a GPU.
+"""
+
+# pyright: reportMissingParameterType=false
+# Triton compiles annotations too, and knows its own only.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+BLOCK = 1024
+"""Values of one tensor that a program of the kernel has in registers at a time."""
+CHUNK = 16 * BLOCK
+"""Values for one program. Of the sizes tried on an H200 (8 Ki to 32 Ki, 4 and 8 warps) the fastest with an average."""
+WARPS = 8
+ALIGNMENT = 16
+"""Bytes. Pointers that are multiples of it are read in the widest loads."""
+HEAD = tl.constexpr(8)
+"""Entries of 8 bytes before the rows of a table: two addresses and the numbers of `Rates` and of the average."""
+ROW = tl.constexpr(6)
+"""Entries of a row: addresses of weight, gradient, both moments and average, and how many values each has."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Numbers of one group's step."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+@triton.jit
+def adamw_one_pass(
+    table,
+    counts,
+    chunks,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AVERAGED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Update the values of one chunk. ``chunks`` (C, 2) has its tensor and its first value in that."""
+    address = tl.load(table)
+    found_inf = address.to(tl.pointer_type(tl.float32))
+    if tl.load(found_inf, mask=address != 0, other=0.0) != 0.0:
+        return
+    chunk = chunks + 2 * tl.program_id(0)
+    tensor = tl.load(chunk)
+    first = tl.load(chunk + 1)
+    row = table + HEAD + ROW * tensor
+    size = tl.load(row + 5)
+    parameters = tl.load(row).to(tl.pointer_type(tl.float32))
+    gradients = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    means = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    squares = tl.load(row + 3).to(tl.pointer_type(tl.float32))
+    averages = tl.load(row + 4).to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        first = tl.multiple_of(first, 16)
+        parameters = tl.multiple_of(parameters, 16)
+        gradients = tl.multiple_of(gradients, 16)
+        means = tl.multiple_of(means, 16)
+        squares = tl.multiple_of(squares, 16)
+        averages = tl.multiple_of(averages, 16)
+    scale, beta1, rest1, beta2, rest2, eps, kept, weight = _numbers(table)
+    count = tl.load(counts + tensor)
+    rate, correction = _corrected(table, count)
+    for offset in range(0, CHUNK, BLOCK):
+        at = first + offset + tl.arange(0, BLOCK)
+        inside = at < size
+        gradient = tl.load(gradients + at, mask=inside)
+        gradient = gradient / scale
+        mean = tl.load(means + at, mask=inside)
+        mean = beta1 * mean + rest1 * gradient
+        tl.store(means + at, mean, mask=inside)
+        square = tl.load(squares + at, mask=inside)
+        square = beta2 * square + rest2 * gradient * gradient
+        tl.store(squares + at, square, mask=inside)
+        parameter = tl.load(parameters + at, mask=inside)
+        root = tl.sqrt(square) / correction
+        parameter = kept * parameter - rate * mean / (root + eps)
+        tl.store(parameters + at, parameter, mask=inside)
+        if AVERAGED:
+            average = tl.load(averages + at, mask=inside)
+            average = average + weight * (parameter - average)
+            tl.store(averages + at, average, mask=inside)
+
+
+@triton.jit
+def _numbers(table):
+    address = tl.load(table + 1)
+    grad_scale = address.to(tl.pointer_type(tl.float32))
+    scale = tl.load(grad_scale, mask=address != 0, other=1.0)
+    numbers = table.to(tl.pointer_type(tl.float64))
+    lr = tl.load(numbers + 2)
+    beta1 = tl.load(numbers + 3)
+    beta2 = tl.load(numbers + 4)
+    eps = tl.load(numbers + 5)
+    decay = tl.load(numbers + 6)
+    weight = tl.load(numbers + 7)
+    return (
+        scale,
+        beta1.to(tl.float32),
+        (1.0 - beta1).to(tl.float32),
+        beta2.to(tl.float32),
+        (1.0 - beta2).to(tl.float32),
+        eps.to(tl.float32),
+        (1.0 - lr * decay).to(tl.float32),
+        weight.to(tl.float32),
+    )
+
+
+@triton.jit
+def _corrected(table, count):
+    # In fp64: with beta2 near 1 the correction of the first steps would lose half of its digits.
+    numbers = table.to(tl.pointer_type(tl.float64))
+    count = count.to(tl.float64)
+    lr = tl.load(numbers + 2)
+    beta1 = tl.load(numbers + 3)
+    beta2 = tl.load(numbers + 4)
+    # A beta of 0 has no logarithm.
+    log1 = tl.log(tl.maximum(beta1, 1e-300))
+    log2 = tl.log(tl.maximum(beta2, 1e-300))
+    first = 1.0 - tl.exp(count * log1)
+    second = 1.0 - tl.exp(count * log2)
+    rate = lr / first
+    return rate.to(tl.float32), tl.sqrt(second).to(tl.float32)
+
+
+class Chunks:
+    """How the tensors of a group are divided among the programs of the kernel. Depends on their sizes alone."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.sizes = tuple(sizes)
+        pairs = [(number, start) for number, size in enumerate(sizes) for start in range(0, size, CHUNK)]
+        self._chunks = torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2)
+
+    def step(
+        self,
+        columns: Sequence[Sequence[Tensor]],
+        counts: Tensor,
+        rates: Rates,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        weight: float | None,
+    ) -> None:
+        """Update all tensors of ``columns``, each contiguous and fp32: weights, gradients, both moments, averages.
+
+        With ``weight`` None there are no averages, and four columns. ``counts`` (P,) counts the steps of each tensor,
+        this one included. Gradients stay as they are. Does not wait for the device.
+        """
+        if not len(self._chunks):
+            return  # this rank has no value of any of them
+        # Asked for in every step: a load replaces state, and each backward makes new gradients.
+        addresses = [[tensor.data_ptr() for tensor in column] for column in columns]
+        if weight is None:
+            addresses.append(addresses[0])  # never read
+        rows = torch.tensor([*addresses, self.sizes], dtype=torch.int64)
+        is_aligned = not bool((rows[:5] % ALIGNMENT).any())
+        table = torch.cat((_head(rates, grad_scale, found_inf, weight or 0.0), rows.T.flatten()))
+        if counts.is_cuda:
+            table = table.pin_memory().to(counts.device, non_blocking=True)
+        kernel: Any = adamw_one_pass
+        constants = {"BLOCK": BLOCK, "CHUNK": CHUNK, "AVERAGED": weight is not None, "ALIGNED": is_aligned}
+        kernel[(len(self._chunks),)](table, counts, self._chunks, **constants, num_warps=WARPS)
+
+
+def _head(rates: Rates, grad_scale: Tensor | None, found_inf: Tensor | None, weight: float) -> Tensor:
+    """Addresses, 0 for what is not there, and numbers in fp64, all as int64."""
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (found_inf, grad_scale)]
+    numbers = torch.tensor([rates.lr, *rates.betas, rates.eps, rates.weight_decay, weight], dtype=torch.float64)
+    return torch.cat((torch.tensor(addresses, dtype=torch.int64), numbers.view(torch.int64)))
