@@ -25,6 +25,14 @@ FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 IDS = torch.arange(24).reshape(2, 12)
 
 
+def wide_llama() -> nn.Module:
+    """With heads that every kernel takes: 16 channels each, as many of keys as of queries."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: Any = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, attn_implementation="eager"))
+
+
 def flux() -> nn.Module:
     """Its attention goes through the backends of diffusers."""
     from diffusers import FluxTransformer2DModel
@@ -71,11 +79,12 @@ CASES: dict[str, Case] = {
     "flux": (flux, run_flux, 2),
 }
 """Each model, its inputs, and how often it attends."""
+GPU_CASES: dict[str, Case] = {**CASES, "wide_llama": (wide_llama, run_text, 3)}
 
 
 def built(kind: str) -> tuple[Any, Callable[[Any], Tensor], int]:
     torch.manual_seed(3)
-    make, run, calls = CASES[kind]
+    make, run, calls = GPU_CASES[kind]
     return make(), run, calls
 
 
@@ -314,7 +323,7 @@ def test_a_mask_of_flex_attention_is_the_same_on_another_device() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", ["llama", "flux"])
+@pytest.mark.parametrize("kind", ["wide_llama", "flux"])
 @pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash", "flash_hub", "flex"])
 def test_kernels_of_a_gpu(name: str, kind: str) -> None:
     """The model is on the CPU, as before `prepare`. A package that is not installed is a reason, not a failure."""
@@ -327,3 +336,13 @@ def test_kernels_of_a_gpu(name: str, kind: str) -> None:
         raise
     assert found.name == name
     assert found.kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("name", "reason"), [("sdpa_efficient", "No available kernel"), ("flex", "at least 16")])
+def test_a_kernel_that_cannot_run_on_a_gpu_is_refused(name: str, reason: str) -> None:
+    """Of 8 channels a head, and two heads of queries for each of keys."""
+    model, run, _ = built("llama")
+    with pytest.raises(UsageError, match=rf"attention {name} .*cannot be used: .*{reason}.*Use auto, sdpa"):
+        apply_library_attention(model, name, torch.device("cuda"), torch.bfloat16, run)

@@ -94,8 +94,11 @@ def _has_bias(layer: Any) -> bool:
 def _int8_layer(bnb: Any, layer: nn.Linear) -> Any:
     sizes = (layer.in_features, layer.out_features, _has_bias(layer))
     made = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=OUTLIERS, device="meta")
+    values = layer.weight.data
+    if values.device.type != "meta":
+        values = values.cpu()  # it quantises on the way to a device, and leaves weights that are there as they are
     # Without fp16 weights beside the 8 bits: they serve updates, and this layer is frozen.
-    made.weight = bnb.nn.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
+    made.weight = bnb.nn.Int8Params(values, requires_grad=False, has_fp16_weights=False)
     return made
 
 
