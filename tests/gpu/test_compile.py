@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_train.domains.models.layers import FeedForward
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.speed.compile import apply_compile
 from accel_train.speed.options import CompileConfig
@@ -48,3 +49,21 @@ def test_graphs_are_replayed_in_every_step() -> None:
     assert rest[0] < first[-1]
     launches = sum("cudaGraphLaunch" in event.name for event in profile.events())
     assert launches == 2 * watch.blocks, launches  # forward and backward of each
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_the_compiled_tanh_gelu_is_that_of_torch() -> None:
+    torch.manual_seed(0)
+    plain = FeedForward(64, 4, bias=True, tanh_gelu=True).cuda()
+    compiled = copy.deepcopy(plain)
+    compiled.compile(fullgraph=True, dynamic=False)
+    x = 4 * torch.randn(3, 50, 64, device="cuda")
+    for layer in (plain, compiled):
+        layer(x).square().sum().backward()
+    assert torch.allclose(compiled(x), plain(x), rtol=1e-4, atol=1e-5)
+    for one, other in zip(compiled.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert (one.grad - other.grad).norm() < 1e-4 * other.grad.norm()

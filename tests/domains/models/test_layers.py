@@ -14,6 +14,7 @@ from accel_train.domains.models.layers import (
     TimestepEmbedder,
     modulated_norm,
     sinusoid,
+    tanh_gelu,
 )
 
 BF16_ROUNDING = 2**-8  # half a unit in the last place of bf16, relative
@@ -140,3 +141,12 @@ def test_feed_forward_without_bias() -> None:
         "expand.weight",
         "project.weight",
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sigmoid_form_of_the_tanh_gelu(dtype: torch.dtype) -> None:
+    x = torch.linspace(-12, 12, 4001).to(dtype)
+    expected = torch.nn.functional.gelu(x.double(), approximate="tanh")
+    difference = (tanh_gelu(x).double() - expected).norm() / expected.norm()
+    assert difference < (1e-6 if dtype is torch.float32 else 4e-3)
+    assert tanh_gelu(x).dtype is dtype
