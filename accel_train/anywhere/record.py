@@ -61,7 +61,11 @@ class Observed:
 def losses_of(records: Sequence[Line]) -> dict[int, float]:
     """Return the logged losses by step. Of a step repeated after a restart, the last counts."""
     lines = last_pass(records, "train")
-    return {line["step"]: float(line["loss"]) for line in lines if isinstance(line.get("loss"), (int, float))}
+    losses: dict[int, float] = {}
+    for line in lines:
+        if isinstance(line.get("loss"), (int, float)):
+            losses[line["step"]] = float(line["loss"])
+    return losses
 
 
 def segment_of(

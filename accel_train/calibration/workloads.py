@@ -133,8 +133,9 @@ def products(shape: Shape, device: torch.device, dtype: torch.dtype) -> Compute:
     made = partial(torch.randn, device=device, dtype=dtype)
     w = shape.width
     layers: list[tuple[Tensor, Tensor, Tensor]] = []
+    of_a_block = [(3 * w, w), (w, w), (4 * w, w), (w, 4 * w)]
     # Operands of their own for each layer, as in a step: no product finds those of the one before it in a cache.
-    for columns, inner in [(3 * w, w), (w, w), (4 * w, w), (w, 4 * w)] * shape.depth:
+    for columns, inner in of_a_block * shape.depth:
         layers.append((made(shape.tokens, inner), made(columns, inner), made(shape.tokens, columns)))
 
     def compute() -> None:
@@ -227,7 +228,8 @@ def operators(shape: Shape, device: torch.device, dtype: torch.dtype) -> Compute
 def _without_products(hidden: Tensor, modulation: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
     shift, scale, gate = modulation
     normed = F.layer_norm(hidden, (shape.width,)) * (1 + scale) + shift
-    heads = torch.cat([normed.to(dtype)] * 3, dim=-1).view(shape.rows, shape.length, 3, shape.heads, -1)
+    projected = torch.cat([normed.to(dtype)] * 3, dim=-1)
+    heads = projected.view(shape.rows, shape.length, 3, shape.heads, -1)
     query, key, value = (part.contiguous() for part in heads.permute(2, 0, 3, 1, 4))
     mixed = (query * key + value).transpose(1, 2).flatten(2)
     hidden = hidden + gate * mixed
@@ -252,7 +254,8 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map (B, L, D) to (B, L, D)."""
-        heads = self.project(self.norm_1(hidden)).unflatten(-1, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
+        projected = self.project(self.norm_1(hidden))
+        heads = projected.unflatten(-1, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind(0)  # (B, H, L, D / H)
         mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         hidden = hidden + self.out(mixed)

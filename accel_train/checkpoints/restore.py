@@ -207,7 +207,10 @@ def _compare_layouts(
 def _other_options(saved: Mapping[str, Any], current: Mapping[str, Any], free: Sequence[str]) -> str:
     """Name the options changed since the save, without those in ``free``."""
     # An option that only one version of the project has was not changed by anybody.
-    others = [key for key in saved if current.get(key, saved[key]) != saved[key] and not is_covered(key, free)]
+    others: list[str] = []
+    for key, value in saved.items():
+        if current.get(key, value) != value and not is_covered(key, free):
+            others.append(key)
     if not others:
         return ""
     return f"; from here on with another {', '.join(others)}"

@@ -147,7 +147,11 @@ class BatchScheduleConfig:
 
     def samples_before(self, first: int, step: int) -> int:
         """Return the samples of all steps before ``step``."""
-        return sum(max(0, min(step, int(min(end, step))) - start) * size for start, end, size in self._parts(first))
+        total = 0
+        for start, end, size in self._parts(first):
+            until = int(min(end, step))
+            total += max(0, until - start) * size
+        return total
 
     def steps_for(self, first: int, samples: float) -> int:
         """Return the number of steps that take at least so many samples."""

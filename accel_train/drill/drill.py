@@ -84,7 +84,9 @@ def _drill(recipe: Path, named: str, arguments: Sequence[str], options: Options,
     else:
         head = f"{facts['command']}: {options.steps} steps, a save every {facts['save_every']}, {place.description}"
         table = report.text(results, found.costs.step_seconds)
-        print("\n".join([head, "", *table, "", *report.advice(found, measured), f"receipt: {receipt}"]), flush=True)
+        advice = report.advice(found, measured)
+        lines = [head, "", *table, "", *advice, f"receipt: {receipt}"]
+        print("\n".join(lines), flush=True)
     return 1 if any(result.verdict == "FAILED" for result in results) else 0
 
 

@@ -28,7 +28,9 @@ def without_former(tree: Mapping[str, Any]) -> dict[str, Any]:
         group, _, leaf = option.rpartition(".")
         options = found.get(group)
         if isinstance(options, Mapping) and options.get(leaf) == default:
-            found[group] = {key: value for key, value in cast(Mapping[str, Any], options).items() if key != leaf}
+            kept = dict(cast(Mapping[str, Any], options))
+            del kept[leaf]
+            found[group] = kept
     return found
 
 

@@ -86,8 +86,9 @@ def draw_grid(prompts: Sequence[str], columns: Sequence[Column]) -> Image.Image:
     # Whole multiples, so that every pixel has the same size.
     scale = max(1, round(CELL / width))
     cell = (width * scale, height * scale)
-    size = (LABEL + len(columns) * (cell[0] + GAP), HEADER + len(prompts) * (cell[1] + GAP))
-    grid = Image.new("RGB", size, (235, 235, 235))
+    grid_width = LABEL + len(columns) * (cell[0] + GAP)
+    grid_height = HEADER + len(prompts) * (cell[1] + GAP)
+    grid = Image.new("RGB", (grid_width, grid_height), (235, 235, 235))
     pen = ImageDraw.Draw(grid)
     font = ImageFont.load_default(size=11)
     for row, prompt in enumerate(prompts):

@@ -32,9 +32,15 @@ class SimulatedLinear4bit(nn.Linear):
         made.weight = _frozen((ceil(values / 2), 1), torch.uint8, device)
         second = ceil(blocks / BLOCKS)
         # Scales, those of the scales and their offset, and the 16 values.
-        sizes = [((blocks,), torch.uint8), ((second,), torch.float32), ((), torch.float32), ((16,), torch.float32)]
+        sizes = [
+            ((blocks,), torch.uint8),
+            ((second,), torch.float32),
+            ((), torch.float32),
+            ((16,), torch.float32),
+        ]
+        statistics = [torch.empty(size, dtype=dtype, device=device) for size, dtype in sizes]
         # No buffers, as there: DDP would send them to the other processes.
-        made.statistics = [second_code, *(torch.empty(size, dtype=dtype, device=device) for size, dtype in sizes)]
+        made.statistics = [second_code, *statistics]
         made.bias = layer.bias
         made.compute = compute
         made.stored = layer.weight.dtype
@@ -112,5 +118,6 @@ class _Product8bit(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
         (gradient,) = gradients
         layer = ctx.layer
-        weight = layer.weight.to(ctx.kept.dtype, copy=True).mul_(layer.scales.unsqueeze(1).mul(1.0))
+        scales = layer.scales.unsqueeze(1).mul(1.0)
+        weight = layer.weight.to(ctx.kept.dtype, copy=True).mul_(scales)
         return gradient.to(ctx.kept.dtype) @ weight, None, None, None

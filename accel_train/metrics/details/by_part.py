@@ -145,7 +145,9 @@ def parts_of(names: Sequence[str], *, blocks: bool) -> dict[str, str]:
     if blocks and in_lists:
         counts = Counter(tuple(path) for path, _ in in_lists.values())
         largest = list(counts.most_common(1)[0][0])
-        parts |= {name: ".".join([*path, element]) for name, (path, element) in in_lists.items() if path == largest}
+        for name, (path, element) in in_lists.items():
+            if path == largest:
+                parts[name] = ".".join([*path, element])
     return parts
 
 

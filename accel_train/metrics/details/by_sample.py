@@ -123,8 +123,10 @@ class SampleLosses:
         """Return the sums of losses and of weights by band, (2, BANDS), or 0 for a term that was not trained."""
         values: list[Tensor] = []
         for evidence, coefficients in kept:
-            found = [rows for rows in _rows_of(evidence, coefficients) if rows.term == term]
-            values += [torch.stack([rows.loss, rows.weight, rows.time(self._timesteps[term])]) for rows in found]
+            for rows in _rows_of(evidence, coefficients):
+                if rows.term == term:
+                    time = rows.time(self._timesteps[term])
+                    values.append(torch.stack([rows.loss, rows.weight, time]))
         if not values:
             return 0.0
         loss, weight, time = widest(torch.cat(values, 1))

@@ -69,11 +69,12 @@ class Shares:
 
 def events_of(trace: Mapping[str, Any]) -> list[Event]:
     """Return the spans of a Chrome trace, those of torch's profiler."""
-    return [
-        Event(entry["name"], entry.get("cat", ""), float(entry["ts"]), float(entry["dur"]) / 1e6)
-        for entry in trace["traceEvents"]
-        if entry.get("ph") == "X" and "dur" in entry
-    ]
+    events: list[Event] = []
+    for entry in trace["traceEvents"]:
+        if entry.get("ph") == "X" and "dur" in entry:
+            seconds = float(entry["dur"]) / 1e6
+            events.append(Event(entry["name"], entry.get("cat", ""), float(entry["ts"]), seconds))
+    return events
 
 
 def measure(events: Sequence[Event]) -> Shares:

@@ -130,7 +130,8 @@ def refuse_different(a: Side, b: Side, options_a: Tree, options_b: Tree) -> None
     ours = flatten(options_a)
     theirs = flatten(options_b)
     # One side may be older, and lack an option that the other has.
-    names = [name for name in sorted(ours.keys() | theirs.keys()) if name.startswith(GROUP) and name not in WHEN]
+    either = sorted(ours.keys() | theirs.keys())
+    names = [name for name in either if name.startswith(GROUP) and name not in WHEN]
     different = [name for name in names if ours.get(name) != theirs.get(name)]
     if different:
         listed = "\n  ".join(f"--{name}: {ours.get(name)!r} in A, {theirs.get(name)!r} in B" for name in different)

@@ -85,7 +85,9 @@ class Blame:
     @property
     def as_recorded(self) -> bool:
         """True if the step has the logged bits."""
-        return self.recorded is not None and all(_same(self.whole[k], v) for k, v in self.recorded.items())
+        if self.recorded is None:
+            return False
+        return all(_same(self.whole[name], value) for name, value in self.recorded.items())
 
 
 def blame(request: Request) -> int:

@@ -144,7 +144,8 @@ def _calls_of_diffusers(calls: list[AttentionCall], running: list[nn.Module]) ->
         q, k, v = (named.pop(key).transpose(1, 2) for key in ("query", "key", "value"))
         attend = partial(_repeat_of_diffusers, function, named)
         mask = named.get("attn_mask")
-        calls.append(_call(running[-1], name, (q, k, v), mask, attend, partial(_scaled_dot_product, named)))
+        reference = partial(_scaled_dot_product, named)
+        calls.append(_call(running[-1], name, (q, k, v), mask, attend, reference))
         return _zeros(q, v).transpose(1, 2)
 
     backends.update({name: partial(record, name.value, function) for name, function in originals.items()})

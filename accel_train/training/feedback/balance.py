@@ -111,8 +111,11 @@ class LossBalance:
         s, first, first_ones, second, second_ones = self._state
         gradient = coefficients * (1 - torch.exp(-s) * losses)
         one = torch.ones_like(s)
-        first, first_ones = first.lerp(gradient, 1 - BETAS[0]), first_ones.lerp(one, 1 - BETAS[0])
-        second, second_ones = second.lerp(gradient.square(), 1 - BETAS[1]), second_ones.lerp(one, 1 - BETAS[1])
+        rest1, rest2 = (1 - beta for beta in BETAS)
+        first = first.lerp(gradient, rest1)
+        first_ones = first_ones.lerp(one, rest1)
+        second = second.lerp(gradient.square(), rest2)
+        second_ones = second_ones.lerp(one, rest2)
         rate = self.config.lr or RATE
         s = s - rate * (first / first_ones) / ((second / second_ones).sqrt() + EPSILON)
         return torch.stack([s, first, first_ones, second, second_ones])

@@ -171,7 +171,9 @@ def _square_of_mean(shards: Shards, accelerator: Accelerator) -> Tensor:
     names = shards.state_names().get(MEAN, [])
     means = [shards.state(name, MEAN) for name in names]
     device = accelerator.device
-    squares = [square_of_norm(mean).to(device) for mean in means] or [widest(torch.zeros((), device=device))]
+    squares = [square_of_norm(mean).to(device) for mean in means]
+    if not squares:
+        squares = [widest(torch.zeros((), device=device))]
     total = torch.stack(squares).sum()
     if accelerator.num_processes == 1:
         return total

@@ -105,11 +105,13 @@ def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     parts: list[Tensor] = []
     ends = [0]
     for tensor in tensors:
-        sums = [each.to(device) for each in _sums(tensor)]
-        parts += sums
-        ends.append(ends[-1] + sum(each.numel() for each in sums))
+        of_tensor = [each.to(device) for each in _sums(tensor)]
+        parts += of_tensor
+        ends.append(ends[-1] + sum(each.numel() for each in of_tensor))
     # Hashed all at once, and summed by tensor as differences of a running sum.
-    running = torch.cat([torch.zeros(1, dtype=torch.int64, device=device), _mixed(torch.cat(parts)).cumsum(0)])
+    sums = _mixed(torch.cat(parts)).cumsum(0)
+    start = torch.zeros(1, dtype=torch.int64, device=device)
+    running = torch.cat([start, sums])
     return running[torch.tensor(ends, device=device)].diff()
 
 

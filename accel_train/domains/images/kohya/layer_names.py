@@ -209,7 +209,11 @@ def renamed(layers: Mapping[str, Layer], facts: Mapping[str, str]) -> dict[str, 
             layer = _scaled(layer)
         found[place.part] = layer
         places[place.name] = place
-    return {PREFIX + name.replace(".", "_"): _joined(found, places[name].widths) for name, found in parts.items()}
+    whole: dict[str, Layer] = {}
+    for name, found in parts.items():
+        flat = name.replace(".", "_")
+        whole[PREFIX + flat] = _joined(found, places[name].widths)
+    return whole
 
 
 def renamed_text(layers: Mapping[str, Layer], component: str, facts: Mapping[str, str]) -> dict[str, Layer]:

@@ -103,7 +103,8 @@ def report(directory: Path, step: int, pictures: Sequence[Tensor]) -> None:
         folder = directory / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         _in_a_row(pictures).save(folder / f"step_{step:08d}.png")
-        rows = [Image.open(file).convert("RGB") for file in sorted(folder.glob("step_*.png")) if _step(file) <= step]
+        files = [file for file in sorted(folder.glob("step_*.png")) if _step(file) <= step]
+        rows = [Image.open(file).convert("RGB") for file in files]
         width = max(row.width for row in rows)
         grid = Image.new("RGB", (width, sum(row.height + MARGIN for row in rows) - MARGIN), "white")
         top = 0
