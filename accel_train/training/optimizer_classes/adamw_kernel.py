@@ -145,7 +145,7 @@ class Chunks:
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self.sizes = tuple(sizes)
         pairs = [(number, start) for number, size in enumerate(sizes) for start in range(0, size, CHUNK)]
-        self._chunks = torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2)
+        self._chunks = _sent(torch.tensor(pairs, dtype=torch.int64).view(-1, 2), device)
 
     def step(
         self,
@@ -169,9 +169,8 @@ class Chunks:
             addresses.append(addresses[0])  # never read
         rows = torch.tensor([*addresses, self.sizes], dtype=torch.int64)
         is_aligned = not bool((rows[:5] % ALIGNMENT).any())
-        table = torch.cat((_head(rates, grad_scale, found_inf, weight or 0.0), rows.T.flatten()))
-        if counts.is_cuda:
-            table = table.pin_memory().to(counts.device, non_blocking=True)
+        head = _head(rates, grad_scale, found_inf, weight or 0.0)
+        table = _sent(torch.cat((head, rows.T.flatten())), counts.device)
         kernel: Any = adamw_one_pass
         constants = {"BLOCK": BLOCK, "CHUNK": CHUNK, "AVERAGED": weight is not None, "ALIGNED": is_aligned}
         kernel[(len(self._chunks),)](table, counts, self._chunks, **constants, num_warps=WARPS)
@@ -182,3 +181,8 @@ def _head(rates: Rates, grad_scale: Tensor | None, found_inf: Tensor | None, wei
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (found_inf, grad_scale)]
     numbers = torch.tensor([rates.lr, *rates.betas, rates.eps, rates.weight_decay, weight], dtype=torch.float64)
     return torch.cat((torch.tensor(addresses, dtype=torch.int64), numbers.view(torch.int64)))
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to the device without a wait."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
