@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +12,7 @@ from accel_train.config import UsageError
 
 MICRO_BATCH = "micro_batch_size"
 MODE = "activation_checkpointing.mode"
+BLOCKS = "activation_checkpointing.blocks"
 MODES = ("none", "selective", "full")
 """From the fastest to the smallest."""
 LAUNCH_FILES = {
@@ -31,7 +32,7 @@ NO_DEEPSPEED = {
 NOT_CONSIDERED: Mapping[str, str] = {
     "fsdp_offload_params (fsdp2_offload.yaml), offload_frozen": "a simulation has one memory, and offload needs two",
     "parallelism_config (HSDP), several machines": "one machine is planned for",
-    f"{MODE} attention and ffn, blocks": "their memory and time lie between those of none and full",
+    f"{MODE} attention and ffn": "their memory and time lie between those of none and full",
     "compile, float8, attention, precision, optimizer, sync": "left as the preset and the flags set them",
 }
 """Named in every plan."""
@@ -44,13 +45,28 @@ class Candidate:
     strategy: str
     mode: str
     micro_batch_size: int
+    blocks: int | None = None
+    """How many of the model's blocks are checkpointed. None: all."""
 
     def flags(self) -> list[str]:
         """Return the recipe's flags."""
-        return [f"--{MICRO_BATCH}", str(self.micro_batch_size), f"--{MODE}", self.mode]
+        words = [f"--{MICRO_BATCH}", str(self.micro_batch_size), f"--{MODE}", self.mode]
+        if self.blocks is not None:
+            words += [f"--{BLOCKS}", str(self.blocks)]
+        return words
+
+    def with_blocks(self, blocks: int) -> Candidate:
+        """Return the same with so many checkpointed blocks. Without any the mode is none."""
+        if blocks:
+            return replace(self, blocks=blocks)
+        return replace(self, mode=MODES[0], blocks=None)
 
     def __str__(self) -> str:
-        return f"{self.strategy}, {MODE} {self.mode}, {MICRO_BATCH} {self.micro_batch_size}"
+        words = [self.strategy, f"{MODE} {self.mode}"]
+        if self.blocks is not None:
+            words.append(f"{BLOCKS} {self.blocks}")
+        words.append(f"{MICRO_BATCH} {self.micro_batch_size}")
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -65,6 +81,8 @@ class Space:
     """Micro-batch sizes to try: divisors of a process's share of the global batch, ascending."""
     fixed: frozenset[str]
     """Options set by a flag and therefore not chosen."""
+    blocks: int | None = None
+    """Checkpointed blocks as preset or flag say, and then not chosen."""
 
     def not_considered(self) -> Mapping[str, str]:
         """Return what was left out, with the reason."""
@@ -108,6 +126,7 @@ def space_of(config: Any, origins: Mapping[str, str], gpus: int) -> Space:
         modes=(config.activation_checkpointing.mode,) if MODE in fixed else MODES,
         sizes=sizes,
         fixed=fixed,
+        blocks=config.activation_checkpointing.blocks,
     )
 
 
@@ -116,7 +135,7 @@ def _refuse_what_is_planned(config: Any, origins: Mapping[str, str]) -> None:
     blocks = config.activation_checkpointing.blocks
     if blocks is not None and origins.get(MODE) != "command line":
         raise UsageError(
-            f"activation_checkpointing.blocks: {blocks}: a plan tries each mode on all blocks; give --{MODE} "
+            f"{BLOCKS}: {blocks}: a plan chooses the mode, and then the fewest blocks that fit; give --{MODE} "
             f"{config.activation_checkpointing.mode} to plan with these, or leave blocks out"
         )
     if config.memory.fraction < 1:

@@ -14,7 +14,7 @@ from accel_train.planning.candidates import Candidate, space_of
 from accel_train.planning.devices import DEFAULT, rated
 from accel_train.planning.flags import Options
 from accel_train.planning.memory import BALANCED_SHARE, Budget, default_margin, memory_of_this_machine_gib
-from accel_train.planning.plan import make_plan
+from accel_train.planning.plan import make_plan, without_needless_checkpointing
 from accel_train.planning.probe import Probe, probe_of
 from accel_train.planning.search import Measure, search
 from accel_train.planning.simulator import Simulator
@@ -35,6 +35,7 @@ def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
     measure = _reporting(simulator, budget, device.rates, space.share)
     chains = search(space, options.goal, budget, measure)
     found = make_plan(recipe, options.goal, space, budget, chains, config)
+    found = without_needless_checkpointing(found, measure)
     text = report.describe(found, named, explain=options.explain)
     if options.as_json:
         text = json.dumps(report.as_json(found, named), indent=2)

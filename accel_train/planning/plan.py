@@ -8,11 +8,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_train.config import UsageError
-from accel_train.planning.candidates import LAUNCH_FILES, MICRO_BATCH, MODE, MODES, OFFLOADS, Space
+from accel_train.planning.candidates import (
+    BLOCKS,
+    LAUNCH_FILES,
+    MICRO_BATCH,
+    MODE,
+    MODES,
+    OFFLOADS,
+    Candidate,
+    Space,
+)
 from accel_train.planning.flags import Goal
 from accel_train.planning.memory import GIB, MARGIN_SHARE, Budget, default_margin
 from accel_train.planning.probe import Probe
-from accel_train.planning.search import Chain, best, smallest
+from accel_train.planning.search import Chain, Measure, best, smallest, spare_recomputation
 from accel_train.simulation import ledger
 
 
@@ -26,6 +35,8 @@ class Plan:
     budget: Budget
     chains: Sequence[Chain]
     chosen: Probe
+    whole: Probe
+    """The best candidate with all of its blocks checkpointed. Launch file and micro-batch are of this one."""
 
     def reasons(self) -> dict[str, str]:
         """Return why each value was chosen, by option."""
@@ -38,7 +49,10 @@ class Plan:
         mode = "as the flag says"
         if MODE not in self.space.fixed:
             mode = self._compared_with(modes, self._mode_of)
-        return {"launch file": strategy, MICRO_BATCH: self._reason_of_size(), MODE: mode}
+        reasons = {"launch file": strategy, MICRO_BATCH: self._reason_of_size(), MODE: mode}
+        if self.chosen.checkpointed:
+            reasons[BLOCKS] = self._reason_of_blocks()
+        return reasons
 
     def exceeding(self) -> list[Probe]:
         """Return the simulated candidates over the limit, the nearest first."""
@@ -71,7 +85,7 @@ class Plan:
         return reasons[0]
 
     def _reason_of_size(self) -> str:
-        size = self.chosen.candidate.micro_batch_size
+        size = self.whole.candidate.micro_batch_size
         if MICRO_BATCH in self.space.fixed:
             return "as the flag says"
         # Only the two ends were simulated for this goal.
@@ -87,12 +101,36 @@ class Plan:
         needed = nearest.needed_gib(self.budget)
         if nearest.fits(self.budget):
             return f"faster than {larger}, which needs {needed:.2f} GiB and fits too"
-        over = needed - self.budget.limit_gib
-        return f"the largest that fits: {larger} needs {needed:.2f} GiB, {over:.2f} too much"
+        mode = ""
+        if self.whole.candidate.mode != self.chosen.candidate.mode:
+            mode = f" with {self.whole.candidate.mode}"
+        return f"the largest that fits{mode}: {larger} needs {self._over(nearest)}"
+
+    def _reason_of_blocks(self) -> str:
+        if self.space.blocks is not None:
+            return "as preset or flag says"
+        fewer = self.chosen.checkpointed - 1
+        nearest = self._simulated(self.chosen.candidate.with_blocks(fewer))
+        if nearest is None:
+            return f"at least one, which {MODE} {self.chosen.candidate.mode} requires"
+        if self.goal == "memory":
+            return f"the fewest of the least memory: with {fewer} it needs {nearest.needed_gib(self.budget):.2f} GiB"
+        return f"the fewest that fit: with {fewer} it needs {self._over(nearest)}"
+
+    def _simulated(self, candidate: Candidate) -> Probe | None:
+        for chain in self.chains:
+            for probe in chain.probes:
+                if probe.candidate == candidate:
+                    return probe
+        return None
+
+    def _over(self, probe: Probe) -> str:
+        needed = probe.needed_gib(self.budget)
+        return f"{needed:.2f} GiB, {needed - self.budget.limit_gib:.2f} too much"
 
     def _next_larger(self) -> Probe | None:
         """Return the simulated candidate of the next larger micro-batch, all else equal."""
-        chosen = self.chosen.candidate
+        chosen = self.whole.candidate
         larger: list[Probe] = []
         for probe in (probe for chain in self.chains for probe in chain.probes):
             size = probe.candidate.micro_batch_size
@@ -106,7 +144,17 @@ def make_plan(recipe: str, goal: Goal, space: Space, budget: Budget, chains: Seq
     chosen = best(chains, goal, budget)
     if chosen is None:
         raise UsageError(_nothing_fits(space, budget, chains, config))
-    return Plan(recipe, goal, space, budget, chains, chosen)
+    return Plan(recipe, goal, space, budget, chains, chosen, chosen)
+
+
+def without_needless_checkpointing(plan: Plan, measure: Measure) -> Plan:
+    """Return the plan with as much activation checkpointing as it needs, and no more."""
+    budget = plan.budget
+    if plan.goal == "memory":
+        # As much as the least memory needs.
+        budget = replace(budget, vram_gib=plan.whole.needed_gib(budget), margin_gib=0.0, share=1.0)
+    chains, chosen = spare_recomputation(plan.space, budget, plan.chains, plan.whole, measure)
+    return replace(plan, chains=chains, chosen=chosen)
 
 
 def _nothing_fits(space: Space, budget: Budget, chains: Sequence[Chain], config: Any) -> str:

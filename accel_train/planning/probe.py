@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_train.calibration.rates import Rates
-from accel_train.planning.candidates import Candidate
+from accel_train.planning.candidates import MODES, Candidate
 from accel_train.planning.memory import Budget
 from accel_train.planning.times import StepTime, step_time, step_work
 from accel_train.simulation import ledger
@@ -37,6 +37,15 @@ class Probe:
     time: StepTime
     counted: Mapping[str, Any]
     """Fields of ``simulation.step.Counted``."""
+
+    @property
+    def checkpointed(self) -> int:
+        """How many of the model's blocks are checkpointed."""
+        if self.candidate.mode == MODES[0]:
+            return 0
+        if self.candidate.blocks is None:
+            return int(self.counted["blocks"])
+        return self.candidate.blocks
 
     @property
     def states(self) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accel_train.planning.candidates import LAUNCH_FILES, MICRO_BATCH, MODE
+from accel_train.planning.candidates import BLOCKS, LAUNCH_FILES, MICRO_BATCH, MODE, MODES
 from accel_train.planning.devices import FILE, RULE, Rated
 from accel_train.planning.memory import GIB, HOST_RULES, RULES
 from accel_train.planning.plan import Plan
@@ -53,9 +53,11 @@ def _values(plan: Plan) -> list[str]:
     size = candidate.micro_batch_size
     count = plan.chosen.micro_batches
     values = {"launch file": LAUNCH_FILES[candidate.strategy], MICRO_BATCH: str(size), MODE: candidate.mode}
-    lines = [f"{name:<30}{value:<20}{reasons[name]}" for name, value in values.items()]
+    if candidate.mode != MODES[0]:
+        values[BLOCKS] = f"{plan.chosen.checkpointed} of {plan.chosen.counted['blocks']}"
+    lines = [f"{name:<32}{value:<20}{reasons[name]}" for name, value in values.items()]
     product = f"{plan.space.global_batch_size:,} = {size} x {plan.space.gpus} GPU(s) x {count} accumulated"
-    lines.append(f"{'global_batch_size':<30}{plan.space.global_batch_size:<20,}unchanged: {product}")
+    lines.append(f"{'global_batch_size':<32}{plan.space.global_batch_size:<20,}unchanged: {product}")
     if plan.space.gpus > MACHINE_GPUS:
         lines.append(
             f"note: {plan.space.gpus} GPUs are planned as one machine. For several, add num_machines and "
@@ -206,6 +208,7 @@ def as_json(plan: Plan, named: Rated | None) -> dict[str, Any]:
         "device": named.name if named else None,
         "rates": named.as_json() if named else None,
         "global_batch_size": plan.space.global_batch_size,
+        "blocks_of_model": plan.chosen.counted["blocks"],
         "plan": _probe_json(plan.chosen, plan, named) | {"reasons": plan.reasons()},
         "others": _others_json(plan, named),
         "left_out": [

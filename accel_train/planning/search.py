@@ -1,17 +1,20 @@
-"""Search for the largest fitting micro-batch of each strategy and mode of activation checkpointing.
+"""Search for the largest fitting micro-batch of each strategy and mode, and for the fewest checkpointed blocks.
 
 Memory grows with the micro-batch, so a few sizes are simulated and the rest follows. One case is apart: with a single
 micro-batch a process never holds gradients beside the activations of the next one, and may need less than with two half
 as large. It is tried first, because it also has the least time.
+
+Modes are compared on all blocks. Of the chosen candidate then as many blocks as fit keep their activations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from accel_train.config import UsageError
-from accel_train.planning.candidates import Candidate, Space
+from accel_train.planning.candidates import MODES, Candidate, Space
 from accel_train.planning.flags import Goal
 from accel_train.planning.memory import Budget
 from accel_train.planning.probe import Probe
@@ -82,7 +85,7 @@ def _search_chain(
                 return Chain(strategy, mode, left_out=reason)
 
     def simulate(size: int) -> Probe:
-        return measure(Candidate(strategy, mode, size))
+        return measure(Candidate(strategy, mode, size, space.blocks))
 
     hopeless = [chain.left_out for chain in earlier if chain.strategy == strategy and chain.hopeless]
     if hopeless and not is_last:
@@ -139,38 +142,126 @@ def _sizes_to_the_limit(
     # If the smallest does not fit, no size of this mode does, and the search is over.
     probes.append(simulate(sizes[0]))
     if probes[-1].fits(budget):
-        probes += _towards_the_limit(sizes, budget, simulate, (probes[-1], largest))
+        ends = Point(sizes[0], probes[-1]), Point(space.share, largest)
+        probes += _towards_the_limit(sizes, budget, simulate, ends)
     return tuple(probes), None
 
 
+def spare_recomputation(
+    space: Space, budget: Budget, chains: Sequence[Chain], chosen: Probe, measure: Measure
+) -> tuple[list[Chain], Probe]:
+    """Return the chains with further probes, and the chosen candidate with as few checkpointed blocks as fit.
+
+    Of the modes that fit at its micro-batch, the fastest with its own fewest blocks is returned.
+    """
+    if chosen.candidate.mode == MODES[0] or space.blocks is not None:
+        return list(chains), chosen
+    simulate = Simulated(chains, measure)
+    least = _least_blocks(chains, chosen.candidate.strategy)
+    first = space.modes.index(chosen.candidate.mode)
+    fewest: list[Probe] = []
+    # Earlier modes need more memory, on all blocks and on each: they do not fit at this size, or were slower.
+    for mode in space.modes[first:]:
+        try:
+            whole = simulate(replace(chosen.candidate, mode=mode))
+        except UsageError:
+            # Its chain says already why nothing of it was simulated.
+            continue
+        if whole.fits(budget):
+            fewest.append(_with_fewest_blocks(budget, whole, simulate, least))
+    joined = [simulate.joined(chain) for chain in chains]
+    return joined, min(fewest, key=_slowness)
+
+
+class Simulated:
+    """A measure that simulates what no chain has, once."""
+
+    def __init__(self, chains: Sequence[Chain], measure: Measure) -> None:
+        self._measure = measure
+        self._known: dict[Candidate, Probe] = {}
+        for chain in chains:
+            for probe in chain.probes:
+                self._known[probe.candidate] = probe
+
+    def __call__(self, candidate: Candidate) -> Probe:
+        """Return the figures of a candidate."""
+        if candidate not in self._known:
+            self._known[candidate] = self._measure(candidate)
+        return self._known[candidate]
+
+    def joined(self, chain: Chain) -> Chain:
+        """Return the chain with all that is known of its strategy and mode."""
+        probes: list[Probe] = []
+        for candidate, probe in self._known.items():
+            if candidate.strategy == chain.strategy and candidate.mode == chain.mode:
+                probes.append(probe)
+        return replace(chain, probes=tuple(probes))
+
+
+def _least_blocks(chains: Sequence[Chain], strategy: str) -> int:
+    """Return 0 if a plan without checkpointing was an alternative, or else 1."""
+    for chain in chains:
+        if chain.strategy == strategy and chain.mode == MODES[0]:
+            return int(chain.refused)
+    # The mode is given.
+    return 1
+
+
+def _with_fewest_blocks(budget: Budget, whole: Probe, simulate: Measure, least: int) -> Probe:
+    """Return the candidate with the fewest blocks that fits, with one less simulated. ``whole`` fits with all."""
+
+    def keep(kept: int) -> Probe:
+        """Let so many blocks keep their activations."""
+        if not kept:
+            return whole
+        return simulate(whole.candidate.with_blocks(whole.checkpointed - kept))
+
+    most = whole.checkpointed - least
+    end = keep(most)
+    if end.fits(budget):
+        return end
+    ends = Point(0, whole), Point(most, end)
+    found = _towards_the_limit(range(most), budget, keep, ends)
+    fitting = [whole]
+    fitting += [probe for probe in found if probe.fits(budget)]
+    # Each has fewer checkpointed blocks than the one before.
+    return fitting[-1]
+
+
+class Point(NamedTuple):
+    """A simulated candidate, at the place of its varied value."""
+
+    value: int
+    probe: Probe
+
+
 def _towards_the_limit(
-    sizes: Sequence[int], budget: Budget, simulate: Callable[[int], Probe], ends: tuple[Probe, Probe]
+    values: Sequence[int], budget: Budget, simulate: Callable[[int], Probe], ends: tuple[Point, Point]
 ) -> list[Probe]:
-    """Simulate sizes until the largest fitting one is known. Of ``ends`` the first fits and the second does not."""
+    """Simulate values until the largest fitting one is known. Of ``ends`` the first fits and the second does not."""
     fits, exceeds = ends
-    # Index of a size that fits, and of one that does not: `largest` stands behind the end of `sizes`.
+    # Index of a value that fits, and of one that does not: the second end stands behind the end of `values`.
     low = 0
-    high = len(sizes)
+    high = len(values)
     probes: list[Probe] = []
-    # Until both sides of the limit are simulated: that the next larger size does not fit is shown, not assumed.
+    # Until both sides of the limit are simulated: that the next larger value does not fit is shown, not assumed.
     while high - low > 1:
-        guess = _between(sizes[low + 1 : high], budget, fits, exceeds)
+        guess = _between(values[low + 1 : high], budget, fits, exceeds)
         probe = simulate(guess)
         probes.append(probe)
         if probe.fits(budget):
-            fits = probe
-            low = sizes.index(guess)
+            fits = Point(guess, probe)
+            low = values.index(guess)
         else:
-            exceeds = probe
-            high = sizes.index(guess)
+            exceeds = Point(guess, probe)
+            high = values.index(guess)
     return probes
 
 
-def _between(sizes: Sequence[int], budget: Budget, fits: Probe, exceeds: Probe) -> int:
-    """Return the largest of ``sizes`` expected to fit, on the line through two simulated ones, or else the smallest."""
-    width = exceeds.candidate.micro_batch_size - fits.candidate.micro_batch_size
-    each = (exceeds.tensors - fits.tensors) / width
-    free = budget.tensor_bytes() - fits.tensors
-    expected = [size for size in sizes if each * (size - fits.candidate.micro_batch_size) <= free]
-    # A line through two points is a guess, so a size that it refuses is simulated all the same.
-    return expected[-1] if expected else sizes[0]
+def _between(values: Sequence[int], budget: Budget, fits: Point, exceeds: Point) -> int:
+    """Return the largest of ``values`` expected to fit, on the line through two points, or else the smallest."""
+    each = (exceeds.probe.tensors - fits.probe.tensors) / (exceeds.value - fits.value)
+    free = budget.tensor_bytes() - fits.probe.tensors
+    expected = [value for value in values if each * (value - fits.value) <= free]
+    # A line through two points is a guess, so a value that it refuses is simulated all the same.
+    return expected[-1] if expected else values[0]

@@ -11,7 +11,7 @@ from accel_train.commands.bundled import folder
 from accel_train.config import UsageError, expand_path
 from accel_train.options.loading import Loaded
 from accel_train.options.tree import Tree, experiment_tree, flatten, tree_text
-from accel_train.planning.candidates import LAUNCH_FILES, MICRO_BATCH, MODE, Candidate
+from accel_train.planning.candidates import BLOCKS, LAUNCH_FILES, MICRO_BATCH, MODE, Candidate
 from accel_train.store.atomic_files import replace_file
 
 LAUNCH = "launch.yaml"
@@ -60,6 +60,8 @@ def planned_tree(loaded: Loaded[Any], candidate: Candidate) -> Tree:
     # Defaults stay out of the file: a later release may improve them.
     kept = {name: value for name, value in values.items() if loaded.origins.get(name) != "default"}
     kept |= {MICRO_BATCH: candidate.micro_batch_size, MODE: candidate.mode}
+    if candidate.blocks is not None:
+        kept[BLOCKS] = candidate.blocks
     tree: Tree = {}
     for name, value in kept.items():
         *groups, leaf = name.split(".")

@@ -259,3 +259,10 @@ def plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the local tensor of each DTensor, and other tensors as they are."""
     for tensor in tensors:
         yield getattr(tensor, "_local_tensor", tensor)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of the C++ storage of a tensor, or of the local part of a DTensor."""
+    (local,) = plain([tensor])
+    storage: Any = local.untyped_storage()
+    return storage._cdata

@@ -21,12 +21,13 @@ from accel_train.runtime.strategy import strategy_of
 from accel_train.simulation import ledger as ledgers
 from accel_train.simulation.collectives import Collectives, Row
 from accel_train.simulation.fake_tensors import FakeWhereNeeded, build_fake, fake_batch
-from accel_train.simulation.ledger import Ledger, Peak
+from accel_train.simulation.ledger import Ledger, Peak, storage_of
 from accel_train.simulation.places import BEFORE, Places
 from accel_train.simulation.strategies import without_memory
 from accel_train.simulation.work import Work, WorkCounter
 from accel_train.simulation.zero.engine import engine_without_memory
 from accel_train.simulation.zero.tensors import WARM_UP, WARM_UP_MICRO_BATCHES, EngineTensors, Kept
+from accel_train.speed.blocks import count_blocks
 from accel_train.training.health.evidence import Evidence, Examined
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Counted:
     values: int
     """Parameters of the whole model."""
     trained: int
+    blocks: int
+    """Blocks of the model, which activation checkpointing counts. 0 for a model without a list of them."""
     held: dict[str, int]
     """Bytes between two steps, and of gradients before the optimizer steps, by category."""
     peak: Peak
@@ -86,6 +89,7 @@ class FakeStep:
         """
         self._step = step
         self._is_zero = False
+        self._blocks = 0
         self._largest = largest
         # Numbers of the host stay real and meet fake tensors in the same operators.
         self._fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
@@ -95,6 +99,8 @@ class FakeStep:
         """Return the model of ``build`` with fake parameters. From here on tensors may be fake."""
         self._is_zero = strategy_of(accelerator).startswith("zero")
         model = build() if self._fake is None else build_fake(self._fake, build)
+        # Before it is prepared: FSDP2 gives its parts other classes.
+        self._blocks = count_blocks(model)
         if self._fake is not None:
             # Everything is on the CPU already, and torch cannot move a fake parameter.
             accelerator.device_placement = False
@@ -118,13 +124,13 @@ class FakeStep:
         """Return an iterable over one step, first to warm up and then to be counted."""
         batches = self._read(opened, dataset, order)
         if self._where is None:
-            yield Steps(opened, prepared, batches)
+            yield Steps(opened, prepared, batches, self._blocks)
             return
         # Without a guard on the device the step reads its norm, and clips if it is large.
         reading = mock.patch.object(Evidence, "examine", return_value=Examined(math.inf, None))
         engine = self._engine(self._where)
         with reading, engine, self._where, self._computing(self._where, prepared.model):
-            yield Steps(opened, prepared, batches)
+            yield Steps(opened, prepared, batches, self._blocks)
 
     def _read(self, opened: Any, dataset: Any, order: Any) -> StepBatches:
         config = opened.config
@@ -182,10 +188,11 @@ class FakeStep:
 class Steps:
     """Takes the place of ``loop.Training``."""
 
-    def __init__(self, opened: Any, prepared: Any, batches: StepBatches) -> None:
+    def __init__(self, opened: Any, prepared: Any, batches: StepBatches, blocks: int) -> None:
         self._opened = opened
         self._prepared = prepared
         self._batches = batches
+        self._blocks = blocks
 
     def __iter__(self) -> Iterator[StepBatches]:
         buckets: list[Tensor] = []
@@ -224,6 +231,7 @@ class Steps:
             # A sharded parameter tells its whole size.
             values=sum(map(whole_size, parameters)),
             trained=sum(whole_size(parameter) for parameter in parameters if parameter.requires_grad),
+            blocks=self._blocks,
             held=counter.held,
             peak=counter.ledger.peak(),
             peak_in_blocks=counter.ledger.peak_in_blocks(),
@@ -273,13 +281,6 @@ def tensors_beside(model: nn.Module) -> list[Tensor]:
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             found += [tensor for tensor in own if storage_of(tensor) not in weights]
     return found
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Return the address of the C++ storage of a tensor, or of the local part of a DTensor."""
-    (local,) = ledgers.plain([tensor])
-    storage: Any = local.untyped_storage()
-    return storage._cdata
 
 
 @contextmanager

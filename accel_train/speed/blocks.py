@@ -33,6 +33,14 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     )
 
 
+def count_blocks(model: nn.Module) -> int:
+    """The number of blocks of `blocks_of`, 0 for a model without."""
+    try:
+        return len(blocks_of(model))
+    except UsageError:
+        return 0
+
+
 def innermost_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of `blocks_of`, and in place of one that holds others of the named classes, those."""
     names = _block_names(model)

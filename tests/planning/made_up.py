@@ -20,6 +20,7 @@ OFFLOADED = {"zero2_offload": 0.05, "zero3_offload": 0.1}
 KEPT = {"none": 1.0, "selective": 0.5, "full": 0.125}
 """GiB of activations for a sample."""
 RECOMPUTED = {"none": 1.0, "selective": 1.1, "full": 1.3}
+BLOCKS = 8
 SENT = {"single": 0.0, "ddp": 0.05, "fsdp2": 0.1, "zero2_offload": 0.01, "zero3_offload": 0.015}
 """Seconds, for each micro-batch under the strategies that reduce in each."""
 
@@ -35,12 +36,16 @@ def space(gpus: int, global_batch_size: int, *, offloads: bool = False) -> Space
 def made_up(candidate: Candidate, micro_batches: int, held: Mapping[str, int] | None = None) -> Probe:
     size = candidate.micro_batch_size
     strategy = candidate.strategy
-    gib = STATES[strategy] + KEPT[candidate.mode] * size
+    part = 1.0 if candidate.blocks is None else candidate.blocks / BLOCKS
+    # Each block that is not checkpointed keeps what it keeps without.
+    kept = part * KEPT[candidate.mode] + (1 - part) * KEPT["none"]
+    recomputed = part * RECOMPUTED[candidate.mode] + (1 - part) * RECOMPUTED["none"]
+    gib = STATES[strategy] + kept * size
     if micro_batches > 1 and strategy not in OFFLOADS:
         # Gradients beside the activations of the next micro-batch.
         gib += 2.0
     passes = 1 if strategy in ("single", "ddp") else micro_batches
-    seconds = RECOMPUTED[candidate.mode] * size * micro_batches / 64 + 0.001 * micro_batches
+    seconds = recomputed * size * micro_batches / 64 + 0.001 * micro_batches
     states = round(STATES[strategy] * GIB)
     # Offloaded gradients are added up on the host, where a single micro-batch has nothing to add.
     on_host = round(ON_HOST.get(strategy, 0.0) * GIB) + (micro_batches > 1 and strategy in OFFLOADS) * GIB // 4
@@ -58,6 +63,7 @@ def made_up(candidate: Candidate, micro_batches: int, held: Mapping[str, int] | 
             "values": 10**9,
             "precision": "bf16",
             "step": 1,
+            "blocks": BLOCKS,
             "held": held or {"parameters": states},
             "host": {"optimizer state": on_host} if on_host else {},
         },

@@ -72,8 +72,11 @@ def test_a_plan_is_printed_written_and_trains(tmp_path: Path) -> None:
 def test_json_has_every_figure_with_its_origin() -> None:
     done = plan("--gpus", "2", "--vram_gib", "24", "--device", "rtx-4090", "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["plan"]
+    printed = json.loads(done.stdout)
+    found = printed["plan"]
     assert found["micro_batch_size"] * 2 * found["micro_batches"] == 16
+    # Under FSDP2, which gives the blocks other classes.
+    assert (found["launch_file"], printed["blocks_of_model"]) == ("fsdp2.yaml", 2)
     for name in (*found["bytes"], *found["rules_gib"], "bytes_in_blocks", "needed_gib", "seconds"):
         assert found["origins"][name], name
     parts = found["seconds"]
