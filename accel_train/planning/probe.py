@@ -19,6 +19,10 @@ STATES = (
 )
 
 
+FP32, HALF = 4, 2
+"""Bytes of a value."""
+
+
 @dataclass(frozen=True)
 class Probe:
     """Figures of one candidate."""
@@ -37,6 +41,8 @@ class Probe:
     time: StepTime
     counted: Mapping[str, Any]
     """Fields of ``simulation.step.Counted``."""
+    least_offloaded: float = 0.0
+    """Seconds that the same step takes at least with its states in host memory."""
 
     @property
     def checkpointed(self) -> int:
@@ -92,6 +98,8 @@ def probe_of(candidate: Candidate, micro_batches: int, counted: Mapping[str, Any
     missing = micro_batches - simulated
     parts = [Work(**part) for part in counted["work"]]
     work = step_work(parts, micro_batches)
+    # The work ends with the last micro-batch and the end of the step.
+    time = step_time(work, parts[-2], parts[-1], candidate.strategy, rates)
     peak = counted["peak"]
     by_category = dict(peak["by_category"])
     batch = counted["held"][ledger.BATCH]
@@ -106,7 +114,26 @@ def probe_of(candidate: Candidate, micro_batches: int, counted: Mapping[str, Any
         tensors=counted["peak_in_blocks"] + missing * counted["inputs_in_blocks"] // simulated,
         place=peak["place"],
         work=work,
-        # The work ends with the last micro-batch and the end of the step.
-        time=step_time(work, parts[-2], parts[-1], candidate.strategy, rates),
+        time=time,
         counted=counted,
+        least_offloaded=least_offloaded(counted, time, rates),
     )
+
+
+def least_offloaded(counted: Mapping[str, Any], time: StepTime, rates: Rates) -> float:
+    """Return the seconds that the step of ``time`` takes at least with its states in host memory.
+
+    Of an offload's own operators no more is known before it is simulated than these: the same products and attention;
+    on the host each gradient read, each fp32 weight, state and average read and written; each gradient copied there,
+    and each weight back in two bytes or more. In the model of time nothing of it runs beside anything else.
+    """
+    held = counted["held"]
+    processes = counted["processes"]
+    # ZeRO divides over all processes what FSDP2 has divided already.
+    values = counted["trained"] / processes
+    states = held.get(ledger.OPTIMIZER, 0) + held.get(ledger.EMA, 0)
+    if counted["strategy"] != "fsdp2":
+        states /= processes
+    on_host = 3 * FP32 * values + 2 * states
+    copied = (FP32 + HALF) * values
+    return time.products + time.attention + on_host / rates.on_host + copied / rates.copied

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from accel_train.config import UsageError
-from accel_train.planning.candidates import MODES, Candidate, Space
+from accel_train.planning.candidates import MODES, OFFLOADS, Candidate, Space
 from accel_train.planning.flags import Goal
 from accel_train.planning.memory import Budget
 from accel_train.planning.probe import Probe
@@ -43,8 +43,14 @@ def search(space: Space, goal: Goal, budget: Budget, measure: Measure) -> list[C
     found: list[Chain] = []
     # Modes run from the fastest to the smallest, so that what is found early rules later ones out unsimulated.
     for strategy in space.strategies:
+        slower = None
+        if strategy in OFFLOADS:
+            slower = _slower_in_host_memory(space, goal, budget, found)
         for mode in space.modes:
-            found.append(_search_chain(space, goal, budget, measure, found, (strategy, mode)))
+            chain = Chain(strategy, mode, left_out=slower)
+            if slower is None:
+                chain = _search_chain(space, goal, budget, measure, found, (strategy, mode))
+            found.append(chain)
     return found
 
 
@@ -111,6 +117,27 @@ def _search_chain(
     except UsageError as error:
         return Chain(strategy, mode, left_out=str(error), refused=True)
     return Chain(strategy, mode, probes, reason)
+
+
+def _slower_in_host_memory(space: Space, goal: Goal, budget: Budget, earlier: Sequence[Chain]) -> str | None:
+    """Return why no offload can be the fastest, or None if that is not known without a simulation."""
+    fastest = best(earlier, goal, budget)
+    if goal == "memory" or fastest is None:
+        return None
+    least: list[float] = []
+    for chain in earlier:
+        # The least accumulation and recomputation: an offload can at best do the same.
+        if chain.strategy in OFFLOADS or chain.mode != space.modes[0]:
+            continue
+        probes = [probe for probe in chain.probes if probe.candidate.micro_batch_size == space.sizes[-1]]
+        least += [probe.least_offloaded for probe in probes]
+    times = min(least, default=0.0) / fastest.time.total
+    if times < 1:
+        return None
+    return (
+        f"takes at least {times:.2f} times as long as {fastest.candidate}: by products, attention, and states that are "
+        "copied from and updated in host memory"
+    )
 
 
 def _slower_by_recomputing(space: Space, chain: Chain, budget: Budget, fastest: Probe | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from accel_train.planning.devices import rated
 from accel_train.planning.flags import Goal, Options
 from accel_train.planning.memory import HOST_RULES, MARGIN_SHARE, Budget, memory_of_this_machine_gib
 from accel_train.planning.plan import Plan, make_plan
-from accel_train.planning.probe import Probe
+from accel_train.planning.probe import Probe, least_offloaded
 from accel_train.planning.search import Chain, best, search
+from accel_train.planning.times import StepTime
 from tests.planning.made_up import ON_HOST, made_up, space
 from tests.planning.test_choices import config, flags
 
@@ -79,6 +81,60 @@ def test_what_fits_without_an_offload_costs_one_simulation_of_each() -> None:
     assert found is not None
     assert found.candidate == Candidate("single", "none", 64)
     assert [one.strategy for one in simulated] == ["single", *OFFLOADS]
+
+
+def with_bound(given: Space, budget: Budget, goal: Goal, seconds: float) -> tuple[list[Chain], list[Candidate]]:
+    """The search where every step is known to take so long at least with an offload."""
+    simulated: list[Candidate] = []
+
+    def measure(candidate: Candidate) -> Probe:
+        simulated.append(candidate)
+        return replace(made_up(candidate, given.micro_batches(candidate)), least_offloaded=seconds)
+
+    return search(given, goal, budget, measure), simulated
+
+
+@pytest.mark.parametrize("limit", [4.0, 7.0, 11.6, 12.0, 20.0, 40.0, 80.0])
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_bound_spares_simulations_and_changes_no_plan(gpus: int, limit: float) -> None:
+    given = space(gpus, 64, offloads=True)
+    budget = Budget(limit, 0.0, gpus, host_gib=PLENTY)
+    every = [Candidate(*names) for names in itertools.product(OFFLOADS, given.modes, given.sizes)]
+    fastest = min(made_up(one, given.micro_batches(one)).time.total for one in every)
+    expected = best(searched(given, budget)[0], "speed", budget)
+    found = best(with_bound(given, budget, "speed", fastest)[0], "speed", budget)
+    assert found == (expected and replace(expected, least_offloaded=fastest))
+
+
+def test_an_offload_that_cannot_be_the_fastest_is_not_simulated() -> None:
+    given = space(1, 64, offloads=True)
+    budget = Budget(100.0, 0.0, 1)
+    fastest = made_up(Candidate("single", "none", 64), 1).time.total
+    chains, simulated = with_bound(given, budget, "speed", 1.5 * fastest)
+    assert simulated == [Candidate("single", "none", 64)]
+    left_out = {chain.left_out for chain in chains if chain.strategy in OFFLOADS}
+    (reason,) = left_out
+    assert reason is not None
+    assert reason.startswith(f"takes at least 1.50 times as long as {simulated[0]}: by products, attention, and states")
+    plan = make_plan("mmdit", "speed", given, budget, chains, config())
+    assert plan.reasons()["launch file"] == f"zero2_offload and zero3_offload: {reason}"
+    assert reason in report.describe(plan, None, explain=True)
+    # It may be faster, or it is the memory that counts, or nothing else fits.
+    cases: list[tuple[Goal, float, float]] = [("speed", 0.9, 100.0), ("memory", 1.5, 100.0), ("speed", 1.5, 4.0)]
+    for goal, seconds, limit in cases:
+        _, simulated = with_bound(given, replace(budget, vram_gib=limit), goal, seconds * fastest)
+        assert OFFLOADS[0] in {one.strategy for one in simulated}
+
+
+@pytest.mark.parametrize(("strategy", "state"), [("single", 8 * 10**9), ("ddp", 8 * 10**9), ("fsdp2", 4 * 10**9)])
+def test_the_bound_by_hand(strategy: str, state: int) -> None:
+    """A billion values with AdamW and no EMA: 28 bytes on the host and 6 copied of each, over the processes."""
+    processes = 1 if strategy == "single" else 2
+    rates = rated("h100-sxm", "bf16", processes).rates
+    counted = {"held": {"optimizer state": state}, "trained": 10**9, "processes": processes, "strategy": strategy}
+    seconds = least_offloaded(counted, StepTime(3.0, 2.0, 1.0, 100.0, 0.0, 0.0), rates)
+    values = 10**9 / processes
+    assert seconds == pytest.approx(3.0 + 2.0 + 28 * values / rates.on_host + 6 * values / rates.copied)
 
 
 @pytest.mark.parametrize("gpus", [1, 4])

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from accel_train.calibration.rates import LINKS, Link, Rates
 from accel_train.launch_files.machine_config import read_machine_config
 from accel_train.metrics.records import read_metrics
-from accel_train.planning.candidates import LAUNCH_FILES, OFFLOADS
+from accel_train.planning.candidates import LAUNCH_FILES, OFFLOADS, Candidate
+from accel_train.planning.probe import probe_of
 from accel_train.planning.writing import LAUNCH, PRESET
 from tests import compiling, zygote
-from tests.distributed.launching import PRESETS, RECIPE, environment
+from tests.distributed.launching import PRESETS, RECIPE, Layout, environment
 from tests.planning.test_command import plan
+from tests.simulation.counting import counted
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.distributed
@@ -47,3 +52,32 @@ def test_what_only_an_offload_fits_is_planned_and_starts(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout[-4000:]
     events = read_metrics(run / "metrics.jsonl")
     assert len([event for event in events if event["event"] == "train"]) == 2
+
+
+UNITS = Rates(
+    products=math.inf,
+    attention=math.inf,
+    moved=math.inf,
+    host_seconds=0.0,
+    links=dict.fromkeys(LINKS, Link(0.0, math.inf)),
+    on_host=math.inf,
+    copied=math.inf,
+)
+"""Nothing takes time."""
+
+
+# Slow: five simulations, three of them of DeepSpeed's engine, to show what the model of time says of each offload.
+@pytest.mark.slow
+@pytest.mark.parametrize(("plain", "processes"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_what_is_known_before_a_simulation_is_never_too_much(plain: str, processes: int, tmp_path: Path) -> None:
+    compiling.skip_without_deepspeed()
+    flags = ("--precision", "bf16", "--global_batch_size", "16", "--micro_batch_size", str(16 // processes))
+    known = counted(Layout(plain, processes), tmp_path, *flags)
+    for strategy in OFFLOADS:
+        found = counted(Layout(strategy, processes), tmp_path, *flags)
+        # One rate at a time; a second of the bound is at least half of a second.
+        for name, share in (("products", 1.0), ("attention", 1.0), ("on_host", 0.5), ("copied", 0.3)):
+            rates = replace(UNITS, **{name: 1.0})
+            bound = probe_of(Candidate(plain, "none", 16 // processes), 1, known, rates).least_offloaded
+            seconds = probe_of(Candidate(strategy, "none", 16 // processes), 1, found, rates).time.total
+            assert share * seconds <= bound <= seconds * (1 + 1e-9), (strategy, name, bound / seconds)
