@@ -1,4 +1,4 @@
-"""Fits means fits: the planned step on real tensors stays below the limit, and the next larger micro-batch does not."""
+"""Fits means fits: a planned step on real tensors stays below the limit, and the next larger one does not."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from accel_train.planning.candidates import Candidate, Space, divisors
+from accel_train.planning.candidates import MICRO_BATCH, Candidate, Space, divisors
 from accel_train.planning.devices import find_device
 from accel_train.planning.memory import Budget
-from accel_train.planning.plan import make_plan
+from accel_train.planning.plan import make_plan, without_needless_checkpointing
 from accel_train.planning.probe import Probe, probe_of
 from accel_train.planning.search import search
 from accel_train.planning.simulator import LARGEST
@@ -83,6 +83,27 @@ def test_the_plan_fits_and_the_next_larger_does_not(
     assert chosen.tensors == pytest.approx(needed, rel=1e-3)
     larger = dataclasses.replace(chosen.candidate, micro_batch_size=sizes[sizes.index(size) + 1])
     assert budget.needed_gib(real_blocks(layout, folder, larger)) > budget.limit_gib
+
+
+@pytest.mark.slow  # test_blocks.py has the choice
+@pytest.mark.parametrize("layout", [Layout("single", 1), Layout("ddp", 2)], ids=str)
+def test_the_planned_blocks_fit_and_one_less_does_not(layout: Layout, folder: Path) -> None:
+    """One of two blocks, with a limit half of the way from all of them to none."""
+    given = Space(layout.processes, BATCH, (layout.strategy,), ("none", "full"), (16,), frozenset({MICRO_BATCH}))
+    wide = Budget(1000.0, 0.0, layout.processes)
+    ends = [probe(layout, folder, Candidate(layout.strategy, mode, 16)).needed_gib(wide) for mode in given.modes]
+    budget = dataclasses.replace(wide, vram_gib=sum(ends) / 2)
+
+    def measure(candidate: Candidate) -> Probe:
+        return probe(layout, folder, candidate)
+
+    found = make_plan("mmdit", "speed", given, budget, search(given, "speed", budget, measure), None)
+    chosen = without_needless_checkpointing(found, measure).chosen
+    assert chosen.candidate == Candidate(layout.strategy, "full", 16, 1)
+    needed = real_blocks(layout, folder, chosen.candidate)
+    assert budget.needed_gib(needed) <= budget.limit_gib
+    assert chosen.tensors == pytest.approx(needed, rel=1e-3)
+    assert budget.needed_gib(real_blocks(layout, folder, chosen.candidate.with_blocks(0))) > budget.limit_gib
 
 
 @pytest.mark.slow  # the plan that fits, above, rests on the same interpolation
