@@ -147,7 +147,7 @@ def _slower_by_recomputing(space: Space, chain: Chain, budget: Budget, fastest: 
             continue
         # It has the fewest kernels and gathers of its chain.
         if probe.fits(budget):
-            return f"{chain.mode} fits without accumulation, and more recomputation only takes longer"
+            return f"{chain.mode} fits without accumulation, and more recomputation in all blocks only takes longer"
         if fastest is not None and probe.time.total >= fastest.time.total:
             return f"{chain.mode} takes longer than {fastest.candidate} already, and more recomputation longer still"
     return None
