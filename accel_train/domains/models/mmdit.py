@@ -439,7 +439,7 @@ class MultimodalMMDiT(nn.Module, PyTorchModelHubMixin):
         whole = self.config.latent_grid
         if whole is None:
             return self.latent_positions(_positions(latents))
-        places = centred_places(grid or whole, whole).to(latents.device)
+        places = centred_places(grid or whole, whole, latents.device)
         fixed = cast(Tensor, self.grid_positions)
         learned = self.latent_positions(places)
         return learned + fixed[places].to(learned.dtype)

@@ -8,16 +8,17 @@ from torch import Tensor
 from accel_train.domains.models.layers import MAX_PERIOD
 
 
-def centred_places(grid: tuple[int, int], whole: tuple[int, int]) -> Tensor:
+def centred_places(grid: tuple[int, int], whole: tuple[int, int], device: torch.device) -> Tensor:
     """Return the indices (h * w,) of a grid (h, w) cut from the centre of a `whole` grid (H, W), row by row.
 
-    Pictures of another shape get the positions of a centre crop, as in SD3.
+    Pictures of another shape get the positions of a centre crop, as in SD3. Made on ``device``, because a copy from the
+    host would wait for it in every forward.
     """
     height, width = grid
     top = (whole[0] - height) // 2
     left = (whole[1] - width) // 2
-    rows = torch.arange(top, top + height)
-    columns = torch.arange(left, left + width)
+    rows = torch.arange(top, top + height, device=device)
+    columns = torch.arange(left, left + width, device=device)
     return (rows[:, None] * whole[1] + columns).flatten()
 
 

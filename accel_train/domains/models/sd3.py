@@ -111,7 +111,7 @@ class SD3(nn.Module):
                 f"latents of {height} x {width} patches: positions reach to {side} x {side}. Make the pictures smaller."
             )
         fixed = cast(Tensor, self.positions)
-        return fixed[centred_places((height, width), (side, side)).to(fixed.device)]
+        return fixed[centred_places((height, width), (side, side), fixed.device)]
 
     def load_diffusers(self, weights: Mapping[str, Tensor]) -> None:
         """Load the state dict of diffusers' `SD3Transformer2DModel`. Raises ``UsageError`` for another model's."""

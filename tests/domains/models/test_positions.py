@@ -26,7 +26,7 @@ def test_a_crop_is_that_of_sd3():
     patches = PatchEmbed(height=8, width=8, patch_size=1, embed_dim=32, pos_embed_max_size=12)
     whole = sincos_2d(32, (12, 12), base=8)
     for grid in ((8, 8), (5, 10), (12, 1)):
-        places = centred_places(grid, (12, 12))
+        places = centred_places(grid, (12, 12), torch.device("cpu"))
         torch.testing.assert_close(whole[places], patches.cropped_pos_embed(*grid)[0], rtol=0, atol=1e-6)
 
 
