@@ -168,6 +168,7 @@ class Prepared:
         Costs two small reductions per step. Every process must have the same number of micro-batches.
         ``GradientWindow`` describes the rest.
         """
+        self.ema.announce(step)
         return GradientWindow(
             self.accelerator,
             self.model,

@@ -194,6 +194,7 @@ class Ours:
         for inputs in window:
             window.backward({"main": loss_sum(self.model, inputs)})
         self.result = window.finish(1.0)
+        self.average.announce(self.steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.average.update(self.steps)

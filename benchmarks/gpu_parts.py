@@ -144,8 +144,10 @@ def g5(machine: Machine, rate: float, found: Found) -> None:
     def whole() -> None:
         norm = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(gradients))))
         guard.watch(Evidence(0, ("loss",), total, None, (), ()), norm, 1e-3)
+        number = next(numbers)
+        average.announce(number)
         optimizer.step()
-        average.update(next(numbers))
+        average.update(number)
 
     times["norm, clip, step, average"] = machine.seconds(whole, repeats, warm_up=2)
     found.details |= times

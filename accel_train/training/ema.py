@@ -47,7 +47,7 @@ class Ema:
         if self.is_on and isinstance(shards.optimizer, FusedAdamW) and shards.optimizer.one_pass:
             self._fused = shards.optimizer
         self._announced_step = -1
-        """Of the weight that the optimizer was given for its next step."""
+        """Of the weight that the optimizer was last given."""
 
     @property
     def is_on(self) -> bool:
@@ -67,18 +67,23 @@ class Ema:
         """Move towards the weights after optimizer step ``step`` (0-based)."""
         if self.config.decay == 0 or self.guard.skips_this_step:
             return
-        if self._fused is None:
+        if self._fused is None or not self._fused.has_averaged:
             self._move(step)
             return
-        if self._fused.has_averaged:
-            self._fused.has_averaged = False
-            assert step == self._announced_step, f"the EMA moved in step {step} as if in {self._announced_step}"
-        else:
-            self._move(step)
-        # Known one step ahead, because the optimizer steps before it is asked here.
-        self._announced_step = step + 1
-        weight = 1 - decay_at(self.config.decay, step + 1)
-        self._fused.average_next({self.view.parameters[name]: shard for name, shard in self._shards.items()}, weight)
+        assert step == self._announced_step, f"the EMA moved in step {step} as if in {self._announced_step}"
+
+    def announce(self, step: int) -> None:
+        """Let an optimizer that can take the averages along do so in its coming step, number ``step``.
+
+        ``update`` still follows it. Without this call, and with any other optimizer, ``update`` moves them.
+        """
+        if self._fused is None:
+            return
+        self._announced_step = step
+        averages: dict[torch.Tensor, torch.Tensor] = {
+            self.view.parameters[name]: shard for name, shard in self._shards.items()
+        }
+        self._fused.average_next(averages, 1 - decay_at(self.config.decay, step))
 
     def _move(self, step: int) -> None:
         # Asked for in every step, because FSDP2 and DeepSpeed may replace the tensors behind the names.

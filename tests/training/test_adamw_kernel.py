@@ -102,6 +102,7 @@ class Run:
             parameter.grad = None if name == without else gradient
         self.guard.found.fill_(found)
         self.guard.scale.fill_(scale)
+        self.ema.announce(number)
         self.optimizer.step()
         self.ema.update(number)
 
@@ -150,7 +151,7 @@ def test_unaligned_tensors_and_a_beta_of_zero() -> None:
 
 
 def test_the_average_moves_once_in_every_step(stood_in: type[Reference.Chunks]) -> None:
-    """By the optimizer, or beside it: first step, a parameter without a gradient, a step that is left out."""
+    """By the optimizer, or beside it: a parameter without a gradient, a step that is left out."""
     both()
     assert stood_in.launches == 2 * len(STEPS)
 
@@ -160,8 +161,8 @@ def test_the_optimizer_takes_the_average_along(stood_in: type[Reference.Chunks])
     run.ema._move = moved.append  # type: ignore[method-assign]
     for number, options in enumerate(STEPS):
         run.step(number, **options)
-    # Not known yet in the first step; and one parameter had no gradient in step 3.
-    assert moved == [0, 3]
+    # One parameter had no gradient in it.
+    assert moved == [3]
 
 
 def test_a_step_that_the_host_leaves_out_moves_nothing(stood_in: type[Reference.Chunks]) -> None:
@@ -191,6 +192,7 @@ def test_a_gradient_that_is_not_contiguous_runs_torchs_kernel(stood_in: type[Ref
             parameter.grad = torch.ones(parameter.shape)
         weight: Any = run.model.get_parameter("0.weight")
         weight.grad = torch.ones(37, 500).t()
+        run.ema.announce(3)
         run.optimizer.step()
         run.ema.update(3)
     assert stood_in.launches == launches
@@ -200,8 +202,23 @@ def test_a_gradient_that_is_not_contiguous_runs_torchs_kernel(stood_in: type[Ref
 def test_a_step_of_another_number_than_announced_is_an_error(stood_in: type[Reference.Chunks]) -> None:
     run = Run(one_pass=True)
     run.step(0)
+    run.ema.announce(1)
+    run.optimizer.step()
     with pytest.raises(AssertionError, match="moved in step 7 as if in 1"):
-        run.step(7)
+        run.ema.update(7)
+
+
+def test_an_announcement_is_for_one_step(stood_in: type[Reference.Chunks]) -> None:
+    runs = [Run(one_pass) for one_pass in (True, False)]
+    for run in runs:
+        run.step(0)
+        run.ema.announce(1)
+        run.ema.announce(2)  # the step before did not come to its end
+        run.optimizer.step()
+        run.ema.update(2)
+        run.optimizer.step()
+        run.ema.update(3)
+    runs[0].check(runs[1])
 
 
 def test_without_an_average_there_is_one_pass_all_the_same(stood_in: type[Reference.Chunks]) -> None:

@@ -94,7 +94,11 @@ def adamw_one_pass(
         tl.store(parameters + at, parameter, mask=inside)
         if AVERAGED:
             average = tl.load(averages + at, mask=inside)
-            average = average + weight * (parameter - average)
+            # The two forms of torch's lerp, whose bits these are.
+            if weight < 0.5:
+                average = average + weight * (parameter - average)
+            else:
+                average = parameter - (parameter - average) * (1.0 - weight)
             tl.store(averages + at, average, mask=inside)
 
 

@@ -108,6 +108,7 @@ class FusedAdamW(torch.optim.AdamW):
         ``has_averaged`` tells afterwards. It cannot where a parameter has no gradient or a tensor is not contiguous.
         """
         self._averages, self._weight = averages, weight
+        self.has_averaged = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
