@@ -109,13 +109,15 @@ def _completion(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from accel_train.compare.comparison import Request, compare
+    from accel_train.compare.comparison import compare
+    from accel_train.compare.request import Request
 
     options = vars(arguments)
     # What is left has the names of the fields of Request.
     del options["command"]
     options["sources"] = tuple(arguments.sources)
     options["gates"] = tuple(arguments.gates)
+    options["common"] = tuple(arguments.common)
     return compare(Request(**options))
 
 

@@ -201,6 +201,16 @@ def _add_compare(compare: argparse.ArgumentParser, recipes: Iterable[str] | None
         recipe.choices = list(recipes)
     compare.add_argument("sources", nargs="+", metavar="PRESET_OR_YAML", help="A and B, or one with --vary")
     compare.add_argument("--config_file", help="accelerate launch file for every run; default: one plain process")
+    compare.add_argument("--num_processes", type=int, help="processes over all machines; default: from the file")
+    compare.add_argument(
+        "--set",
+        dest="common",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="options of the recipe for every run, such as data.path=my.jsonl",
+    )
     compare.add_argument("--vary", metavar="KEY=V1,V2", help="values of one option, compared with the first")
     compare.add_argument("--ablate", action="store_true", help="also run A with each differing option of B by itself")
     compare.add_argument("--max_steps", type=int, help="optimizer steps of every run; default: from the configs")

@@ -20,6 +20,7 @@ from typing import Any
 from accel_train.commands.bundled import find_recipe
 from accel_train.compare import report
 from accel_train.compare.figures import Observations, effects, observations, window_of
+from accel_train.compare.request import Request
 from accel_train.compare.runs import (
     InterruptedRunError,
     Options,
@@ -42,48 +43,6 @@ EQUAL = ("seed", "global_batch_size", "max_steps", "max_epochs")
 # Exclusive options: a recipe takes one and requires None for the other.
 EXCLUSIVE = ("max_steps", "max_epochs")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # also the limit on variants
-
-
-@dataclass(frozen=True)
-class Request:
-    """Options of the command line."""
-
-    recipe: str
-    sources: tuple[str, ...]
-    """Two presets or YAML files, or a single one with ``vary``."""
-    config_file: str | None = None
-    """Launch file for ``accel-train launch``. None runs the recipe as one plain process."""
-    vary: str | None = None
-    """``key=v1,v2``."""
-    ablate: bool = False
-    """Also run A with each differing option of B by itself."""
-    max_steps: int | None = None
-    max_epochs: float | None = None
-    seed: int | None = None
-    rounds: int = 5
-    gates: tuple[str, ...] = ()
-    output: str | None = None
-    """None creates a new directory under runs/."""
-    tolerance: float = 1e-5
-    """Smaller differences of losses and evaluation metrics, relative to A, count as equal."""
-    keep_checkpoints: bool = False
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise UsageError(f"--rounds {self.rounds}: at least 1 is required; 5 give an honest interval")
-        if not 0 <= self.tolerance < float("inf"):
-            raise UsageError(f"--tolerance {self.tolerance}: a number from 0 up is required, such as 1e-5")
-        if self.max_steps is not None and self.max_epochs is not None:
-            raise UsageError(
-                f"--max_steps {self.max_steps} and --max_epochs {self.max_epochs}: a run ends once; give one of the two"
-            )
-        if self.ablate and self.vary is not None:
-            raise UsageError(f"--ablate and --vary {self.vary}: one takes two configs, the other one; leave one out")
-        sources = f"{len(self.sources)} preset(s) or file(s) given ({', '.join(self.sources)})"
-        if self.vary is not None and len(self.sources) != 1:
-            raise UsageError(f"{sources}; --vary takes one")
-        if self.vary is None and len(self.sources) != 2:
-            raise UsageError(f"{sources}; two are required, A and B, or one with --vary key=v1,v2")
 
 
 def compare(request: Request) -> int:
@@ -244,12 +203,21 @@ def _read_vary(text: str, config: Options) -> tuple[str, list[str]]:
     return key, values
 
 
+def _given(request: Request) -> dict[str, str]:
+    given = {"max_steps": request.max_steps, "max_epochs": request.max_epochs, "seed": request.seed}
+    flags = {name: str(value) for name, value in given.items() if value is not None}
+    for name, value in request.settings().items():
+        if name in (*given, "output_dir") or name.startswith("hub."):
+            raise UsageError(f"--set {name}={value}: it has a flag of its own here, or belongs to the comparison")
+        flags[name] = value
+    return flags
+
+
 def _common_flags(request: Request, config: Options, source: str, key: str | None) -> list[str]:
     """Return the flags set for every variant, as the recipe spells them."""
     if "output_dir" not in config:
         raise UsageError(f"{source}: the recipe has no option output_dir, so its runs cannot be kept apart; add it")
-    given = {"max_steps": request.max_steps, "max_epochs": request.max_epochs, "seed": request.seed}
-    flags = {name: str(value) for name, value in given.items() if value is not None}
+    flags = _given(request)
     for name, value in flags.items():
         if name == key or {name, key} == set(EXCLUSIVE):
             raise UsageError(f"--{name} {value} and --vary {key}: they set the same thing; leave --{name} out")
@@ -263,7 +231,7 @@ def _common_flags(request: Request, config: Options, source: str, key: str | Non
     flags |= {name: value for name, value in off.items() if config.get(name) and name not in kept}
     words: list[str] = []
     for name, value in flags.items():
-        words += [f"--{name}", value]
+        words += [f"--{name}", *shlex.split(value)]
     return words
 
 
@@ -335,7 +303,7 @@ class _Runner:
         command = [sys.executable, str(self.recipe)]
         if self.request.config_file is not None:
             machine = str(expand_path(self.request.config_file))
-            command[1:1] = ["-m", "accel_train.cli", "launch", "--config_file", machine]
+            command[1:1] = ["-m", "accel_train.cli", "launch", "--config_file", machine, *self.request.processes()]
         command += [variant.source, *variant.flags, "--output_dir", str(directory)]
         try:
             seconds, cpu_seconds = run_once(command, folder / f"{variant.letter}.log", self.request.gates)

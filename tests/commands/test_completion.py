@@ -33,15 +33,14 @@ ${function%% *}
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 
-OF_MMDIT = {"base", "demo", "image_demo", "image_shapes", "l2t_qwen", "mmdit_baseline", "mmdit_optimized"}
+COMPARED = {f"mmdit_{size}{kind}" for size in ("", "small_", "base_") for kind in ("baseline", "optimized")}
+OF_MMDIT = {"base", "demo", "image_demo", "image_shapes", "l2t_qwen", *COMPARED}
+OF_PDE = {"pde_baseline", "pde_demo", "pde_optimized", "pde_stack_baseline", "pde_stack_optimized"}
 LINES = [
     ("accel-train la", {"launch"}),
     ("accel-train launch ", {"causal_lm", "lora", "mmdit", "pde"}),
-    (
-        "accel-train launch mmdit ",
-        {"base", "demo", "image_demo", "image_shapes", "l2t_qwen", "mmdit_baseline", "mmdit_optimized"},
-    ),
-    ("accel-train check pde ", {"pde_baseline", "pde_demo", "pde_optimized"}),
+    ("accel-train launch mmdit ", OF_MMDIT),
+    ("accel-train check pde ", OF_PDE),
     ("accel-train launch --config_file x.yaml mmdit demo --optimizer.we", {"--optimizer.weight_decay"}),
     ("accel-train rehearse --config_file x.yaml pde --data.ta", {"--data.tasks"}),
     ("accel-train launch mmdit --schedule.kind c", {"constant", "cosine", "cosine_restarts"}),

@@ -523,11 +523,17 @@ def test_the_presets_are_these() -> None:
         "lora_quality",
         "lora_speed",
         "lora_tune",
+        "mmdit_base_baseline",
+        "mmdit_base_optimized",
         "mmdit_baseline",
         "mmdit_optimized",
+        "mmdit_small_baseline",
+        "mmdit_small_optimized",
         "pde_baseline",
         "pde_demo",
         "pde_optimized",
+        "pde_stack_baseline",
+        "pde_stack_optimized",
     ]
 
 

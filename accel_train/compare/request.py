@@ -1,0 +1,74 @@
+"""What is asked of a comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_train.config import UsageError
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options of the command line."""
+
+    recipe: str
+    sources: tuple[str, ...]
+    """Two presets or YAML files, or a single one with ``vary``."""
+    config_file: str | None = None
+    """Launch file for ``accel-train launch``. None runs the recipe as one plain process."""
+    num_processes: int | None = None
+    """In place of the number in the launch file."""
+    common: tuple[str, ...] = ()
+    """``key=value`` of options for every run."""
+    vary: str | None = None
+    """``key=v1,v2``."""
+    ablate: bool = False
+    """Also run A with each differing option of B by itself."""
+    max_steps: int | None = None
+    max_epochs: float | None = None
+    seed: int | None = None
+    rounds: int = 5
+    gates: tuple[str, ...] = ()
+    output: str | None = None
+    """None creates a new directory under runs/."""
+    tolerance: float = 1e-5
+    """Smaller differences of losses and evaluation metrics, relative to A, count as equal."""
+    keep_checkpoints: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise UsageError(f"--rounds {self.rounds}: at least 1 is required; 5 give an honest interval")
+        if not 0 <= self.tolerance < float("inf"):
+            raise UsageError(f"--tolerance {self.tolerance}: a number from 0 up is required, such as 1e-5")
+        if self.max_steps is not None and self.max_epochs is not None:
+            raise UsageError(
+                f"--max_steps {self.max_steps} and --max_epochs {self.max_epochs}: a run ends once; give one of the two"
+            )
+        if self.ablate and self.vary is not None:
+            raise UsageError(f"--ablate and --vary {self.vary}: one takes two configs, the other one; leave one out")
+        sources = f"{len(self.sources)} preset(s) or file(s) given ({', '.join(self.sources)})"
+        if self.vary is not None and len(self.sources) != 1:
+            raise UsageError(f"{sources}; --vary takes one")
+        if self.vary is None and len(self.sources) != 2:
+            raise UsageError(f"{sources}; two are required, A and B, or one with --vary key=v1,v2")
+        if self.num_processes is not None and self.config_file is None:
+            raise UsageError(
+                f"--num_processes {self.num_processes} without --config_file: without a launch file every run is one "
+                "process; give one, such as accelerate_configs/ddp.yaml"
+            )
+
+    def settings(self) -> dict[str, str]:
+        """Return the options of ``common`` by name. Raises ``UsageError`` for one without a value, and for two."""
+        found: dict[str, str] = {}
+        for text in self.common:
+            name, equals, value = text.removeprefix("--").partition("=")
+            if not equals or not name or not value:
+                raise UsageError(f"--set {text}: KEY=VALUE is required, such as --set data.path=my.jsonl")
+            if name in found:
+                raise UsageError(f"--set {name}: given twice, {found[name]} and {value}; give one")
+            found[name] = value
+        return found
+
+    def processes(self) -> list[str]:
+        """Return the flag for ``accel-train launch``, if there is one."""
+        return [] if self.num_processes is None else ["--num_processes", str(self.num_processes)]
