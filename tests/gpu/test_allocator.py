@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from accel_train.speed.memory import fitting
 from accel_train.speed.memory.allocator import apply_memory
 from accel_train.speed.options import MemoryConfig
 
@@ -19,11 +20,10 @@ pytestmark = [
 
 @pytest.fixture
 def device() -> Generator[torch.device]:
-    """The device, given back without a limit."""
+    """The device without an index, as a run of one process has it, given back without a limit."""
     torch.cuda.empty_cache()
-    found = torch.device("cuda", torch.cuda.current_device())
-    yield found
-    torch.cuda.set_per_process_memory_fraction(1.0, found)
+    yield torch.device("cuda")
+    torch.cuda.set_per_process_memory_fraction(1.0)
     bindings: Any = torch._C
     bindings._accelerator_setAllocatorSettings("expandable_segments:False")
     torch.cuda.empty_cache()
@@ -33,6 +33,7 @@ def test_more_than_the_share_is_out_of_memory(device: torch.device) -> None:
     apply_memory(MemoryConfig(fraction=0.05), device)
     allowed = int(0.05 * torch.cuda.get_device_properties(device).total_memory)
     assert torch.empty(int(0.8 * allowed), dtype=torch.uint8, device=device).is_cuda
+    assert fitting.device_bytes(device) == pytest.approx(allowed, rel=1e-6)
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(int(1.1 * allowed), dtype=torch.uint8, device=device)
 

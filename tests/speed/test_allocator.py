@@ -14,21 +14,24 @@ from accel_train.speed.memory import fitting
 from accel_train.speed.memory.allocator import apply_memory
 from accel_train.speed.options import MemoryConfig
 
-CUDA = torch.device("cuda", 0)
+CUDA = torch.device("cuda")
+"""Without an index, as Accelerate gives it to a run of one process."""
+CURRENT = 3
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What torch was asked for. Its function for the fraction takes a float alone, as the real one does."""
+    """What torch's bindings were asked for. Its Python functions above them are the real ones, with their checks."""
     found: list[Any] = []
-
-    def fraction(share: float, device: torch.device) -> None:
-        assert type(share) is float
-        found.append((share, device))
-
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fraction)
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: CURRENT)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 * 2**30))
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append, raising=False)
+    bindings = {
+        "_cuda_setMemoryFraction": lambda share, index: found.append((share, index)),
+        "_accelerator_setAllocatorSettings": found.append,
+    }
+    for name, call in bindings.items():
+        monkeypatch.setattr(torch._C, name, call, raising=False)
     return found
 
 
@@ -36,11 +39,13 @@ def test_a_gpu_obeys(calls: list[Any]) -> None:
     assert apply_memory(MemoryConfig(), CUDA) == []
     assert calls == []
     (notice,) = apply_memory(MemoryConfig(fraction=0.25), CUDA)
-    assert notice == "memory.fraction: 0.25: 2.00 GiB of cuda:0"
-    assert calls == [(0.25, CUDA)]
+    assert notice == "memory.fraction: 0.25: 2.00 GiB of cuda"
+    assert calls == [(0.25, CURRENT)]
+    apply_memory(MemoryConfig(fraction=0.75), torch.device("cuda", 1))
+    assert calls.pop() == (0.75, 1)
     assert len(apply_memory(MemoryConfig(0.5, expandable_segments=True), CUDA)) == 2
     # Segments first: a limit concerns what is allocated from then on.
-    assert calls[1:] == ["expandable_segments:True", (0.5, CUDA)]
+    assert calls[1:] == ["expandable_segments:True", (0.5, CURRENT)]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,13 @@ def test_a_simulation_needs_no_device(calls: list[Any], monkeypatch: pytest.Monk
 
 def test_what_cannot_fit_into_the_share_is_refused(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     shares = [1.0, 0.25]
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: shares.pop(0))
+    asked: list[int] = []
+
+    def share(index: int) -> float:
+        asked.append(index)
+        return shares.pop(0)
+
+    monkeypatch.setattr(torch._C, "_cuda_getMemoryFraction", share, raising=False)
     size = fitting.Size(parameters=2**28, trained=2**28, weight_bytes=2**30)
 
     def check() -> None:
@@ -73,5 +84,6 @@ def test_what_cannot_fit_into_the_share_is_refused(calls: list[Any], monkeypatch
         )
 
     check()  # 5 of 8 GiB
-    with pytest.raises(UsageError, match=r"5\.0 GiB .* and cuda:0 has 2\.0 GiB"):
+    with pytest.raises(UsageError, match=r"5\.0 GiB .* and cuda has 2\.0 GiB"):
         check()
+    assert asked == [CURRENT, CURRENT]

@@ -39,10 +39,15 @@ def apply_memory(config: MemoryConfig, device: torch.device) -> list[str]:
         notices.append("memory.expandable_segments: the allocator extends its segments")
     if config.fraction < 1:
         # Of a process of its own: others on the same device are not counted.
-        torch.cuda.set_per_process_memory_fraction(float(config.fraction), device)
+        torch.cuda.set_per_process_memory_fraction(float(config.fraction), gpu_index(device))
         total = torch.cuda.get_device_properties(device).total_memory
         notices.append(f"memory.fraction: {config.fraction:g}: {config.fraction * total / 2**30:.2f} GiB of {device}")
     return notices
+
+
+def gpu_index(device: torch.device) -> int:
+    """Return the index of a GPU: of the current one for a device without an index, as in a run of one process."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _allocator_settings() -> Callable[[str], None]:

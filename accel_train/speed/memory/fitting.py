@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
+from accel_train.speed.memory.allocator import gpu_index
 from accel_train.speed.memory.frozen_offload import GIB, offloaded_bytes
 
 FP32_BYTES = 4
@@ -87,7 +88,7 @@ def refuse_what_cannot_fit(
         available = host
         place = f"this host with {local} process(es)"
     else:
-        available = _device_bytes(device)
+        available = device_bytes(device)
         place = str(device)
         if sharded:  # may be offloaded to the host
             # All processes of the host share its memory.
@@ -127,11 +128,12 @@ def host_bytes(limits: Sequence[str] = LIMITS) -> int:
     return available
 
 
-def _device_bytes(device: torch.device) -> float:
+def device_bytes(device: torch.device) -> float:
+    """Memory of a GPU that this process may allocate, infinite for any other device."""
     if device.type != "cuda":
         return float("inf")
     total = torch.cuda.get_device_properties(device).total_memory
-    return total * torch.cuda.get_per_process_memory_fraction(device)
+    return total * torch.cuda.get_per_process_memory_fraction(gpu_index(device))
 
 
 def _gib(count: float) -> str:
