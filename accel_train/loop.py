@@ -192,7 +192,11 @@ class Training:
             if self.measure is None:
                 self.reports.begin_step(batches.done)
             # Without any weight the gradient is 0, but momentum and weight decay would still move the weights.
-            self.guard.leaves_out = self.measure is not None or leaving_out.has_no_weight(self.order, batches.step)
+            has_no_weight = leaving_out.has_no_weight(self.order, batches.step)
+            self.guard.leaves_out = self.measure is not None or has_no_weight
+            # What is measured is not part of the run, and counts nowhere.
+            if self.measure is None and has_no_weight:
+                self.guard.history.leave_out()
             yield batches
             # Checked when the loop asks for the next step, after everything that it does with this one.
             for name in CALLS:

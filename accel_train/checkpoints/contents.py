@@ -143,7 +143,8 @@ def texts(
     found = indices(planned)
     if random_states is not None:
         # The optimizer has not counted the steps that were left out.
-        found["optimizer/index.json"] = state_index(planned, step - int(health.get("skipped", 0)), numbers)
+        left_out = int(health.get("skipped", 0)) + int(health.get("without_samples", 0))
+        found["optimizer/index.json"] = state_index(planned, step - left_out, numbers)
         trainer_state: Json = {"step": step, "random_state": random_states}
         if loss_scale is not None:
             trainer_state["loss_scale"] = loss_scale

@@ -17,6 +17,8 @@ class History:
         """Steps without an update since the start of the run, of earlier starts as well."""
         self.in_a_row = 0
         """Skipped steps since the last trained one."""
+        self.without_samples = 0
+        """Steps without an update because no sample of theirs has a weight, of earlier starts as well."""
         self.left_out: list[int] = []
         """Samples left out after going back, by this start or before the checkpoint that it continues."""
         self._row: list[BadStep] = []
@@ -47,6 +49,10 @@ class History:
                 "again with a larger --health.max_skipped"
             )
 
+    def leave_out(self) -> None:
+        """Count a step of which no sample has a weight. It is no bad one."""
+        self.without_samples += 1
+
     def take_unreported(self) -> list[tuple[BadStep, bool]]:
         """Return each bad step not returned before, and if it was skipped."""
         unreported = self._unreported
@@ -54,8 +60,10 @@ class History:
         return unreported
 
     def state(self) -> dict[str, Any]:
-        """Return the counts and samples for a checkpoint. Empty if no step was bad."""
+        """Return the counts and samples for a checkpoint. Empty if every step was trained."""
         state: dict[str, Any] = {}
+        if self.without_samples > 0:
+            state["without_samples"] = self.without_samples
         if self.skipped > 0:
             state |= {"skipped": self.skipped, "skipped_in_a_row": self.in_a_row}
         if self.left_out:
@@ -65,6 +73,7 @@ class History:
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from the counts of ``state``."""
         self.skipped = int(saved.get("skipped", 0))
+        self.without_samples = int(saved.get("without_samples", 0))
         # A resume continues the row: a restart must not begin it over, or the limit would never be reached.
         self.in_a_row = int(saved.get("skipped_in_a_row", 0))
         self.left_out = list(map(int, saved.get("left_out", [])))

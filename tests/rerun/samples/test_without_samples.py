@@ -58,6 +58,10 @@ def test_what_forgets_them_is_a_run_that_never_gave_them_weight(
     assert_equal(run, never, (12, 12), equal=False)
     # No sample of step 7 has a weight, so momentum and weight decay must not move anything either.
     assert_equal(never, never, (6, 7))
+    # Nor does the optimizer count it, and a resume after it goes on with the optimizer's own count.
+    checkpoint = never.directory / "checkpoints" / "checkpoint_00000008"
+    flags = ("--resume", str(checkpoint), "--without_samples", *ids, "--checkpoints.save_every", "1")
+    assert_equal(recording.record("mmdit", tmp_path / "again", *flags), never, (12, 12))
     assert_equal(never, never, (7, 8), equal=False)
     assert never.train_lines()[7]["loss"] == 0
     # Used before every checkpoint, never or nowhere.
