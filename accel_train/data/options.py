@@ -133,9 +133,10 @@ class BatchScheduleConfig:
         return BatchScheduleConfig(steps, sizes, self.learning_rate)
 
     def next_size(self, size: int) -> int:
-        """Return the samples of a step that follow ``size`` where the noise asks for more."""
+        """Return the samples of a step that follow ``size`` where the noise asks for more: never fewer than it."""
         assert self.max_size is not None, "_check_noise requires it"
-        return min(2 * size, self.max_size)
+        # A resume may have come with a smaller maximum than the size that was reached.
+        return max(size, min(2 * size, self.max_size))
 
     def size(self, first: int, step: int) -> int:
         """Return the samples of step ``step``, counted from 0. ``first`` is ``global_batch_size``."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from accel_train.calibration.rates import Rates
 from accel_train.commands.bundled import find_recipe
 from accel_train.planning import report, writing
-from accel_train.planning.candidates import Candidate, space_of
+from accel_train.planning.candidates import Candidate, has_deepspeed, space_of
 from accel_train.planning.devices import DEFAULT, rated
 from accel_train.planning.flags import Options
 from accel_train.planning.memory import BALANCED_SHARE, Budget, default_margin, memory_of_this_machine_gib
@@ -84,8 +84,9 @@ def _flags(options: Options) -> list[str]:
         words += ["--device", options.device]
     if options.margin_gib is not None:
         words += ["--margin_gib", f"{options.margin_gib:g}"]
-    if options.host_gib is not None:
-        words += ["--host_gib", f"{options.host_gib:g}"]
+    if options.host_gib is not None or has_deepspeed():
+        # Also where it was not given: elsewhere another machine's memory would take its place.
+        words += ["--host_gib", f"{budget_of(options).host_gib:g}"]
     if options.step is not None:
         words += ["--step", str(options.step)]
     return words

@@ -74,6 +74,8 @@ def _read(directory: Path, asked: int) -> SmallerMicroBatch | None:
     """Return the record also where the size asked for is in use again."""
     try:
         found = strict_json.read_object(directory / MICRO_BATCH_FILE, MAX_BYTES)
+        # A record of an earlier version does not say since when: since it ran out.
+        found.setdefault("since", found.get("step", 0))
         record = SmallerMicroBatch(*(int(found.get(name, 0)) for name in SmallerMicroBatch._fields))
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -360,3 +360,14 @@ def test_the_error_of_the_cpu_allocator_is_recognised() -> None:
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
     )
     assert not out_of_memory.is_out_of_memory(RuntimeError("out of luck"))
+
+
+def test_a_record_of_an_earlier_version_counts_from_its_step(tmp_path: Path) -> None:
+    """It does not say since when the run has trained well."""
+    written = {"asked": 16, "used": 8, "step": 10_000, "tries": 0}
+    (tmp_path / MICRO_BATCH_FILE).write_text(json.dumps(written))
+    record = out_of_memory._read(tmp_path, 16)
+    assert record is not None
+    assert record.since == 10_000
+    assert not out_of_memory.is_time_to_double(record, 100, 10_099)
+    assert out_of_memory.is_time_to_double(record, 100, 10_100)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from accel_train.config import UsageError
-from accel_train.planning import report
+from accel_train.planning import command, report
 from accel_train.planning.candidates import MICRO_BATCH, MODE, Candidate, divisors, space_of
 from accel_train.planning.command import budget_of
 from accel_train.planning.devices import find_device, rated
@@ -91,6 +91,19 @@ def test_the_goal_and_the_margin_make_the_limit() -> None:
     assert budget_of(Options(1, 80.0)).limit_gib == pytest.approx(76.0)
     assert budget_of(Options(1, 80.0, margin_gib=2.0)).limit_gib == pytest.approx(78.0)
     assert budget_of(Options(1, 80.0, goal="balanced")).limit_gib == pytest.approx(60.8)
+
+
+@pytest.mark.parametrize(
+    ("given", "installed", "written"),
+    [(None, True, 31.5), (None, False, None), (64.0, True, 64.0), (64.0, False, 64.0)],
+)
+def test_the_command_in_the_files_plans_the_same_on_another_machine(
+    given: float | None, installed: bool, written: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "memory_of_this_machine_gib", lambda: 31.5)
+    monkeypatch.setattr(command, "has_deepspeed", lambda: installed)
+    _, options = flags(*command._flags(Options(2, 80.0, host_gib=given)))
+    assert options.host_gib == written
 
 
 def test_flags_may_stand_behind_the_recipe() -> None:

@@ -11,7 +11,7 @@ import torch
 from accel_train import simulated
 from accel_train.config import UsageError
 from accel_train.speed.memory import fitting
-from accel_train.speed.memory.allocator import apply_memory
+from accel_train.speed.memory.allocator import VARIABLES, apply_memory
 from accel_train.speed.options import MemoryConfig
 
 CUDA = torch.device("cuda")
@@ -23,6 +23,8 @@ CURRENT = 3
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What torch's bindings were asked for. Its Python functions above them are the real ones, with their checks."""
     found: list[Any] = []
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: CURRENT)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 * 2**30))
@@ -46,6 +48,22 @@ def test_a_gpu_obeys(calls: list[Any]) -> None:
     assert len(apply_memory(MemoryConfig(0.5, expandable_segments=True), CUDA)) == 2
     # Segments first: a limit concerns what is allocated from then on.
     assert calls[1:] == ["expandable_segments:True", (0.5, CURRENT)]
+
+
+def test_settings_of_the_environment_stay(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch resets what a change does not name."""
+    config = MemoryConfig(expandable_segments=True)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128, roundup_power2_divisions:[256:1,512:2]")
+    apply_memory(config, CUDA)
+    assert calls == ["max_split_size_mb:128,roundup_power2_divisions:[256:1,512:2],expandable_segments:True"]
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    apply_memory(config, CUDA)
+    assert calls[1:] == ["expandable_segments:True"]
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments: False,max_split_size_mb:128")
+    with pytest.raises(
+        UsageError, match=r"memory\.expandable_segments: true, but PYTORCH_ALLOC_CONF is 'expandable_seg"
+    ):
+        apply_memory(config, CUDA)
 
 
 @pytest.mark.parametrize(

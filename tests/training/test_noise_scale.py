@@ -260,6 +260,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
 def test_sizes_double_up_to_the_largest() -> None:
     schedule = BatchScheduleConfig(noise_factor=1.0, max_size=40, learning_rate="sqrt")
     assert [schedule.next_size(size) for size in (8, 16, 32, 40)] == [16, 32, 40, 40]
+    assert schedule.next_size(64) == 64  # reached under a larger maximum
     grown = schedule.grown([(10, 16), (30, 32)])
     assert [grown.size(8, step) for step in (9, 10, 29, 30)] == [8, 16, 16, 32]
     assert grown.factor(8, 30) == 2.0

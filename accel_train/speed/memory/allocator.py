@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from accel_train.config import UsageError
 from accel_train.speed.options import MemoryConfig
 
 EXPANDABLE = "expandable_segments:True"
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""In the order in which torch reads them: the first that is set counts."""
 
 
 def apply_memory(config: MemoryConfig, device: torch.device) -> list[str]:
@@ -35,7 +38,7 @@ def apply_memory(config: MemoryConfig, device: torch.device) -> list[str]:
         )
     notices: list[str] = []
     if config.expandable_segments:
-        _allocator_settings()(EXPANDABLE)
+        _allocator_settings()(_with_expandable_segments())
         notices.append("memory.expandable_segments: the allocator extends its segments")
     if config.fraction < 1:
         # Of a process of its own: others on the same device are not counted.
@@ -47,7 +50,20 @@ def apply_memory(config: MemoryConfig, device: torch.device) -> list[str]:
 
 def gpu_index(device: torch.device) -> int:
     """Return the index of a GPU: of the current one for a device without an index, as in a run of one process."""
-    return torch.cuda.current_device() if device.index is None else device.index
+    index: int | None = device.index
+    return torch.cuda.current_device() if index is None else index
+
+
+def _with_expandable_segments() -> str:
+    """Return the settings of the environment with this one, because torch resets whatever a change does not name."""
+    name = next((each for each in VARIABLES if os.environ.get(each)), VARIABLES[0])
+    given = os.environ.get(name, "")
+    parts = [part.strip() for part in given.split(",") if part.strip()]
+    if "expandable_segments:false" in (part.replace(" ", "").lower() for part in parts):
+        raise UsageError(
+            f"memory.expandable_segments: true, but {name} is {given!r}; take expandable_segments out of one of the two"
+        )
+    return ",".join([*(part for part in parts if not part.startswith("expandable_segments")), EXPANDABLE])
 
 
 def _allocator_settings() -> Callable[[str], None]:
