@@ -50,7 +50,7 @@ def apply_memory(config: MemoryConfig, device: torch.device) -> list[str]:
 
 def gpu_index(device: torch.device) -> int:
     """Return the index of a GPU: of the current one for a device without an index, as in a run of one process."""
-    index: int | None = device.index
+    index: Any = device.index
     return torch.cuda.current_device() if index is None else index
 
 
