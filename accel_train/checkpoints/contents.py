@@ -21,7 +21,6 @@ from accel_train.store import atomic_files, planning, weights
 from accel_train.store.planning import Collection
 from accel_train.store.strict_json import Json
 from accel_train.training.ema import Ema
-from accel_train.training.health.history import WITHOUT_UPDATE
 from accel_train.training.shards import Shards
 from accel_train.wording import shortened
 

@@ -7,9 +7,6 @@ from typing import Any
 
 from accel_train.training.health.evidence import BadStep, NonFiniteError
 
-WITHOUT_UPDATE = ("skipped", "without_weight")
-"""Counts among those of ``History.state`` whose steps the optimizer has not taken."""
-
 
 class History:
     """Counts of skipped steps, kept in the checkpoint. The same on every rank."""
@@ -18,8 +15,6 @@ class History:
         self._max_in_a_row = max_in_a_row
         self.skipped = 0
         """Steps without an update since the start of the run, of earlier starts as well."""
-        self.without_weight = 0
-        """Steps without an update because all their samples are left out: neither good nor bad."""
         self.in_a_row = 0
         """Skipped steps since the last trained one."""
         self.without_samples = 0
@@ -71,8 +66,6 @@ class History:
             state["without_samples"] = self.without_samples
         if self.skipped > 0:
             state |= {"skipped": self.skipped, "skipped_in_a_row": self.in_a_row}
-        if self.without_weight > 0:
-            state["without_weight"] = self.without_weight
         if self.left_out:
             state["left_out"] = self.left_out
         return state
@@ -81,8 +74,6 @@ class History:
         """Continue from the counts of ``state``."""
         self.skipped = int(saved.get("skipped", 0))
         self.without_samples = int(saved.get("without_samples", 0))
-        # Checkpoints of earlier versions have no such count, and their optimizer has counted these steps at a resume.
-        self.without_weight = int(saved.get("without_weight", 0))
         # A resume continues the row: a restart must not begin it over, or the limit would never be reached.
         self.in_a_row = int(saved.get("skipped_in_a_row", 0))
         self.left_out = list(map(int, saved.get("left_out", [])))

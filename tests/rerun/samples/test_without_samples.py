@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -26,20 +24,6 @@ def assert_equal(one: Finished, other: Finished, steps: tuple[int, int], *, equa
         a, b = one.tensors(steps[0], stem), other.tensors(steps[1], stem)
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a) == equal, stem
-
-
-def resumed_after(run: Finished, step: int, directory: Path, *flags: str) -> Finished:
-    """Go on from a copy of a run with the checkpoints up to ``step``, whose optimizer has taken a step less."""
-    shutil.copytree(run.directory, directory)
-    for path in (directory / "checkpoints").iterdir():
-        if int(path.name.removeprefix("checkpoint_")) > step:
-            shutil.rmtree(path)
-    resumed = recording.record("mmdit", directory, *flags, "--checkpoints.save_every", "1", "--resume", "must")
-    assert f"at step {step}" in resumed.output
-    for checkpoint in (step, 12):
-        index = json.loads((resumed.checkpoint(checkpoint) / "optimizer" / "index.json").read_text())
-        assert index["step"] == checkpoint - 1
-    return resumed
 
 
 def test_a_sample_that_is_left_out_already_is_not_used() -> None:
@@ -80,8 +64,6 @@ def test_what_forgets_them_is_a_run_that_never_gave_them_weight(
     assert_equal(recording.record("mmdit", tmp_path / "again", *flags), never, (12, 12))
     assert_equal(never, never, (7, 8), equal=False)
     assert never.train_lines()[7]["loss"] == 0
-    resumed = resumed_after(never, 8, tmp_path / "resumed", "--without_samples", *ids)
-    assert_equal(resumed, never, (12, 12))
     # Used before every checkpoint, never or nowhere.
     early = order.draws(2)[0].sample
     with pytest.raises(UsageError, match=r"first used in step 3, and .* has the checkpoints 4, 8, 12, none before it"):
