@@ -16,6 +16,8 @@ NOWHERE: Places = MappingProxyType({})
 """Positions of values from no file."""
 FORMER: Mapping[str, Any] = {"activation_checkpointing.every": 2}
 """Options of earlier versions, with their defaults. The config of a run has every option."""
+FORMER_VALUES: Mapping[str, Mapping[str, str]] = {"activation_checkpointing.mode": {"every_nth": "full"}}
+"""Values of earlier versions, with the present ones that train the same bits."""
 
 
 def without_former(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,6 +33,20 @@ def without_former(tree: Mapping[str, Any]) -> dict[str, Any]:
             kept = dict(cast(Mapping[str, Any], options))
             del kept[leaf]
             found[group] = kept
+    return found
+
+
+def in_present_terms(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recorded options of an earlier version, by dotted name, as options of this one.
+
+    Only to train recorded steps again: no option that is gone has changed a bit of them, whatever its value.
+    """
+    found: dict[str, Any] = {}
+    for name, value in recorded.items():
+        if name in FORMER:
+            continue
+        # A list cannot be looked up.
+        found[name] = FORMER_VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
     return found
 
 

@@ -13,6 +13,7 @@ from accel_train.commands.bundled import find_recipe, folder, recipe_names
 from accel_train.commands.places import find_run
 from accel_train.config import UsageError, expand_path
 from accel_train.metrics.records import last_pass, read_metrics
+from accel_train.options.keys import in_present_terms
 from accel_train.options.tree import Tree
 from accel_train.rerun.starts import Line, Start
 from accel_train.store import commit, manifest
@@ -168,7 +169,7 @@ def options_at(run: RecordedRun, checkpoint: Checkpoint | None) -> Tree:
     if checkpoint is not None and checkpoint.manifest.get("experiment"):
         flat = checkpoint.manifest["experiment"]
     tree: Tree = {}
-    for name, value in flat.items():
+    for name, value in in_present_terms(flat).items():
         # Of the data, not an option.
         if name == "data_fingerprint":
             continue

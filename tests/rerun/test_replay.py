@@ -177,6 +177,26 @@ def test_options_are_those_of_the_checkpoint(run: Finished, tmp_path: Path) -> N
     assert recorded.changed_since(opened, checkpoint) == [f"optimizer.lr {before!r} -> 0.5"]
 
 
+def test_a_run_with_a_checkpointing_mode_of_an_earlier_version_is_replayed(
+    run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mode is gone, and has never changed a bit."""
+    recording.fork_runs(monkeypatch)
+    earlier = recording.copied(run, tmp_path / "earlier")
+    saved = recorded.open_run(str(earlier.directory)).saved
+    group = "activation_checkpointing"
+    experiment = {key: value for key, value in saved["experiment"].items() if key != f"{group}.blocks"}
+    experiment |= {f"{group}.mode": "every_nth", f"{group}.every": 3}
+    write_run(earlier.directory, {**saved, "experiment": experiment})
+    commit.rewrite_manifest(earlier.checkpoint(8), {"experiment": experiment})
+    opened = recorded.open_run(str(earlier.directory))
+    checkpoint, _ = opened.newest_at(8)
+    for beginning in (None, checkpoint):
+        assert recorded.options_at(opened, beginning)[group] == {"mode": "full"}
+    code, receipt = command(earlier.directory, "8:10", tmp_path)
+    assert (code, receipt["verdict"]) == (0, "bit-identical")
+
+
 def test_a_copy_links_files_one_by_one_so_that_nothing_is_deleted_through_it(run: Finished, tmp_path: Path) -> None:
     before = recording.tree(run.directory)
     original = commit.verify(run.checkpoint(8))
