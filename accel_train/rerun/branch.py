@@ -147,7 +147,7 @@ def _open_fork(place: str, options: BranchOptions, flags: Sequence[str], folder:
     tree |= {"hub": tree["hub"] | {"repo_id": None}, "output_dir": str(folder / "refused")}
     changed, free = _changed_options(recipe, tree, flags, folder / CONFIG_FILE)
     machine = Machine(options.config_file, options.num_processes)
-    batches = changes.measured_batches(recorded_options, checkpoint, run.lines("noise_scale"))
+    batches = changes.measured_batches(recorded_options, checkpoint.manifest, run.lines("noise_scale"))
     return _Fork(run, options.at, checkpoint, recipe, machine, tree, batches, flags, changed, free, last)
 
 

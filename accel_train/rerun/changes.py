@@ -9,7 +9,6 @@ from typing import Any
 from accel_train.config import UsageError
 from accel_train.data.options import BatchScheduleConfig
 from accel_train.options.tree import Tree, to_tree
-from accel_train.store.manifest import Checkpoint
 from accel_train.store.run_file import is_covered
 
 REFUSED: Mapping[str, str] = {
@@ -54,19 +53,20 @@ def refuse_unchangeable(given: Mapping[str, Any], recorded: Mapping[str, Any], f
 
 
 def measured_batches(
-    options: Tree, checkpoint: Checkpoint, windows: Mapping[int, Mapping[str, Any]]
+    options: Tree, manifest: Mapping[str, Any], windows: Mapping[int, Mapping[str, Any]]
 ) -> Mapping[str, Any]:
     """Return ``batch_schedule`` with the sizes that the run has measured, up to its end. Empty if it measures none.
 
-    ``windows`` are the events of its measurements by step.
+    ``manifest`` is that of one of its checkpoints, and decides up to its step. Empty: the events of the measurements,
+    ``windows`` by step, decide from the beginning.
     """
     recorded: Mapping[str, Any] = options.get(BATCHES, {})
     if not recorded.get("noise_factor"):
         return {}
-    stages = [(int(step), int(size)) for step, size in checkpoint.manifest.get("grown", ())]
+    stages = [(int(step), int(size)) for step, size in manifest.get("grown", ())]
     for step, window in sorted(windows.items()):
         size = window["next_global_batch_size"]
-        if step > checkpoint.step and size > window["global_batch_size"]:
+        if step > manifest.get("step", 0) and size > window["global_batch_size"]:
             stages.append((step, size))
     if not stages:
         return to_tree(BatchScheduleConfig())

@@ -79,6 +79,16 @@ class RecordedRun:
             reasons.append(f"{path}: weights without optimizer state")
         return None, reasons
 
+    def newest_manifest(self) -> Mapping[str, Any]:
+        """Return the manifest of the newest checkpoint whose manifest is intact, or an empty one. Hashes no file."""
+        for _, path in reversed(self.checkpoints):
+            try:
+                return manifest.read(path)
+            except ValueError:
+                # A checkpoint that is not resumed from is passed over.
+                continue
+        return {}
+
     def starts(self, first: int, last: int) -> list[Start]:
         """Return the starts behind the training lines of the steps ``first`` to ``last``."""
         # By identity: lines of an abandoned pass have the same steps.

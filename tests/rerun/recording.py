@@ -26,6 +26,11 @@ TINY = {
     "pde": "--schedule.warmup_steps 2 --objective.autoencode_steps 3 --objective.residual_from 8".split(),
 }
 """Smaller still than the demos of other tests, whose losses matter there and not here."""
+GROWING = (
+    "--batch_schedule.noise_factor 0.02 --batch_schedule.max_size 12 "
+    "--batch_schedule.noise_steps 3 --batch_schedule.noise_every 3"
+).split()
+"""Flags with which the batch of the tiny ``mmdit`` is 4 for three steps, 8 for three and 12 from then on."""
 LAUNCH = [sys.executable, "-m", "accel_train.cli", "launch"]
 
 

@@ -160,9 +160,7 @@ def test_a_branch_has_the_batches_that_its_run_measured(
 ) -> None:
     """Its own noise, under another learning rate, would lead to others."""
     recording.fork_runs(monkeypatch)
-    measured = ["--batch_schedule.noise_factor", "0.02", "--batch_schedule.max_size", "12"]
-    measured += ["--batch_schedule.noise_steps", "3", "--batch_schedule.noise_every", "3"]
-    run = recording.record("mmdit", tmp_path / "run", *measured)
+    run = recording.record("mmdit", tmp_path / "run", *recording.GROWING)
     sizes = [line["global_batch_size"] for _, line in sorted(run.train_lines().items())]
     assert sizes == [4] * 3 + [8] * 3 + [12] * 6
     directory = tmp_path / "branch"

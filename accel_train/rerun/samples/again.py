@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError
-from accel_train.rerun import recorded, training
+from accel_train.rerun import changes, recorded, training
 from accel_train.rerun.recorded import RecordedRun
 from accel_train.store import strict_json
 from accel_train.store.manifest import Checkpoint, checkpoint_name
@@ -35,6 +35,8 @@ class Beginning:
     recipe: Path
     checkpoint: Checkpoint | None
     """None: step 0."""
+    batches: Mapping[str, Any] | None = None
+    """``batch_schedule`` in place of the recorded one. None or empty: as recorded."""
 
     @property
     def step(self) -> int:
@@ -81,12 +83,16 @@ def observe(
     options = training.set_length(recorded.options_at(run, beginning.checkpoint), last)
     # Without an effect on the steps.
     options |= {"log": options["log"] | {"log_every": log_every or last}}
+    if beginning.batches:
+        options |= {changes.BATCHES: beginning.batches}
     config = training.build_directory(folder / "run", run, beginning.checkpoint, options, save_every=last)
     # The run would otherwise begin again at step 0 where its checkpoint cannot be loaded.
     resume = "auto" if beginning.checkpoint is None else "must"
     path = folder / OBSERVED
     words = {name: dict(values) | {"path": str(path)} for name, values in request.items()}
     arguments = [json.dumps(words), str(beginning.recipe), str(config), "--resume", resume]
+    if beginning.batches:
+        arguments += ["--allow", changes.BATCHES]
     threads = None
     # A resume restores them by itself.
     if beginning.checkpoint is None:

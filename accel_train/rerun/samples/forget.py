@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accel_train.compare.runs import InterruptedRunError, RunFailedError, stop_signals_raise
 from accel_train.config import UsageError
-from accel_train.rerun import recorded
+from accel_train.rerun import changes, recorded
 from accel_train.rerun.branch import branch
 from accel_train.rerun.recorded import RecordedRun
 from accel_train.rerun.samples import again
@@ -42,7 +43,7 @@ def forget(request: Request) -> int:
         try:
             wanted = {"first_use": {"samples": list(request.samples), "last": run.last_step}}
             # From the beginning, so that no checkpoint is read for what only the order decides.
-            found = again.observe(Beginning(run, recipe, None), run.last_step, wanted, Path(folder))
+            found = again.observe(Beginning(run, recipe, None, _batches(run)), run.last_step, wanted, Path(folder))
         except RunFailedError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return 1
@@ -57,6 +58,12 @@ def forget(request: Request) -> int:
     _refuse_without_checkpoint(run, request, first)
     print(f"first use of these samples: step {first}", flush=True)
     return branch(request.run, _arguments(request, run, first))
+
+
+def _batches(run: RecordedRun) -> Mapping[str, Any]:
+    """Return the sizes of steps that the run has measured: nothing is trained here that could be measured again."""
+    options = recorded.options_at(run, None)
+    return changes.measured_batches(options, run.newest_manifest(), run.lines("noise_scale"))
 
 
 def _refuse_unknown(request: Request, size: int) -> None:

@@ -10,7 +10,9 @@ import torch
 from accel_train import cli
 from accel_train.config import UsageError
 from accel_train.data.leaving_out import without_samples
+from accel_train.data.options import BatchScheduleConfig
 from accel_train.data.sampler import StepSampler
+from accel_train.rerun import changes, recorded
 from accel_train.rerun.samples.first_use import first_use
 from tests.distributed.launching import Finished
 from tests.rerun import recording
@@ -73,3 +75,33 @@ def test_what_forgets_them_is_a_run_that_never_gave_them_weight(
     late = order.draws(20)[0].sample
     assert cli._main(["forget", str(run.directory), str(late)]) == 0
     assert "the run is without them already" in capsys.readouterr().out
+
+
+def test_the_first_use_in_a_run_whose_batch_grew_by_its_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the sizes of its steps, by which a sample comes earlier."""
+    recording.fork_runs(monkeypatch)
+    planted.fork_observed(monkeypatch)
+    run = recording.record("mmdit", tmp_path / "run", *recording.GROWING)
+    lines = run.train_lines()
+    sizes = [lines[step]["global_batch_size"] for step in sorted(lines)]
+    assert sizes == [4] * 3 + [8] * 3 + [12] * 6
+    size = round(sum(sizes) / lines[12]["epoch"])
+    order = StepSampler(size, 4, 0, schedule=BatchScheduleConfig((3, 6), (8, 12)))
+    # With four samples in every step, the run would never come to them.
+    ids = [draw.sample for draw in order.draws(9)[:2]]
+    assert first_use(StepSampler(size, 4, 0), ids, 12) is None
+    opened = recorded.open_run(str(run.directory))
+    options = recorded.options_at(opened, None)
+    for manifest in (opened.newest_manifest(), {}):
+        fixed = changes.measured_batches(options, manifest, opened.lines("noise_scale"))
+        assert (list(fixed["steps"]), list(fixed["sizes"])) == ([3, 6], [8, 12])
+    before = recording.tree(run.directory)
+    assert cli._main(["forget", str(run.directory), *map(str, ids)]) == 0
+    assert recording.tree(run.directory) == before
+    assert "first use of these samples: step 10" in capsys.readouterr().out
+    (directory,) = [path for path in tmp_path.iterdir() if path.name.startswith("run-at8-without_samples")]
+    branch = Finished(directory, "", 0)
+    assert branch.losses()[0] == run.losses()[8]
+    assert_equal(branch, run, (12, 12), equal=False)
