@@ -145,9 +145,10 @@ def _open_fork(place: str, options: BranchOptions, flags: Sequence[str], folder:
     tree = training.set_length(recorded_options, last)
     # A branch must neither push to its parent's repository nor, should anything be refused, log into its directory.
     tree |= {"hub": tree["hub"] | {"repo_id": None}, "output_dir": str(folder / "refused")}
-    changed, free = _changed_options(recipe, tree, flags, folder / CONFIG_FILE)
-    machine = Machine(options.config_file, options.num_processes)
     batches = changes.measured_batches(recorded_options, checkpoint.manifest, run.lines("noise_scale"))
+    # A flag that rules out a measurement is fine: the branch has the sizes and measures none.
+    changed, free = _changed_options(recipe, _with_batches(tree, batches), flags, folder / CONFIG_FILE)
+    machine = Machine(options.config_file, options.num_processes)
     return _Fork(run, options.at, checkpoint, recipe, machine, tree, batches, flags, changed, free, last)
 
 
@@ -259,8 +260,12 @@ def _train(fork: _Fork, directory: Path, folder: Path, *, changed: bool) -> None
 
 
 def _trained_options(fork: _Fork) -> Tree:
+    return _with_batches(fork.options, fork.batches)
+
+
+def _with_batches(options: Tree, batches: Mapping[str, Any]) -> Tree:
     """Return the options of the run, with its measured batches as a fixed schedule: a branch keeps the samples."""
-    return fork.options | ({changes.BATCHES: fork.batches} if fork.batches else {})
+    return options | ({changes.BATCHES: batches} if batches else {})
 
 
 def _control(fork: _Fork, directory: Path, folder: Path) -> RecordedRun:

@@ -165,7 +165,13 @@ def test_a_branch_has_the_batches_that_its_run_measured(
     assert sizes == [4] * 3 + [8] * 3 + [12] * 6
     directory = tmp_path / "branch"
     words = ["branch", str(run.directory), "--at", "4", "--output_dir", str(directory)]
-    assert cli._main([*words, "--optimizer.weight_decay", "0.5"]) == 0
+    # A measurement is what the branch no longer makes, so it is refused before anything is trained.
+    with pytest.raises(UsageError, match=r"noise_factor: 0.02, batch_schedule.steps \[3, 6\]: either the noise or"):
+        cli._main([*words, "--batch_schedule.noise_factor", "0.02"])
+    assert "changed from step" not in capsys.readouterr().out
+    # The sizes in use may be repeated, and no mean of the gradient is needed without a measurement.
+    repeated = ["--batch_schedule.steps", "3", "6", "--batch_schedule.sizes", "8", "12"]
+    assert cli._main([*words, *repeated, "--optimizer.betas", "0.0", "0.95"]) == 0
     lines = finished(directory).train_lines()
     assert [line["global_batch_size"] for _, line in sorted(lines.items())] == sizes[4:]
     assert finished(directory).losses() != run.losses()[4:]
