@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -215,17 +216,47 @@ def _open_run(
 
 
 def _refuse_lost_growth(config: ExperimentConfig, run: Run) -> None:
-    """Raise ``UsageError`` if the batch of the checkpoint had grown by its noise and would fall back unnoticed."""
-    schedule = config.batch_schedule
-    if run.checkpoint is None or schedule.measures or config.evaluate_only:
+    """Raise ``UsageError`` if the batch of the checkpoint had changed and would fall back unnoticed."""
+    if run.checkpoint is None or config.evaluate_only:
         return
-    grown = [tuple(pair) for pair in run.checkpoint.manifest.get("grown", ())]
+    if config.batch_schedule.measures:
+        _refuse_measuring_after(config, run)
+    else:
+        _refuse_without_measured(config, run)
+
+
+def _refuse_measuring_after(config: ExperimentConfig, run: Run) -> None:
+    """Raise ``UsageError`` for a measurement after a schedule: it would begin again with ``global_batch_size``."""
+    checkpoint = run.checkpoint
+    assert checkpoint is not None, "a resume"
+    before: Mapping[str, Any] = checkpoint.manifest.get("experiment", {})
+    steps, sizes = (before.get(f"batch_schedule.{name}") or () for name in ("steps", "sizes"))
+    reached = [size for step, size in zip(steps, sizes, strict=True) if step <= checkpoint.step]
+    if not reached:
+        return
+    asked = config.batch_schedule.noise_factor
+    named = f"--batch_schedule.steps {' '.join(map(str, steps))} --batch_schedule.sizes {' '.join(map(str, sizes))}"
+    raise UsageError(
+        f"batch_schedule.noise_factor: {asked}: by step {checkpoint.step} batch_schedule.steps had led to "
+        f"{reached[-1]} samples per step, and a measurement would begin with global_batch_size "
+        f"{config.global_batch_size} again; leave out the options of the noise and give {named}, or train a new run "
+        f"from these weights in an unused --output_dir, with --init_from {shlex.quote(str(checkpoint.path))} "
+        f"--global_batch_size {reached[-1]}"
+    )
+
+
+def _refuse_without_measured(config: ExperimentConfig, run: Run) -> None:
+    """Raise ``UsageError`` for a schedule that lacks the changes measured so far."""
+    schedule = config.batch_schedule
+    checkpoint = run.checkpoint
+    assert checkpoint is not None, "a resume"
+    grown = [tuple(pair) for pair in checkpoint.manifest.get("grown", ())]
     given = list(zip(schedule.steps, schedule.sizes, strict=True))
     if given[: len(grown)] == grown:
         return
     steps, sizes = (" ".join(map(str, numbers)) for numbers in zip(*grown, strict=True))
     raise UsageError(
-        f"batch_schedule.noise_factor: {schedule.noise_factor}: by step {run.checkpoint.step} the measured noise had "
+        f"batch_schedule.noise_factor: {schedule.noise_factor}: by step {checkpoint.step} the measured noise had "
         f"led to {grown[-1][1]} samples per step, and without it the changes so far must be named; give "
         f"--batch_schedule.steps {steps} --batch_schedule.sizes {sizes} --allow batch_schedule"
     )

@@ -156,6 +156,24 @@ def test_without_the_measurement_the_changes_so_far_must_be_named(
     assert f"give {named} --allow batch_schedule" in refused.output
     again = train(Layout("single", 1), tmp_path / "named", *off, *named.split(), "--micro_batch_size", "64")
     assert_same_bits(again, whole, after=9)
+    # The way back: a measurement does not know of the changes that a schedule has made.
+    back = ("--resume", str(again.checkpoint(12)), "--allow", "batch_schedule")
+    refused = train(Layout("single", 1), tmp_path / "back", *back, ok=False)
+    assert refused.code == 2
+    assert "by step 12 batch_schedule.steps had led to 50 samples per step" in refused.output
+    assert (
+        f"begin with global_batch_size 16 again; leave out the options of the noise and give {named}" in refused.output
+    )
+    assert f"--init_from {tmp_path}" in refused.output
+    assert "--global_batch_size 50" in refused.output
+
+
+def test_a_measurement_may_begin_before_the_first_change_of_a_schedule(tmp_path: Path) -> None:
+    later = "--batch_schedule.steps 5 --batch_schedule.sizes 32 --max_steps 4 --checkpoints.save_every 2".split()
+    planned = run_recipe(Layout("single", 1), tmp_path / "run", *later, "--schedule.kind", "constant")
+    measuring = [*MEASURED, "--resume", str(planned.checkpoint(4)), "--allow", "batch_schedule", "schedule"]
+    again = run_recipe(Layout("single", 1), tmp_path / "new", "--max_steps", "6", *measuring)
+    assert sizes(again) == [16, 16]
 
 
 def test_what_cannot_grow_is_refused(tmp_path: Path) -> None:
