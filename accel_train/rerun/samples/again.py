@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError
+from accel_train.options.tree import Tree
 from accel_train.rerun import changes, recorded, training
 from accel_train.rerun.recorded import RecordedRun
 from accel_train.store import strict_json
@@ -80,11 +81,7 @@ def observe(
     Raises like ``compare.runs.run_once``.
     """
     run = beginning.run
-    options = training.set_length(recorded.options_at(run, beginning.checkpoint), last)
-    # Without an effect on the steps.
-    options |= {"log": options["log"] | {"log_every": log_every or last}}
-    if beginning.batches:
-        options |= {changes.BATCHES: beginning.batches}
+    options = _options(beginning, last, log_every or last)
     config = training.build_directory(folder / "run", run, beginning.checkpoint, options, save_every=last)
     # The run would otherwise begin again at step 0 where its checkpoint cannot be loaded.
     resume = "auto" if beginning.checkpoint is None else "must"
@@ -99,3 +96,12 @@ def observe(
         threads = training.recorded_threads(run.starts(1, last))
     training.train(command(training.PROGRAM, arguments), folder / "log", threads)
     return strict_json.read_object(path, MOST_BYTES)
+
+
+def _options(beginning: Beginning, last: int, log_every: int) -> Tree:
+    options = training.set_length(recorded.options_at(beginning.run, beginning.checkpoint), last)
+    # Without an effect on the steps.
+    options |= {"log": options["log"] | {"log_every": log_every}}
+    if beginning.batches:
+        options |= {changes.BATCHES: beginning.batches}
+    return options
