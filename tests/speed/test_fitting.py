@@ -30,7 +30,7 @@ def check(parameters: int, optimizer: Any = "adamw", processes: int = 1, trained
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host of 16 GiB with devices of 4 GiB."""
     monkeypatch.setattr(fitting, "host_bytes", lambda: 16 * GIB)
-    monkeypatch.setattr(fitting, "_device_bytes", lambda _: 4.0 * GIB)
+    monkeypatch.setattr(fitting, "device_bytes", lambda _: 4.0 * GIB)
 
 
 @pytest.mark.usefixtures("machine")
