@@ -40,7 +40,6 @@ from accel_train.simulation.worker import simulate_recipe
 from accel_train.speed import apply
 from accel_train.speed.attention.other_libraries import LibraryAttention
 from benchmarks import lora_bases, lora_vaes
-from benchmarks.cuda_casts import cuda_casts
 from benchmarks.method import SCHEMA, facts
 
 GIB = 1 << 30
@@ -96,7 +95,7 @@ def simulate(folder: Path, task: Task) -> dict[str, Any]:
         "activation_checkpointing.mode": task.mode,
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    with _longest_prompts(task.model), _unproven_attention(), cuda_casts():
+    with _longest_prompts(task.model), _unproven_attention():
         counted = simulate_recipe("lora", [*EXPERIMENT, *words])[0].counted
     resting = sum(counted.peak.by_category[name] for name in RESTING)
     return {

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel_train.domains.images.pipelines.encoding import encode_pictures
-from accel_train.simulation.fake_tensors import FakeWhereNeeded, build_fake
 from accel_train.simulation.ledger import PARAMETERS, Ledger
+from accel_train.simulation.tensors.fake_tensors import FakeWhereNeeded, build_fake
 
 
 def _kl() -> Any:

@@ -30,6 +30,9 @@ def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
     config = loaded.config
     space = space_of(config, loaded.origins, options.gpus)
     device = rated(options.device or DEFAULT, config.precision, options.gpus)
+    # Calibrated on a CPU.
+    if device.rates.serial:
+        simulator.device_type = "cpu"
     named = device if options.device else None
     budget = budget_of(options)
     measure = _reporting(simulator, budget, device.rates, space.share)

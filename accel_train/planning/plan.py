@@ -36,7 +36,8 @@ class Plan:
     chains: Sequence[Chain]
     chosen: Probe
     whole: Probe
-    """The best candidate with all of its blocks checkpointed. Launch file and micro-batch are of this one."""
+    """The best candidate with all of its blocks checkpointed. The launch file is of this one, and the micro-batch
+    unless a smaller one needs so much less checkpointing that it is faster."""
 
     def reasons(self) -> dict[str, str]:
         """Return why each value was chosen, by option."""
@@ -92,6 +93,8 @@ class Plan:
         if self.goal == "memory" and len(self.space.sizes) > 1:
             ends = [self.space.sizes[0], self.space.sizes[-1]]
             return f"of {ends[0]} and {ends[1]}, the ends, the one of less memory"
+        if self.chosen.candidate.micro_batch_size < size:
+            return self._reason_of_smaller_size()
         if size == self.space.share:
             return "the whole share of a GPU: nothing is accumulated"
         nearest = self._next_larger()
@@ -105,6 +108,18 @@ class Plan:
         if self.whole.candidate.mode != self.chosen.candidate.mode:
             mode = f" with {self.whole.candidate.mode}"
         return f"the largest that fits{mode}: {larger} needs {self._over(nearest)}"
+
+    def _reason_of_smaller_size(self) -> str:
+        size = self.chosen.candidate.micro_batch_size
+        probes = [probe for chain in self.chains for probe in chain.probes if probe.fits(self.budget)]
+        larger = [probe for probe in probes if probe.candidate.strategy == self.chosen.candidate.strategy]
+        larger = [probe for probe in larger if probe.candidate.micro_batch_size > size]
+        nearest = min(larger, key=lambda probe: (probe.candidate.micro_batch_size, probe.time.total))
+        times = nearest.time.total / self.chosen.time.total
+        return (
+            f"{nearest.candidate.micro_batch_size} fits with {nearest.checkpointed} blocks of mode "
+            f"{nearest.candidate.mode}, and takes {times:.2f} times as long"
+        )
 
     def _reason_of_blocks(self) -> str:
         if self.space.blocks is not None:
@@ -153,7 +168,7 @@ def without_needless_checkpointing(plan: Plan, measure: Measure) -> Plan:
     if plan.goal == "memory":
         # As much as the least memory needs.
         budget = replace(budget, vram_gib=plan.whole.needed_gib(budget), margin_gib=0.0, share=1.0)
-    chains, chosen = spare_recomputation(plan.space, budget, plan.chains, plan.whole, measure)
+    chains, chosen = spare_recomputation(plan.space, plan.goal, budget, plan.chains, plan.whole, measure)
     return replace(plan, chains=chains, chosen=chosen)
 
 

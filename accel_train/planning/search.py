@@ -4,12 +4,15 @@ Memory grows with the micro-batch, so a few sizes are simulated and the rest fol
 micro-batch a process never holds gradients beside the activations of the next one, and may need less than with two half
 as large. It is tried first, because it also has the least time.
 
-Modes are compared on all blocks. Of the chosen candidate then as many blocks as fit keep their activations.
+Modes are compared on all blocks. Of the chosen candidate then as many blocks as fit keep their activations, and of
+smaller micro-batches, of which more blocks can, for as long as the step becomes faster.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -175,29 +178,39 @@ def _sizes_to_the_limit(
 
 
 def spare_recomputation(
-    space: Space, budget: Budget, chains: Sequence[Chain], chosen: Probe, measure: Measure
+    space: Space, goal: Goal, budget: Budget, chains: Sequence[Chain], chosen: Probe, measure: Measure
 ) -> tuple[list[Chain], Probe]:
-    """Return the chains with further probes, and the chosen candidate with as few checkpointed blocks as fit.
+    """Return the chains with further probes, and the fastest candidate with as few checkpointed blocks as fit.
 
-    Of the modes that fit at its micro-batch, the fastest with its own fewest blocks is returned.
+    First at the chosen micro-batch, in each mode that fits there. Then at smaller ones, of which more blocks can keep
+    their activations, for as long as that is faster.
     """
     if chosen.candidate.mode == MODES[0] or space.blocks is not None:
         return list(chains), chosen
     simulate = Simulated(chains, measure)
-    least = _least_blocks(chains, chosen.candidate.strategy)
+    fewest = FewestBlocks(budget, simulate, _least_blocks(chains, chosen.candidate.strategy))
     first = space.modes.index(chosen.candidate.mode)
-    fewest: list[Probe] = []
     # Earlier modes need more memory, on all blocks and on each: they do not fit at this size, or were slower.
-    for mode in space.modes[first:]:
-        try:
-            whole = simulate(replace(chosen.candidate, mode=mode))
-        except UsageError:
-            # Its chain says already why nothing of it was simulated.
+    wholes = fewest.fitting(chosen.candidate, space.modes[first:])
+    fastest = min(map(fewest.of, wholes), key=_slowness)
+    if goal != "memory":
+        fastest = _at_smaller_sizes(space, fewest, fastest)
+    return [simulate.joined(chain) for chain in chains], fastest
+
+
+def _at_smaller_sizes(space: Space, fewest: FewestBlocks, fastest: Probe) -> Probe:
+    modes = [mode for mode in space.modes if mode != MODES[0]]
+    for size in reversed(space.sizes):
+        if size >= fastest.candidate.micro_batch_size:
             continue
-        if whole.fits(budget):
-            fewest.append(_with_fewest_blocks(budget, whole, simulate, least))
-    joined = [simulate.joined(chain) for chain in chains]
-    return joined, min(fewest, key=_slowness)
+        candidate = replace(fastest.candidate, micro_batch_size=size, blocks=None)
+        wholes = fewest.fitting(candidate, modes)
+        promising = [whole for whole in wholes if fewest.expected_seconds(whole) < fastest.time.total]
+        quickest = min(map(fewest.of, promising), key=_slowness, default=fastest)
+        if _slowness(quickest) >= _slowness(fastest):
+            break
+        fastest = quickest
+    return fastest
 
 
 class Simulated:
@@ -215,6 +228,25 @@ class Simulated:
         if candidate not in self._known:
             self._known[candidate] = self._measure(candidate)
         return self._known[candidate]
+
+    def is_known_to_exceed(self, candidate: Candidate, budget: Budget) -> bool:
+        """Return True if the same with a micro-batch of this size or a smaller one was simulated and does not fit."""
+        size = candidate.micro_batch_size
+        for known, probe in self._known.items():
+            alike = replace(known, micro_batch_size=size) == candidate
+            if alike and known.micro_batch_size <= size and not probe.fits(budget):
+                return True
+        return False
+
+    def ends(self, candidate: Candidate, least: int) -> tuple[Probe, Probe] | None:
+        """Return the same with all blocks and with ``least``, at the nearest larger micro-batch that has both."""
+        larger = sorted(known.micro_batch_size for known in self._known)
+        for size in larger:
+            whole = self._known.get(replace(candidate, micro_batch_size=size))
+            end = self._known.get(replace(candidate, micro_batch_size=size).with_blocks(least))
+            if size >= candidate.micro_batch_size and whole is not None and end is not None:
+                return whole, end
+        return None
 
     def joined(self, chain: Chain) -> Chain:
         """Return the chain with all that is known of its strategy and mode."""
@@ -234,25 +266,58 @@ def _least_blocks(chains: Sequence[Chain], strategy: str) -> int:
     return 1
 
 
-def _with_fewest_blocks(budget: Budget, whole: Probe, simulate: Measure, least: int) -> Probe:
-    """Return the candidate with the fewest blocks that fits, with one less simulated. ``whole`` fits with all."""
+@dataclass(frozen=True)
+class FewestBlocks:
+    """Finds how many blocks have to be checkpointed."""
 
-    def keep(kept: int) -> Probe:
-        """Let so many blocks keep their activations."""
-        if not kept:
-            return whole
-        return simulate(whole.candidate.with_blocks(whole.checkpointed - kept))
+    budget: Budget
+    simulate: Simulated
+    least: int
 
-    most = whole.checkpointed - least
-    end = keep(most)
-    if end.fits(budget):
-        return end
-    ends = Point(0, whole), Point(most, end)
-    found = _towards_the_limit(range(most), budget, keep, ends)
-    fitting = [whole]
-    fitting += [probe for probe in found if probe.fits(budget)]
-    # Each has fewer checkpointed blocks than the one before.
-    return fitting[-1]
+    def fitting(self, candidate: Candidate, modes: Sequence[str]) -> list[Probe]:
+        """Return the candidate in each of the modes in which it fits with all blocks."""
+        fitting: list[Probe] = []
+        for mode in modes:
+            whole = replace(candidate, mode=mode)
+            if self.simulate.is_known_to_exceed(whole, self.budget):
+                continue
+            # A chain that was refused says already why nothing of it was simulated.
+            with suppress(UsageError):
+                fitting.append(self.simulate(whole))
+        return [probe for probe in fitting if probe.fits(self.budget)]
+
+    def of(self, whole: Probe) -> Probe:
+        """Return the candidate with the fewest blocks that fits, with one less simulated. ``whole`` fits with all."""
+
+        def keep(kept: int) -> Probe:
+            """Let so many blocks keep their activations."""
+            if not kept:
+                return whole
+            return self.simulate(whole.candidate.with_blocks(whole.checkpointed - kept))
+
+        most = whole.checkpointed - self.least
+        end = keep(most)
+        if end.fits(self.budget):
+            return end
+        ends = Point(0, whole), Point(most, end)
+        found = _towards_the_limit(range(most), self.budget, keep, ends)
+        fitting = [whole]
+        fitting += [probe for probe in found if probe.fits(self.budget)]
+        # Each has fewer checkpointed blocks than the one before.
+        return fitting[-1]
+
+    def expected_seconds(self, whole: Probe) -> float:
+        """Return the seconds of a step with the fewest blocks, by the memory and time of a larger micro-batch."""
+        ends = self.simulate.ends(whole.candidate, self.least)
+        if ends is None:
+            return math.inf
+        checkpointed, kept = ends
+        smaller = whole.candidate.micro_batch_size / checkpointed.candidate.micro_batch_size
+        more = smaller * (kept.tensors - checkpointed.tensors)
+        free = self.budget.tensor_bytes() - whole.tensors
+        # All samples of a step are computed, whatever their micro-batch: the time does not shrink with it.
+        spared = checkpointed.time.total - kept.time.total
+        return whole.time.total - spared * min(1.0, free / max(more, 1.0))
 
 
 class Point(NamedTuple):

@@ -22,7 +22,7 @@ from accel_train.config import UsageError
 from accel_train.launch_files.parents import end_with_parent
 from accel_train.options.loading import Loaded, config_of
 from accel_train.planning.candidates import LAUNCH_FILES, Candidate
-from accel_train.simulation.flags import REPORT
+from accel_train.simulation.flags import REPORT, DeviceType
 from accel_train.simulation.flags import Options as SimulationOptions
 
 LARGEST = 3
@@ -48,6 +48,7 @@ class Simulator:
         self._arguments = tuple(arguments)
         self._processes = processes
         self._step = step
+        self.device_type: DeviceType = "cuda"
         self.simulated = 0
         """Processes started so far."""
 
@@ -84,7 +85,16 @@ class Simulator:
             # Given, or every candidate would bind a free port that nothing uses.
             main_process_port=PORT,
         )
-        options = SimulationOptions(None, (None,), self._step, None, False, None, LARGEST)
+        options = SimulationOptions(
+            config_file=None,
+            num_processes=(None,),
+            step=self._step,
+            micro_batches=None,
+            as_json=False,
+            picture=None,
+            device_type=self.device_type,
+            largest=LARGEST,
+        )
         self.simulated += 1
         with tempfile.TemporaryDirectory(prefix="accel-train-plan-") as place:
             words, environment, _ = worker_command(request, options, Path(place))

@@ -44,6 +44,7 @@ TESTED: Mapping[str, Tested] = {
             "_dump_nccl_trace": "hangs: the last collectives of NCCL, which a torch for CPUs lacks",
             "_dump_nccl_trace_json": "hangs: the last collectives of NCCL, which a torch for CPUs lacks",
             "torch._C._current_autograd_node": "replay --upgrade: the node of a backward, for its forward's module",
+            "torch.autograd._engine_run_backward": "simulation: casts of CUDA in recomputed forwards",
             "torch._C._current_graph_task_id": "simulation: whether a backward runs",
             "torch._C._get_dispatch_stack_at": "simulation: whether DTensor computes shapes",
             "_local_scalar_dense": "simulation: numbers that DeepSpeed's engine reads from tensors",

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_train.simulation.fake_tensors import tensors_in
 from accel_train.simulation.ledger import COMMUNICATION, Ledger
+from accel_train.simulation.tensors.fake_tensors import tensors_in
 
 KINDS: Mapping[str, str] = {
     "allreduce_": "all-reduce",

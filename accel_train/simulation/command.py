@@ -71,6 +71,7 @@ def worker_command(request: Launch, options: Options, folder: Path) -> tuple[lis
         "arguments": request.arguments,
         "step": options.step,
         "micro_batches": options.micro_batches,
+        "device_type": options.device_type,
         "largest": options.largest,
     }
     (folder / REQUEST).write_text(json.dumps(asked))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from accel_train.config import UsageError
 
 REQUEST = "request.json"
 REPORT = "report.json"
 """Files for the exchange between the command and the simulating process."""
+
+DeviceType = Literal["cuda", "cpu"]
+"""Whose autocast is simulated. Everything else is computed as on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Options:
     micro_batches: int | None
     as_json: bool
     picture: str | None
+    device_type: DeviceType = "cuda"
     largest: int | None = None
     """Run no more than so many micro-batches of the step, the largest. Not a flag: ``accel-train plan`` sets it."""
 
@@ -41,6 +46,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="micro-batches of each process, in place of global_batch_size: the same work for any number",
     )
+    parser.add_argument(
+        "--device_type",
+        choices=get_args(DeviceType),
+        default="cuda",
+        help="whose autocast decides what is kept in fp32; default: cuda",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON, with the curve of memory")
     parser.add_argument("--picture", metavar="FILE.png", help="draw the memory by category over the step")
 
@@ -54,7 +65,15 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
     counts = (None,) if flags.num_processes is None else _numbers(flags.num_processes)
     if flags.micro_batches is not None and flags.micro_batches < 1:
         raise UsageError(f"micro_batches: {flags.micro_batches}: at least 1 is required; give --micro_batches 1")
-    return rest, Options(flags.config_file, counts, flags.step, flags.micro_batches, flags.json, flags.picture)
+    return rest, Options(
+        config_file=flags.config_file,
+        num_processes=counts,
+        step=flags.step,
+        micro_batches=flags.micro_batches,
+        as_json=flags.json,
+        picture=flags.picture,
+        device_type=flags.device_type,
+    )
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_train.simulation.fake_tensors import tensors_in
+from accel_train.simulation.tensors.fake_tensors import tensors_in
 
 PARAMETERS = "parameters"
 BUFFERS = "buffers"

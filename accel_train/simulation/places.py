@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from accel_train.simulation.fake_tensors import in_backward, tensors_in
+from accel_train.simulation.tensors.fake_tensors import in_backward, tensors_in
 
 FORWARD = "forward"
 BACKWARD = "backward"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -20,10 +19,13 @@ from accel_train.data import sampler
 from accel_train.runtime.strategy import strategy_of
 from accel_train.simulation import ledger as ledgers
 from accel_train.simulation.collectives import Collectives, Row
-from accel_train.simulation.fake_tensors import FakeWhereNeeded, build_fake, fake_batch
+from accel_train.simulation.flags import DeviceType
 from accel_train.simulation.ledger import Ledger, Peak, storage_of
 from accel_train.simulation.places import BEFORE, Places
 from accel_train.simulation.strategies import without_memory
+from accel_train.simulation.tensors.beside import tensors_beside
+from accel_train.simulation.tensors.cuda_casts import cuda_casts
+from accel_train.simulation.tensors.fake_tensors import FakeWhereNeeded, build_fake, fake_batch
 from accel_train.simulation.work import Work, WorkCounter
 from accel_train.simulation.zero.engine import engine_without_memory
 from accel_train.simulation.zero.tensors import WARM_UP, WARM_UP_MICRO_BATCHES, EngineTensors, Kept
@@ -82,12 +84,21 @@ class StepCounted(BaseException):
 class FakeStep:
     """A recipe's step on fake tensors, or with ``real`` on tensors with memory, to compare the two."""
 
-    def __init__(self, step: int | None = None, *, real: bool = False, largest: int | None = None) -> None:
+    def __init__(
+        self,
+        step: int | None = None,
+        device_type: DeviceType = "cuda",
+        *,
+        real: bool = False,
+        largest: int | None = None,
+    ) -> None:
         """Count step ``step``, from 1. Without a number the middle of the run, where warm-up and phases are over.
 
+        Autocast keeps in fp32 what it keeps there on a device of ``device_type``.
         With ``largest`` the step has no more than so many of its micro-batches, those of most bytes.
         """
         self._step = step
+        self._casts = cuda_casts if device_type == "cuda" else nullcontext
         self._is_zero = False
         self._blocks = 0
         self._largest = largest
@@ -124,12 +135,14 @@ class FakeStep:
         """Return an iterable over one step, first to warm up and then to be counted."""
         batches = self._read(opened, dataset, order)
         if self._where is None:
-            yield Steps(opened, prepared, batches, self._blocks)
+            with self._casts():
+                yield Steps(opened, prepared, batches, self._blocks)
             return
         # Without a guard on the device the step reads its norm, and clips if it is large.
         reading = mock.patch.object(Evidence, "examine", return_value=Examined(math.inf, None))
         engine = self._engine(self._where)
-        with reading, engine, self._where, self._computing(self._where, prepared.model):
+        computing = self._computing(self._where, prepared.model)
+        with reading, engine, self._casts(), self._where, computing:
             yield Steps(opened, prepared, batches, self._blocks)
 
     def _read(self, opened: Any, dataset: Any, order: Any) -> StepBatches:
@@ -266,21 +279,6 @@ def whole_size(parameter: Any) -> int:
 def batch_bytes(batch: Mapping[str, Tensor]) -> int:
     """Return the bytes of a micro-batch."""
     return sum(value.numel() * value.element_size() for value in batch.values())
-
-
-def tensors_beside(model: nn.Module) -> list[Tensor]:
-    """Return parameters and buffers of this process's other modules, such as an autoencoder."""
-    known = {id(module) for module in model.modules()}
-    weights = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    # Modules refer to each other, so that one that nobody uses may still be there.
-    gc.collect()
-    found: list[Tensor] = []
-    for module in gc.get_objects():
-        # By the type: a proxy's own idea of its class may import or warn.
-        if issubclass(type(module), nn.Module) and id(module) not in known:
-            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            found += [tensor for tensor in own if storage_of(tensor) not in weights]
-    return found
 
 
 @contextmanager

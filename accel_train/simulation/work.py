@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from accel_train.simulation.fake_tensors import tensors_in
+from accel_train.simulation.tensors.fake_tensors import tensors_in
 
 if TYPE_CHECKING:
     from accel_train.simulation.collectives import Collective

@@ -25,7 +25,7 @@ from accel_train.config import UsageError
 from accel_train.data.sampler import StepSampler
 from accel_train.options.loading import config_of
 from accel_train.simulated import simulating
-from accel_train.simulation.flags import REPORT, REQUEST
+from accel_train.simulation.flags import REPORT, REQUEST, DeviceType
 from accel_train.simulation.ledger import Ledger
 from accel_train.simulation.refusals import refuse_config
 from accel_train.simulation.step import FakeStep, StepCounted
@@ -60,6 +60,7 @@ def simulate_recipe(
     arguments: Sequence[str],
     step: int | None = None,
     micro_batches: int | None = None,
+    device_type: DeviceType = "cuda",
     largest: int | None = None,
 ) -> tuple[StepCounted, list[str]]:
     """Run the recipe's ``main`` on fake tensors until a step is counted, as rank 0 of ``WORLD_SIZE``.
@@ -87,7 +88,8 @@ def simulate_recipe(
         # Behind the user's own flags, because the last of equal ones wins.
         words = [*arguments, *flags, "--output_dir", directory]
         try:
-            with connecting(), simulating(FakeStep(step, largest=largest)), _samples_repeated(bool(flags)):
+            fake = FakeStep(step, device_type, largest=largest)
+            with connecting(), simulating(fake), _samples_repeated(bool(flags)):
                 module.main(words)
         except StepCounted as found:
             if found.counted.host:

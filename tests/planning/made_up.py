@@ -21,6 +21,8 @@ KEPT = {"none": 1.0, "selective": 0.5, "full": 0.125}
 """GiB of activations for a sample."""
 RECOMPUTED = {"none": 1.0, "selective": 1.1, "full": 1.3}
 BLOCKS = 8
+LAUNCHED = 0.001
+"""Seconds for the kernels of a micro-batch, whatever its size."""
 SENT = {"single": 0.0, "ddp": 0.05, "fsdp2": 0.1, "zero2_offload": 0.01, "zero3_offload": 0.015}
 """Seconds, for each micro-batch under the strategies that reduce in each."""
 
@@ -45,7 +47,7 @@ def made_up(candidate: Candidate, micro_batches: int, held: Mapping[str, int] | 
         # Gradients beside the activations of the next micro-batch.
         gib += 2.0
     passes = 1 if strategy in ("single", "ddp") else micro_batches
-    seconds = recomputed * size * micro_batches / 64 + 0.001 * micro_batches
+    seconds = recomputed * size * micro_batches / 64 + LAUNCHED * micro_batches
     states = round(STATES[strategy] * GIB)
     # Offloaded gradients are added up on the host, where a single micro-batch has nothing to add.
     on_host = round(ON_HOST.get(strategy, 0.0) * GIB) + (micro_batches > 1 and strategy in OFFLOADS) * GIB // 4

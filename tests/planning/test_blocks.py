@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -55,12 +55,14 @@ def planned(given: Space, budget: Budget, goal: Goal, measure: Callable[[Candida
     return without_needless_checkpointing(found, measure)
 
 
+@pytest.mark.parametrize("launched", [0.001, 0.02, 0.1])
 @pytest.mark.parametrize("goal", ["speed", "balanced"])
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize(("gpus", "batch", "offloads"), [(1, 32, False), (2, 96, True), (8, 64, False), (4, 4, False)])
-def test_the_fastest_number_of_blocks_that_fits_is_found(
-    gpus: int, batch: int, offloads: bool, limit: float, goal: Goal
+def test_the_fastest_size_and_number_of_blocks_that_fit_are_found(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, batch: int, offloads: bool, limit: float, goal: Goal, launched: float
 ) -> None:
+    monkeypatch.setattr(made_up, "LAUNCHED", launched)
     given = space(gpus, batch, offloads=offloads)
     budget = Budget(limit, 0.0, gpus)
     measure = Measured(given)
@@ -71,13 +73,50 @@ def test_the_fastest_number_of_blocks_that_fits_is_found(
     whole = found.whole.candidate
     every = [whole]
     if whole.mode != "none":
-        numbers = (None, *range(1, made_up.BLOCKS))
-        every = [dataclasses.replace(whole, mode="none")]
-        every += [dataclasses.replace(whole, mode=m, blocks=b) for m in ("selective", "full") for b in numbers]
+        every = candidates(whole.strategy, [size for size in given.sizes if size <= whole.micro_batch_size])
     fitting = [probe for probe in map(measure.of, every) if probe.fits(budget)]
     assert found.chosen.time.total == min(probe.time.total for probe in fitting)
     assert found.chosen.fits(budget)
     assert found.chosen.time.total <= found.whole.time.total
+
+
+def candidates(strategy: str, sizes: Sequence[int]) -> list[Candidate]:
+    """Every mode, on every number of blocks."""
+    found: list[Candidate] = []
+    for size in sizes:
+        found.append(Candidate(strategy, "none", size))
+        for blocks in (None, *range(1, made_up.BLOCKS)):
+            found += [Candidate(strategy, mode, size, blocks) for mode in ("selective", "full")]
+    return found
+
+
+def test_a_smaller_micro_batch_that_recomputes_less_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as its further kernels take less than the recomputation that it spares."""
+    monkeypatch.setattr(made_up, "LAUNCHED", 0.01)
+    given = dataclasses.replace(space(1, 64), modes=("full",), fixed=frozenset({MODE}))
+    budget = Budget(15.5, 0.0, 1)
+    measure = Measured(given)
+    found = planned(given, budget, "speed", measure)
+    assert found.whole.candidate == Candidate("single", "full", 32)
+    size = 4
+    assert found.chosen.candidate == Candidate("single", "full", size, 1)
+    larger = [probe for probe in map(measure.of, candidates("single", [2 * size])) if probe.candidate.mode == "full"]
+    beside = min((probe for probe in larger if probe.fits(budget)), key=lambda probe: probe.time.total)
+    times = beside.time.total / found.chosen.time.total
+    reason = f"{2 * size} fits with {beside.checkpointed} blocks of mode full, and takes {times:.2f} times as long"
+    assert found.reasons()[MICRO_BATCH] == reason
+    text = report.describe(found, rated("h100-sxm", "bf16", 1), explain=True)
+    assert reason in text
+
+
+def test_a_smaller_micro_batch_that_cannot_be_faster_costs_one_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(made_up, "LAUNCHED", 1.0)
+    given = dataclasses.replace(space(1, 64), modes=("full",), fixed=frozenset({MODE}))
+    measure = Measured(given)
+    found = planned(given, Budget(15.5, 0.0, 1), "speed", measure)
+    assert found.chosen.candidate.micro_batch_size == found.whole.candidate.micro_batch_size == 32
+    with_fewer_blocks = {one.micro_batch_size for one in measure.simulated if one.blocks is not None}
+    assert with_fewer_blocks == {32}
 
 
 @pytest.mark.parametrize("limit", [4.5, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0])
@@ -131,11 +170,13 @@ def test_curved_memory_is_followed_to_the_limit() -> None:
     assert Candidate("fsdp2", "full", 8, 4) in measure.simulated
 
 
-def test_a_mode_that_is_given_has_at_least_one_block() -> None:
+def test_a_mode_that_is_given_has_at_least_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     given = dataclasses.replace(space(1, 32), modes=("full",), fixed=frozenset({MODE}))
     found = planned(given, Budget(80.0, 0.0, 1), "speed", Measured(given))
     assert found.chosen.candidate == Candidate("single", "full", 32, 1)
     assert found.reasons()[BLOCKS] == f"at least one, which {MODE} full requires"
+    # So that a smaller micro-batch is no alternative.
+    monkeypatch.setattr(made_up, "LAUNCHED", 1.0)
     tight = planned(given, Budget(20.0, 0.0, 1), "speed", Measured(given))
     assert 1 < (tight.chosen.candidate.blocks or 0) < made_up.BLOCKS
 

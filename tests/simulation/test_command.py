@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -15,7 +15,7 @@ from accel_train.config import UsageError
 from accel_train.launch_files.machine_config import read_machine_config
 from accel_train.simulation import command
 from accel_train.simulation.command import simulate
-from accel_train.simulation.flags import Options, read_arguments
+from accel_train.simulation.flags import DeviceType, Options, read_arguments
 from accel_train.simulation.refusals import refuse_config, refuse_machine
 from tests.distributed.launching import PRESETS, SMALL, Layout
 from tests.simulation.counting import ANYTHING, simulated
@@ -57,6 +57,7 @@ def test_flags_may_stand_behind_the_recipe() -> None:
     rest, found = read_arguments(words, earlier)
     assert rest == ["base", "--micro_batch_size", "4"]
     assert found == Options("x.yaml", (8, 64), None, 2, True, None)
+    assert read_arguments(["--device_type", "cpu"], earlier)[1].device_type == "cpu"
 
 
 @pytest.mark.parametrize("text", ["0", "8,", "a", "8;9"])
@@ -122,6 +123,17 @@ def test_more_processes_than_samples_are_simulated_with_a_note(tmp_path: Path) -
     ]
     assert found["counted"]["rows"] == 16
     assert found["counted"]["global_batch_size"] == 8192
+
+
+def test_casts_are_those_of_the_device_type(tmp_path: Path) -> None:
+    """CUDA's autocast computes the norms of diffusers' models in fp32, the CPU's in bf16."""
+    layout = Layout("single", 1, "lora")
+    peaks: dict[str, int] = {}
+    for device_type in get_args(DeviceType):
+        asked = replace(ANYTHING, device_type=device_type)
+        found = simulated(layout, tmp_path, "--precision", "bf16", options=asked)
+        peaks[device_type] = found["counted"]["peak"]["total"]
+    assert peaks["cuda"] > peaks["cpu"]
 
 
 def test_the_command_prints_a_table_and_the_same_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel_train.simulation import ledger as ledgers
-from accel_train.simulation.fake_tensors import FakeWhereNeeded
 from accel_train.simulation.ledger import Ledger
 from accel_train.simulation.places import Places
+from accel_train.simulation.tensors.fake_tensors import FakeWhereNeeded
 from accel_train.simulation.work import Flops
 
 MIB = 2**20

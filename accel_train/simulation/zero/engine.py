@@ -17,7 +17,7 @@ from unittest import mock
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from accel_train.simulation.fake_tensors import FakeWhereNeeded, apply_in_place
+from accel_train.simulation.tensors.fake_tensors import FakeWhereNeeded, apply_in_place
 
 ENOUGH = 2**60
 """Bytes. Asked for free memory, DeepSpeed flattens the weights on the host if it finds too little."""

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from accel_train.domains.images.memory.memory_need import nearest
 from accel_train.domains.images.memory.simulated_memory import MODELS, VAES
 from accel_train.domains.images.pipelines.loading import FAMILIES
-from benchmarks.cuda_casts import cuda_casts
+from accel_train.simulation.tensors.cuda_casts import cuda_casts
 from benchmarks.method import RESULTS
 from tests import lora_memory_tables, zygote
 from tests.waiting import PATIENCE_SECONDS

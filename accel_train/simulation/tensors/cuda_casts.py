@@ -24,7 +24,7 @@ WITH_DTYPE = {"softmax", "log_softmax", "sum", "prod", "cumsum"}
 @contextmanager
 def cuda_casts() -> Generator[None]:
     """Compute in fp32 in the body what CUDA's autocast does, wherever the CPU's is on."""
-    run_backward = torch.autograd._engine_run_backward
+    run_backward = torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateUsage]
 
     def with_casts(*arguments: Any, **named: Any) -> Any:
         # torch leaves its modes for the whole backward, and checkpointing computes forwards again in it.

@@ -1,0 +1,1 @@
+"""Tensors of a simulation: without memory, and with the casts of a GPU."""
