@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_train.data.options import BatchScheduleConfig
 
 MIB = 2**20
 GIB = 2**30
@@ -136,8 +139,25 @@ class Facts:
             return int(steps)
         if self.dataset_size is None:
             return None
-        # Rounded up, as a start counts the steps of `max_epochs`.
-        return math.ceil(self.number("max_epochs") * self.dataset_size / self.number("global_batch_size"))
+        samples = self.number("max_epochs") * self.dataset_size
+        return self.batch_schedule.steps_for(int(self.number("global_batch_size")), samples)
+
+    @property
+    def batch_schedule(self) -> BatchScheduleConfig:
+        """Samples per step by the given steps. What measured noise will lead to is not known before."""
+        # Here, because it imports torch, and a rule is explained without.
+        from accel_train.data.options import BatchScheduleConfig
+
+        steps = tuple(self.option("batch_schedule.steps", ()))
+        return BatchScheduleConfig(steps, tuple(self.option("batch_schedule.sizes", ())))
+
+    @property
+    def samples_per_step(self) -> float:
+        """Mean over the run. That of global_batch_size while the length of the run is not known."""
+        first = int(self.number("global_batch_size"))
+        if not self.steps:
+            return first
+        return self.batch_schedule.samples_before(first, self.steps) / self.steps
 
     @property
     def is_smoke(self) -> bool:
@@ -152,9 +172,10 @@ class Facts:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per process and optimizer step."""
+        """Micro-batches per process in the largest optimizer step."""
         # Rounded up: the process with the largest share sets the number of micro-batches for all.
-        share = math.ceil(self.number("global_batch_size") / self.layout.processes)
+        largest = self.batch_schedule.largest(int(self.number("global_batch_size")))
+        share = math.ceil(largest / self.layout.processes)
         return math.ceil(share / max(1, self.number("micro_batch_size")))
 
     @property

@@ -96,11 +96,11 @@ def evaluation_outweighs_training(facts: Facts) -> Finding | None:
     """
     every = facts.number("evaluation.every")
     samples = facts.number("evaluation.samples")
-    trained = every * facts.number("global_batch_size")
+    trained = every * facts.samples_per_step
     if not every or facts.is_trial or samples <= trained:
         return None
     # Ten samples trained on for each evaluated one: about 3 % of the time, at a third of the cost each.
-    better = math.ceil(10 * samples / facts.number("global_batch_size"))
+    better = math.ceil(10 * samples / facts.samples_per_step)
     return Finding(
         option="evaluation.every",
         value=int(every),
@@ -251,7 +251,7 @@ def many_passes(facts: Facts) -> Finding | None:
         return None
     passes = facts.number("max_epochs")
     if facts.dataset_size is not None and facts.steps is not None:
-        passes = facts.steps * facts.number("global_batch_size") / facts.dataset_size
+        passes = facts.steps * facts.samples_per_step / facts.dataset_size
     # A few texts in one style are passed over more often on purpose.
     if passes <= MANY_PASSES or facts.number("lora.rank") > 0:
         return None

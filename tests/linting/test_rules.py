@@ -126,3 +126,25 @@ def test_the_page_has_every_rule() -> None:
     text = linting_page.PAGE.read_text(encoding="utf-8")
     assert text == linting_page.page(), "run python -m tests.linting_page"
     assert all(f"| `{name}` |" in text for name in RULES)
+
+
+SCHEDULE = {"global_batch_size": 64, "batch_schedule.steps": (5000,), "batch_schedule.sizes": (32,)}
+
+
+def test_samples_are_those_of_the_batch_schedule() -> None:
+    """48 samples a step on average, over 10,000 steps."""
+    assert given(SCHEDULE).samples_per_step == 48
+    passes = {**SCHEDULE, "data.packing": True}
+    assert find_rule("many-passes").find(given(passes, dataset_size=4799))
+    assert not find_rule("many-passes").find(given(passes, dataset_size=4800))
+
+
+def test_steps_of_epochs_are_those_of_the_batch_schedule() -> None:
+    # 5,000 steps of 64 samples, and 32 in each of the others.
+    epochs = {**SCHEDULE, "max_steps": None, "max_epochs": 1.0}
+    assert given(epochs, dataset_size=320_000 + 32 * 1000 + 1).steps == 6001
+
+
+def test_micro_batches_are_those_of_the_largest_step() -> None:
+    assert given({**SCHEDULE, "micro_batch_size": 64}).accumulation == 1
+    assert given({**SCHEDULE, "micro_batch_size": 64, "batch_schedule.sizes": (65,)}).accumulation == 2
