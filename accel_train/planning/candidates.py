@@ -138,6 +138,12 @@ def _refuse_what_is_planned(config: Any, origins: Mapping[str, str]) -> None:
             f"{BLOCKS}: {blocks}: a plan chooses the mode, and then the fewest blocks that fit; give --{MODE} "
             f"{config.activation_checkpointing.mode} to plan with these, or leave blocks out"
         )
+    largest = config.batch_schedule.largest(config.global_batch_size)
+    if largest != config.global_batch_size or config.batch_schedule.sizes:
+        raise UsageError(
+            f"batch_schedule: a plan divides one number of samples exactly, and a step has up to {largest:,}; "
+            f"leave batch_schedule out and give --global_batch_size {largest}: what fits then fits in other steps too"
+        )
     if config.memory.fraction < 1:
         raise UsageError(
             f"memory.fraction: {config.memory.fraction:g}: a plan has the memory of a GPU from --vram_gib; give that "

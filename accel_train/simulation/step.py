@@ -237,7 +237,7 @@ class Steps:
             step=batches.done,
             strategy=self._prepared.run_info.facts["strategy"],
             processes=opened.accelerator.num_processes,
-            global_batch_size=opened.config.global_batch_size,
+            global_batch_size=opened.batch_size(batches.done - 1),
             micro_batches=len(batches.micro_batches),
             rows=max(len(batch["weight"]) for batch in batches.micro_batches),
             precision=opened.config.precision,

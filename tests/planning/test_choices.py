@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from accel_train.config import UsageError
+from accel_train.data.options import ONE_BATCH_SIZE, BatchScheduleConfig
 from accel_train.planning import command, report
 from accel_train.planning.candidates import MICRO_BATCH, MODE, Candidate, divisors, space_of
 from accel_train.planning.command import budget_of
@@ -31,6 +32,7 @@ def config(**changed: Any) -> SimpleNamespace:
         "micro_batch_size": 16,
         "activation_checkpointing": ActivationCheckpointingConfig("full"),
         "memory": MemoryConfig(),
+        "batch_schedule": ONE_BATCH_SIZE,
         "precision": "fp32",
         "sync": "auto",
     }
@@ -73,6 +75,19 @@ def test_flags_of_the_recipe_are_obeyed() -> None:
     assert (given.sizes, given.modes) == ((16,), ("full",))
     with pytest.raises(UsageError, match=r"micro_batch_size: 10: .*48 of 96 samples.*1, 2, 3, 4, 6, 8, 12, 16, 24, 48"):
         space_of(config(micro_batch_size=10), origins, 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "largest"),
+    [
+        (BatchScheduleConfig(steps=(10,), sizes=(192,)), "192"),
+        (BatchScheduleConfig(steps=(10,), sizes=(48,)), "96"),
+        (BatchScheduleConfig(noise_factor=1.0, max_size=1024), "1024"),
+    ],
+)
+def test_a_batch_that_changes_is_planned_by_its_largest(schedule: BatchScheduleConfig, largest: str) -> None:
+    with pytest.raises(UsageError, match=f"batch_schedule: .*give --global_batch_size {largest}:"):
+        space_of(config(batch_schedule=schedule), {}, 2)
 
 
 def test_divisors_are_all_of_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,6 +126,15 @@ def test_more_processes_than_samples_are_simulated_with_a_note(tmp_path: Path) -
     assert found["counted"]["global_batch_size"] == 8192
 
 
+@pytest.mark.parametrize(("step", "size"), [(4, 16), (5, 24)])
+def test_a_batch_is_that_of_the_simulated_step(tmp_path: Path, step: int, size: int) -> None:
+    schedule = ("--batch_schedule.steps", "4", "--batch_schedule.sizes", "24", "--max_steps", "9")
+    found = simulated(Layout("single", 1), tmp_path, *schedule, options=replace(ANYTHING, step=step))["counted"]
+    assert (found["global_batch_size"], found["micro_batches"]) == (size, math.ceil(size / 16))
+
+
+# Slow: two starts of a pipeline of diffusers. The casts themselves are tested in tests/domains/images.
+@pytest.mark.slow
 def test_casts_are_those_of_the_device_type(tmp_path: Path) -> None:
     """CUDA's autocast computes the norms of diffusers' models in fp32, the CPU's in bf16."""
     layout = Layout("single", 1, "lora")
