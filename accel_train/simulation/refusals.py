@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from accel_train.config import UsageError
 from accel_train.launch_files.machine_config import MachineConfig
 
+ONE_MEMORY = "host and device are one memory there"
+
 
 class Limit(NamedTuple):
     """Values of an option supported by a simulation, and the reason against others."""
@@ -32,7 +34,8 @@ def refuse_config(config: Any) -> None:
     limits = (
         Limit("compile.mode", config.compile.mode, ("off",), "a compiler decides by itself what it keeps"),
         Limit("precision", config.precision, ("fp32", "bf16"), "the loss scale of fp16 is read from the device"),
-        Limit("offload_frozen", config.offload_frozen, (False,), "host and device are one memory there"),
+        Limit("offload_frozen", config.offload_frozen, (False,), ONE_MEMORY),
+        Limit("activation_checkpointing.offload", config.activation_checkpointing.offload, (False,), ONE_MEMORY),
         Limit("optimizer.name", config.optimizer.name, ("adamw", "muon"), "its kernels are not torch's"),
         Limit("distributed.comm_hook", distributed.comm_hook, ("none",), "the hook takes buckets of torch's reducer"),
         Limit(

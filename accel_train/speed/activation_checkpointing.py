@@ -18,15 +18,19 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from accel_train.config import UsageError
 from accel_train.speed.blocks import blocks_of
+from accel_train.speed.memory.activation_offload import InputOffload
 from accel_train.speed.options import ActivationCheckpointingConfig
 
 
-def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpointingConfig) -> str:
+def apply_activation_checkpointing(
+    model: nn.Module, config: ActivationCheckpointingConfig, offload: InputOffload | None = None
+) -> str:
     """Replace forwards by checkpointed ones, in place, and return a notice.
 
     Works for any model with a list of blocks (`blocks_of`). The modes attention and ffn need blocks with
     `checkpoint_parts`. Call it after `apply_attention` and before `apply_compile` and `prepare`, on every process.
-    Without gradients the plain forward runs. Random draws inside a block are repeated exactly.
+    Without gradients the plain forward runs. Random draws inside a block are repeated exactly. With ``offload`` the
+    inputs of the blocks wait for the backward in host memory.
     """
     if config.mode == "none":
         return "activation checkpointing: none"
@@ -40,16 +44,21 @@ def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpoin
     _keep_torch_quiet(blocks)
     # The first: when the backward begins, which is the peak, the last ones need not be computed again.
     chosen = blocks[: config.blocks]
+    if offload is not None:
+        offload.refuse_too_few(len(chosen))
     # One function per class, not per block, so that a compiler reuses the code of the first block.
     functions: dict[tuple[type[nn.Module], str], Callable[..., Any]] = {}
     for module, name in _targets(model, chosen, config.mode):
         key = (type(module), name)
         if key not in functions:
-            functions[key] = _checkpointed(getattr(type(module), name), config.mode)
+            functions[key] = _checkpointed(getattr(type(module), name), config.mode, offload)
         # On the instance: other models of the class in this process stay as they are.
         setattr(module, name, types.MethodType(functions[key], module))
     count = f"{len(chosen)} of {len(blocks)} blocks ({type(blocks[0]).__name__})"
-    return f"activation checkpointing: {config.mode}, {count}"
+    kept = ""
+    if offload is not None:
+        kept = ", their inputs in host memory"
+    return f"activation checkpointing: {config.mode}, {count}{kept}"
 
 
 def _refuse_wrong_order(model: nn.Module, blocks: Sequence[nn.Module], mode: str) -> None:
@@ -85,7 +94,7 @@ def _parts(module: nn.Module) -> dict[str, str]:
     return cast("dict[str, str]", getattr(module, "checkpoint_parts", {}))
 
 
-def _checkpointed(method: Callable[..., Any], mode: str) -> Callable[..., Any]:
+def _checkpointed(method: Callable[..., Any], mode: str, offload: InputOffload | None) -> Callable[..., Any]:
     """The method, recomputed in the backward.
 
     Compiled code keeps attention in every mode. torch tags its kernels as random, because of their dropout, and
@@ -106,6 +115,8 @@ def _checkpointed(method: Callable[..., Any], mode: str) -> Callable[..., Any]:
         # Nothing is kept for a backward, so there is nothing to recompute.
         if not torch.is_grad_enabled():
             return method(self, *arguments, **named)
+        if offload is not None:
+            return offload.run(method, self, arguments, named)
         extra = compiled if torch.compiler.is_compiling() else eager
         # torch's reentrant form takes neither a `context_fn` nor named arguments.
         return checkpoint(method, self, *arguments, use_reentrant=False, **extra, **named)

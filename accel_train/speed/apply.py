@@ -18,6 +18,7 @@ from accel_train.speed.attention.selection import apply_attention, resolve_atten
 from accel_train.speed.attention.table import AttentionNeeds
 from accel_train.speed.compile import CompiledBlocks, apply_compile
 from accel_train.speed.float8 import apply_float8, refuse_float8
+from accel_train.speed.memory.activation_offload import input_offload
 from accel_train.speed.model_habits import settle_habits
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8
 
@@ -64,6 +65,7 @@ def apply_speed_options(
     auto. Settles the model's habits first (`settle_habits`). Raises `UsageError` for an option that cannot be obeyed.
     """
     refuse_float8(options.float8, device, precision, strategy)
+    offload = input_offload(options.activation_checkpointing, device, strategy, options.compile.mode)
     # Before anything wraps a forward: a habit of the model may contradict the option that is to be applied.
     habits = settle_habits(model, precision, strategy, options.activation_checkpointing.mode)
     # A recipe states the needs of its model alone. Not every kernel can be part of a compiled block.
@@ -80,7 +82,7 @@ def apply_speed_options(
         attention, facts = _attention(model, needs, options.attention)
     # float8 replaces the linear layers, checkpointing wraps their forwards, and compilation traces the result.
     float8 = apply_float8(model, options.float8)
-    checkpointing = apply_activation_checkpointing(model, options.activation_checkpointing)
+    checkpointing = apply_activation_checkpointing(model, options.activation_checkpointing, offload)
     compiled = apply_compile(model, options.compile, device, accumulation_steps)
     if options.float8 != "none" and not compiled.blocks:
         float8 += "; uncompiled it is slower than bf16, for each rounding is a pass over memory: set compile.mode on"

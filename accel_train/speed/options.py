@@ -19,8 +19,18 @@ class ActivationCheckpointingConfig:
     optimizer. Compiled blocks keep the output of attention in every mode."""
     blocks: PositiveInt | None = None
     """Blocks that are checkpointed, the first ones: as many as it takes to fit, since each costs time. None: all."""
+    offload: bool = False
+    """Keep what mode full stores, the inputs of each block but the last two, in pinned host memory between forward and
+    backward, copied beside the computation. For many blocks or long sequences on a GPU. Changes no result. The host
+    needs as much memory for it, per process. Refused on a CPU, in other modes and with compile.mode on. Its speed: not
+    yet measured here."""
 
     def __post_init__(self) -> None:
+        if self.offload and self.mode != "full":
+            raise UsageError(
+                f"activation_checkpointing.offload: true: it moves the inputs of whole blocks, and mode {self.mode} "
+                "keeps none or others beside them; give --activation_checkpointing.mode full, or leave it out"
+            )
         if self.mode == "none" and self.blocks is not None:
             raise UsageError(
                 f"activation_checkpointing.blocks: {self.blocks}: has no effect with activation_checkpointing.mode: "

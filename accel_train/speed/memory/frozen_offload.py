@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from accel_train.config import UsageError
 from accel_train.speed.blocks import innermost_blocks
+from accel_train.speed.memory.copies import copy_beside
 
 GIB = 1 << 30
 PIECE_BYTES = 64 << 20
@@ -241,14 +242,7 @@ class _Residents:
             for host, target in block.pieces:
                 target.copy_(host)
             return
-        # What has been launched so far may still read the block that lies there now.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for host, target in block.pieces:
-                target.copy_(host, non_blocking=True)
-        arrival = torch.cuda.Event()
-        arrival.record(self._stream)
-        self._arrivals[block.buffer] = arrival
+        self._arrivals[block.buffer] = copy_beside(self._stream, self._device, block.pieces)
 
 
 def _fetch_around(block: nn.Module, residents: _Residents, number: int) -> None:

@@ -1,0 +1,369 @@
+"""Offload of activations: what checkpointed blocks keep for the backward lies in host memory until shortly before.
+
+A checkpointed block keeps its inputs. Those of a block are sent to pinned memory while the next block computes, and
+their memory on the device is given up when the one after that begins. In the backward each block's inputs are fetched
+while the block behind it computes. So the inputs of two blocks lie on the device at a time, and those of the last two
+blocks, with which the backward begins, never leave it.
+
+``torch.autograd.graph.save_on_cpu`` copies on the stream of the kernels, which wait for each copy, and fetches a tensor
+only when it is needed. torch's own copies beside the kernels are for compiled graphs (``torch/_functorch``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from accel_train.config import UsageError
+from accel_train.speed.memory.copies import copy_beside
+from accel_train.speed.options import ActivationCheckpointingConfig
+
+LEAST_BYTES = 1 << 20
+"""Smallest storage that is sent. The device copies less in about 20 us, which is what the launch takes the host."""
+PIECE_BYTES = 4 << 20
+"""Unit of pinned memory, so that inputs of any size take what others have left. A power of two, to which torch rounds
+each allocation up."""
+BLOCKS_ON_DEVICE = 2
+
+
+class Transfers(Protocol):
+    """Copies between a device and host memory, made in the order in which they were asked for."""
+
+    device: torch.device
+
+    def send(self, source: Tensor) -> tuple[Any, Any]:
+        """Begin to copy bytes to the host. Return the host's copy and the event of the end."""
+        ...
+
+    def fetch(self, host: Any, target: Tensor) -> Any:
+        """Begin to copy the host's copy to ``target``. Return the event of the end."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """Let the kernels that are launched from now on wait for the event."""
+        ...
+
+    def free(self, host: Any) -> None:
+        """Take host memory back, for copies that are asked for from now on."""
+        ...
+
+
+class PinnedTransfers:
+    """Transfers of a CUDA device on a stream of their own, with pinned memory that is kept for the run.
+
+    torch's own cache of pinned memory hands a piece out again only when the host sees that the device is done with it.
+    The host is ahead of the device, so the cache would grow. Here the order of the one stream is enough.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._free: list[Tensor] = []
+
+    def send(self, source: Tensor) -> tuple[Sequence[Tensor], torch.cuda.Event]:
+        """Begin to copy bytes to pinned memory."""
+        parts = source.split(PIECE_BYTES)
+        host = [self._piece() for _ in parts]
+        pairs = [(part, piece[: len(part)]) for part, piece in zip(parts, host, strict=True)]
+        return host, copy_beside(self._stream, self.device, pairs)
+
+    def fetch(self, host: Sequence[Tensor], target: Tensor) -> torch.cuda.Event:
+        """Begin to copy pinned memory to the device."""
+        parts = target.split(PIECE_BYTES)
+        pairs = [(piece[: len(part)], part) for part, piece in zip(parts, host, strict=True)]
+        return copy_beside(self._stream, self.device, pairs)
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Let the current stream wait."""
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def free(self, host: Sequence[Tensor]) -> None:
+        """Keep the pieces for the next inputs."""
+        self._free.extend(host)
+
+    def _piece(self) -> Tensor:
+        if self._free:
+            return self._free.pop()
+        return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+
+
+def input_offload(
+    config: ActivationCheckpointingConfig, device: torch.device, strategy: str, compile_mode: str
+) -> InputOffload | None:
+    """Return the offload that the option asks for, None without. Raises ``UsageError`` where it is not possible."""
+    if not config.offload:
+        return None
+    option = "activation_checkpointing.offload: true"
+    if device.type != "cuda":
+        raise UsageError(
+            f"{option}: a {device.type} device has no other memory to offload to; a CUDA device is required. Leave the "
+            "option out"
+        )
+    if strategy not in ("single", "ddp", "fsdp2"):
+        raise UsageError(
+            f"{option}: {strategy} runs the backward by an engine of its own, under which this is not shown to give "
+            "the same result; one process, DDP or FSDP2 is required (accelerate_configs/fsdp2.yaml)"
+        )
+    if compile_mode != "off":
+        raise UsageError(
+            f"{option}: inputs are exchanged around each block, which compile.mode {compile_mode} cannot trace; use "
+            "--compile.mode off"
+        )
+    return InputOffload(PinnedTransfers(device))
+
+
+class InputOffload:
+    """Runs checkpointed blocks whose inputs wait for the backward in host memory.
+
+    Results are those of ``checkpoint`` to the bit: the recomputation reads the same bytes at the same strides. No order
+    of blocks is assumed: the inputs that were kept before a block's are those needed behind them in the backward.
+    """
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._newest: Callable[[], _Inputs | None] = _nothing
+        """Weak, like all links between inputs: the graph owns them, and they go with it."""
+        self._has_sent = False
+
+    def refuse_too_few(self, blocks: int) -> None:
+        """Raise ``UsageError`` for so few checkpointed blocks that nothing would be sent."""
+        if blocks <= BLOCKS_ON_DEVICE:
+            raise UsageError(
+                f"activation_checkpointing.offload: true: the inputs of the last {BLOCKS_ON_DEVICE} checkpointed "
+                f"blocks stay on the device, and there are {blocks}; at least {BLOCKS_ON_DEVICE + 1} are required. "
+                "Leave it out"
+            )
+
+    def run(self, method: Callable[..., Any], module: nn.Module, arguments: Any, named: Any) -> Any:
+        """Call the method, recomputed in the backward from inputs that were in host memory meanwhile."""
+        # torch saves tensors that are arguments themselves. It would keep those within a list or a named argument on
+        # the device, beside its hooks.
+        leaves, form = tree_flatten((arguments, named), _is_leaf)
+        inputs = self._keep(leaves)
+        with saved_tensors_hooks(inputs.pack, inputs.unpack):
+            return checkpoint(_call, method, module, form, *leaves, use_reentrant=False)
+
+    def _keep(self, leaves: Sequence[Any]) -> _Inputs:
+        """Keep the inputs of the next block, and move on with those of the blocks before it."""
+        storages = _storages_of(leaves, self._transfers)
+        previous = self._newest()
+        inputs = _Inputs(storages, self._newest)
+        self._newest = weakref.ref(inputs)
+        if previous is None:
+            return inputs
+        inputs.share_with(previous)
+        before = previous.previous()
+        if before is not None:
+            before.leave()
+        self._has_sent = previous.send() or self._has_sent
+        if before is not None and not self._has_sent:
+            raise UsageError(
+                "activation_checkpointing.offload: true: has no effect, because no block keeps an input of at least "
+                f"{LEAST_BYTES >> 20} MiB that the next block does not take as well; raise micro_batch_size, or leave "
+                "it out"
+            )
+        return inputs
+
+
+def _nothing() -> None:
+    return None
+
+
+def _is_leaf(value: Any) -> bool:
+    # A container of another class, such as a cache, must be the same object in the block.
+    return type(value) not in (tuple, list, dict)
+
+
+def _call(method: Callable[..., Any], module: nn.Module, form: Any, *leaves: Any) -> Any:
+    arguments, named = tree_unflatten(leaves, form)
+    return method(module, *arguments, **named)
+
+
+class _Inputs:
+    """What one call of a block keeps for its backward."""
+
+    def __init__(self, storages: dict[int, _Storage], previous: Callable[[], _Inputs | None]) -> None:
+        self._storages = storages
+        self.previous = previous
+        """The inputs kept before these, as long as they are needed."""
+
+    def share_with(self, previous: _Inputs) -> None:
+        """Let what both blocks take stay on the device, such as a condition that is the same for all blocks."""
+        for address in self._storages.keys() & previous._storages.keys():
+            shared = previous._storages[address]
+            shared.stays = True
+            self._storages[address] = shared
+
+    def send(self) -> bool:
+        """Begin to copy them to the host. Return True if there is anything."""
+        sent = [storage.send() for storage in self._storages.values()]
+        return any(sent)
+
+    def leave(self) -> None:
+        """Give up their memory on the device."""
+        for storage in self._storages.values():
+            storage.leave()
+
+    def fetch(self) -> None:
+        """Begin to copy them to the device."""
+        for storage in self._storages.values():
+            storage.fetch()
+
+    def pack(self, tensor: Tensor) -> _Watched | _View:
+        """Return what the graph holds in place of the tensor."""
+        # It shares the version, and not the graph.
+        watched = _Watched(tensor.detach(), tensor._version)
+        storage = None
+        if _can_be_sent(tensor):
+            storage = self._storages.get(tensor.untyped_storage().data_ptr())
+        if storage is None:
+            return watched
+        storage.watched.append(watched)
+        return _View(storage, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def unpack(self, packed: _Watched | _View) -> Tensor:
+        """Return the tensor for the recomputation, and fetch the inputs that are needed next."""
+        tensor = packed.tensor_again()
+        previous = self.previous()
+        if previous is not None:
+            previous.fetch()
+        return tensor
+
+
+class _Watched(NamedTuple):
+    """A saved tensor. torch does not look at the version of what hooks return."""
+
+    tensor: Tensor
+    version: int
+
+    def tensor_again(self) -> Tensor:
+        """Return it. Raises ``RuntimeError`` if it was changed."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"an input of a checkpointed block, {self.tensor.dtype} {list(self.tensor.shape)}, was changed in "
+                f"place, and the backward needs what it was (version {self.tensor._version}, saved at {self.version})"
+            )
+        return self.tensor
+
+
+class _View(NamedTuple):
+    """A saved tensor by its place in a storage, wherever that lies."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def tensor_again(self) -> Tensor:
+        """Return it, on the device."""
+        memory = self.storage.on_device()
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return empty.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class _Storage:
+    """The bytes of a storage: on the device, in host memory, or on the way."""
+
+    def __init__(self, transfers: Transfers, storage: torch.UntypedStorage) -> None:
+        self._transfers = transfers
+        self._bytes = storage.nbytes()
+        self._memory: Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._host: Any = None
+        self._copying: Any = None
+        """The event of the newest copy, until it was waited for."""
+        self.stays = False
+        self.watched: list[_Watched] = []
+        """Saved tensors in it that may still be changed."""
+
+    def send(self) -> bool:
+        """Begin to copy it to the host. Return False if it stays."""
+        self._check()
+        if self.stays:
+            return False
+        if self._host is None:
+            assert self._memory is not None
+            self._host, self._copying = self._transfers.send(self._memory)
+        return True
+
+    def leave(self) -> None:
+        """Give up the memory of the device, unless it stays there."""
+        if self._host is None:
+            return
+        self._check()
+        # What is launched next may be given this memory.
+        self._wait()
+        self._memory = None
+        self.watched.clear()
+
+    def fetch(self) -> None:
+        """Begin to copy it to the device, unless it is there."""
+        if self._memory is not None:
+            return
+        # Allocated for the current stream, which waits for the copy: nothing has to be recorded for the allocator.
+        self._memory = torch.empty(self._bytes, dtype=torch.uint8, device=self._transfers.device)
+        self._copying = self._transfers.fetch(self._host, self._memory)
+
+    def on_device(self) -> Tensor:
+        """Return its bytes, of which kernels launched from now on may read."""
+        self.fetch()
+        self._check()
+        self._wait()
+        assert self._memory is not None
+        return self._memory
+
+    def _check(self) -> None:
+        for each in self.watched:
+            each.tensor_again()
+
+    def _wait(self) -> None:
+        if self._copying is not None:
+            self._transfers.wait(self._copying)
+            self._copying = None
+
+    def __del__(self) -> None:
+        # A graph may go without a backward, while a copy is on its way to memory that is free now.
+        self._wait()
+        if self._host is not None:
+            self._transfers.free(self._host)
+
+
+def _storages_of(leaves: Sequence[Any], transfers: Transfers) -> dict[int, _Storage]:
+    """Return the storages to send, by address, which is unique as long as they live."""
+    found: dict[int, torch.UntypedStorage] = {}
+    used: Counter[int] = Counter()
+    for leaf in leaves:
+        if _can_be_sent(leaf) and leaf.device.type == transfers.device.type:
+            storage = leaf.untyped_storage()
+            found[storage.data_ptr()] = storage
+            used[storage.data_ptr()] += leaf.nbytes
+    return {address: _Storage(transfers, storage) for address, storage in _worth_it(found, used)}
+
+
+def _worth_it(
+    found: Mapping[int, torch.UntypedStorage], used: Mapping[int, int]
+) -> list[tuple[int, torch.UntypedStorage]]:
+    chosen: list[tuple[int, torch.UntypedStorage]] = []
+    for address, storage in found.items():
+        size = storage.nbytes()
+        # A small part of a large tensor is left where it is: someone else holds the rest.
+        if size >= LEAST_BYTES and size <= 2 * used[address]:
+            chosen.append((address, storage))
+    return chosen
+
+
+def _can_be_sent(value: Any) -> bool:
+    """Return True for a plain tensor that is no parameter, on whichever device."""
+    # A subclass may have no storage, and a leaf with a gradient is held by who made it.
+    if type(value) is not Tensor or (value.is_leaf and value.requires_grad):
+        return False
+    # Other layouts have no storage, and a lazy negation is no part of it.
+    return value.layout == torch.strided and value.is_floating_point() and not value.is_neg()
