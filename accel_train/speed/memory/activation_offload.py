@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -132,6 +133,8 @@ class InputOffload:
         self._newest: Callable[[], _Inputs | None] = _nothing
         """Weak, like all links between inputs: the graph owns them, and they go with it."""
         self._has_sent = False
+        self._known: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
+        """Storages that are kept for a backward, by address on the device."""
 
     def refuse_too_few(self, blocks: int) -> None:
         """Raise ``UsageError`` for so few checkpointed blocks that nothing would be sent."""
@@ -148,18 +151,17 @@ class InputOffload:
         # the device, beside its hooks.
         leaves, form = tree_flatten((arguments, named), _is_leaf)
         inputs = self._keep(leaves)
+        call = _Call(method, module, form, [(arguments, named)])
         with saved_tensors_hooks(inputs.pack, inputs.unpack):
-            return checkpoint(_call, method, module, form, *leaves, use_reentrant=False)
+            return checkpoint(call, *leaves, use_reentrant=False)
 
     def _keep(self, leaves: Sequence[Any]) -> _Inputs:
         """Keep the inputs of the next block, and move on with those of the blocks before it."""
-        storages = _storages_of(leaves, self._transfers)
         previous = self._newest()
-        inputs = _Inputs(storages, self._newest)
+        inputs = _Inputs(self._storages_of(leaves), self._newest)
         self._newest = weakref.ref(inputs)
         if previous is None:
             return inputs
-        inputs.share_with(previous)
         before = previous.previous()
         if before is not None:
             before.leave()
@@ -172,6 +174,22 @@ class InputOffload:
             )
         return inputs
 
+    def _storages_of(self, leaves: Sequence[Any]) -> dict[int, _Storage]:
+        """Return what can be sent, by address. What a block before has kept as well stays on the device.
+
+        Such are conditions and positions, which are the same for all blocks, and the skips of a UNet.
+        """
+        found: dict[int, _Storage] = {}
+        for memory in _worth_it(leaves, self._transfers.device):
+            address = memory.data_ptr()
+            known = self._known.get(address)
+            if known is None or not known.is_of(memory):
+                known = _Storage(self._transfers, memory)
+            else:
+                known.stay(memory)
+            found[address] = self._known[address] = known
+        return found
+
 
 def _nothing() -> None:
     return None
@@ -182,9 +200,22 @@ def _is_leaf(value: Any) -> bool:
     return type(value) not in (tuple, list, dict)
 
 
-def _call(method: Callable[..., Any], module: nn.Module, form: Any, *leaves: Any) -> Any:
-    arguments, named = tree_unflatten(leaves, form)
-    return method(module, *arguments, **named)
+@dataclass(frozen=True)
+class _Call:
+    """A call of a block, once with the arguments as they are and then with those that were kept."""
+
+    method: Callable[..., Any]
+    module: nn.Module
+    form: Any
+    given: list[tuple[Any, Any]]
+
+    def __call__(self, *leaves: Any) -> Any:
+        # The forward gets the very lists of the caller, to which a block may append.
+        if self.given:
+            arguments, named = self.given.pop()
+        else:
+            arguments, named = tree_unflatten(leaves, self.form)
+        return self.method(self.module, *arguments, **named)
 
 
 class _Inputs:
@@ -194,13 +225,6 @@ class _Inputs:
         self._storages = storages
         self.previous = previous
         """The inputs kept before these, as long as they are needed."""
-
-    def share_with(self, previous: _Inputs) -> None:
-        """Let what both blocks take stay on the device, such as a condition that is the same for all blocks."""
-        for address in self._storages.keys() & previous._storages.keys():
-            shared = previous._storages[address]
-            shared.stays = True
-            self._storages[address] = shared
 
     def send(self) -> bool:
         """Begin to copy them to the host. Return True if there is anything."""
@@ -276,18 +300,29 @@ class _Storage:
     def __init__(self, transfers: Transfers, storage: torch.UntypedStorage) -> None:
         self._transfers = transfers
         self._bytes = storage.nbytes()
-        self._memory: Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._origin = weakref.ref(storage)
+        self._memory: Tensor | None = _bytes_of(storage)
         self._host: Any = None
         self._copying: Any = None
         """The event of the newest copy, until it was waited for."""
-        self.stays = False
+        self._stays = False
         self.watched: list[_Watched] = []
         """Saved tensors in it that may still be changed."""
+
+    def is_of(self, storage: torch.UntypedStorage) -> bool:
+        """Return True for the storage that it was made of. Another may have its address, once that was given up."""
+        return self._origin() is storage
+
+    def stay(self, storage: torch.UntypedStorage) -> None:
+        """Keep it on the device, where others hold it."""
+        self._stays = True
+        if self._memory is None:
+            self._memory = _bytes_of(storage)
 
     def send(self) -> bool:
         """Begin to copy it to the host. Return False if it stays."""
         self._check()
-        if self.stays:
+        if self._stays:
             return False
         if self._host is None:
             assert self._memory is not None
@@ -296,7 +331,7 @@ class _Storage:
 
     def leave(self) -> None:
         """Give up the memory of the device, unless it stays there."""
-        if self._host is None:
+        if self._host is None or self._stays:
             return
         self._check()
         # What is launched next may be given this memory.
@@ -336,27 +371,24 @@ class _Storage:
             self._transfers.free(self._host)
 
 
-def _storages_of(leaves: Sequence[Any], transfers: Transfers) -> dict[int, _Storage]:
-    """Return the storages to send, by address, which is unique as long as they live."""
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _worth_it(leaves: Sequence[Any], device: torch.device) -> list[torch.UntypedStorage]:
     found: dict[int, torch.UntypedStorage] = {}
     used: Counter[int] = Counter()
     for leaf in leaves:
-        if _can_be_sent(leaf) and leaf.device.type == transfers.device.type:
+        if _can_be_sent(leaf) and leaf.device.type == device.type:
             storage = leaf.untyped_storage()
             found[storage.data_ptr()] = storage
             used[storage.data_ptr()] += leaf.nbytes
-    return {address: _Storage(transfers, storage) for address, storage in _worth_it(found, used)}
-
-
-def _worth_it(
-    found: Mapping[int, torch.UntypedStorage], used: Mapping[int, int]
-) -> list[tuple[int, torch.UntypedStorage]]:
-    chosen: list[tuple[int, torch.UntypedStorage]] = []
+    chosen: list[torch.UntypedStorage] = []
     for address, storage in found.items():
         size = storage.nbytes()
         # A small part of a large tensor is left where it is: someone else holds the rest.
         if size >= LEAST_BYTES and size <= 2 * used[address]:
-            chosen.append((address, storage))
+            chosen.append(storage)
     return chosen
 
 
