@@ -43,6 +43,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "lr_warmup_steps": "--schedule.warmup_steps",
     "warmup_steps": "--schedule.warmup_steps",
     "gradient_checkpointing": "--activation_checkpointing.mode full",
+    "activation_offloading": "--activation_checkpointing.mode full --activation_checkpointing.offload",
     "dataloader_num_workers": "--loader.num_workers",
     "max_grad_norm": "--optimizer.max_grad_norm",
     "weight_decay": "--optimizer.weight_decay",

@@ -13,6 +13,7 @@ from accel_train.config import UsageError
 MICRO_BATCH = "micro_batch_size"
 MODE = "activation_checkpointing.mode"
 BLOCKS = "activation_checkpointing.blocks"
+OFFLOAD = "activation_checkpointing.offload"
 MODES = ("none", "selective", "full")
 """From the fastest to the smallest."""
 LAUNCH_FILES = {
@@ -30,7 +31,8 @@ NO_DEEPSPEED = {
     "pip install 'accel-train[deepspeed]'"
 }
 NOT_CONSIDERED: Mapping[str, str] = {
-    "fsdp_offload_params (fsdp2_offload.yaml), offload_frozen": "a simulation has one memory, and offload needs two",
+    f"fsdp_offload_params (fsdp2_offload.yaml), offload_frozen, {OFFLOAD}": "a simulation has one memory, and offload "
+    "needs two",
     "parallelism_config (HSDP), several machines": "one machine is planned for",
     f"{MODE} attention and ffn": "their memory and time lie between those of none and full",
     "compile, float8, attention, precision, optimizer, sync": "left as the preset and the flags set them",
@@ -132,6 +134,11 @@ def space_of(config: Any, origins: Mapping[str, str], gpus: int) -> Space:
 
 def _refuse_what_is_planned(config: Any, origins: Mapping[str, str]) -> None:
     """Raise ``UsageError`` for options that contradict what a plan varies."""
+    if config.activation_checkpointing.offload:
+        raise UsageError(
+            f"{OFFLOAD}: true: a plan is by simulation, where host and device are one memory; false is required. Plan "
+            "without it: what fits then fits with it"
+        )
     blocks = config.activation_checkpointing.blocks
     if blocks is not None and origins.get(MODE) != "command line":
         raise UsageError(

@@ -48,6 +48,7 @@ collective_timeout_seconds
 without_samples
 activation_checkpointing.mode
 activation_checkpointing.blocks
+activation_checkpointing.offload
 memory.fraction
 memory.expandable_segments
 compile.mode

@@ -28,6 +28,7 @@ def options(**changed: Any) -> SimpleNamespace:
         "compile": SimpleNamespace(mode="off"),
         "precision": "bf16",
         "offload_frozen": False,
+        "activation_checkpointing": SimpleNamespace(offload=False),
         "optimizer": SimpleNamespace(name="adamw"),
         "distributed": SimpleNamespace(comm_hook="none", gradient_as_bucket_view=None),
     }
@@ -76,6 +77,10 @@ def test_numbers_of_processes_are_whole(text: str) -> None:
         ({"precision": "fp16"}, "precision: fp16: .*fp32 or bf16 is required"),
         ({"compile": SimpleNamespace(mode="default")}, "compile.mode: default: .*off is required"),
         ({"offload_frozen": True}, "offload_frozen: true: .*Give --offload_frozen false"),
+        (
+            {"activation_checkpointing": SimpleNamespace(offload=True)},
+            "activation_checkpointing.offload: true: .*one memory.*Give --activation_checkpointing.offload false",
+        ),
         ({"optimizer": SimpleNamespace(name="adamw8bit")}, "optimizer.name: adamw8bit: .*adamw or muon"),
         (
             {"distributed": SimpleNamespace(comm_hook="powersgd", gradient_as_bucket_view=None)},
