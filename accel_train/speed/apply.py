@@ -65,7 +65,7 @@ def apply_speed_options(
     auto. Settles the model's habits first (`settle_habits`). Raises `UsageError` for an option that cannot be obeyed.
     """
     refuse_float8(options.float8, device, precision, strategy)
-    offload = input_offload(options.activation_checkpointing, device, strategy, options.compile.mode)
+    offload = input_offload(options.activation_checkpointing, device, options.compile.mode)
     # Before anything wraps a forward: a habit of the model may contradict the option that is to be applied.
     habits = settle_habits(model, precision, strategy, options.activation_checkpointing.mode)
     # A recipe states the needs of its model alone. Not every kernel can be part of a compiled block.

@@ -62,7 +62,7 @@ def models() -> tuple[Chain, Chain]:
 
 
 def offload_of_the_option() -> InputOffload:
-    offload = input_offload(OFFLOAD, GPU, "single", "off")
+    offload = input_offload(OFFLOAD, GPU, "off")
     assert offload is not None
     return offload
 

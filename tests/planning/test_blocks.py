@@ -208,6 +208,14 @@ def test_the_number_of_a_preset_is_kept_for_every_candidate() -> None:
     assert found.reasons()[MICRO_BATCH].startswith("the largest that fits: ")
 
 
+def test_inputs_in_host_memory_are_refused() -> None:
+    offload = config(activation_checkpointing=ActivationCheckpointingConfig("full", offload=True))
+    with pytest.raises(
+        UsageError, match=r"offload: true: a plan is by simulation, .*; false is required\. Plan without"
+    ):
+        space_of(offload, {MODE: "command line"}, 1)
+
+
 def test_the_least_memory_recomputes_what_it_needs_and_no_more() -> None:
     """Of the last three blocks none changes the peak."""
     given = space(1, 8)

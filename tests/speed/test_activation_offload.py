@@ -16,7 +16,8 @@ from accel_train.config import UsageError
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
 from accel_train.speed.apply import SpeedOptions, apply_speed_options
 from accel_train.speed.memory import activation_offload
-from accel_train.speed.memory.activation_offload import InputOffload, PinnedTransfers, input_offload
+from accel_train.speed.memory import transfers as transfers_module
+from accel_train.speed.memory.activation_offload import InputOffload, input_offload
 from accel_train.speed.memory.frozen_offload import offload_frozen_blocks
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig
 from tests.speed import test_activation_checkpointing as checkpointing
@@ -218,6 +219,31 @@ def test_inputs_of_two_blocks_lie_on_the_device() -> None:
     kept.backward()
 
 
+def test_a_condition_of_every_second_block_is_sent_once_at_most() -> None:
+    class Alternating(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            condition = self.vector(x).tanh()
+            text = x.flip(0) * 2
+            streams = [x * 1]
+            for number, block in enumerate(self.blocks):
+                vector = text * 3 if number % 2 else condition
+                streams, text = block(streams, vector, text=text)
+            return (streams[0] * text).square().mean()
+
+    torch.manual_seed(0)
+    model = Alternating()
+    plain = checkpointed(copy.deepcopy(model))
+    transfers = offloaded(model)
+    loss_of_chain(model, 0).backward()
+    # Two streams of each block but the last, two vectors of their own, and the condition of the first.
+    assert sum(word.startswith("send") for word in transfers.log) == 2 * (DEPTH - 1) + 2 + 1
+    # The condition, the second that is sent, never left.
+    assert "fetch 0" in transfers.log
+    assert "fetch 1" not in transfers.log
+    model.zero_grad()
+    assert same(gradients(model), gradients(plain))
+
+
 def test_host_memory_is_used_again() -> None:
     model = chain()
     transfers = offloaded(model)
@@ -331,10 +357,10 @@ def test_parts_of_a_storage_come_back_at_their_strides() -> None:
     assert one == "[((96, 16, 1), 0, True), ((96, 16, 1), 64, True), ((1, 2, 12), 0, True), ((0, 1), 0, True)]"
     # The whole of which two parts are taken, and the transposed one: a storage is sent once. The vector is a parameter.
     sent = [word for word in transfers.log if word.startswith("send")]
-    assert len(sent) == 2 * (DEPTH - 1)
-    # Of the first four blocks. The wholes that a later block takes as well are held by the model.
+    assert len(sent) == 2 * (DEPTH - 1) + 2
+    # Of the first four blocks. What comes back three blocks later has left, and is sent again.
     fetched = [word for word in transfers.log if word.startswith("fetch")]
-    assert len(fetched) == 2 * 4 - 3
+    assert len(fetched) == 2 * 4 + 1
     assert same(gradients(strided_with(LateTransfers(poison=False))), gradients(checkpointed(strided())))
 
 
@@ -456,8 +482,8 @@ def test_pinned_memory_is_handed_out_in_pieces(monkeypatch: pytest.MonkeyPatch) 
             copied.append(len(source))
         return "event"
 
-    monkeypatch.setattr(activation_offload, "PIECE_BYTES", 100)
-    monkeypatch.setattr(activation_offload, "copy_beside", copy_at_once)
+    monkeypatch.setattr(transfers_module, "PIECE_BYTES", 100)
+    monkeypatch.setattr(transfers_module, "copy_beside", copy_at_once)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     empty = torch.empty
     made: list[int] = []
@@ -467,7 +493,7 @@ def test_pinned_memory_is_handed_out_in_pieces(monkeypatch: pytest.MonkeyPatch) 
         made.append(size)
         return empty(size, dtype=dtype)
 
-    transfers = PinnedTransfers(torch.device("cuda", 0))
+    transfers = transfers_module.PinnedTransfers(torch.device("cuda", 0))
     for size, pieces in ((250, 3), (99, 1), (300, 3)):
         source = torch.randint(256, (size,), dtype=torch.uint8)
         with monkeypatch.context() as patch:
@@ -490,27 +516,25 @@ def test_other_modes_are_refused(mode: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "strategy", "mode", "says"),
+    ("device", "mode", "says"),
     [
-        ("cpu", "single", "off", "a cpu device has no other memory to offload to; a CUDA device is required"),
-        ("cuda", "zero2", "off", "zero2 runs the backward by an engine of its own.*DDP or FSDP2 is required"),
-        ("cuda", "ddp", "auto", "compile.mode auto cannot trace; use --compile.mode off"),
+        ("cpu", "off", "a cpu device has no other memory to offload to; a CUDA device is required"),
+        ("cuda", "auto", "compile.mode auto cannot trace; use --compile.mode off"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused(device: str, strategy: str, mode: Any, says: str) -> None:
+def test_what_cannot_be_obeyed_is_refused(device: str, mode: Any, says: str) -> None:
     options = SpeedOptions(activation_checkpointing=OFFLOAD, compile=CompileConfig(mode))
     with pytest.raises(UsageError, match=rf"^activation_checkpointing\.offload: true: .*{says}"):
-        apply_speed_options(chain(), options, torch.device(device), "fp32", strategy=strategy)
-    assert input_offload(FULL, torch.device(device), strategy, mode) is None
+        apply_speed_options(chain(), options, torch.device(device), "fp32")
+    assert input_offload(FULL, torch.device(device), mode) is None
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])
-def test_the_option_reaches_the_blocks(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_reaches_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     transfers = LateTransfers()
     monkeypatch.setattr(activation_offload, "PinnedTransfers", lambda device: transfers)
     model = chain()
     options = SpeedOptions(activation_checkpointing=OFFLOAD)
-    applied = apply_speed_options(model, options, torch.device("cuda"), "fp32", strategy=strategy)
+    applied = apply_speed_options(model, options, torch.device("cuda"), "fp32")
     notice = applied.choices["activation_checkpointing.mode"]
     assert notice == "activation checkpointing: full, 6 of 6 blocks (Block), their inputs in host memory"
     assert same(gradients(model), gradients(checkpointed(chain())))

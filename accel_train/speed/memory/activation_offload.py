@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,80 +24,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from accel_train.config import UsageError
-from accel_train.speed.memory.copies import copy_beside
+from accel_train.speed.memory.transfers import PinnedTransfers, Transfers
 from accel_train.speed.options import ActivationCheckpointingConfig
 
 LEAST_BYTES = 1 << 20
 """Smallest storage that is sent. The device copies less in about 20 us, which is what the launch takes the host."""
-PIECE_BYTES = 4 << 20
-"""Unit of pinned memory, so that inputs of any size take what others have left. A power of two, to which torch rounds
-each allocation up."""
 BLOCKS_ON_DEVICE = 2
 
 
-class Transfers(Protocol):
-    """Copies between a device and host memory, made in the order in which they were asked for."""
-
-    device: torch.device
-
-    def send(self, source: Tensor) -> tuple[Any, Any]:
-        """Begin to copy bytes to the host. Return the host's copy and the event of the end."""
-        ...
-
-    def fetch(self, host: Any, target: Tensor) -> Any:
-        """Begin to copy the host's copy to ``target``. Return the event of the end."""
-        ...
-
-    def wait(self, event: Any) -> None:
-        """Let the kernels that are launched from now on wait for the event."""
-        ...
-
-    def free(self, host: Any) -> None:
-        """Take host memory back, for copies that are asked for from now on."""
-        ...
-
-
-class PinnedTransfers:
-    """Transfers of a CUDA device on a stream of their own, with pinned memory that is kept for the run.
-
-    torch's own cache of pinned memory hands a piece out again only when the host sees that the device is done with it.
-    The host is ahead of the device, so the cache would grow. Here the order of the one stream is enough.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._stream = torch.cuda.Stream(device)
-        self._free: list[Tensor] = []
-
-    def send(self, source: Tensor) -> tuple[Sequence[Tensor], torch.cuda.Event]:
-        """Begin to copy bytes to pinned memory."""
-        parts = source.split(PIECE_BYTES)
-        host = [self._piece() for _ in parts]
-        pairs = [(part, piece[: len(part)]) for part, piece in zip(parts, host, strict=True)]
-        return host, copy_beside(self._stream, self.device, pairs)
-
-    def fetch(self, host: Sequence[Tensor], target: Tensor) -> torch.cuda.Event:
-        """Begin to copy pinned memory to the device."""
-        parts = target.split(PIECE_BYTES)
-        pairs = [(piece[: len(part)], part) for part, piece in zip(parts, host, strict=True)]
-        return copy_beside(self._stream, self.device, pairs)
-
-    def wait(self, event: torch.cuda.Event) -> None:
-        """Let the current stream wait."""
-        torch.cuda.current_stream(self.device).wait_event(event)
-
-    def free(self, host: Sequence[Tensor]) -> None:
-        """Keep the pieces for the next inputs."""
-        self._free.extend(host)
-
-    def _piece(self) -> Tensor:
-        if self._free:
-            return self._free.pop()
-        return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-
-
 def input_offload(
-    config: ActivationCheckpointingConfig, device: torch.device, strategy: str, compile_mode: str
+    config: ActivationCheckpointingConfig, device: torch.device, compile_mode: str
 ) -> InputOffload | None:
     """Return the offload that the option asks for, None without. Raises ``UsageError`` where it is not possible."""
     if not config.offload:
@@ -107,11 +43,6 @@ def input_offload(
         raise UsageError(
             f"{option}: a {device.type} device has no other memory to offload to; a CUDA device is required. Leave the "
             "option out"
-        )
-    if strategy not in ("single", "ddp", "fsdp2"):
-        raise UsageError(
-            f"{option}: {strategy} runs the backward by an engine of its own, under which this is not shown to give "
-            "the same result; one process, DDP or FSDP2 is required (accelerate_configs/fsdp2.yaml)"
         )
     if compile_mode != "off":
         raise UsageError(
@@ -175,18 +106,19 @@ class InputOffload:
         return inputs
 
     def _storages_of(self, leaves: Sequence[Any]) -> dict[int, _Storage]:
-        """Return what can be sent, by address. What a block before has kept as well stays on the device.
+        """Return what can be sent, by address.
 
-        Such are conditions and positions, which are the same for all blocks, and the skips of a UNet.
+        What one of the two blocks before keeps as well stays on the device: conditions and positions, which are the
+        same for all blocks.
         """
         found: dict[int, _Storage] = {}
         for memory in _worth_it(leaves, self._transfers.device):
             address = memory.data_ptr()
             known = self._known.get(address)
-            if known is None or not known.is_of(memory):
+            if known is None or not known.is_at(address):
                 known = _Storage(self._transfers, memory)
             else:
-                known.stay(memory)
+                known.stays = True
             found[address] = self._known[address] = known
         return found
 
@@ -251,7 +183,7 @@ class _Inputs:
         if storage is None:
             return watched
         storage.watched.append(watched)
-        return _View(storage, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return _View(storage, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def unpack(self, packed: _Watched | _View) -> Tensor:
         """Return the tensor for the recomputation, and fetch the inputs that are needed next."""
@@ -300,29 +232,22 @@ class _Storage:
     def __init__(self, transfers: Transfers, storage: torch.UntypedStorage) -> None:
         self._transfers = transfers
         self._bytes = storage.nbytes()
-        self._origin = weakref.ref(storage)
         self._memory: Tensor | None = _bytes_of(storage)
         self._host: Any = None
         self._copying: Any = None
         """The event of the newest copy, until it was waited for."""
-        self._stays = False
+        self.stays = False
         self.watched: list[_Watched] = []
         """Saved tensors in it that may still be changed."""
 
-    def is_of(self, storage: torch.UntypedStorage) -> bool:
-        """Return True for the storage that it was made of. Another may have its address, once that was given up."""
-        return self._origin() is storage
-
-    def stay(self, storage: torch.UntypedStorage) -> None:
-        """Keep it on the device, where others hold it."""
-        self._stays = True
-        if self._memory is None:
-            self._memory = _bytes_of(storage)
+    def is_at(self, address: int) -> bool:
+        """Return True if it lies there. Once it was given up, something else may."""
+        return self._memory is not None and self._memory.data_ptr() == address
 
     def send(self) -> bool:
         """Begin to copy it to the host. Return False if it stays."""
         self._check()
-        if self._stays:
+        if self.stays:
             return False
         if self._host is None:
             assert self._memory is not None
@@ -331,7 +256,7 @@ class _Storage:
 
     def leave(self) -> None:
         """Give up the memory of the device, unless it stays there."""
-        if self._host is None or self._stays:
+        if self._host is None or self.stays:
             return
         self._check()
         # What is launched next may be given this memory.
@@ -379,7 +304,7 @@ def _worth_it(leaves: Sequence[Any], device: torch.device) -> list[torch.Untyped
     found: dict[int, torch.UntypedStorage] = {}
     used: Counter[int] = Counter()
     for leaf in leaves:
-        if _can_be_sent(leaf) and leaf.device.type == device.type:
+        if _can_be_sent(leaf) and leaf.device == device:
             storage = leaf.untyped_storage()
             found[storage.data_ptr()] = storage
             used[storage.data_ptr()] += leaf.nbytes

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from accel_train.config import UsageError
 from accel_train.speed.blocks import innermost_blocks
-from accel_train.speed.memory.copies import copy_beside
+from accel_train.speed.memory.transfers import copy_beside
 
 GIB = 1 << 30
 PIECE_BYTES = 64 << 20

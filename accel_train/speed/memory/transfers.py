@@ -1,0 +1,95 @@
+"""Copies between host and device beside the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from accel_train.speed.memory.allocator import gpu_index
+
+PIECE_BYTES = 4 << 20
+"""Unit of pinned memory, so that inputs of any size take what others have left. A power of two, to which torch rounds
+each allocation up."""
+
+
+@torch.no_grad()
+def copy_beside(
+    stream: torch.cuda.Stream, device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]]
+) -> torch.cuda.Event:
+    """Begin to copy each (source, target) on ``stream``, and return the event behind the last one.
+
+    Nothing waits on the host, if the side in host memory is pinned.
+    """
+    # What has been launched so far may still write a source, or read what lies in a target now.
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for source, target in pairs:
+            target.copy_(source, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(stream)
+    return copied
+
+
+class Transfers(Protocol):
+    """Copies between a device and host memory, made in the order in which they were asked for."""
+
+    device: torch.device
+
+    def send(self, source: Tensor) -> tuple[Any, Any]:
+        """Begin to copy bytes to the host. Return the host's copy and the event of the end."""
+        ...
+
+    def fetch(self, host: Any, target: Tensor) -> Any:
+        """Begin to copy the host's copy to ``target``. Return the event of the end."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """Let the kernels that are launched from now on wait for the event."""
+        ...
+
+    def free(self, host: Any) -> None:
+        """Take host memory back, for copies that are asked for from now on."""
+        ...
+
+
+class PinnedTransfers:
+    """Transfers of a CUDA device on a stream of their own, with pinned memory that is kept for the run.
+
+    torch's own cache of pinned memory hands a piece out again only when the host sees that the device is done with it.
+    The host is ahead of the device, so the cache would grow. Here the order of the one stream is enough.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # With an index, as tensors have it.
+        self.device = torch.device("cuda", gpu_index(device))
+        self._stream = torch.cuda.Stream(self.device)
+        self._free: list[Tensor] = []
+
+    def send(self, source: Tensor) -> tuple[Sequence[Tensor], torch.cuda.Event]:
+        """Begin to copy bytes to pinned memory."""
+        parts = source.split(PIECE_BYTES)
+        host = [self._piece() for _ in parts]
+        pairs = [(part, piece[: len(part)]) for part, piece in zip(parts, host, strict=True)]
+        return host, copy_beside(self._stream, self.device, pairs)
+
+    def fetch(self, host: Sequence[Tensor], target: Tensor) -> torch.cuda.Event:
+        """Begin to copy pinned memory to the device."""
+        parts = target.split(PIECE_BYTES)
+        pairs = [(piece[: len(part)], part) for part, piece in zip(parts, host, strict=True)]
+        return copy_beside(self._stream, self.device, pairs)
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Let the current stream wait."""
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def free(self, host: Sequence[Tensor]) -> None:
+        """Keep the pieces for the next inputs."""
+        self._free.extend(host)
+
+    def _piece(self) -> Tensor:
+        if self._free:
+            return self._free.pop()
+        return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
