@@ -210,9 +210,7 @@ def test_the_number_of_a_preset_is_kept_for_every_candidate() -> None:
 
 def test_inputs_in_host_memory_are_refused() -> None:
     offload = config(activation_checkpointing=ActivationCheckpointingConfig("full", offload=True))
-    with pytest.raises(
-        UsageError, match=r"offload: true: a plan is by simulation, .*; false is required\. Plan without"
-    ):
+    with pytest.raises(UsageError, match=r"offload: true: a plan is by simulation, .*false is required\."):
         space_of(offload, {MODE: "command line"}, 1)
 
 

@@ -534,7 +534,7 @@ def test_the_option_reaches_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_offload, "PinnedTransfers", lambda device: transfers)
     model = chain()
     options = SpeedOptions(activation_checkpointing=OFFLOAD)
-    applied = apply_speed_options(model, options, torch.device("cuda"), "fp32")
+    applied = apply_speed_options(model, options, torch.device("cuda", 0), "fp32")
     notice = applied.choices["activation_checkpointing.mode"]
     assert notice == "activation checkpointing: full, 6 of 6 blocks (Block), their inputs in host memory"
     assert same(gradients(model), gradients(checkpointed(chain())))

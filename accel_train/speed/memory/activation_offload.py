@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from accel_train.config import UsageError
+from accel_train.speed.memory.allocator import gpu_index
 from accel_train.speed.memory.transfers import PinnedTransfers, Transfers
 from accel_train.speed.options import ActivationCheckpointingConfig
 
@@ -49,7 +50,8 @@ def input_offload(
             f"{option}: inputs are exchanged around each block, which compile.mode {compile_mode} cannot trace; use "
             "--compile.mode off"
         )
-    return InputOffload(PinnedTransfers(device))
+    # With an index, as tensors have it.
+    return InputOffload(PinnedTransfers(torch.device("cuda", gpu_index(device))))
 
 
 class InputOffload:

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from accel_train.speed.memory.allocator import gpu_index
-
 PIECE_BYTES = 4 << 20
 """Unit of pinned memory, so that inputs of any size take what others have left. A power of two, to which torch rounds
 each allocation up."""
@@ -63,9 +61,8 @@ class PinnedTransfers:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # With an index, as tensors have it.
-        self.device = torch.device("cuda", gpu_index(device))
-        self._stream = torch.cuda.Stream(self.device)
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
         self._free: list[Tensor] = []
 
     def send(self, source: Tensor) -> tuple[Sequence[Tensor], torch.cuda.Event]:
