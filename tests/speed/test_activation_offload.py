@@ -222,7 +222,7 @@ def test_inputs_of_two_blocks_lie_on_the_device() -> None:
 def test_a_condition_of_every_second_block_is_sent_once_at_most() -> None:
     class Alternating(Chain):
         def forward(self, x: Tensor) -> Tensor:
-            condition = self.vector(x).tanh()
+            condition = self.vector(x)
             text = x.flip(0) * 2
             streams = [x * 1]
             for number, block in enumerate(self.blocks):
