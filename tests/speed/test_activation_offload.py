@@ -371,6 +371,28 @@ def strided_with(transfers: LateTransfers) -> Strided:
     return model
 
 
+def test_what_is_worth_a_copy() -> None:
+    def sent(*leaves: Any) -> int:
+        return len(activation_offload._worth_it(leaves, CPU))
+
+    whole = torch.randn(8, 16)
+    assert sent(whole) == sent(whole[:5], whole) == sent(whole[:, :6], 3, whole[:, 6:]) == 1
+    assert sent(whole, whole.clone()) == 2
+    assert sent(whole.expand(4, 8, 16)) == 1
+    others = {
+        "a small part of something else": whole[:3],
+        "smaller than 64 bytes": torch.randn(15),
+        "a parameter": nn.Parameter(whole),
+        "a leaf with a gradient": torch.randn(64, requires_grad=True),
+        "no floating-point numbers": torch.arange(64),
+        "a lazy negation": torch.randn(64, dtype=torch.complex64).conj().imag,
+        "no storage": torch.randn(64).to_sparse(),
+        "of another device": torch.empty(64, device="meta"),
+        "no tensor": "text",
+    }
+    assert {name: sent(value) for name, value in others.items()} == dict.fromkeys(others, 0)
+
+
 def test_a_block_may_append_to_a_list_of_its_caller() -> None:
     class Collecting(Block):
         def forward(self, streams: list[Tensor], vector: Tensor, *, text: Tensor) -> tuple[list[Tensor], Tensor]:
