@@ -47,6 +47,8 @@ TESTED: Mapping[str, Tested] = {
             "torch.autograd._engine_run_backward": "simulation: casts of CUDA in recomputed forwards",
             "torch._C._current_graph_task_id": "simulation: whether a backward runs",
             "torch._C._get_dispatch_stack_at": "simulation: whether DTensor computes shapes",
+            "torch.utils._pytree.tree_flatten": "activation_checkpointing.offload: tensors in lists of arguments",
+            "torch.utils._pytree.tree_unflatten": "activation_checkpointing.offload: the arguments again",
             "_local_scalar_dense": "simulation: numbers that DeepSpeed's engine reads from tensors",
             "torch._C._len_torch_dispatch_stack": "simulation: whether DTensor computes shapes",
             "torch.autograd._get_sequence_nr": "replay --upgrade: the number of a forward's autograd node",
