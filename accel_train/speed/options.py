@@ -55,9 +55,9 @@ class CompileConfig:
     """Compilation of the model's blocks by torch.compile, each in place and with fullgraph=True."""
 
     mode: Literal["off", "auto", "on"] = "off"
-    """on: compile, or stop with the cause. auto: compile where that works, else run uncompiled with a warning. Most
-    useful where launches and elementwise work dominate a step (small models on a GPU, not yet measured), least where
-    matrix products do. Measure with `accel-train compare`. Evaluation and sampling run uncompiled."""
+    """on: compile, or stop with the cause. auto: compile on a GPU where that works, else run uncompiled and say why.
+    Most useful where launches and elementwise work dominate a step, as of small models on a GPU, least where matrix
+    products do. Measure with `accel-train compare`. Evaluation and sampling run uncompiled."""
     optimize: Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead"] = "default"
     """torch's mode. max-autotune-no-cudagraphs tries several kernels on a GPU and compiles longer.
     reduce-overhead replays CUDA graphs: it needs a GPU and one micro-batch per step."""

@@ -202,8 +202,7 @@ def test_what_cannot_be_compiled_stops_with_the_cause(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_auto_goes_on_uncompiled_and_says_so(reference: Finished, tmp_path: Path) -> None:
+def test_auto_leaves_blocks_uncompiled_on_a_cpu_and_says_so(reference: Finished, tmp_path: Path) -> None:
     run = train(tmp_path, "zero3", "--compile.mode", "auto")
-    assert "the blocks run uncompiled from here on" in run.output
-    assert "ZeRO-3" in run.train_lines()[STEPS]["compile_failure"]
+    assert "compile: off (auto: on a CPU" in run.output
     assert max(abs(a - b) / abs(a) for a, b in zip(reference.losses(), run.losses(), strict=True)) < 1e-5

@@ -393,6 +393,17 @@ def test_what_is_missing_is_said_before_anything_runs(
     assert all(module._compiled_call_impl is None for module in model.modules())
 
 
+def test_auto_leaves_blocks_uncompiled_on_a_cpu_and_says_why() -> None:
+    """On a GPU, and where no reason is known, they are compiled."""
+    if NO_INDUCTOR:
+        pytest.skip("another reason comes first: torch cannot compile here")
+    watch = apply_compile(build(), CompileConfig("auto"), CPU)
+    assert watch.notice.startswith("compile: off (auto: on a CPU")
+    assert watch.blocks == 0
+    assert apply_compile(build(), ON, CPU).blocks > 0
+    assert apply_compile(build(), CompileConfig("auto"), CPU, backend="eager").blocks > 0
+
+
 def test_a_gpu_without_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel_train.speed.compile.find_spec", lambda _name: None)
     with pytest.raises(UsageError, match="triton cannot be imported"):
