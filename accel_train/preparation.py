@@ -20,6 +20,7 @@ from accel_train.metrics.recorder import RunInfo
 from accel_train.opened import Opened, Prepared
 from accel_train.runtime.strategy import (
     apply_fsdp2_prefetch,
+    device_of_updates,
     embeddings_optional,
     name_wrapped_classes,
     strategy_of,
@@ -182,7 +183,7 @@ def _build_optimizer(
     return build_optimizer(
         model,
         opened.config.optimizer,
-        opened.accelerator.device,
+        device_of_updates(opened.accelerator),
         freezable,
         strategy=strategy_of(opened.accelerator),
         precision=opened.config.precision,

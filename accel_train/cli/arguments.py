@@ -209,7 +209,8 @@ def _add_compare(compare: argparse.ArgumentParser, recipes: Iterable[str] | None
         action="extend",
         default=[],
         metavar="KEY=VALUE",
-        help="options of the recipe for every run, such as data.path=my.jsonl",
+        help="options of the recipe for every run, such as data.path=my.jsonl; values are divided into words as in a "
+        "shell: \"data.path='my data.jsonl'\"",
     )
     compare.add_argument("--vary", metavar="KEY=V1,V2", help="values of one option, compared with the first")
     compare.add_argument("--ablate", action="store_true", help="also run A with each differing option of B by itself")

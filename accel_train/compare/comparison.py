@@ -207,7 +207,7 @@ def _given(request: Request) -> dict[str, str]:
     given = {"max_steps": request.max_steps, "max_epochs": request.max_epochs, "seed": request.seed}
     flags = {name: str(value) for name, value in given.items() if value is not None}
     for name, value in request.settings().items():
-        if name in (*given, "output_dir") or name.startswith("hub."):
+        if name in (*given, "output_dir") or name.startswith(("hub.", "profile.")):
             raise UsageError(f"--set {name}={value}: it has a flag of its own here, or belongs to the comparison")
         flags[name] = value
     return flags
@@ -231,8 +231,17 @@ def _common_flags(request: Request, config: Options, source: str, key: str | Non
     flags |= {name: value for name, value in off.items() if config.get(name) and name not in kept}
     words: list[str] = []
     for name, value in flags.items():
-        words += [f"--{name}", *shlex.split(value)]
+        words += [f"--{name}", *_words_of_shell(name, value)]
     return words
+
+
+def _words_of_shell(name: str, value: str) -> list[str]:
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise UsageError(
+            f"--set {name}={value}: {error}; values are divided into words as in a shell, so quote a quote"
+        ) from None
 
 
 def _refuse_equal_values(key: str, variants: Sequence[Variant]) -> None:

@@ -188,7 +188,7 @@ def spare_recomputation(
     if chosen.candidate.mode == MODES[0] or space.blocks is not None:
         return list(chains), chosen
     simulate = Simulated(chains, measure)
-    fewest = FewestBlocks(budget, simulate, _least_blocks(chains, chosen.candidate.strategy))
+    fewest = FewestBlocks(budget, simulate, space.share, _least_blocks(chains, chosen.candidate.strategy))
     first = space.modes.index(chosen.candidate.mode)
     # Earlier modes need more memory, on all blocks and on each: they do not fit at this size, or were slower.
     wholes = fewest.fitting(chosen.candidate, space.modes[first:])
@@ -229,12 +229,15 @@ class Simulated:
             self._known[candidate] = self._measure(candidate)
         return self._known[candidate]
 
-    def is_known_to_exceed(self, candidate: Candidate, budget: Budget) -> bool:
-        """Return True if the same with a micro-batch of this size or a smaller one was simulated and does not fit."""
+    def is_known_to_exceed(self, candidate: Candidate, budget: Budget, share: int) -> bool:
+        """Return True if it was simulated and does not fit, or the same with a smaller micro-batch."""
         size = candidate.micro_batch_size
+        # A single micro-batch may need less than several smaller ones.
+        if candidate in self._known or size == share:
+            return candidate in self._known and not self._known[candidate].fits(budget)
         for known, probe in self._known.items():
             alike = replace(known, micro_batch_size=size) == candidate
-            if alike and known.micro_batch_size <= size and not probe.fits(budget):
+            if alike and known.micro_batch_size < size and not probe.fits(budget):
                 return True
         return False
 
@@ -272,6 +275,8 @@ class FewestBlocks:
 
     budget: Budget
     simulate: Simulated
+    share: int
+    """Samples of each GPU."""
     least: int
 
     def fitting(self, candidate: Candidate, modes: Sequence[str]) -> list[Probe]:
@@ -279,7 +284,7 @@ class FewestBlocks:
         fitting: list[Probe] = []
         for mode in modes:
             whole = replace(candidate, mode=mode)
-            if self.simulate.is_known_to_exceed(whole, self.budget):
+            if self.simulate.is_known_to_exceed(whole, self.budget, self.share):
                 continue
             # A chain that was refused says already why nothing of it was simulated.
             with suppress(UsageError):

@@ -36,6 +36,18 @@ def strategy_of(accelerator: Accelerator) -> Strategy:
     return "ddp"
 
 
+def device_of_updates(accelerator: Accelerator) -> torch.device:
+    """Return the device of weights and state while the optimizer steps: the CPU where FSDP2 keeps its shards there."""
+    if strategy_of(accelerator) == "fsdp2":
+        # Here, because its import takes a second that --help has no use for.
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        plugin: Any = accelerator.state.fsdp_plugin
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            return torch.device("cpu")
+    return accelerator.device
+
+
 def layout_of(accelerator: Accelerator) -> dict[str, Any]:
     """Describe the machine and the sharding. A bit-exact continuation requires the same."""
     device = accelerator.device.type

@@ -21,9 +21,9 @@ class ActivationCheckpointingConfig:
     """Blocks that are checkpointed, the first ones: as many as it takes to fit, since each costs time. None: all."""
     offload: bool = False
     """Keep what mode full stores, the inputs of each block but the last two, in pinned host memory between forward and
-    backward, copied beside the computation. For many blocks or long sequences on a GPU. Changes no result. The host
-    needs as much memory for it, per process. Refused on a CPU, in other modes and with compile.mode on. Its speed: not
-    yet measured here."""
+    backward, copied beside the computation. For many blocks or long sequences on a GPU. Changes no result. Each process
+    needs as much host memory, tensors rounded up to 2 MiB. Refused on a CPU, in other modes and with compile.mode on.
+    Its speed: not yet measured here."""
 
     def __post_init__(self) -> None:
         if self.offload and self.mode != "full":

@@ -389,6 +389,8 @@ def test_a_range_to_profile_does_not_reach_the_runs_unless_it_is_varied(recipe: 
         ("slow fast --set shift=1 shift=2", r"--set shift: given twice, 1 and 2"),
         ("slow fast --set seed=3", r"--set seed=3: it has a flag of its own here"),
         ("slow fast --set hub.repo_id=me/it", r"--set hub.repo_id=me/it: .* belongs to the comparison"),
+        ("slow fast --set betas=it's", r"--set betas=it's: No closing quotation; values are divided into words"),
+        ("slow fast --set profile.memory=true", r"--set profile.memory=true: .* belongs to the comparison"),
         ("slow fast --set data.size=3", r"--data.size 3: the recipe has no option data.size"),
         ("slow --vary shift=0,1 --set shift=3", r"--shift 3 and --vary shift: they set the same thing"),
         (

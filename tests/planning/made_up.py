@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from accel_train.planning.candidates import OFFLOADS, Candidate, Space, divisors
+from accel_train.planning.candidates import MODES, OFFLOADS, Candidate, Space, divisors
 from accel_train.planning.memory import GIB
 from accel_train.planning.probe import Probe
 from accel_train.planning.times import StepTime
@@ -32,7 +32,7 @@ def space(gpus: int, global_batch_size: int, *, offloads: bool = False) -> Space
     if offloads:
         strategies += OFFLOADS
     sizes = divisors(global_batch_size // gpus)
-    return Space(gpus, global_batch_size, strategies, ("none", "selective", "full"), sizes, frozenset())
+    return Space(gpus, global_batch_size, strategies, MODES, sizes, frozenset())
 
 
 def made_up(candidate: Candidate, micro_batches: int, held: Mapping[str, int] | None = None) -> Probe:

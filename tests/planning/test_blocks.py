@@ -234,6 +234,18 @@ def test_the_least_memory_recomputes_what_it_needs_and_no_more() -> None:
     assert found.reasons()[BLOCKS].startswith("the fewest of the least memory: with 5 it needs")
 
 
+@pytest.mark.parametrize(("gpus", "batch"), [(1, 2), (1, 8), (1, 32), (2, 4), (4, 4), (8, 16), (8, 64)])
+@pytest.mark.parametrize("modes", [made_up.MODES, made_up.MODES[1:], made_up.MODES[2:]])
+def test_the_least_memory_is_found_for_any_share(gpus: int, batch: int, modes: tuple[str, ...]) -> None:
+    """A whole share may need less than two micro-batches of half its size."""
+    given = dataclasses.replace(space(gpus, batch), modes=modes)
+    measure = Measured(given)
+    found = planned(given, Budget(80.0, 0.0, gpus), "memory", measure)
+    every = candidates(found.chosen.candidate.strategy, [given.sizes[0], given.sizes[-1]])
+    allowed = [one for one in every if one.mode in modes]
+    assert found.chosen.tensors == min(measure.of(one).tensors for one in allowed)
+
+
 def test_the_size_keeps_its_reason_where_another_mode_is_faster_on_some_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

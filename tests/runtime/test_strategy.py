@@ -6,12 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.runtime.strategy import name_wrapped_classes
+from accel_train.runtime.strategy import device_of_updates, name_wrapped_classes
 from tests.distributed.foreign_models import MODELS
 
 
@@ -24,6 +25,14 @@ def machine(*names: str) -> Any:
     )
     state = SimpleNamespace(fsdp_plugin=plugin)
     return SimpleNamespace(distributed_type=DistributedType.FSDP, num_processes=2, state=state)
+
+
+@pytest.mark.parametrize(("offload", "expected"), [(True, "cpu"), (False, "cuda")])
+def test_shards_in_host_memory_are_updated_there(offload: bool, expected: str) -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=offload)
+    accelerator = machine()
+    accelerator.state.fsdp_plugin, accelerator.device = plugin, torch.device("cuda")
+    assert device_of_updates(accelerator).type == expected
 
 
 def sharded_classes(accelerator: Any, model: nn.Module) -> set[str]:

@@ -507,11 +507,12 @@ def test_pinned_memory_is_handed_out_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(transfers_module, "PIECE_BYTES", 100)
     monkeypatch.setattr(transfers_module, "copy_beside", copy_at_once)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     empty = torch.empty
     made: list[int] = []
 
-    def unpinned(size: int, *, dtype: torch.dtype, pin_memory: bool) -> Tensor:
-        assert pin_memory
+    def unpinned(size: int, *, dtype: torch.dtype, device: str, pin_memory: bool) -> Tensor:
+        assert (device, pin_memory) == ("cpu", True)
         made.append(size)
         return empty(size, dtype=dtype)
 
@@ -563,13 +564,45 @@ def test_the_option_reaches_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fetch 0" in transfers.log
 
 
-def test_an_offload_without_effect_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stream_of_the_memory_waits_whichever_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as while another stream is entered, in which Python's collector may free a graph."""
+    waits: list[str] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_event(self, event: str) -> None:
+            waits.append(f"{self.name} for {event}")
+
+    monkeypatch.setattr(transfers_module, "copy_beside", lambda stream, device, pairs: "copy")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Named("computing"))
+    transfers = transfers_module.PinnedTransfers(torch.device("cuda", 0))
+    copied = transfers.fetch([torch.zeros(1)], torch.zeros(1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Named("another"))
+    transfers.wait(copied)
+    assert waits == ["another for copy", "computing for copy"]
+
+
+def test_too_few_blocks_are_refused() -> None:
     with pytest.raises(UsageError, match=r"last 2 checkpointed blocks stay on the device, and there are 2; at least 3"):
         offloaded(chain(), blocks=2)
-    monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1 << 20)
+
+
+def test_a_micro_batch_of_which_nothing_is_sent_trains_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A larger one may follow: lengths vary, and so does the micro-batch after a run out of memory."""
     model = chain()
-    offloaded(model)
-    with pytest.raises(UsageError, match=r"has no effect, because no block keeps an input of at least 1 MiB"):
-        loss_of_chain(model, 0)
-    with torch.no_grad():
-        loss_of_chain(model, 0)
+    transfers = offloaded(model)
+    least = activation_offload.LEAST_BYTES
+    monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1 << 20)
+    small = [gradients(model), gradients(model)]
+    assert not transfers.log
+    (warning,) = caplog.records
+    assert "no block keeps an input of at least 1 MiB" in warning.getMessage()
+    monkeypatch.setattr(activation_offload, "LEAST_BYTES", least)
+    assert same(gradients(model), gradients(checkpointed(chain())))
+    assert same(small[0], small[1])
+    assert transfers.log

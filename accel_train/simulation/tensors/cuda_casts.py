@@ -43,7 +43,7 @@ class _Casts(TorchFunctionMode):
             if name not in WITH_DTYPE:
                 args = [_widened(value) for value in args]
                 kwargs = {key: _widened(value) for key, value in kwargs.items()}
-            elif _is_narrow(args[0]) and kwargs.get("dtype") is None:
+            elif _is_narrow(args[0] if args else kwargs["input"]) and kwargs.get("dtype") is None:
                 kwargs["dtype"] = torch.float32
         return func(*args, **kwargs)
 

@@ -11,6 +11,7 @@ only when it is needed. torch's own copies beside the kernels are for compiled g
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from accel_train.speed.memory.allocator import gpu_index
 from accel_train.speed.memory.transfers import PinnedTransfers, Transfers
 from accel_train.speed.options import ActivationCheckpointingConfig
 
+logger = logging.getLogger(__name__)
 LEAST_BYTES = 1 << 20
 """Smallest storage that is sent. The device copies less in about 20 us, which is what the launch takes the host."""
 BLOCKS_ON_DEVICE = 2
@@ -65,7 +67,7 @@ class InputOffload:
         self._transfers = transfers
         self._newest: Callable[[], _Inputs | None] = _nothing
         """Weak, like all links between inputs: the graph owns them, and they go with it."""
-        self._has_sent = False
+        self._has_warned = False
         self._known: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         """Storages that are kept for a backward, by address on the device."""
 
@@ -98,14 +100,21 @@ class InputOffload:
         before = previous.previous()
         if before is not None:
             before.leave()
-        self._has_sent = previous.send() or self._has_sent
-        if before is not None and not self._has_sent:
-            raise UsageError(
-                "activation_checkpointing.offload: true: has no effect, because no block keeps an input of at least "
-                f"{LEAST_BYTES >> 20} MiB that the next block does not take as well; raise micro_batch_size, or leave "
-                "it out"
-            )
+        sent = previous.send()
+        if before is not None and not sent:
+            self._warn_once()
         return inputs
+
+    def _warn_once(self) -> None:
+        """Say that a micro-batch is too small. No error: later ones may be larger, as those of other processes."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "activation_checkpointing.offload: nothing is sent to host memory in a micro-batch like this one, of which "
+            f"no block keeps an input of at least {LEAST_BYTES >> 20} MiB that the next block does not take as well; "
+            "raise micro_batch_size, or leave it out"
+        )
 
     def _storages_of(self, leaves: Sequence[Any]) -> dict[int, _Storage]:
         """Return what can be sent, by address.
@@ -271,8 +280,9 @@ class _Storage:
         if self._memory is not None:
             return
         # Allocated for the current stream, which waits for the copy: nothing has to be recorded for the allocator.
-        self._memory = torch.empty(self._bytes, dtype=torch.uint8, device=self._transfers.device)
-        self._copying = self._transfers.fetch(self._host, self._memory)
+        memory = torch.empty(self._bytes, dtype=torch.uint8, device=self._transfers.device)
+        self._copying = self._transfers.fetch(self._host, memory)
+        self._memory = memory
 
     def on_device(self) -> Tensor:
         """Return its bytes, of which kernels launched from now on may read."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 2 << 20
 """Unit of pinned memory, so that inputs of any size take what others have left. A power of two, to which torch rounds
 each allocation up."""
 
@@ -53,6 +53,13 @@ class Transfers(Protocol):
         ...
 
 
+class _Copied(NamedTuple):
+    """The end of a copy, and the stream whose memory it reads or writes."""
+
+    event: torch.cuda.Event
+    stream: torch.cuda.Stream
+
+
 class PinnedTransfers:
     """Transfers of a CUDA device on a stream of their own, with pinned memory that is kept for the run.
 
@@ -65,28 +72,34 @@ class PinnedTransfers:
         self._stream = torch.cuda.Stream(device)
         self._free: list[Tensor] = []
 
-    def send(self, source: Tensor) -> tuple[Sequence[Tensor], torch.cuda.Event]:
+    def send(self, source: Tensor) -> tuple[Sequence[Tensor], _Copied]:
         """Begin to copy bytes to pinned memory."""
         parts = source.split(PIECE_BYTES)
         host = [self._piece() for _ in parts]
         pairs = [(part, piece[: len(part)]) for part, piece in zip(parts, host, strict=True)]
-        return host, copy_beside(self._stream, self.device, pairs)
+        return host, self._copy(pairs)
 
-    def fetch(self, host: Sequence[Tensor], target: Tensor) -> torch.cuda.Event:
+    def fetch(self, host: Sequence[Tensor], target: Tensor) -> _Copied:
         """Begin to copy pinned memory to the device."""
         parts = target.split(PIECE_BYTES)
         pairs = [(piece[: len(part)], part) for part, piece in zip(parts, host, strict=True)]
-        return copy_beside(self._stream, self.device, pairs)
+        return self._copy(pairs)
 
-    def wait(self, event: torch.cuda.Event) -> None:
-        """Let the current stream wait."""
-        torch.cuda.current_stream(self.device).wait_event(event)
+    def wait(self, event: _Copied) -> None:
+        """Let the current stream wait, and the one in whose order the memory is used."""
+        torch.cuda.current_stream(self.device).wait_event(event.event)
+        # A graph may go, and its memory be free, while another stream is the current one.
+        event.stream.wait_event(event.event)
 
     def free(self, host: Sequence[Tensor]) -> None:
         """Keep the pieces for the next inputs."""
         self._free.extend(host)
 
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> _Copied:
+        event = copy_beside(self._stream, self.device, pairs)
+        return _Copied(event, torch.cuda.current_stream(self.device))
+
     def _piece(self) -> Tensor:
         if self._free:
             return self._free.pop()
-        return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
