@@ -232,9 +232,11 @@ class Simulated:
     def is_known_to_exceed(self, candidate: Candidate, budget: Budget, share: int) -> bool:
         """Return True if it was simulated and does not fit, or the same with a smaller micro-batch."""
         size = candidate.micro_batch_size
+        if candidate in self._known:
+            return not self._known[candidate].fits(budget)
         # A single micro-batch may need less than several smaller ones.
-        if candidate in self._known or size == share:
-            return candidate in self._known and not self._known[candidate].fits(budget)
+        if size == share:
+            return False
         for known, probe in self._known.items():
             alike = replace(known, micro_batch_size=size) == candidate
             if alike and known.micro_batch_size < size and not probe.fits(budget):
