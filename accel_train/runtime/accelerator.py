@@ -179,7 +179,7 @@ def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Prec
     if machine is not None and machine.fsdp is not None and machine.fsdp.activation_checkpointing:
         raise UsageError(
             f"fsdp_activation_checkpointing: true in {requested.source} would rename the model's parameters, and "
-            "checkpoints with them; remove it from the file"
+            "checkpoints with them; remove it from the file, and give --activation_checkpointing.mode full"
         )
     _refuse_unsupported_precision(precision)
 
