@@ -1,4 +1,4 @@
-"""The peak that a simulation finds is that of torch's allocator on a GPU."""
+"""The peak that a simulation finds is that of torch's allocator on a GPU, and the time of a plan is that of a step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from accel_train.metrics.records import read_metrics
+from accel_train.planning.candidates import Candidate
+from accel_train.planning.devices import DEVICES, rated
+from accel_train.planning.probe import probe_of
 from tests.distributed.launching import ROOT, environment
 
 MODEL = "--model.depth 6 --max_steps 4 --log.log_every 1 --evaluation.samples 8 --checkpoints.keep_last 1"
@@ -41,19 +45,28 @@ def output(*words: str) -> str:
     return done.stdout
 
 
-def simulated(words: list[str]) -> int:
-    """Return the bytes of the peak in step 3, in blocks of the allocator."""
+def simulated(words: list[str]) -> dict[str, Any]:
+    """Return what is counted in step 3."""
     simulate = (sys.executable, "-m", "accel_train.cli", "simulate")
     (found,) = json.loads(output(*simulate, *words, "--num_processes", "1", "--step", "3", "--json"))
-    return found["peak_in_blocks"]
+    return found
 
 
-def measured(words: list[str], directory: Path) -> float:
-    """Return the bytes of the peak of a run, by torch's count."""
+def planned_seconds(found: dict[str, Any], torch_name: str) -> float | None:
+    """Return the modelled seconds of the step, None for a device without a data sheet."""
+    names = [name for name, device in DEVICES.items() if device.torch_name == torch_name]
+    if not names:
+        return None
+    rates = rated(names[0], found["precision"], 1).rates
+    return probe_of(Candidate("single", "none", found["rows"]), found["micro_batches"], found, rates).time.total
+
+
+def measured(words: list[str], directory: Path) -> tuple[float, float]:
+    """Return the bytes of the peak of a run, by torch's count, and the seconds of its fourth step."""
     recipe, *flags = words
     output(sys.executable, f"recipes/{recipe}.py", *flags, "--output_dir", str(directory))
     lines = [line for line in read_metrics(directory / "metrics.jsonl") if line["event"] == "train"]
-    return lines[2]["memory_peak_gib"] * 2**30
+    return lines[2]["memory_peak_gib"] * 2**30, lines[3]["elapsed_seconds"] - lines[2]["elapsed_seconds"]
 
 
 @pytest.mark.gpu
@@ -61,11 +74,23 @@ def measured(words: list[str], directory: Path) -> float:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_simulated_peak_is_that_of_the_allocator(name: str, tmp_path: Path) -> None:
     words = CONFIGS[name].split()
-    expected = simulated(words)
-    found = measured(words, tmp_path)
+    counted = simulated(words)
+    expected = counted["peak_in_blocks"]
+    found, seconds = measured(words, tmp_path)
     print(f"{name}: simulated {expected / 2**30:.3f} GiB, measured {found / 2**30:.3f}")
+    # Only shown: a single step, with a log line behind it.
+    print(f"{name}: planned {planned_seconds(counted, torch.cuda.get_device_name())} s, measured {seconds:.4f}")
     # The allocator's count has the workspaces of cuBLAS too, 64 MiB at most.
     assert found == pytest.approx(expected, rel=0.05, abs=64 * 2**20)
+
+
+@pytest.mark.slow
+def test_a_simulation_gives_peak_and_time() -> None:
+    """The half of the test above that needs no GPU."""
+    counted = simulated(CONFIGS["language model, full"].split())
+    assert counted["peak_in_blocks"] > 0
+    assert 0 < (planned_seconds(counted, "NVIDIA H200") or 0) < 1
+    assert planned_seconds(counted, "an unknown device") is None
 
 
 def test_each_configuration_is_one_that_a_recipe_takes() -> None:
