@@ -185,7 +185,8 @@ def test_a_run_with_a_checkpointing_mode_of_an_earlier_version_is_replayed(
     earlier = recording.copied(run, tmp_path / "earlier")
     saved = recorded.open_run(str(earlier.directory)).saved
     group = "activation_checkpointing"
-    experiment = {key: value for key, value in saved["experiment"].items() if key != f"{group}.blocks"}
+    later = (f"{group}.blocks", f"{group}.offload")
+    experiment = {key: value for key, value in saved["experiment"].items() if key not in later}
     experiment |= {f"{group}.mode": "every_nth", f"{group}.every": 3}
     write_run(earlier.directory, {**saved, "experiment": experiment})
     commit.rewrite_manifest(earlier.checkpoint(8), {"experiment": experiment})
