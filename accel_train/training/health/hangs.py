@@ -142,6 +142,8 @@ class HangWatch:
 
     def _tell(self) -> None:
         """Write the stacks of this process, and on the main process name those of all."""
+        # Before anything is written: an answer of this very hang is never too old, however busy the host is.
+        oldest = time.time() - self._seconds
         # Documented, in spite of its name.
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -153,7 +155,7 @@ class HangWatch:
         place = place_of(frames[self._main], self._process, self._step)
         self._write(place)
         if self._process == 0:
-            answers = self._answers(partial(_read, oldest=time.time() - self._seconds))
+            answers = self._answers(partial(_read, oldest=oldest))
             for line in [*describe(answers, self._processes, self._seconds), self._remedy()]:
                 logger.warning("%s", line)
         # Afterwards, because the recorder may wait for a device that is stuck.
