@@ -240,7 +240,7 @@ def _words_of_shell(name: str, value: str) -> list[str]:
         return shlex.split(value)
     except ValueError as error:
         raise UsageError(
-            f"--set {name}={value}: {error}; values are divided into words as in a shell, so quote a quote"
+            f"--set {name}={value}: {error}; values are divided into words as in a shell: quote the quote"
         ) from None
 
 
