@@ -176,9 +176,14 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "commit": git_commit(ROOT),
-        "command": f"python -m {module_name()} {command_line(sys.argv[1:])}".rstrip(),
+        "command": f"python -m {module_name()} {command_line(without_folders(sys.argv[1:]))}".rstrip(),
         "load_average": round(os.getloadavg()[0], 2),
     }
+
+
+def without_folders(arguments: Sequence[str]) -> list[str]:
+    """Absolute paths by their last part: where something lay says nothing about a figure."""
+    return [Path(word).name if Path(word).is_absolute() else word for word in arguments]
 
 
 def module_name() -> str:

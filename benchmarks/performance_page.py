@@ -95,7 +95,9 @@ def page(folder: Path) -> str:
     for id, title in GPU_ROWS.items():
         parts += [f"### {id}: {title}", "", *gpu_table(id, results), ""]
     parts += ["### Launch files", "", *table_of("presets", results), ""]
-    parts += ["## Options one by one", "", *ablations(results), "", "## Muon against AdamW", "", *muon(results), ""]
+    parts += ["## Options one by one", "", *ablations(results), ""]
+    parts += ["### Where a step goes", "", DEMO_STEPS_WORDS, "", *table_of("demo_steps", results), ""]
+    parts += ["## Muon against AdamW", "", *muon(results), ""]
     parts += ["## Scaling", "", *scaling(results), "", "## Random numbers", "", *table_of("rng", results)]
     parts += ["", "## Pictures", "", *table_of("pictures", results)]
     parts += ["", "## Language models", "", *table_of("causal_lm", results)]
@@ -130,6 +132,9 @@ Purpose and risks of each option: [optimizations.md](optimizations.md)."""
 GPU_WORDS = """`python -m benchmarks.gpu` measures these on one device, with one file per part; `--only PART` repeats
 one part. `python -m benchmarks.one_gpu` runs every launch file that one GPU can run."""
 
+
+DEMO_STEPS_WORDS = """Processor time of a step of both presets, with equal work, and how much of it matrix products,
+convolutions and attention take. Nothing that leaves these products alone can be faster than the bound."""
 
 STARTUP_WORDS = """Processor time (user and system) of whole processes, with a warm cache. Every start of a training
 imports torch, imports `torch._dynamo` with torch's first optimizer, and under `accelerate launch` pays for a launcher

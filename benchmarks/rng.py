@@ -5,6 +5,7 @@
 `per_sample_generator` is the usual way to the same independence of the batch; `torch` depends on its cut.
 """
 
+import math
 import statistics
 import sys
 import time
@@ -56,6 +57,21 @@ def measure(batch: int, shape: tuple[int, ...], name: str, device: torch.device,
     }
 
 
+def parts(batch: int, shape: tuple[int, ...], device: torch.device, repeats: int) -> dict[str, float]:
+    """Of a normal draw: each part that the same bits need, over torch's whole draw."""
+    pairs = batch * math.prod(shape) // 2
+    counters = torch.arange(pairs, dtype=torch.int64, device=device)
+    uniform = torch.rand(pairs, device=device).clamp_min_(1e-6)
+    radius, angle = torch.rand(2, pairs, device=device)
+    ways = {
+        "the hash of 64 bits": lambda: rng._mix(counters),  # pyright: ignore[reportPrivateUsage]
+        "the radius": lambda: uniform.log().mul_(-2.0).sqrt_(),
+        "sine and cosine": lambda: torch.polar(radius, angle),
+    }
+    whole = median_seconds(lambda: torch.randn((batch, *shape), device=device), device, repeats)
+    return {name: median_seconds(draw, device, repeats) / whole for name, draw in ways.items()}
+
+
 def main() -> int:
     """Measure every shape."""
     parser = parser_of(__doc__, rounds=15)
@@ -70,6 +86,9 @@ def main() -> int:
         shape = " x ".join(map(str, f["shape"]))
         for peer, text in (("torch", "torch"), ("per_sample_generator", "a generator per sample")):
             rows.append(row("rng", f"{f['draw']} {shape}: time over that of {text}", f[f"keyed_over_{peer}"]))
+    shape = (64, (1024,))
+    for name, share in parts(*shape, device, repeats).items():
+        rows.append(row("rng", f"normal 64 x 1024: {name} alone, over the time of torch", share))
     return 0 if write_results(options.output, "Keyed draws", rows, {"draws": found}) else 1
 
 

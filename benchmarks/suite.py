@@ -38,6 +38,7 @@ SCRIPTS = {
     "causal_lm": "causal_lm_cpu.json",
     "startup": "startup_cpu.json",
     "reporting": "reporting_cpu.json",
+    "demo_steps": "demo_steps_cpu.json",
 }
 """Script, and the file it writes: C1 to C10 in order, then what has no target."""
 

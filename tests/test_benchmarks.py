@@ -49,6 +49,7 @@ LONG = {
     "causal_lm": "causal_lm",
     "startup": "startup",
     "reporting": "reporting",
+    "demo_steps": "demo_steps",
 }
 SMALL = Shape(64, 3, head_width=16, side=8, text_tokens=5, batch=2, text_width=24, pooled_width=12, channels=4)
 

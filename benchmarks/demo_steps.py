@@ -1,0 +1,90 @@
+"""Where a step of the demos goes, and how fast it could be if only its products were left.
+
+    python -m benchmarks.demo_steps --output benchmarks/results/demo_steps_cpu.json
+
+Each preset trains twice: once for the processor time of its steps, once with the same steps profiled. Products are what
+a profile calls compute: matrix products, convolutions and attention. The profiler makes each of these longer by about a
+microsecond, so the bound is a little low.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.ablation import COMBINED, EQUAL_WORK
+from benchmarks.method import ROOT, Row, parser_of, row, write_results
+
+RECIPES: Mapping[str, Mapping[str, Any]] = {"mmdit": {}, "pde": COMBINED["pde"][EQUAL_WORK][1]}
+"""With what makes the optimised preset's work equal to the baseline's."""
+FIRST, LAST = 10, 30
+"""Steps that are measured: after the first, up to the last."""
+PART = re.compile(r"^\| ([a-z][\w ]*) \| [\d.]+% \| ([\d.]+) \|", re.MULTILINE)
+
+
+def trained(recipe: str, preset: str, options: Mapping[str, Any], output: Path) -> list[dict[str, Any]]:
+    """Lines of the metrics of a run that logs each step and saves once."""
+    given = {
+        "log.log_every": 1,
+        "checkpoints.save_every": 1000,
+        "evaluation.samples": 2,
+        "output_dir": output,
+        **options,
+    }
+    flags = [word for name, value in given.items() for word in (f"--{name}", "null" if value is None else str(value))]
+    command = [sys.executable, f"recipes/{recipe}.py", preset, *flags]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def measure(recipe: str, preset: str, options: Mapping[str, Any], first: int, last: int) -> dict[str, Any]:
+    """Milliseconds of a step on average, and those of each part of the profile."""
+    options = {**options, "max_steps": last}
+    with tempfile.TemporaryDirectory() as place:
+        lines = trained(recipe, preset, options, Path(place) / "plain")
+        steps = [line for line in lines if line["event"] == "train" and first < line["step"] <= last]
+        seconds = mean(line["processor_seconds"] for line in steps)
+        output = Path(place) / "profiled"
+        trained(recipe, preset, {**options, "profile.steps": f"{first}:{last}"}, output)
+        profile = (output / "report" / "profile.md").read_text()
+    parts = {name: float(milliseconds) for name, milliseconds in PART.findall(profile)}
+    return {"milliseconds": 1e3 * seconds, "parts": parts}
+
+
+def rows_of(recipe: str, found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """Rows of one recipe."""
+    rows: list[Row] = []
+    for name, measured in found.items():
+        share = measured["parts"]["compute"] / measured["milliseconds"]
+        rows.append(row("demo_steps", f"{name}: a step", measured["milliseconds"], "ms"))
+        rows.append(row("demo_steps", f"{name}: share of matrix products, convolutions and attention", share))
+    plain, fast = found.values()
+    at_most = plain["milliseconds"] / fast["parts"]["compute"]
+    rows.append(row("demo_steps", f"{recipe}: speed at equal work", plain["milliseconds"] / fast["milliseconds"]))
+    rows.append(row("demo_steps", f"{recipe}: the same if these products alone were left: the bound", at_most))
+    return rows
+
+
+def main() -> int:
+    """Profile each recipe's presets."""
+    options = parser_of(__doc__, rounds=1).parse_args()
+    first, last = (1, 3) if options.tiny else (FIRST, LAST)
+    rows: list[Row] = []
+    details: dict[str, Any] = {}
+    for recipe, equal in RECIPES.items():
+        presets = {f"{recipe}_baseline": {}, f"{recipe}_optimized": equal}
+        found = {name: measure(recipe, name, changes, first, last) for name, changes in presets.items()}
+        details[recipe] = found
+        rows += rows_of(recipe, found)
+    return 0 if write_results(options.output, "Where a step of the demos goes", rows, details) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
