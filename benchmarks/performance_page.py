@@ -32,6 +32,17 @@ CPU_ROWS = {
     "C9": "Fraction of the machine's matrix product rate",
     "C10": "Gradient communication: the options of DDP",
 }
+BOUNDS = {
+    "C3": "Norm, step and average read and write 44 bytes a value and the step alone 28: their ratio is what a machine "
+    "can reach whose memory is the limit. Of 600 small tensors the calls take the time instead. On a GPU one kernel "
+    "does step and average ([G5](#g5-adamw-clipping-and-ema-over-203-b-parameters)).",
+    "C4": "The call blocks for one copy of the state, so the row of such a copy is its bound. Behind it the writer "
+    "hashes on the other core, which takes memory and caches from the loop, as the row of a foreign process shows.",
+    "C8": "A backward leaves no core idle here, so the one reduction cannot be hidden: the bound adds what gloo takes "
+    "for it to a step without any.",
+    "C9": "The bound is a step's own products and attention, with their shapes and nothing else.",
+}
+"""Why a target is missed, by the row of the suite."""
 GPU_ROWS = {
     "G0": "Ceilings of the device: matrix products, copies, attention backends",
     "G1": "MMDiT of SD3-medium's shape and a launch-bound small one, against a typical script and a strong one",
@@ -91,6 +102,8 @@ def page(folder: Path) -> str:
     parts = [HEAD, *summary(results)]
     for id, title in CPU_ROWS.items():
         parts += ["", f"## {id}: {title}", "", *table_of(id, results)]
+        if id in BOUNDS:
+            parts += ["", BOUNDS[id]]
     parts += ["", "## One GPU", "", GPU_WORDS, ""]
     for id, title in GPU_ROWS.items():
         parts += [f"### {id}: {title}", "", *gpu_table(id, results), ""]
