@@ -70,7 +70,7 @@ def normal(keys: Tensor, shape: Sequence[int] = ()) -> Tensor:
     low_bits = bits & 0xFFFFFF  # 24 bits
     angle = low_bits.to(torch.float32).mul_(2.0 * math.pi * 2.0**-24)
     # Odd integers of 41 bits: (k + 1/2) * 2**-40. Rounding to float32 may give 1, never 0.
-    odd = _shift_(bits, 24).mul_(2).add_(1)
+    odd = _shift_(bits, 23).bitwise_or_(1)
     uniform = odd.to(torch.float32).mul_(2.0**-41)
     radius = uniform.log_().mul_(-2.0).sqrt_()
     pairs = torch.view_as_real(torch.polar(radius, angle)).flatten(-2)  # (..., count or count + 1)
