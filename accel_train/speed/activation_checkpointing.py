@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from accel_train.config import UsageError
@@ -108,7 +109,7 @@ def _checkpointed(method: Callable[..., Any], mode: str, offload: InputOffload |
     compiled: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
     # Outside of compiled code the other modes keep nothing, so they need no policy at every operator.
     if mode == "selective":
-        eager = compiled
+        eager = {"context_fn": _selective_contexts}
 
     @functools.wraps(method)
     def recomputed(self: nn.Module, *arguments: Any, **named: Any) -> Any:
@@ -122,6 +123,36 @@ def _checkpointed(method: Callable[..., Any], mode: str, offload: InputOffload |
         return checkpoint(method, self, *arguments, use_reentrant=False, **extra, **named)
 
     return recomputed
+
+
+class _CastsApart(TorchDispatchMode):
+    """A mode of selective checkpointing that computes casts itself, in the forward and again in the backward.
+
+    torch counts the operators of both and wants them to be the same. Autocast casts a weight once in a forward and uses
+    the copy again in the next call of the block, but a backward casts it for each call: more casts than were counted.
+    """
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True as torch's own modes do: compiled parts of a block, such as flex attention, may run inside."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            return func(*args, **(kwargs or {}))
+        return self._mode.__torch_dispatch__(func, types, args, kwargs)
+
+
+def _selective_contexts() -> tuple[_CastsApart, _CastsApart]:
+    """Modes for the forward and for the recomputation of a block outside of compiled code."""
+    forward, recomputation = create_selective_checkpoint_contexts(_keep_expensive)
+    return _CastsApart(forward), _CastsApart(recomputation)
 
 
 def _keep_torch_quiet(blocks: Sequence[nn.Module]) -> None:
