@@ -18,8 +18,8 @@ from accel_train.simulation import command
 from accel_train.simulation.command import simulate
 from accel_train.simulation.flags import DeviceType, Options, read_arguments
 from accel_train.simulation.refusals import refuse_config, refuse_machine
-from tests.distributed.launching import PRESETS, SMALL, Layout
-from tests.simulation.counting import ANYTHING, simulated
+from tests.distributed.launching import PRESETS, ROOT, SMALL, Layout
+from tests.simulation.counting import ANYTHING, counted, simulated
 
 
 def options(**changed: Any) -> SimpleNamespace:
@@ -106,10 +106,21 @@ def test_offload_by_torch_is_refused() -> None:
 
 
 def test_a_step_that_reads_a_value_is_refused_with_its_line(tmp_path: Path) -> None:
-    """Packing is proven on the model's own values before it trains."""
-    refused = simulated(Layout("single", 1, "causal_lm"), tmp_path)["refused"]
-    assert "pretrained.py" in refused
-    assert "reads a value" in refused
+    recipe = (ROOT / "recipes" / "causal_lm.py").read_text()
+    line = "    logits = model.logits(batch)\n    return perplexity.loss_sums"
+    assert recipe.count(line) == 1
+    reads = tmp_path / "causal_lm_reads.py"
+    reads.write_text(recipe.replace(line, f"    assert float(model.logits(batch).mean()) < 99\n{line}"))
+    (tmp_path / "presets").symlink_to(ROOT / "recipes" / "presets")
+    asked = Options(None, (1,), None, None, False, None)
+    with pytest.raises(UsageError, match=r"its step reads a value from the device \(.*causal_lm_reads\.py:\d+: assert"):
+        simulate(str(reads), ["causal_lm_smoke"], asked)
+
+
+def test_packed_rows_of_a_language_model_are_simulated(tmp_path: Path) -> None:
+    """That they do not see each other is proven on real weights only."""
+    found = counted(Layout("single", 1, "causal_lm"), tmp_path)
+    assert found["peak"]["by_category"]["activations"] > 0
 
 
 def test_steps_are_counted_from_one_as_in_log_lines(tmp_path: Path) -> None:

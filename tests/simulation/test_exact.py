@@ -35,6 +35,7 @@ WEEKLY = [
     (Layout("ddp", 2), (*SELECTIVE, *BF16)),
     (Layout("ddp", 2), (*MUON, *FULL)),
     (Layout("ddp", 2, "pde"), ()),
+    (Layout("ddp", 2, "causal_lm"), ()),
     (Layout("ddp", 2, "causal_lm"), UNPACKED),
     (Layout("fsdp2", 2), (*FULL, *NO_EMA)),
     (Layout("fsdp2", 2), (*RAGGED, *FULL, *BF16)),
@@ -44,7 +45,7 @@ WEEKLY = [
     (Layout("hsdp", 4), RAGGED),
     (Layout("hsdp", 4), (*FULL, *BF16, *NO_EMA)),
     (Layout("fsdp2", 2, "pde"), FULL),
-    (Layout("fsdp2", 2, "causal_lm"), (*UNPACKED, *FULL)),
+    (Layout("fsdp2", 2, "causal_lm"), FULL),
     (Layout("zero1", 2), (*RAGGED, *BF16)),
     (Layout("zero1", 2), NO_EMA),
     (Layout("zero2", 2), (*RAGGED, *FULL)),
@@ -64,7 +65,7 @@ WEEKLY = [
     (Layout("fsdp2", 2, "lora"), NO_EMA),
     (Layout("single", 1, "causal_lm"), (*UNPACKED, *ADAPTERS)),
     (Layout("ddp", 2, "causal_lm"), (*UNPACKED, *ADAPTERS, *FULL)),
-    (Layout("fsdp2", 2, "causal_lm"), (*UNPACKED, *ADAPTERS)),
+    (Layout("fsdp2", 2, "causal_lm"), ADAPTERS),
 ]
 
 
