@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import time
 import uuid
@@ -16,7 +15,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from accel_train.checkpoints import fetch, run
+from accel_train.checkpoints import fetch, refused, run
 from accel_train.checkpoints.fetch import CheckpointsUnusableError
 from accel_train.checkpoints.policy import POLICIES, RunOptions
 from accel_train.checkpoints.run import Run
@@ -26,7 +25,6 @@ from accel_train.runtime.main_alone import on_main
 from accel_train.store import atomic_files, commit, manifest, names
 from accel_train.store import lock as locks
 from accel_train.store.manifest import Checkpoint
-from accel_train.store.names import OF_A_RUN, REPORT
 from accel_train.store.run_file import (
     has_trained,
     new_run,
@@ -84,7 +82,7 @@ def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved:
     _refuse_lost_links(directory)
     if options.hub is not None and not options.evaluate_only:
         check_repository(options.hub)
-    # A resumed run has weights of its own and ignores `init_from`.
+    # A resumed run has weights of its own.
     init_from = None
     if options.overwrite or not manifest.committed(directory / "checkpoints"):
         init_from = options.init_from
@@ -130,6 +128,8 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
         raise UsageError(
             f"output_dir: {directory} cannot be written ({error.strerror}); give another --output_dir"
         ) from None
+    if overwrite:
+        refused.refuse_other_files(directory)
     try:
         lock = locks.acquire(directory)
     except locks.LockedError as holder:
@@ -143,30 +143,12 @@ def _prepare_directory(directory: Path, overwrite: bool) -> Any:
         ) from None
     # Under the lock only: another run may be writing here.
     if overwrite:
-        _empty(directory)
+        refused.delete_run(directory)
     commit.sweep(directory / "checkpoints")
     # Left by starts that were killed.
     for leftover in (*directory.glob(".probe-*"), *directory.glob(".shared-*")):
         leftover.unlink(missing_ok=True)
     return lock
-
-
-def _empty(directory: Path) -> None:
-    """Delete the checkpoints, report and records of the run in a directory."""
-    checkpoints = directory / "checkpoints"
-    shutil.rmtree(directory / REPORT, ignore_errors=True)
-    if checkpoints.exists():
-        try:
-            for _, path in manifest.committed(checkpoints):
-                # Each disappears as a whole, so that a crash leaves no half-deleted checkpoint.
-                commit.remove(path)
-            shutil.rmtree(checkpoints)
-        except OSError as error:
-            raise UsageError(f"overwrite: {directory} could not be emptied ({error}); empty it by hand") from None
-    # The record of pushes belongs to the deleted run, also where its checkpoints were deleted by hand.
-    shutil.rmtree(directory / "hub", ignore_errors=True)
-    for name in OF_A_RUN:
-        atomic_files.delete_file(directory / name)
 
 
 def _demand(options: RunOptions) -> str | None:
@@ -189,7 +171,7 @@ def _resume(options: RunOptions, directory: Path, experiment: Json) -> Json:
             "what is there and start again"
         )
     saved = read_run(directory)
-    allowed = _refuse_changes(options, saved, experiment, directory)
+    allowed = _refuse_changes(options, saved, experiment, ("output_dir", directory))
     added = options_since(saved["experiment"], experiment)
     if options.resume not in POLICIES:
         _refuse_another_origin(options.resume, saved, directory)
@@ -221,10 +203,8 @@ def _resume(options: RunOptions, directory: Path, experiment: Json) -> Json:
     }
 
 
-def _refuse_changes(options: RunOptions, saved: Json, experiment: Json, directory: Path) -> list[str]:
-    return refuse_changes(
-        saved, experiment, options.allow, options.free_to_change, directory, defaults=options.defaults
-    )
+def _refuse_changes(options: RunOptions, saved: Json, experiment: Json, place: tuple[str, object]) -> list[str]:
+    return refuse_changes(saved, experiment, options.allow, options.free_to_change, place, defaults=options.defaults)
 
 
 def _refuse_without_checkpoint(options: RunOptions, directory: Path, reasons: list[str]) -> None:
@@ -276,7 +256,7 @@ def _check_fetched(checkpoint: Checkpoint, options: RunOptions, experiment: Json
     resolved = dict(checkpoint.manifest.get("resolved", resolved))
     saved = {"experiment": checkpoint.manifest["experiment"], "resolved": resolved}
     try:
-        _refuse_changes(options, saved, experiment, checkpoint.path)
+        _refuse_changes(options, saved, experiment, ("resume", options.resume))
     except UsageError:
         # If it stayed, the next start would find a used directory and resume from it.
         commit.remove(checkpoint.path)

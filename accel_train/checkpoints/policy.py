@@ -167,6 +167,11 @@ class RunOptions:
                 f"overwrite: true with resume: {self.resume} would delete before it is known whether that can be read; "
                 "leave --overwrite out and give an unused --output_dir"
             )
+        if self.init_from is not None and self.resume not in POLICIES:
+            raise UsageError(
+                f"init_from: {self.init_from} and resume: {self.resume} both name weights to begin with; leave one "
+                "out: --resume goes on with the optimizer and the step, --init_from begins at step 0"
+            )
 
 
 def of_this_start(options: RunOptions) -> RunOptions:

@@ -1,8 +1,12 @@
-"""Refused starts: a missing base, and the cleanup of files created by the start, never of older ones."""
+"""What a start deletes: its own files if it is refused, never older ones, and those of a run with ``overwrite``.
+
+And the refusal of a missing base.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
@@ -10,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.checkpoints.policy import RunOptions
-from accel_train.config import expand_path
+from accel_train.config import UsageError, expand_path
 from accel_train.runtime.exiting import SECONDS_TO_BE_HEARD
-from accel_train.store import commit, manifest
+from accel_train.store import atomic_files, commit, manifest
 from accel_train.store import lock as locks
-from accel_train.store.names import OF_A_START
+from accel_train.store.names import LOCK_FILE, OF_A_RUN, OF_A_START, REPORT
 from accel_train.store.pretrained_base import refuse_missing_folder
 from accel_train.store.run_file import has_trained, recall
 
@@ -98,6 +102,39 @@ def _rmdir(folder: Path, before: frozenset[Path]) -> None:
         # It may not be empty, or another process was faster.
         with suppress(OSError):
             folder.rmdir()
+
+
+def refuse_other_files(directory: Path) -> None:
+    """Raise ``UsageError`` if ``overwrite`` would delete files in a directory that no run has written."""
+    there = [name for name in ("checkpoints", REPORT, "hub", *OF_A_RUN) if os.path.lexists(directory / name)]
+    if there and not _looks_like_a_run(directory):
+        raise UsageError(
+            f"overwrite: true would delete {', '.join(there)} in {directory}, which is no run: it has neither a "
+            f"checkpoint nor the {LOCK_FILE} of a start; move them away, or give another --output_dir"
+        )
+
+
+def _looks_like_a_run(directory: Path) -> bool:
+    """Return True for the traces of a start. Damaged runs have them too: to begin again is a remedy for them."""
+    return (directory / LOCK_FILE).exists() or any((directory / "checkpoints").glob("checkpoint_*"))
+
+
+def delete_run(directory: Path) -> None:
+    """Delete the checkpoints, report and records of the run in a directory."""
+    checkpoints = directory / "checkpoints"
+    shutil.rmtree(directory / REPORT, ignore_errors=True)
+    if checkpoints.exists():
+        try:
+            for _, path in manifest.committed(checkpoints):
+                # Each disappears as a whole, so that a crash leaves no half-deleted checkpoint.
+                commit.remove(path)
+            shutil.rmtree(checkpoints)
+        except OSError as error:
+            raise UsageError(f"overwrite: {directory} could not be emptied ({error}); empty it by hand") from None
+    # The record of pushes belongs to the deleted run, also where its checkpoints were deleted by hand.
+    shutil.rmtree(directory / "hub", ignore_errors=True)
+    for name in OF_A_RUN:
+        atomic_files.delete_file(directory / name)
 
 
 def refuse_missing_base(option: str | None, source: str | None, options: RunOptions) -> None:

@@ -77,10 +77,11 @@ def refuse_changes(
     experiment: Mapping[str, Any],
     allow: Sequence[str],
     free: Sequence[str],
-    directory: Path,
+    place: tuple[str, object],
     defaults: Mapping[str, Any],
 ) -> list[str]:
-    """Raise ``UsageError`` for a different experiment in a used directory, with both values of each difference.
+    """Raise ``UsageError`` for a different experiment in ``place``, an option with its value: both values of each
+    difference.
 
     ``allow`` and ``free`` are options or groups of options allowed to differ. An option newer than the run counts as
     its default there. Returns the differences in ``allow``.
@@ -106,11 +107,12 @@ def refuse_changes(
         else:
             changed[key] = difference
     if changed:
+        option, value = place
         # --allow takes all options at once, so the advice repeats those allowed already.
         keys = " ".join([*allow, *changed])
         raise UsageError(
-            f"output_dir: {directory} holds a different experiment:\n  " + "\n  ".join(changed.values()) + "\n"
-            "give another --output_dir, go back to the saved values, or take the change on purpose with "
+            f"{option}: {value} holds a different experiment:\n  " + "\n  ".join(changed.values()) + "\n"
+            f"give another --{option}, go back to the saved values, or take the change on purpose with "
             f"--allow {keys}"
         )
     return allowed

@@ -158,6 +158,32 @@ def test_overwrite_forgets_what_was_pushed(accelerator: Accelerator, tmp_path: P
     assert not (first.directory / "hub").exists()
 
 
+@pytest.mark.parametrize("run_json", [None, "{}", '{"experiment_of": "mine"}'])
+def test_overwrite_deletes_nothing_that_no_run_has_written(
+    accelerator: Accelerator, tmp_path: Path, run_json: str | None
+) -> None:
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "thesis.md").write_text("mine")
+    if run_json is not None:
+        (tmp_path / "run.json").write_text(run_json)
+    with pytest.raises(UsageError, match=r"overwrite: true would delete report.* which is no run"):
+        start(accelerator, Config(str(tmp_path), overwrite=True))
+    assert (tmp_path / "report" / "thesis.md").read_text() == "mine"
+    (tmp_path / "report" / "thesis.md").unlink()
+    (tmp_path / "report").rmdir()
+    (tmp_path / "run.json").unlink(missing_ok=True)
+    (tmp_path / "notes.md").write_text("stays")
+    assert "fresh start" in start(accelerator, Config(str(tmp_path), overwrite=True)).decision
+    assert (tmp_path / "notes.md").read_text() == "stays"
+
+
+def test_weights_come_from_one_place(accelerator: Accelerator, tmp_path: Path) -> None:
+    path = make(tmp_path / "other" / "checkpoints", 3)
+    config = WithWeights(str(tmp_path / "run"), resume=str(path), init_from=str(path))
+    with pytest.raises(UsageError, match=r"init_from: .* and resume: .* both name weights"):
+        start(accelerator, config)
+
+
 RUN_JSON = [
     ("cut", lambda p: p.write_text(p.read_text()[:100])),
     ("emptied", lambda p: p.write_text("")),

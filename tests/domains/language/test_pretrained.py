@@ -130,7 +130,7 @@ def test_the_option_of_before_is_refused_by_its_new_name_and_its_runs_resume(tmp
         with pytest.raises(UsageError, match=r"model.attn_implementation.* use --attention \(eager, sdpa, flash"):
             load_config(causal_lm.Config, words, presets=presets, default_preset="causal_lm_demo")
     saved = {"experiment": {"model.attn_implementation": "flash_attention_2"}}
-    assert refuse_changes(saved, {}, (), causal_lm.Config.recipe.free_to_change, tmp_path, {}) == []
+    assert refuse_changes(saved, {}, (), causal_lm.Config.recipe.free_to_change, ("output_dir", tmp_path), {}) == []
 
 
 def test_a_model_attends_by_sdpa_or_by_eager_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
