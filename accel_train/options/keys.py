@@ -19,6 +19,9 @@ FORMER: Mapping[str, Any] = {"activation_checkpointing.every": 2}
 FORMER_VALUES: Mapping[str, Mapping[str, str]] = {"activation_checkpointing.mode": {"every_nth": "full"}}
 """Values of earlier versions, with the present ones that train the same bits."""
 
+MAY_BE_EMPTY = ("data.default_caption", "data.prior.caption")
+"""Options for which empty text has a meaning."""
+
 
 def without_former(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tree without options of earlier versions, where they say nothing because they have their default.

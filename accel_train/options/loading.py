@@ -26,8 +26,8 @@ from accel_train.options.flags import (
     refusal,
     stray,
 )
-from accel_train.options.keys import NOWHERE, check_keys, invalid_keys, without_former
-from accel_train.options.tree import Tree, flatten, option_names, option_types, to_tree
+from accel_train.options.keys import MAY_BE_EMPTY, NOWHERE, check_keys, invalid_keys, without_former
+from accel_train.options.tree import Tree, defaults_tree, flatten, option_names, option_types, to_tree
 from accel_train.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.wording import did_you_mean, nearest
 
@@ -291,6 +291,9 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
         if key not in kinds:
             continue
         reason = refusal(kinds[key], value)
+        # As a path it would be the working directory.
+        if value == "" and key not in MAY_BE_EMPTY and flatten(defaults_tree(cls)).get(key) != "":
+            reason = "'' is refused: a value is required, and a shell variable that is not set gives none"
         if reason:
             where_key = place_of(where, places, key.split("."))
             raise UsageError(f"{where_key}: {key}: {reason}; {_remedy(where, key)}")

@@ -90,6 +90,21 @@ def load(presets: Path, *argv: str) -> Loaded[Config]:
     return load_config(Config, argv, presets=presets)
 
 
+def test_empty_text_is_refused_where_it_has_no_meaning(presets: Path) -> None:
+    """A shell variable that is not set gives it, and as a path it is the working directory."""
+    (presets / "empty.yaml").write_text("name: ''\n")
+    for words in (["demo", "--name", ""], ["demo", "--name="], ["empty"]):
+        with pytest.raises(UsageError, match=r"name: '' is refused: a value is required"):
+            load(presets, *words)
+
+    @dataclass(frozen=True)
+    class WithSuffix(Config):
+        suffix: str = ""
+
+    found = load_config(WithSuffix, ["demo", "--suffix", ""], presets=presets)
+    assert found.config.suffix == ""
+
+
 def test_later_sources_win_and_each_value_knows_its_origin(presets: Path) -> None:
     loaded = load(presets, "demo", "--steps", "20", "--optimizer.betas", "0.1", "0.2")
     assert loaded.config == Config(steps=20, optimizer=Group(lr=1e-4, betas=(0.1, 0.2), inner=Inner(1.0)))
@@ -350,7 +365,7 @@ def test_a_word_means_the_same_in_a_file_and_after_a_flag(name: str, presets: Pa
 
 
 @pytest.mark.parametrize(
-    "text", ["1e3", "0x10", "007", "08", "1_000", "~", "null", "no", "", " a", "a: b", "é", "-", "[a", "12:30"]
+    "text", ["1e3", "0x10", "007", "08", "1_000", "~", "null", "no", " a", "a: b", "é", "-", "[a", "12:30"]
 )
 def test_text_is_saved_as_text(text: str, presets: Path) -> None:
     write_config(config_text(Config(name=text, tags=(text,))), presets / "saved.yaml")
