@@ -162,6 +162,11 @@ def misleading_variables(environment: Mapping[str, str]) -> list[str]:
 SET_BY_NOTEBOOK_LAUNCHER = {"NPROC", "NODE_RANK", "MIXED_PRECISION"}
 
 
+def _in_its_place(precision: str) -> str:
+    """Return the flags of the experiment for a precision of the launcher."""
+    return "--float8 rowwise --precision bf16" if precision == "fp8" else f"--precision {precision}"
+
+
 def refuse_experiment_settings(requested: Requested, environment: Mapping[str, str], precision: str) -> None:
     """Refuse another precision, or compilation, in the launch request. Both belong to the experiment."""
     precisions = [environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()]
@@ -179,7 +184,7 @@ def refuse_experiment_settings(requested: Requested, environment: Mapping[str, s
         if named not in allowed:
             raise UsageError(
                 f"mixed_precision: {named} in {requested.source} contradicts precision: {precision} of the experiment; "
-                f"precision belongs to the experiment: remove it from the launch file and give --precision {named} "
+                f"precision belongs to the experiment: remove it from the launch file and give {_in_its_place(named)} "
                 "if that is what you want (fp32, bf16 and fp16 exist)"
             )
     backend = "no"

@@ -165,6 +165,11 @@ def test_another_precision_is_refused(named: str, precision: str) -> None:
         refuse_experiment_settings(NOTHING, {"ACCELERATE_MIXED_PRECISION": named}, precision)
 
 
+def test_the_remedy_for_fp8_is_an_option_that_exists() -> None:
+    with pytest.raises(UsageError, match=r"give --float8 rowwise --precision bf16 if"):
+        refuse_experiment_settings(NOTHING, {"ACCELERATE_MIXED_PRECISION": "fp8"}, "fp32")
+
+
 def test_a_precision_of_the_notebook_launcher_is_not_lost() -> None:
     """It sets names that Accelerate does not read. One of them alone may be anybody's."""
     launched = {"NPROC": "2", "NODE_RANK": "0"}
