@@ -31,7 +31,9 @@ def replace_file(path: Path, content: bytes) -> None:
             set_aside(path)
         temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        # A disk that refuses to write may refuse to delete, and the first error is the cause.
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
     # The rename itself is only in memory until the directory is flushed.
     fsync_directory(path.parent)

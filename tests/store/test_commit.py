@@ -288,3 +288,23 @@ def test_a_directory_in_the_place_of_a_file_is_set_aside(tmp_path: Path) -> None
     (aside,) = tmp_path.glob("config.yaml.aside-*")
     assert (aside / "inside").is_dir()
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_error_of_a_write_is_not_hidden_by_that_of_deleting_its_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that has become read-only refuses both."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def read_only(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    file = tmp_path / "config.yaml"
+    file.write_bytes(b"seed: 1\n")
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        atomic_files.replace_file(file, b"seed: 0\n")
+    assert file.read_bytes() == b"seed: 1\n"
