@@ -6,7 +6,8 @@ Every package imports this module, so it imports none of them. ``options`` reads
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,6 +19,15 @@ class UsageError(ValueError):
 
     The text has the option and its value, the requirement with numbers, and the remedy.
     """
+
+
+@contextmanager
+def refuse_unwritable(place: str, remedy: str) -> Generator[None]:
+    """Raise errors of the disk as ``UsageError``. ``place`` is the path, after its option if it has one."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{place}: cannot be written ({error.strerror or error}); {remedy}") from None
 
 
 # Infinite upper bounds are exclusive, so .inf is refused.

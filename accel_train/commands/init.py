@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accel_train.commands import bundled
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError, expand_path, refuse_unwritable
 from accel_train.options.loading import preset_names
 from accel_train.wording import did_you_mean, nearest, shortened
 
@@ -19,7 +19,7 @@ def init(directory: str | Path, name: str = "mmdit", *, scaffold: bool = False) 
     """Copy recipe ``name``, its presets and the launch files, and return the next steps as text.
 
     With ``scaffold``, the recipe is a new one to be filled in. Raises ``UsageError`` for an unknown recipe, and for a
-    directory with files in it.
+    directory with files in it or without write access.
     """
     names = bundled.recipe_names()
     if name not in names:
@@ -35,9 +35,10 @@ def init(directory: str | Path, name: str = "mmdit", *, scaffold: bool = False) 
         source = recipes / SCAFFOLD
     # Only those that this recipe takes: the folder has presets of all of them.
     presets = preset_names(bundled.import_recipe(source).Config, recipes / "presets")
-    _copy([source], target)
-    _copy([recipes / "presets" / f"{preset}.yaml" for preset in presets], target / "presets")
-    _copy(sorted(bundled.folder("accelerate_configs").glob("*.yaml")), target / "accelerate_configs")
+    with refuse_unwritable(str(target), "free space, or give a place with write access"):
+        _copy([source], target)
+        _copy([recipes / "presets" / f"{preset}.yaml" for preset in presets], target / "presets")
+        _copy(sorted(bundled.folder("accelerate_configs").glob("*.yaml")), target / "accelerate_configs")
     lines = [
         f"{target}: {source.name}, presets ({', '.join(presets)}) and accelerate_configs; try it in seconds:",
         f"  cd {shlex.quote(str(target))} && accelerate launch {source.name} --smoke",

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError, expand_path, refuse_unwritable
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import METRICS_FILE
 from accel_train.watching.html_report.page import GENERATOR, page_html
@@ -33,13 +33,14 @@ def report(places: Sequence[str], output: str) -> int:
         runs.append(ReportedRun(_name(directory, list(directories)), files, state))
     # A name on the disk may hold bytes that are no text.
     content = page_html(runs).encode("utf-8", "replace")
-    replace_file(path, content)
+    with refuse_unwritable(f"--output {path}", "give a file in a directory with write access"):
+        replace_file(path, content)
     print(f"written: {path}, {readable_size(len(content))}")
     return 0
 
 
 def _refuse_output(path: Path) -> None:
-    """Raise ``UsageError`` for a place without write access, and for a file other than a report."""
+    """Raise ``UsageError`` for a place that holds no file, and for a file other than a report."""
     if path.is_dir():
         raise UsageError(f"--output {path}: is a directory; give the name of a file, such as {path}/report.html")
     if not path.parent.is_dir():

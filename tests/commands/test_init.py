@@ -67,6 +67,17 @@ def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
+def test_a_place_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
+    # Permissions would not stop root. A file holds no directory for anybody.
+    (tmp_path / "file").write_text("kept")
+    target = tmp_path / "file" / "mine"
+    with pytest.raises(
+        UsageError, match=rf"{target}: cannot be written \(Not a directory\); free space, or give a place with"
+    ):
+        cli._main(["init", str(target)])
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 def test_an_unknown_recipe_is_refused_with_the_names(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"--recipe mdit: .* there are causal_lm, lora, mmdit, pde: did you mean 'mmdit'\?"

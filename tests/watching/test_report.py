@@ -373,6 +373,16 @@ def test_a_report_is_replaced_and_nothing_else(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "mine.html").read_text() == "<p>mine</p>"
 
 
+def test_a_place_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
+    run = noisy_run(tmp_path / "run")
+    # Permissions would not stop root. A name of 255 bytes is allowed, and the temporary file beside it is longer.
+    output = tmp_path / f"{'r' * 250}.html"
+    reason = r"cannot be written \(File name too long\); give a file in a directory with write access"
+    with pytest.raises(UsageError, match=rf"--output {output}: {reason}"):
+        cli._main(["report", str(run.path), "--output", str(output)])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 @pytest.mark.parametrize(
     ("low", "high", "ticks"),
     [(0, 60, [0, 20, 40, 60]), (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (-3, 7, [-2, 0, 2, 4, 6]), (5, 5, [5])],
