@@ -114,10 +114,17 @@ def blame(request: Request) -> int:
     found = _read(request, run, measured)
     content = _receipt(found, beginning)
     path = run.directory / REPORT / f"blame-step-{request.step}.json"
-    path.parent.mkdir(exist_ok=True)
-    atomic_files.replace_json(path, content)
-    lines = [*report(found, request.top), f"receipt: {path}"]
+    lines = report(found, request.top)
+    # Before the receipt: a run that cannot be written to has been measured all the same.
     print(atomic_files.to_json(content).rstrip() if request.as_json else "\n".join(lines), flush=True)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        atomic_files.replace_json(path, content)
+    except OSError as error:
+        print(f"no receipt: {path} cannot be written ({error.strerror or error})", file=sys.stderr, flush=True)
+        return 0
+    if not request.as_json:
+        print(f"receipt: {path}", flush=True)
     return 0
 
 

@@ -12,6 +12,7 @@ import pytest
 from accel_train import cli
 from accel_train.config import UsageError
 from accel_train.data.sampler import StepSampler
+from accel_train.rerun import recorded
 from accel_train.rerun.recorded import RecordedRun
 from accel_train.rerun.samples import again, blame, suspects
 from accel_train.store import strict_json
@@ -103,6 +104,31 @@ def test_the_step_that_ended_a_run_is_blamed_on_its_sample(
     with pytest.raises(UsageError, match=r"--step 8: .* ends at step 6; a step up to 7 is required"):
         cli._main([*words, "8"])
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_run_that_cannot_be_written_to_is_measured_all_the_same(
+    as_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A file in the place of the receipt's folder: permissions would not stop root.
+    (tmp_path / "report").write_text("in the way")
+    (tmp_path / "recipe.py").write_text("")
+    run = RecordedRun(str(tmp_path), tmp_path, {"run_id": "e6c2cc91e152"}, [], [])
+    values = {"loss": 2.0, "grad_norm": 3.0}
+    one = {"sample": 8, "position": 0, "values": values, "distance": 0.5}
+    measured = {"samples": [one], "whole": values, "suspects": [], "without_suspects": None}
+    monkeypatch.setattr(recorded, "open_run", lambda place: run)
+    monkeypatch.setattr(recorded, "recipe_of", lambda run, recipe: tmp_path / "recipe.py")
+    # The training itself is tested above.
+    monkeypatch.setattr(again, "observe", lambda *words: measured)
+    assert blame.blame(blame.Request(str(tmp_path), 1, as_json=as_json)) == 0
+    printed = capsys.readouterr()
+    if as_json:
+        assert strict_json.parse(printed.out.encode())["samples"][0]["sample"] == 8
+    else:
+        assert "no suspects: no sample of this step stands out" in printed.out
+    assert "receipt" not in printed.out
+    assert printed.err == f"no receipt: {tmp_path}/report/blame-step-1.json cannot be written (File exists)\n"
 
 
 def test_distances_are_those_of_the_median_and_its_deviations() -> None:
