@@ -11,6 +11,9 @@ from accel_train.config import UsageError
 from accel_train.options.loading import read_options
 from accel_train.pipeline import TrainedModel
 
+TEXTS = ("prompt", "text", "messages")
+"""Options whose values are read by a tokenizer."""
+
 
 def sample(place: str, arguments: Sequence[str], recipe: str | None = None) -> int:
     """Load the model at ``place``, as ``accel_train.load`` does, and sample as the flags of its pipeline ask.
@@ -22,6 +25,7 @@ def sample(place: str, arguments: Sequence[str], recipe: str | None = None) -> i
     directory = loading.find(place)
     pipeline = declared or loading.pipeline_of(directory)
     options: Any = read_options(pipeline.options, arguments, f"accel-train sample {place}")
+    _refuse_undecodable(options)
     # Read first, because a model may take a minute to load.
     adapters = _named(getattr(options, "adapters", ()))
     loaded = pipeline.from_directory(directory, options.device)
@@ -29,6 +33,18 @@ def sample(place: str, arguments: Sequence[str], recipe: str | None = None) -> i
     for line in loaded.sample(options):
         print(line)
     return 0
+
+
+def _refuse_undecodable(options: Any) -> None:
+    """Raise ``UsageError`` for a text with bytes that are not UTF-8. Paths may have them."""
+    for name in TEXTS:
+        # The pipeline of a recipe of one's own may take one text, or none.
+        given = getattr(options, name, None)
+        texts = given if isinstance(given, tuple) else (given,)
+        for text in texts:
+            # Python passes such bytes of the command line on as surrogates, which no tokenizer takes.
+            if isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise UsageError(f"--{name} {text[:60]!r}: valid UTF-8 is required; convert the text to it")
 
 
 def _named(adapters: Sequence[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from accel_train import cli
 from accel_train.config import UsageError
 from accel_train.domains.models.patches import from_patches
 from accel_train.store import commit
-from tests.trained import commit_checkpoint, picture_run, text_run
+from tests.trained import commit_checkpoint, language_run, picture_run, text_run
 
 RECIPE = '''
 from dataclasses import dataclass
@@ -82,6 +82,19 @@ def test_its_help_lists_the_options_of_the_model(tmp_path: Path, capsys: pytest.
     shown = capsys.readouterr().out
     for part in ("--text_file", "--length", "--to {text,latents}", "Sample text from texts or latents"):
         assert part in shown, part
+
+
+def test_bytes_that_are_no_text_are_refused_with_their_option(tmp_path: Path) -> None:
+    """Python passes bytes of the command line that are not UTF-8 on as surrogates."""
+    given = b"a \xff\xfe".decode("utf-8", "surrogateescape")
+    models = {
+        "text": (text_run(tmp_path / "texts"), language_run(tmp_path / "language")),
+        "prompt": (picture_run(tmp_path / "pictures", side=16),),
+    }
+    for option, runs in models.items():
+        for run in runs:
+            with pytest.raises(UsageError, match=rf"--{option} 'a \\udcff\\udcfe': valid UTF-8 is required"):
+                cli._main(["sample", str(run), f"--{option}", "good", given])
 
 
 def test_a_model_of_pictures_draws_prompts(
