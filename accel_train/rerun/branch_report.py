@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from accel_train.metrics.bootstrap import LEVEL
@@ -25,6 +25,13 @@ class Row:
     steps: tuple[int, int]
     """First and last step of the values."""
     found: PairedDifference
+    last_half: bool = False
+    """True for the row of the last half of the steps, beside one of all of them."""
+
+    @property
+    def label(self) -> str:
+        """Name in the table. The steps alone do not tell which of two rows is the last half."""
+        return f"{self.metric}, last half" if self.last_half else self.metric
 
 
 def differences(control: RecordedRun, branch: RecordedRun, start: int, last: int) -> list[Row]:
@@ -40,7 +47,7 @@ def differences(control: RecordedRun, branch: RecordedRun, start: int, last: int
     late = _rows(theirs, _after(ours, middle, last), ["loss"])
     # The same row twice, if only the last half was logged.
     if late != rows:
-        rows += late
+        rows += [replace(row, last_half=True) for row in late]
     rows += _rows(theirs, ours, [name for name in _fields(ours) if name.startswith("loss_")])
     ours = _after(branch.lines("evaluation"), start, last)
     theirs = _after(control.lines("evaluation"), start, last)
@@ -85,7 +92,7 @@ def table(rows: Sequence[Row], start: int, last: int) -> list[str]:
     # Baselines and counts of samples are metrics too, and would fill the table.
     differing = [row for row in rows if not row.found.equal or row.metric == "loss"]
     equal = [row.metric for row in rows if row not in differing]
-    width = max(len(row.metric) for row in rows)
+    width = max(len(row.label) for row in rows)
     head = f"{'metric':<{width}}  {'steps':>13}  {'n':>5}  {'control':>11}  {'branch':>11}  {'difference':>11}"
     lines = [f"means over steps {start + 1} to {last}; intervals of level {LEVEL}"]
     lines.append(f"{head}  {'paired':>10}  {'unpaired':>10}  reading")
@@ -93,7 +100,7 @@ def table(rows: Sequence[Row], start: int, last: int) -> list[str]:
         found = row.found
         steps = f"{row.steps[0]}-{row.steps[1]}"
         lines.append(
-            f"{row.metric:<{width}}  {steps:>13}  {found.count:>5}  {found.a:>11.5g}  {found.b:>11.5g}  "
+            f"{row.label:<{width}}  {steps:>13}  {found.count:>5}  {found.a:>11.5g}  {found.b:>11.5g}  "
             f"{found.difference:>11.3g}  {_plus_minus(found.half_width):>10}  "
             f"{_plus_minus(found.unpaired_half_width):>10}  {found.reading}"
         )

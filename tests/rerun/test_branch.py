@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -197,6 +198,11 @@ def test_rows_have_the_steps_that_both_have(run: Finished) -> None:
     assert rows["l2t_nll", (8, 12)].found.count == 2
     text = "\n".join(branch_report.table(list(rows.values()), 4, 12))
     assert "equal bit for bit: " in text
+    # With few logged steps, their range alone does not tell the last half from the whole.
+    assert re.findall(r"^(loss(?:, last half)?) +(\d+-\d+)", text, re.M) == [
+        ("loss", "5-12"),
+        ("loss, last half", "9-12"),
+    ]
 
 
 @pytest.mark.slow  # the end of an ordinary branch is quick
