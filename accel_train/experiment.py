@@ -172,7 +172,8 @@ def open_experiment(
     _keep_threads(run, accelerator)
     finished = run.start_step >= max_steps and not config.evaluate_only
     if finished:
-        info(logger, *run.finished_notices(max_steps))
+        remedy = schedules.remedy_when_finished(length.schedule, decay_steps, max_steps)
+        info(logger, *run.finished_notices(max_steps, remedy))
     return Opened(
         config=config,
         accelerator=accelerator,

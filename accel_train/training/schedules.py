@@ -158,6 +158,13 @@ def notices(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[st
     ]
 
 
+def remedy_when_finished(config: ScheduleConfig, decay_steps: int, max_steps: int) -> str:
+    """Return what a finished run needs beside a larger ``max_steps`` in order to learn more. Empty for nothing."""
+    if config.kind in _ENDLESS or decay_steps > max_steps:
+        return ""
+    return ", with --schedule.decay_steps and --allow schedule.decay_steps, because the learning rate has decayed"
+
+
 def learning_rate_factor(config: ScheduleConfig, step: int, decay_steps: int) -> float:
     """Learning rate of update `step` (0 = the first) as a fraction of the peak, in [0, 1].
 

@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_train.config import UsageError
-from accel_train.training.schedules import ScheduleConfig, learning_rate_factor, notices, resolve_decay_steps, shortened
+from accel_train.training.schedules import (
+    ScheduleConfig,
+    learning_rate_factor,
+    notices,
+    remedy_when_finished,
+    resolve_decay_steps,
+    shortened,
+)
 
 TOTAL = 97
 TORCH = torch.optim.lr_scheduler
@@ -48,6 +55,14 @@ def test_an_end_elsewhere_than_that_of_the_schedule_is_said() -> None:
     assert notices(ScheduleConfig(kind="constant"), 100, 75) == []
     # Given by the user, who knows.
     assert notices(replace(linear, decay_steps=100), 100, 75) == []
+
+
+def test_a_finished_run_is_told_what_it_takes_to_learn_more() -> None:
+    """More steps alone would be trained with a learning rate of 0."""
+    cosine = ScheduleConfig(kind="cosine")
+    assert "--allow schedule.decay_steps" in remedy_when_finished(cosine, 30, 30)
+    assert remedy_when_finished(cosine, 100, 30) == ""
+    assert remedy_when_finished(ScheduleConfig(kind="constant"), 30, 30) == ""
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 10])
