@@ -104,7 +104,7 @@ def _add_sample(sample: argparse.ArgumentParser) -> None:
         "arguments",
         nargs=argparse.REMAINDER,  # also takes --flags, which the pipeline reads
         help="flags of the model's pipeline; --help after the place lists them",
-    )
+    ).required = False
 
 
 def _add_data(data: argparse.ArgumentParser) -> None:
@@ -116,7 +116,9 @@ def _add_data(data: argparse.ArgumentParser) -> None:
     cache = actions.add_parser("cache", help=text, description=text)
     cache.add_argument("cache_action", choices=("ls", "verify", "clear"), metavar="ls|verify|clear")
     for parser in (check, cache):
-        parser.add_argument("arguments", nargs=argparse.REMAINDER, help="flags; --help behind them lists all")
+        parser.add_argument(
+            "arguments", nargs=argparse.REMAINDER, help="flags; --help behind them lists all"
+        ).required = False
 
 
 def _add_lora(lora: argparse.ArgumentParser) -> None:
@@ -125,7 +127,7 @@ def _add_lora(lora: argparse.ArgumentParser) -> None:
         "arguments",
         nargs=argparse.REMAINDER,
         help="--base MODEL, then any option of the recipe; --help behind the dataset lists its own",
-    )
+    ).required = False
 
 
 def _add_init(init: argparse.ArgumentParser) -> None:
@@ -158,7 +160,7 @@ def _add_recipe(
         "arguments",
         nargs=argparse.REMAINDER,  # also takes --flags, which the recipe parses
         help="preset or YAML file, and flags of the recipe",
-    )
+    ).required = False
 
 
 def _add_launch(command: argparse.ArgumentParser, *, file_required: bool) -> None:

@@ -85,4 +85,4 @@ def _add_branch(branch: argparse.ArgumentParser) -> None:
         "arguments",
         nargs=argparse.REMAINDER,  # also takes the flags of the recipe
         help="--at STEP, --steps N and options to change, such as --optimizer.lr 3e-4; --help behind RUN lists all",
-    )
+    ).required = False

@@ -31,6 +31,16 @@ def call(*arguments: str) -> int:
     return cli._main(arguments)
 
 
+@pytest.mark.parametrize(
+    ("words", "missing"), [(["launch"], "recipe"), (["better", "a"], "B"), (["sample"], "RUN_OR_CHECKPOINT")]
+)
+def test_only_what_is_required_is_asked_for(words: list[str], missing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse counts the flags of a recipe as required as well."""
+    with pytest.raises(SystemExit):
+        call(*words)
+    assert capsys.readouterr().err.endswith(f"the following arguments are required: {missing}\n")
+
+
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))
 @pytest.mark.parametrize("experiment", ["demo", "base", "l2t_qwen"])
 def test_check_accepts_every_preset_with_every_experiment(

@@ -18,7 +18,7 @@ def add_command(commands: Any) -> None:
         "arguments",
         nargs=argparse.REMAINDER,  # also takes the flags of the recipe
         help="options of the evaluation, for both sides, such as --evaluation.samples 2048",
-    )
+    ).required = False
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
