@@ -1,0 +1,65 @@
+"""docs/plans.md has what the planner chooses."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from accel_train.planning.candidates import Candidate
+from tests.planning.plans_page import DEVICES, PAGE, TABLES, Counts, Table, installed, page, planned
+
+OUTDATED = "run: python -m tests.planning.plans_page"
+NAMES = [table.preset for table in TABLES]
+each_table = pytest.mark.parametrize("table", TABLES, ids=NAMES)
+
+
+def test_the_page_is_that_of_the_counts() -> None:
+    assert PAGE.read_text() == page(), OUTDATED
+
+
+@each_table
+def test_more_memory_is_never_slower_on_the_same_device(table: Table) -> None:
+    counts = Counts(table)
+    for gpus, goal in itertools.product(table.gpus, table.goals):
+        if goal == "memory":
+            continue
+        plans = [planned(counts, gpus, gib, goal) for gib in table.gib if DEVICES[gib] == "rtx-4090"]
+        seconds = [plan.chosen.time.total for plan in plans if plan is not None]
+        assert seconds == sorted(seconds, reverse=True)
+
+
+@each_table
+def test_a_goal_is_kept(table: Table) -> None:
+    counts = Counts(table)
+    for gpus, gib in itertools.product(table.gpus, table.gib):
+        plans = {goal: planned(counts, gpus, gib, goal) for goal in table.goals}
+        found = {goal: plan.chosen for goal, plan in plans.items() if plan is not None}
+        for probe in found.values():
+            assert found["speed"].time.total <= probe.time.total
+            assert "memory" not in found or found["memory"].tensors <= probe.tensors
+        plan = plans.get("balanced")
+        if plan is not None:
+            assert plan.chosen.needed_gib(plan.budget) <= 0.8 * 0.95 * gib
+
+
+def repeated() -> list[tuple[Table, int, Candidate]]:
+    """The fastest plans of each table, each once."""
+    found: list[tuple[Table, int, Candidate]] = []
+    for table in TABLES:
+        counts = Counts(table)
+        for gpus, gib in itertools.product(table.gpus, table.gib):
+            plan = planned(counts, gpus, gib, "speed")
+            if plan is not None and (table, gpus, plan.chosen.candidate) not in found:
+                found.append((table, gpus, plan.chosen.candidate))
+    return found
+
+
+# Slow: half a minute for each simulation.
+@pytest.mark.slow
+@pytest.mark.parametrize(("table", "gpus", "candidate"), repeated(), ids=str)
+def test_a_planned_simulation_counts_the_same_again(table: Table, gpus: int, candidate: Candidate) -> None:
+    known = Counts(table)
+    if known.versions != installed():
+        pytest.skip(f"{known.table.counts.name} is of other versions; {OUTDATED} --simulate")
+    assert Counts(table, simulates=True).simulated(gpus, candidate) == known.of(gpus, candidate)
