@@ -1,6 +1,7 @@
 """Train LoRA adapters on a pretrained text-to-image model, from pictures with captions.
 
-    accelerate launch recipes/lora.py      # the demo, offline: flags, on our own MMDiT that has seen none
+    accelerate launch recipes/mmdit.py image_demo   # the base of the demo, offline
+    accelerate launch recipes/lora.py               # the demo: flags, of which that model has seen none
     accelerate launch recipes/lora.py --base.source stabilityai/stable-diffusion-xl-base-1.0 --data.path photos
 
 What is predicted (noise, v, flow or the picture) is taken from the base. Noise, times and dropped captions are
