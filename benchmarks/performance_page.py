@@ -111,7 +111,17 @@ def page(folder: Path) -> str:
     parts += ["## Options one by one", "", *ablations(results), ""]
     parts += ["### Where a step goes", "", DEMO_STEPS_WORDS, "", *table_of("demo_steps", results), ""]
     parts += ["## Muon against AdamW", "", *muon(results), ""]
-    parts += ["## Scaling", "", *scaling(results), "", "## Random numbers", "", *table_of("rng", results)]
+    parts += [
+        "## Scaling",
+        "",
+        *scaling(results),
+        "",
+        "## Random numbers",
+        "",
+        RNG_WORDS,
+        "",
+        *table_of("rng", results),
+    ]
     parts += ["", "## Pictures", "", *table_of("pictures", results)]
     parts += ["", "## Language models", "", *table_of("causal_lm", results)]
     parts += ["", "## The first second", "", STARTUP_WORDS, "", *table_of("startup", results)]
@@ -145,6 +155,9 @@ Purpose and risks of each option: [optimizations.md](optimizations.md)."""
 GPU_WORDS = """`python -m benchmarks.gpu` measures these on one device, with one file per part; `--only PART` repeats
 one part. `python -m benchmarks.one_gpu` runs every launch file that one GPU can run."""
 
+
+RNG_WORDS = """The parts at the end of the table are the operators of torch that the same bits need, each alone; their sum
+is the least that a draw made of them can take."""
 
 DEMO_STEPS_WORDS = """Processor time of a step of both presets, with equal work, and how much of it matrix products,
 convolutions and attention take. Nothing that leaves these products alone can be faster than the bound."""

@@ -63,7 +63,15 @@ def parts(batch: int, shape: tuple[int, ...], device: torch.device, repeats: int
     counters = torch.arange(pairs, dtype=torch.int64, device=device)
     uniform = torch.rand(pairs, device=device).clamp_min_(1e-6)
     radius, angle = torch.rand(2, pairs, device=device)
+    keys = torch.arange(batch, device=device)
+
+    def conversions() -> None:
+        rng._counters(keys, pairs // batch)  # pyright: ignore[reportPrivateUsage]
+        (counters & 0xFFFFFF).to(torch.float32).mul_(0.5)
+        counters.bitwise_right_shift_(0).bitwise_and_(-1).bitwise_or_(1).to(torch.float32).mul_(0.5)
+
     ways = {
+        "counters, shifts and conversions": conversions,
         "the hash of 64 bits": lambda: rng._mix(counters),  # pyright: ignore[reportPrivateUsage]
         "the radius": lambda: uniform.log().mul_(-2.0).sqrt_(),
         "sine and cosine": lambda: torch.polar(radius, angle),
