@@ -156,8 +156,8 @@ GPU_WORDS = """`python -m benchmarks.gpu` measures these on one device, with one
 one part. `python -m benchmarks.one_gpu` runs every launch file that one GPU can run."""
 
 
-RNG_WORDS = """The parts at the end of the table are the operators of torch that the same bits need, each alone; their sum
-is the least that a draw made of them can take."""
+RNG_WORDS = """The parts at the end of the table are the operators of torch that the same bits need, each alone.
+Their sum is the least that a draw made of them can take."""
 
 DEMO_STEPS_WORDS = """Processor time of a step of both presets, with equal work, and how much of it matrix products,
 convolutions and attention take. Nothing that leaves these products alone can be faster than the bound."""
