@@ -167,10 +167,11 @@ class RunOptions:
                 f"overwrite: true with resume: {self.resume} would delete before it is known whether that can be read; "
                 "leave --overwrite out and give an unused --output_dir"
             )
-        if self.init_from is not None and self.resume not in POLICIES:
+        # The same value as in the checkpoint says where its run began, and is no change.
+        if self.resume not in POLICIES and "init_from" in self.allow:
             raise UsageError(
-                f"init_from: {self.init_from} and resume: {self.resume} both name weights to begin with; leave one "
-                "out: --resume goes on with the optimizer and the step, --init_from begins at step 0"
+                f"allow: init_from: the weights are those of resume: {self.resume}, so another init_from would have no "
+                "effect; leave it out, or leave --resume out to begin at step 0 from init_from"
             )
 
 

@@ -179,8 +179,8 @@ def test_overwrite_deletes_nothing_that_no_run_has_written(
 
 def test_weights_come_from_one_place(accelerator: Accelerator, tmp_path: Path) -> None:
     path = make(tmp_path / "other" / "checkpoints", 3)
-    config = WithWeights(str(tmp_path / "run"), resume=str(path), init_from=str(path))
-    with pytest.raises(UsageError, match=r"init_from: .* and resume: .* both name weights"):
+    config = WithWeights(str(tmp_path / "run"), resume=str(path), init_from=str(path), allow=("init_from",))
+    with pytest.raises(UsageError, match=r"allow: init_from: the weights are those of resume: .* no effect"):
         start(accelerator, config)
 
 
