@@ -142,12 +142,12 @@ TABLES = (
 class Counts:
     """What simulations of one preset have counted, by number of GPUs and candidate."""
 
-    def __init__(self, table: Table, *, simulates: bool = False) -> None:
+    def __init__(self, table: Table, folder: Path | None = None) -> None:
+        """Simulate what is missing if there is a ``folder``, for the files that a preset needs."""
         self.table = table
         self.versions, self.found = read(table.counts)
-        self._simulates = simulates
+        self._folder = folder
         self._simulators: dict[int, Simulator] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def of(self, gpus: int, candidate: Candidate) -> Mapping[str, Any]:
         """Return it from the file, or simulate it. Raises ``KeyError`` if that is not wanted, and ``UsageError`` for
@@ -155,7 +155,7 @@ class Counts:
         """
         key = f"{gpus} GPU(s), {candidate}"
         if key not in self.found:
-            if not self._simulates:
+            if self._folder is None:
                 raise KeyError(f"{key}: run python -m tests.planning.plans_page --simulate")
             self.found[key] = self.simulated(gpus, candidate)
             print(f"simulated {key}", file=sys.stderr, flush=True)
@@ -180,10 +180,9 @@ class Counts:
         return kept
 
     def _simulator(self, gpus: int) -> Simulator:
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory()
+        assert self._folder is not None
         if gpus not in self._simulators:
-            arguments = [self.table.preset, *self.table.arguments(Path(self._folder.name))]
+            arguments = [self.table.preset, *self.table.arguments(self._folder)]
             self._simulators[gpus] = Simulator(self.table.recipe, arguments, gpus)
             self._simulators[gpus].read_config()
         return self._simulators[gpus]
@@ -284,11 +283,12 @@ def main(argv: Sequence[str]) -> None:
     for table in TABLES if arguments.simulate else ():
         if arguments.only not in (None, table.preset):
             continue
-        counts = Counts(table, simulates=True)
-        if counts.versions != installed():
-            counts.found.clear()
-        for line in rows(counts, arguments.gpus or table.gpus):
-            print(line, flush=True)
+        with tempfile.TemporaryDirectory() as place:
+            counts = Counts(table, Path(place))
+            if counts.versions != installed():
+                counts.found.clear()
+            for line in rows(counts, arguments.gpus or table.gpus):
+                print(line, flush=True)
     try:
         PAGE.write_text(page())
     except KeyError as error:

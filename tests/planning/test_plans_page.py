@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -55,11 +56,18 @@ def repeated() -> list[tuple[Table, int, Candidate]]:
     return found
 
 
+def short(value: Table | int | Candidate) -> str:
+    """Name a parameter, the same in every process."""
+    return value.preset if isinstance(value, Table) else str(value)
+
+
 # Slow: half a minute for each simulation.
 @pytest.mark.slow
-@pytest.mark.parametrize(("table", "gpus", "candidate"), repeated(), ids=str)
-def test_a_planned_simulation_counts_the_same_again(table: Table, gpus: int, candidate: Candidate) -> None:
+@pytest.mark.parametrize(("table", "gpus", "candidate"), repeated(), ids=short)
+def test_a_planned_simulation_counts_the_same_again(
+    table: Table, gpus: int, candidate: Candidate, tmp_path: Path
+) -> None:
     known = Counts(table)
     if known.versions != installed():
         pytest.skip(f"{known.table.counts.name} is of other versions; {OUTDATED} --simulate")
-    assert Counts(table, simulates=True).simulated(gpus, candidate) == known.of(gpus, candidate)
+    assert Counts(table, tmp_path).simulated(gpus, candidate) == known.of(gpus, candidate)
