@@ -84,7 +84,8 @@ def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved:
         check_repository(options.hub)
     # A resumed run has weights of its own.
     init_from = None
-    if options.overwrite or not manifest.committed(directory / "checkpoints"):
+    resumes = options.resume not in POLICIES or manifest.committed(directory / "checkpoints")
+    if options.overwrite or not resumes:
         init_from = options.init_from
     weights, notes = fetch.find_weights(init_from)
     # Asked before `_prepare_directory`, which deletes them.
@@ -256,6 +257,12 @@ def _check_fetched(checkpoint: Checkpoint, options: RunOptions, experiment: Json
     resolved = dict(checkpoint.manifest.get("resolved", resolved))
     saved = {"experiment": checkpoint.manifest["experiment"], "resolved": resolved}
     try:
+        # The same one says where the checkpoint's run began. Another one may not be allowed: it would have no effect.
+        if experiment.get("init_from") not in (None, saved["experiment"].get("init_from")):
+            raise UsageError(
+                f"init_from: {options.init_from}: the weights are those of resume: {options.resume}; leave init_from "
+                "out, or leave --resume out to begin at step 0 from init_from"
+            )
         _refuse_changes(options, saved, experiment, ("resume", options.resume))
     except UsageError:
         # If it stayed, the next start would find a used directory and resume from it.

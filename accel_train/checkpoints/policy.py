@@ -167,12 +167,6 @@ class RunOptions:
                 f"overwrite: true with resume: {self.resume} would delete before it is known whether that can be read; "
                 "leave --overwrite out and give an unused --output_dir"
             )
-        # The same value as in the checkpoint says where its run began, and is no change.
-        if self.resume not in POLICIES and "init_from" in self.allow:
-            raise UsageError(
-                f"allow: init_from: the weights are those of resume: {self.resume}, so another init_from would have no "
-                "effect; leave it out, or leave --resume out to begin at step 0 from init_from"
-            )
 
 
 def of_this_start(options: RunOptions) -> RunOptions:

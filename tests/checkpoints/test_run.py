@@ -178,10 +178,19 @@ def test_overwrite_deletes_nothing_that_no_run_has_written(
 
 
 def test_weights_come_from_one_place(accelerator: Accelerator, tmp_path: Path) -> None:
-    path = make(tmp_path / "other" / "checkpoints", 3)
-    config = WithWeights(str(tmp_path / "run"), resume=str(path), init_from=str(path), allow=("init_from",))
-    with pytest.raises(UsageError, match=r"allow: init_from: the weights are those of resume: .* no effect"):
-        start(accelerator, config)
+    """Also with --allow, because another init_from would have no effect. The one of the checkpoint's run is its own."""
+    first = start(accelerator, WithWeights(str(tmp_path / "first"), init_from=None))
+    source = make(first.checkpoints, 3)
+    began_at = {**first.saved["experiment"], "init_from": "a"}
+    commit.rewrite_manifest(source, {"experiment": began_at, "resolved": {"optimizer.decay_steps": 10}})
+    config = WithWeights(str(tmp_path / "second"), resume=str(source), init_from="b")
+    for allow in ((), ("init_from",)):
+        with pytest.raises(UsageError, match=r"init_from: b: the weights are those of resume: .*; leave init_from out"):
+            start(accelerator, replace(config, allow=allow))
+    assert not list((tmp_path / "second" / "checkpoints").glob("checkpoint_*"))
+    assert start(accelerator, replace(config, init_from="a", output_dir=str(tmp_path / "third"))).start_step == 3
+    dropped = replace(config, init_from=None, allow=("init_from",), output_dir=str(tmp_path / "fourth"))
+    assert start(accelerator, dropped).start_step == 3
 
 
 RUN_JSON = [
