@@ -292,7 +292,7 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
             continue
         reason = refusal(kinds[key], value)
         # As a path it would be the working directory.
-        if value == "" and key not in MAY_BE_EMPTY and flatten(defaults_tree(cls)).get(key) != "":
+        if not reason and value == "" and key not in MAY_BE_EMPTY and flatten(defaults_tree(cls)).get(key) != "":
             reason = "'' is refused: a value is required, and a shell variable that is not set gives none"
         if reason:
             where_key = place_of(where, places, key.split("."))

@@ -97,6 +97,9 @@ def test_empty_text_is_refused_where_it_has_no_meaning(presets: Path) -> None:
         with pytest.raises(UsageError, match=r"name: '' is refused: a value is required"):
             load(presets, *words)
 
+    with pytest.raises(UsageError, match=r"steps: '' is refused: .*(whole number|integer|number).* is required"):
+        load(presets, "demo", "--steps", "")
+
     @dataclass(frozen=True)
     class WithSuffix(Config):
         suffix: str = ""
