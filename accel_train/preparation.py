@@ -60,9 +60,12 @@ def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, *
     size = fitting.size_of(lambda: model(*shape, **named), offload_frozen=config.offload_frozen)
     fitting.refuse_what_cannot_fit(
         size,
-        config.optimizer.name,
-        training=not config.evaluate_only,
-        has_average=config.ema.decay > 0,
+        fitting.Kept(
+            config.optimizer.name,
+            training=not config.evaluate_only,
+            has_average=config.ema.decay > 0,
+            saves_state=config.checkpoints.save_state,
+        ),
         sharded=strategy_of(accelerator) not in ("single", "ddp"),
         world_size=accelerator.num_processes,
         device=accelerator.device,

@@ -12,18 +12,18 @@ from torch import nn
 
 from accel_train.config import UsageError
 from accel_train.speed.memory import fitting
-from accel_train.speed.memory.fitting import GIB, Size, host_bytes, refuse_what_cannot_fit, size_of
+from accel_train.speed.memory.fitting import GIB, Kept, Size, host_bytes, refuse_what_cannot_fit, size_of
 from recipes import mmdit, pde
 
 ONE_GIB_OF_WEIGHTS = GIB // 4
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def check(parameters: int, optimizer: Any = "adamw", processes: int = 1, trained: float = 1, **given: Any) -> None:
-    usual: dict[str, Any] = {"training": True, "has_average": True, "sharded": False, "device": CPU}
-    options = usual | {"world_size": processes} | given
-    refuse: Any = refuse_what_cannot_fit
-    refuse(Size(parameters, int(parameters * trained), 4 * parameters), optimizer, **options)
+def check(parameters: int, processes: int = 1, trained: float = 1, **given: Any) -> None:
+    kept = {name: given.pop(name) for name in Kept._fields if name in given}
+    usual: dict[str, Any] = {"sharded": False, "device": CPU, "world_size": processes}
+    size = Size(parameters, int(parameters * trained), 4 * parameters)
+    refuse_what_cannot_fit(size, Kept(**{"optimizer": "adamw", "has_average": True} | kept), **usual | given)
 
 
 @pytest.fixture
@@ -37,22 +37,27 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("weights_gib", "options", "says"),
     [
-        (3.2, {}, None),
+        (1.9, {}, None),
         (
-            3.3,
+            2.1,
             {},
-            r"take 16\.5 GiB \(weights 3\.3 GiB, EMA, gradient, state of adamw at 16 bytes for each trained "
-            r"parameter\), and this host with 1 ",
+            r"take 16\.8 GiB \(weights 2\.1 GiB, EMA, gradient, state of adamw at 16 bytes for each trained "
+            r"parameter; in a save no gradient, and a snapshot of 16 bytes for each\), and this host with 1 ",
         ),
-        (14, {"trained": 0.03}, None),
-        (15, {"trained": 0.03}, r"parameters, 120,795,955 of them trained, take 16\.8 GiB \(weights 15\.0 GiB, EMA"),
-        (3.3, {"has_average": False}, None),
-        (3.3, {"optimizer": "muon"}, None),
+        (13, {"trained": 0.03}, None),
+        (14, {"trained": 0.03}, r"parameters, 112,742,891 of them trained, take 16\.9 GiB \(weights 14\.0 GiB, EMA"),
+        (2.6, {"has_average": False}, None),
+        (2.7, {"has_average": False}, r"take 16\.2 GiB .* snapshot of 12 bytes"),
+        (2.6, {"optimizer": "muon"}, None),
+        (2.6, {"saves_state": False}, None),
+        (2.7, {"saves_state": False}, r"take 16\.2 GiB .* snapshot of 8 bytes"),
+        (4.1, {"saves_state": False, "has_average": False}, r"gradient, state of adamw at 12 .*parameter\), and"),
         (7.9, {"training": False}, None),
         (8.1, {"training": False}, r"\(weights 8\.1 GiB, EMA at 4 bytes for each trained parameter\)"),
-        (1.7, {"processes": 2}, r"take 17\.0 GiB .*this host with 2 process\(es\) has 16\.0 GiB"),
-        (1.7, {"processes": 2, "sharded": True}, None),
-        (3.3, {"processes": 2, "sharded": True}, r"16\.5 GiB .*; divided by 2 processes\), and this host"),
+        (1.3, {"processes": 2}, None),
+        (1.4, {"processes": 2}, r"take 16\.8 GiB .*this host with 2 process\(es\) has 16\.0 GiB"),
+        (1.9, {"processes": 2, "sharded": True}, None),
+        (2.1, {"processes": 2, "sharded": True}, r"16\.8 GiB .*; divided by 2 processes; in a save .*, and this host"),
         (8.1, {"processes": 2, "sharded": True}, r"take 16\.2 GiB as weights, which each of 2 .* start fewer"),
         (0.7, {"device": GPU}, None),
         (0.9, {"device": GPU}, r"take 4\.5 GiB .*cuda:0 has 4\.0 GiB.*fsdp2\.yaml"),

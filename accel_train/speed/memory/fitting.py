@@ -21,6 +21,24 @@ OPTIMIZER_BYTES = {"adamw": 8, "muon": 4, "adamw8bit": 2, "adamw_offload": 0}
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
+class Kept(NamedTuple):
+    """What a run keeps in memory for each trained parameter, beside its weight."""
+
+    optimizer: str
+    training: bool = True
+    has_average: bool = False
+    saves_state: bool = True
+    """Saves hold the optimizer state."""
+
+    def snapshot_bytes(self) -> int:
+        """Return the bytes of each trained parameter in the snapshot of a save, over all processes."""
+        if not self.training:
+            return 0
+        average = FP32_BYTES if self.has_average else 0
+        state = OPTIMIZER_BYTES.get(self.optimizer, 0) if self.saves_state else 0
+        return FP32_BYTES + average + state
+
+
 class Size(NamedTuple):
     """Size of a model."""
 
@@ -46,10 +64,8 @@ def size_of(build: Callable[[], nn.Module], *, offload_frozen: bool = False) -> 
 
 def refuse_what_cannot_fit(
     size: Size,
-    optimizer: str,
+    kept: Kept,
     *,
-    training: bool,
-    has_average: bool,
     sharded: bool,
     world_size: int,
     device: torch.device,
@@ -58,8 +74,9 @@ def refuse_what_cannot_fit(
     """Raise ``UsageError`` if weights, gradients, optimizer state and EMA exceed all available memory.
 
     A lower bound: activations are not counted. Under a sharding strategy everything counts as sharded, and host
-    memory as the device's, because of offloading. Each process builds the weights whole. ``given`` are the options set
-    by the user, for the message.
+    memory as the device's, because of offloading. Each process builds the weights whole. On a CPU the snapshot of a
+    save counts as well, which is taken at the end at the latest. ``given`` are the options set by the user, for the
+    message.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
     host = host_bytes()
@@ -74,7 +91,7 @@ def refuse_what_cannot_fit(
             f"and it has {_gib(host)} of memory; make the model smaller, or start fewer processes on a host"
         )
 
-    state_bytes, state_parts = _state_of_trained(optimizer, training=training, has_average=has_average)
+    state_bytes, state_parts = _state_of_trained(kept)
     on_device = size.weight_bytes - size.offloaded_bytes
     required = on_device + size.trained * state_bytes
     parts = ", ".join([f"weights {_gib(on_device)}", *state_parts])
@@ -85,6 +102,12 @@ def refuse_what_cannot_fit(
     if device.type == "cpu":
         # There is no other memory to keep them in.
         required = (required + size.offloaded_bytes) * local
+        # By then the gradients are freed. The processes share one snapshot, but without sharding no gradient.
+        gradient = FP32_BYTES / (world_size if sharded else 1)
+        more = size.trained * local * (kept.snapshot_bytes() / world_size - gradient)
+        if kept.training and more > 0:
+            required += more
+            parts += f"; in a save no gradient, and a snapshot of {kept.snapshot_bytes()} bytes for each"
         available = host
         place = f"this host with {local} process(es)"
     else:
@@ -101,17 +124,17 @@ def refuse_what_cannot_fit(
         )
 
 
-def _state_of_trained(optimizer: str, *, training: bool, has_average: bool) -> tuple[int, list[str]]:
+def _state_of_trained(kept: Kept) -> tuple[int, list[str]]:
     """Return the bytes of each trained parameter beside its weight, and a description of them."""
     bytes_each = 0
     parts: list[str] = []
-    if has_average:
+    if kept.has_average:
         bytes_each += FP32_BYTES
         parts.append("EMA")
-    if training:
+    if kept.training:
         # The gradient is fp32, as the masters are.
-        bytes_each += FP32_BYTES + OPTIMIZER_BYTES.get(optimizer, 0)
-        parts += ["gradient", f"state of {optimizer}"]
+        bytes_each += FP32_BYTES + OPTIMIZER_BYTES.get(kept.optimizer, 0)
+        parts += ["gradient", f"state of {kept.optimizer}"]
     if parts:
         parts[-1] += f" at {bytes_each} bytes for each trained parameter"
     return bytes_each, parts
