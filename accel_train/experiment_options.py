@@ -232,8 +232,11 @@ class ExperimentConfig:
         return None if source is None else str(source)
 
     def is_default(self, option: str) -> bool:
-        """Return True if nobody set ``option``, neither a preset nor the command line."""
-        return origin_of(self, option) == "default"
+        """Return True if nobody set ``option``, or a file to its default: the config.yaml of a run has every option."""
+        origin = origin_of(self, option)
+        if origin in ("default", "command line"):
+            return origin == "default"
+        return flatten(to_tree(self))[option] == flatten(defaults_tree(type(self)))[option]
 
     def replaced_by_flags(self, flags: Mapping[str, Any]) -> dict[str, str]:
         """Return the options that ``flags`` take the place of, each with that flag: a run has one length."""

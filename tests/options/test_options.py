@@ -600,6 +600,14 @@ def test_a_saved_config_leaves_out_what_belongs_to_one_call(tmp_path: Path) -> N
     assert (again.resume, again.allow, again.overwrite) == ("auto", (), False)
 
 
+def test_a_saved_config_sets_what_differs_from_the_defaults(tmp_path: Path) -> None:
+    config = load_config(Config, ["--sync", "every"], presets=PRESETS).config
+    write_config(config_text(config), tmp_path / "config.yaml")
+    again = load_config(Config, [str(tmp_path / "config.yaml"), "--attention", "auto"], presets=PRESETS).config
+    names = ("sync", "attention", "optimizer.name", "step_guard")  # the last is no option
+    assert [again.is_default(name) for name in names] == [False, False, True, True]
+
+
 def launch_files() -> list[Path]:
     return sorted(LAUNCH_FILES.glob("*"))
 
