@@ -21,7 +21,7 @@ from accel_train.config import (
     origin_of,
 )
 from accel_train.data.options import BatchScheduleConfig, LoaderConfig
-from accel_train.hub.options import HubConfig, refuse_without_metric
+from accel_train.hub.options import HubConfig, refuse_choice_of_pushes
 from accel_train.metrics.profiling.options import ProfileConfig
 from accel_train.metrics.progress import Labels, LogConfig
 from accel_train.options.tree import config_text, defaults_tree, experiment_tree, flatten, option_names, to_tree
@@ -317,7 +317,7 @@ class ExperimentConfig:
         self._resolve_micro_batch()
         if self.recipe.one_loss_term:
             self.balance.refuse_single_term(1)
-        refuse_without_metric(self.hub, self.checkpoints.best_metric)
+        refuse_choice_of_pushes(self.hub, self.checkpoints.best_metric)
         optimizer = self.optimizer
         self.batch_schedule.refuse_unmeasurable(
             self.global_batch_size, optimizer.name, optimizer.betas[0], self.max_epochs

@@ -76,6 +76,7 @@ class Config(experiment.ExperimentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         pretrained.refuse_adapters_without_source(self.model, self.lora)
+        self.data.refuse_beside(self.model.source)
 
 
 # ------------------------------------------------------------------------------------------------------------ loss

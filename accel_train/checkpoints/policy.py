@@ -83,11 +83,41 @@ class CheckpointConfig:
                 f"checkpoints.keep_best: {self.keep_best} requires checkpoints.best_metric, the name of an evaluation "
                 "metric (a key of evaluation.json); add it"
             )
+        self._refuse_without_effect()
         invalid = invalid_pins(self.pinned)
         if invalid:
             raise UsageError(
                 f"checkpoints.pinned: {invalid[0]!r} is not a checkpoint name; give e.g. checkpoint_00001200"
             )
+
+    def _refuse_without_effect(self) -> None:
+        """Raise ``UsageError`` for options of retention that others leave nothing to decide."""
+        more = [name for name in _KEEP_MORE if getattr(self, name)]
+        if more and self.keep_last == 0:
+            raise UsageError(
+                f"checkpoints.{more[0]}: {getattr(self, more[0])}: has no effect with checkpoints.keep_last: 0, which "
+                "keeps every checkpoint; give --checkpoints.keep_last 1 or more, or leave it out"
+            )
+        if self.keep_state_last and not self.save_state:
+            raise UsageError(
+                f"checkpoints.keep_state_last: {self.keep_state_last}: has no effect with checkpoints.save_state: "
+                "false, which saves no optimizer state; leave one of the two out"
+            )
+        if self.keep_state_last >= self.keep_last > 0 and not more:
+            raise UsageError(
+                f"checkpoints.keep_state_last: {self.keep_state_last}: has no effect with checkpoints.keep_last: "
+                f"{self.keep_last}, which keeps no more checkpoints than that; give less than {self.keep_last}, keep "
+                "more, or leave it out"
+            )
+        if self.best_mode == "max" and self.best_metric is None:
+            raise UsageError(
+                "checkpoints.best_mode: max: has no effect without checkpoints.best_metric; give the name of an "
+                "evaluation metric, or leave it out"
+            )
+
+
+_KEEP_MORE = ("keep_best", "keep_every", "keep_window_steps", "keep_window_epochs")
+"""Options that keep checkpoints older than the newest ``keep_last``."""
 
 
 def refuse_unknown_metric(best_metric: str | None, metrics: Sequence[str]) -> None:

@@ -47,11 +47,21 @@ class HubConfig:
             )
 
 
-def refuse_without_metric(config: HubConfig, best_metric: str | None) -> None:
-    """Raise ``UsageError`` for ``push: best`` without a metric to compare by."""
-    if config.repo_id is not None and config.push == "best" and best_metric is None:
+def refuse_choice_of_pushes(config: HubConfig, best_metric: str | None) -> None:
+    """Raise ``UsageError`` for ``push: best`` without a metric to compare by, and ``push_every`` beside another choice.
+
+    Only for pushes during a run. By hand any checkpoint can be pushed.
+    """
+    if config.repo_id is None:
+        return
+    if config.push == "best" and best_metric is None:
         raise UsageError(
             "hub.push: best needs a figure to compare by; set checkpoints.best_metric, or hub.push every or last"
+        )
+    if config.push != "every" and config.push_every > 1:
+        raise UsageError(
+            f"hub.push_every: {config.push_every}: has no effect with hub.push: {config.push}; give --hub.push every, "
+            "or leave it out"
         )
 
 

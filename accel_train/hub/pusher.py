@@ -21,7 +21,7 @@ from typing import Literal
 
 import accel_train
 from accel_train.hub.errors import describe
-from accel_train.hub.options import HubConfig, refuse_without_metric
+from accel_train.hub.options import HubConfig, refuse_choice_of_pushes
 from accel_train.hub.queue import Entry, HubQueue, Reason
 from accel_train.store import names, run_file
 from accel_train.store.manifest import Checkpoint
@@ -66,7 +66,7 @@ class Pusher:
         best_metric: str | None = None,
         best_mode: Literal["min", "max"] = "min",
     ) -> None:
-        refuse_without_metric(config, best_metric)
+        refuse_choice_of_pushes(config, best_metric)
         self._config = config
         self._metric = best_metric
         self._mode = best_mode

@@ -70,6 +70,11 @@ class ScheduleConfig:
                 f"schedule.cycles={self.cycles}, schedule.cycle_steps={self.cycle_steps}: kind=cosine_restarts "
                 "needs exactly one of the two. Give cycles (how many) or cycle_steps (length of the first)."
             )
+        if self.cycles == 1 and self.cycle_multiplier not in (None, 1):
+            raise UsageError(
+                f"schedule.cycle_multiplier={self.cycle_multiplier}: has no effect with cycles=1, which has no second "
+                "cycle. Give more cycles, or leave it out."
+            )
         if self.kind == "inverse_sqrt" and self.warmup_steps == 0:
             raise UsageError(
                 "schedule.warmup_steps=0: kind=inverse_sqrt decays as sqrt(warmup_steps / step) and needs at least 1. "

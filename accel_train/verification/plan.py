@@ -94,6 +94,7 @@ def common_flags(options: Mapping[str, Any], arguments: Sequence[str], sizes: Si
         "checkpoints.keep_best": "0",
         # Most runs skip the evaluation that has the metric.
         "checkpoints.best_metric": "None",
+        "checkpoints.best_mode": "min",
         **_schedule(options, sizes),
     }
     given = given_flags(arguments)
@@ -109,7 +110,8 @@ def _schedule(options: Mapping[str, Any], sizes: Sizes) -> dict[str, str]:
         flags["schedule.decay_steps"] = str(4 * sizes.steps)
         flags["schedule.floor"] = str(options["schedule.floor"])
     if kind == "cosine_restarts":
-        flags["schedule.cycles"] = "1"
+        # Of two, so that a multiplier of the user has its effect.
+        flags["schedule.cycles"] = "2"
     return flags
 
 

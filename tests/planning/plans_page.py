@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError
-from accel_train.planning.candidates import LAUNCH_FILES, MODES, Candidate, Space, divisors
+from accel_train.planning.candidates import LAUNCH_FILES, MODES, OFFLOADS, Candidate, Space, divisors
 from accel_train.planning.command import budget_of
 from accel_train.planning.devices import rated
 from accel_train.planning.flags import Goal, Options
@@ -98,6 +99,8 @@ class Table:
     goals: tuple[Goal, ...] = ("speed", "balanced", "memory")
     gpus: tuple[int, ...] = (1, 2, 4, 8)
     gib: tuple[int, ...] = tuple(DEVICES)
+    deepspeed: bool = False
+    """Launch files with an offload are searched as well."""
     arguments: Callable[[Path], list[str]] = nothing
     """Flags behind the preset. May write what they name into a folder."""
 
@@ -111,9 +114,11 @@ class Table:
         return read_yaml(ROOT / "recipes" / "presets" / f"{self.preset}.yaml")
 
     def space(self, gpus: int) -> Space:
-        """What ``accel-train plan`` searches without DeepSpeed."""
+        """What ``accel-train plan`` searches, with DeepSpeed for the tables that have it."""
         total = self.options()["global_batch_size"]
         strategies = ("fsdp2", "ddp") if gpus > 1 else ("single",)
+        if self.deepspeed:
+            strategies += OFFLOADS
         return Space(gpus, total, strategies, MODES, divisors(total // gpus), frozenset())
 
 
@@ -191,7 +196,7 @@ class Counts:
 def planned(counts: Counts, gpus: int, gib: int, goal: Goal) -> Plan | None:
     """The plan of ``accel-train plan``, None if nothing fits."""
     table = counts.table
-    budget = budget_of(Options(gpus, float(gib), goal=goal))
+    budget = budget_of(Options(gpus, float(gib), goal=goal, host_gib=math.inf))
     rates = rated(DEVICES[gib], table.options()["precision"], gpus).rates
     given = table.space(gpus)
 
@@ -219,6 +224,9 @@ def cell(plan: Plan | None) -> str:
     if one.blocks is not None:
         words += f" on {one.blocks} of {probe.counted['blocks']}"
     words += f": {probe.needed_gib(plan.budget):.1f} GiB"
+    host = probe.needed_host_gib(plan.budget)
+    if host:
+        words += f" and {host:.0f} of host memory"
     return f"{words}, {probe.time.total:.3g} s"
 
 

@@ -19,11 +19,12 @@ ONE_GIB_OF_WEIGHTS = GIB // 4
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def check(parameters: int, processes: int = 1, trained: float = 1, **given: Any) -> None:
-    kept = {name: given.pop(name) for name in Kept._fields if name in given}
+def check(parameters: int, *, processes: int = 1, trained: float = 1, **given: Any) -> None:
+    kept: dict[str, Any] = {"optimizer": "adamw", "has_average": True}
+    kept |= {name: given.pop(name) for name in Kept._fields if name in given}
     usual: dict[str, Any] = {"sharded": False, "device": CPU, "world_size": processes}
     size = Size(parameters, int(parameters * trained), 4 * parameters)
-    refuse_what_cannot_fit(size, Kept(**{"optimizer": "adamw", "has_average": True} | kept), **usual | given)
+    refuse_what_cannot_fit(size, Kept(**kept), **usual | given)
 
 
 @pytest.fixture

@@ -76,10 +76,23 @@ class DataConfig:
                 "--data.heldout_fraction 0 without --data.heldout_path leaves nothing to evaluate on. Set a fraction "
                 "such as 0.04, or give held-out rows."
             )
+        if self.heldout_path is not None and self.heldout_fraction not in (0, DataConfig.heldout_fraction):
+            raise UsageError(
+                f"--data.heldout_fraction {self.heldout_fraction:g} has no effect with --data.heldout_path "
+                f"{self.heldout_path!r}. Leave it at its default {DataConfig.heldout_fraction:g}, or give 0."
+            )
         if self.tokenizer not in (None, tokenizers.TRAINED) and self.vocab_size is not None:
             raise UsageError(
                 f"--data.vocab_size {self.vocab_size} has no effect with --data.tokenizer {self.tokenizer!r}. Leave it "
                 "out, or set the tokenizer to 'trained'."
+            )
+
+    def refuse_beside(self, source: str | None) -> None:
+        """Raise ``UsageError`` for options of a trained tokenizer with a model that has its own."""
+        if source is not None and self.tokenizer is None and self.vocab_size is not None:
+            raise UsageError(
+                f"--data.vocab_size {self.vocab_size} has no effect with --model.source {source!r}, whose tokenizer is "
+                "used. Leave it out, or set the tokenizer to 'trained'."
             )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train import simulated
-from accel_train.config import PositiveInt, UsageError
+from accel_train.config import PositiveInt, UsageError, expand_path
 from accel_train.domains.models.lora import CONFIG_FILE, CPU, LoraConfig, adapter_config, apply_lora
 from accel_train.precision import Precision
 from accel_train.store.atomic_files import write_json
@@ -83,6 +83,10 @@ def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any
     Raises ``UsageError`` for an unknown architecture, an option missing from its config, and too small a vocabulary or
     number of positions.
     """
+    if options.source is not None and options.revision is not None and expand_path(options.source).is_dir():
+        raise UsageError(
+            f"--model.revision {options.revision!r}: {options.source} is a folder and has no revisions; leave it out"
+        )
     config = _load_config(options.source, options.revision) if options.source else _from_scratch(options, tokenizer)
     # An id beyond the embeddings would be an index error on a CPU, and on a GPU an assertion without a name.
     needed = 1 + max(tokenizer.get_vocab().values())

@@ -70,6 +70,11 @@ class ObjectiveConfig:
                 f"objective.inverse_every {self.inverse_every} with freeze_autoencoder true: the inverse terms train "
                 "encoder and decoder, so a second stage that freezes them has none. Leave one of the two out."
             )
+        if self.inverse_weight == 0 and self.inverse_every != 1:
+            raise UsageError(
+                f"objective.inverse_every {self.inverse_every}: has no effect with inverse_weight 0, which leaves the "
+                "inverse terms out. Give a weight, or leave inverse_every out."
+            )
         if self.queries is None and self.query_sampling != "stratified":
             raise UsageError(
                 f"objective.query_sampling {self.query_sampling}: has no effect without objective.queries. Give their "
@@ -105,6 +110,13 @@ class ConditioningConfig:
                 f"evaluation.conditioning.candidates {self.candidates}: at most {MOST_CANDIDATES} next steps can be "
                 "tried from a state; lower it, or raise evaluation.conditioning.beam"
             )
+        for name in ("beam", "horizon"):
+            value = getattr(self, name)
+            if self.candidates == 1 and value != getattr(ConditioningConfig, name):
+                raise UsageError(
+                    f"evaluation.conditioning.{name} {value}: has no effect with candidates 1, the plain step alone; "
+                    "raise candidates, or leave it out"
+                )
 
 
 @dataclass(frozen=True)

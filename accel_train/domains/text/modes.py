@@ -81,6 +81,9 @@ class ModeConfig:
     def _refuse_unread(self) -> None:
         phases = self.parsed() or [phase_of_step(self, 0)]
         modes = {mode for phase in phases for mode in phase.modes}
+        if all(phase.mode == "mixed" for phase in phases):
+            # A weight of 0 is never drawn.
+            modes = {mode for mode, weight in zip(MODES, self.weights, strict=True) if weight}
         has_effect = {
             "weights": any(phase.mode == "mixed" for phase in phases),
             "latent_weight": modes != {"l2t"},
@@ -92,8 +95,9 @@ class ModeConfig:
         if ignored:
             values = ", ".join(f"modes.{name} {_as_flag(getattr(self, name))}" for name in ignored)
             defaults = " ".join(f"--modes.{name} {_as_flag(getattr(type(self), name))}" for name in ignored)
+            drawn = f"modes.weights {_as_flag(self.weights)}" if self.mode == "mixed" else f"modes.mode {self.mode}"
             raise UsageError(
-                f"{values}: has no effect with modes.mode {self.mode}. Leave it out. If a preset sets it, reset it "
+                f"{values}: has no effect with {drawn}. Leave it out. If a preset sets it, reset it "
                 f"with {defaults}."
             )
 

@@ -113,6 +113,21 @@ class HealthConfig:
                 f"health.spike: {self.spike}: nothing looks for spikes, because health.spike_factor is 0; set it, such "
                 "as --health.spike_factor 10, or leave spike out"
             )
+        if self.spike_window != HealthConfig.spike_window and not self.finds_spikes:
+            raise UsageError(
+                f"health.spike_window: {self.spike_window}: nothing looks for spikes, because health.spike_factor is "
+                "0; set it, such as --health.spike_factor 10, or leave spike_window out"
+            )
+        if self.max_skipped != HealthConfig.max_skipped and not self.skips:
+            raise UsageError(
+                f"health.max_skipped: {self.max_skipped}: has no effect with health.non_finite: {self.non_finite}, "
+                "which skips no step; give --health.non_finite skip, or leave it out"
+            )
+        if self.max_rollbacks != HealthConfig.max_rollbacks and self.non_finite != "rollback":
+            raise UsageError(
+                f"health.max_rollbacks: {self.max_rollbacks}: has no effect with health.non_finite: "
+                f"{self.non_finite}, which never goes back; give --health.non_finite rollback, or leave it out"
+            )
 
     def describe(self) -> list[str]:
         """Return notices about the treatment of bad steps. Empty for the defaults."""

@@ -21,7 +21,7 @@ from accel_train.domains.images.dataset import PictureDataset, prepare_pictures
 from accel_train.domains.images.latent_cache import CachedPictures, Filling, cached_latents, cached_texts, text_key
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
-from accel_train.domains.images.pipelines.loading import Base, DiffusersBase
+from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
 from accel_train.domains.images.trained_text.adapters import with_frozen_text
 from accel_train.domains.images.weighting.class_pictures import draw_missing
@@ -89,9 +89,14 @@ class Inputs:
     ) -> Denoising:
         """Return the denoiser's training process, on the device of the VAE.
 
-        Raises ``UsageError`` for a weighting of another process.
+        Raises ``UsageError`` for a weighting of another process, and a scale of guidance that the denoiser lacks.
         """
         refuse_foreign_weights(options, times, levels, self.base.source)
+        if self.base.config.guidance != BaseConfig.guidance and not getattr(denoiser_config, "guidance_embeds", False):
+            raise UsageError(
+                f"base.guidance: {self.base.config.guidance:g}: has no effect with {self.base.source}, whose denoiser "
+                "takes no scale of guidance; leave it out (evaluation.guidance is that of the pictures drawn)"
+            )
         device = self.pipeline.vae.device
         return Denoising(
             family=self.base.family,
