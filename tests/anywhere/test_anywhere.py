@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ class Following:
     """Devices from then on, one number for each start but the last."""
     saves: int = 1
     """Steps saved by a start before the change."""
-    lost: int = 0
-    """Processes killed."""
+    saved_at_kill: list[int] = field(default_factory=list[int])
+    """Step of the newest checkpoint just before each kill."""
     _done: int = 0
     _count: int = 0
 
@@ -45,7 +45,7 @@ class Following:
             self._count = self.changes[self._done]
             self._done += 1
             if self._count < 0:
-                self.lost += 1
+                self.saved_at_kill.append(self._newest())
                 kill_a_worker()
         return abs(self._count or self.first)
 
@@ -56,8 +56,10 @@ class Following:
         if len(starts) != self._done + 1:
             return False
         began = next((event["step"] for event in events[starts[-1] :] if event["event"] == "resume"), 0)
-        saved = max((step for step, _ in manifest.committed(self.directory / "checkpoints")), default=-1)
-        return saved >= began + self.saves
+        return self._newest() >= began + self.saves
+
+    def _newest(self) -> int:
+        return max((step for step, _ in manifest.committed(self.directory / "checkpoints")), default=-1)
 
 
 def kill_a_worker() -> None:
@@ -115,8 +117,6 @@ def test_a_run_goes_on_with_fewer_devices(tmp_path: Path, capfd: pytest.CaptureF
 
 CHANGES = [2, 1, 4, -4, 1, 2, -2, 4, 1, 4]
 STEPS = 50
-COMPARED = 40
-"""Steps with losses within 1e-6: differences in the last bit, which a layout makes, grow with every step."""
 
 
 @pytest.mark.slow
@@ -130,6 +130,8 @@ def test_ten_changes_leave_the_trajectory(tmp_path: Path) -> None:
         files.append(str(path))
     # Micro-batches of 1 make steps slow, so that few of them pass until a change is seen.
     flags = [preset, *small, *f"--max_steps {STEPS} --micro_batch_size 1 --checkpoints.save_every 1".split()]
+    # Differences in the last bit, which a layout makes, grow with every step, by its learning rate.
+    flags += ["--optimizer.lr", "1e-4"]
 
     def run(name: str, devices: Callable[[Path], Following]) -> tuple[Path, Following]:
         folder = tmp_path / name
@@ -141,20 +143,22 @@ def test_ten_changes_leave_the_trajectory(tmp_path: Path) -> None:
 
     disturbed, following = run("disturbed", lambda directory: Following(directory, 4, CHANGES))
     undisturbed, _ = run("undisturbed", lambda directory: Following(directory, 1, []))
-    assert following.lost == 2
     found, expected = losses(disturbed), losses(undisturbed)
-    assert found[:COMPARED] == pytest.approx(expected[:COMPARED], rel=1e-6)
-    assert found == pytest.approx(expected, rel=1e-5)
     assert len(found) == STEPS
+    print("largest relative difference", max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)))
+    assert found == pytest.approx(expected, rel=1e-6)
     content = json.loads((disturbed / "anywhere.json").read_text())
     assert content["verdict"]["problems"] == []
     segments = content["segments"]
     assert len(segments) == 1 + len(CHANGES)
+    resumed_after_kill: list[int] = []
     for before, after in itertools.pairwise(segments):
-        lost = before["last_step"] - after["resumed_from"]
         if "stopped" in before["ended"]:
-            assert lost == 0, (before, after)
+            assert before["last_step"] == after["resumed_from"], (before, after)
         else:
-            # No more than since the last save, and what was trained again is the same.
-            assert 0 <= lost <= 2, (before, after)
+            resumed_after_kill.append(after["resumed_from"])
+    # Nothing is lost that was saved. A save in progress at the kill may have been committed after it.
+    assert len(resumed_after_kill) == len(following.saved_at_kill) == 2
+    for resumed, saved in zip(resumed_after_kill, following.saved_at_kill, strict=True):
+        assert saved <= resumed, (resumed, saved)
     assert content["verdict"]["largest_difference"] < 1e-6
