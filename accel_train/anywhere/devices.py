@@ -12,7 +12,13 @@ from accel_train.config import UsageError, expand_path
 
 LARGEST = 1024
 COUNT = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
+MEMORY = """
+import torch
+cuda = torch.cuda
+print(min((cuda.get_device_properties(i).total_memory for i in range(cuda.device_count())), default=0))
+"""
 SECONDS_BETWEEN_COUNTS = 60.0
+GIB = 2**30
 
 
 class Devices(Protocol):
@@ -74,8 +80,18 @@ class VisibleDevices:
         return self._last
 
 
+def visible_vram_gib() -> float:
+    """Return the memory in GiB of the smallest GPU visible to torch, 0 without any."""
+    return _answer(MEMORY) / GIB
+
+
 def _visible() -> int:
+    return _answer(COUNT)
+
+
+def _answer(program: str) -> int:
+    """Return the number that a program prints, 0 if it fails."""
     # In a process of its own: a driver tells one process always the same number, and its memory is the run's.
-    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     lines = done.stdout.split()
     return int(lines[-1]) if lines and lines[-1].isdigit() else 0

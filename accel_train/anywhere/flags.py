@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from typing import Any
 
+from accel_train.anywhere.devices import visible_vram_gib
 from accel_train.config import UsageError
 
 HELP = "train on the devices that are there, and go on with another layout when their number changes"
@@ -52,9 +54,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--vram_gib",
-        type=float,
-        help="memory of one GPU in GiB: `accel-train plan` then chooses strategy, micro-batch and activation "
-        "checkpointing for each number of devices",
+        metavar="GIB",
+        help="memory of one GPU in GiB, or auto for that of the smallest one here: `accel-train plan` then chooses "
+        "strategy, micro-batch and activation checkpointing for each number of devices",
     )
     parser.add_argument("--rehearse", action="store_true", help="CPU processes in the place of the devices")
     parser.add_argument(
@@ -68,6 +70,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _vram_gib(text: str) -> float:
+    if text == "auto":
+        found = visible_vram_gib()
+        if not found:
+            raise UsageError("vram_gib: auto: torch sees no GPU here; give the memory of one in GiB, such as 80")
+        return found
+    try:
+        given = float(text)
+    except ValueError:
+        given = math.nan
+    if not 0 < given < math.inf:
+        raise UsageError(f"vram_gib: {text}: the memory of one GPU in GiB is required, or auto; give 80")
+    return given
+
+
 def request_of(arguments: Any) -> Request:
     """Return the request of parsed arguments. Raises ``UsageError``."""
     if not arguments.anywhere:
@@ -79,8 +96,6 @@ def request_of(arguments: Any) -> Request:
         value = getattr(arguments, name)
         if not value >= low:
             raise UsageError(f"{name}: {value:g}: {low} or more is required; give --{name} {low} or more")
-    if arguments.vram_gib is not None and not arguments.vram_gib > 0:
-        raise UsageError(f"vram_gib: {arguments.vram_gib:g}: the memory of one GPU in GiB is required; give 80")
     if arguments.vram_gib is not None and arguments.config_files:
         raise UsageError("vram_gib with --config_file: a plan writes its own launch files; leave one of the two out")
     return Request(
@@ -88,7 +103,7 @@ def request_of(arguments: Any) -> Request:
         arguments=tuple(arguments.arguments),
         config_files=tuple(arguments.config_files),
         devices=arguments.devices,
-        vram_gib=arguments.vram_gib,
+        vram_gib=None if arguments.vram_gib is None else _vram_gib(arguments.vram_gib),
         rehearse=arguments.rehearse,
         max_restarts=arguments.max_restarts,
         grace_seconds=arguments.grace_seconds,

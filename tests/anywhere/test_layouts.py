@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
+import torch
 
 from accel_train import cli
-from accel_train.anywhere import devices
+from accel_train.anywhere import devices, flags
 from accel_train.anywhere.devices import ListedDevices, VisibleDevices
 from accel_train.anywhere.flags import Request
 from accel_train.anywhere.layouts import Layouts
@@ -115,6 +117,7 @@ def test_accelerators_that_are_lost_are_noticed(monkeypatch: pytest.MonkeyPatch)
         ("--anywhere --max_restarts -1 mmdit", r"max_restarts: -1: 0 or more is required"),
         ("--anywhere --grace_seconds 0 mmdit", r"grace_seconds: 0: 1 or more is required"),
         ("--anywhere --vram_gib nan mmdit", r"vram_gib: nan: the memory of one GPU"),
+        ("--anywhere --vram_gib all mmdit", r"vram_gib: all: .* or auto"),
         ("--anywhere --vram_gib 8 --config_file a.yaml mmdit", r"vram_gib with --config_file"),
         ("--anywhere none_such", r"none_such"),
     ],
@@ -122,3 +125,24 @@ def test_accelerators_that_are_lost_are_noticed(monkeypatch: pytest.MonkeyPatch)
 def test_wrong_flags_are_refused(words: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         cli._main(["run", *words.split()])  # pyright: ignore[reportPrivateUsage]
+
+
+def test_the_memory_of_the_smallest_gpu_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser)
+    asked = parser.parse_args(["--anywhere", "--vram_gib", "auto"])
+    asked.recipe, asked.arguments = "mmdit", []
+    # What torch says on a machine of two GPUs, and on one without.
+    monkeypatch.setattr(devices, "MEMORY", f"print({12 << 30})")
+    assert flags.request_of(asked).vram_gib == 12.0
+    monkeypatch.setattr(devices, "MEMORY", "print(0)")
+    with pytest.raises(UsageError, match="torch sees no GPU here; give the memory"):
+        flags.request_of(asked)
+
+
+def test_a_machine_says_the_memory_that_torch_sees() -> None:
+    expected = 0.0
+    if torch.cuda.is_available():
+        properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        expected = min(each.total_memory for each in properties) / 2**30
+    assert devices.visible_vram_gib() == expected
