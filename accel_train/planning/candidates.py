@@ -35,7 +35,9 @@ NOT_CONSIDERED: Mapping[str, str] = {
     "needs two",
     "parallelism_config (HSDP), several machines": "one machine is planned for",
     f"{MODE} attention and ffn": "their memory and time lie between those of none and full",
-    "compile, float8, attention, precision, optimizer, sync": "left as the preset and the flags set them",
+    "precision, float8, optimizer": "part of the experiment: others train other weights",
+    "attention": "auto takes the fastest kernel that is right, at each start",
+    "compile, sync": "left as the preset and the flags set them",
 }
 """Named in every plan."""
 
