@@ -70,6 +70,22 @@ def collections(
     return found
 
 
+def plan(shards: Shards, collections: Sequence[Collection], saved: Sequence[str], world_size: int) -> planning.Plan:
+    """Return the files of a save and their places in the buffers of all ranks. Reads no tensor."""
+    elements = {name: shards.shape(name).numel() for name in saved}
+    return planning.plan(collections, elements, world_size)
+
+
+def snapshot_bytes(shards: Shards, ema: Ema, config: CheckpointConfig, run: Run, world_size: int) -> tuple[int, ...]:
+    """Return the bytes of each rank's snapshot in its host memory, for a save after the first step.
+
+    Together they are the bytes of the checkpoint's tensors.
+    """
+    keys = shards.state_names() if config.save_state else {}
+    saved = saved_names(shards, run)
+    return plan(shards, collections(shards, ema, config, keys, saved), saved, world_size).sizes
+
+
 def _weights(shards: Shards, precision: Precision, saved: Sequence[str]) -> Collection:
     """Return the collection of the weights. Buffers and frozen parameters have no exact copy, so they keep their dtype.
 

@@ -275,8 +275,7 @@ class Saver:
         collections = contents.collections(self._shards, self._ema, self._config, keys, names)
         if self._extents is None and not self._shards.replicated:
             self._extents = self._agreement.gather({name: self._shards.extent(name) for name in names})
-        elements = {name: self._shards.shape(name).numel() for name in names}
-        planned = planning.plan(collections, elements, self._accelerator.num_processes)
+        planned = contents.plan(self._shards, collections, names, self._accelerator.num_processes)
         # The old buffers go first: both at once would need twice the host memory.
         self._release()
         self._writer = Writer(planned.sizes[self._rank])

@@ -78,6 +78,10 @@ def _memory(counted: Mapping[str, Any]) -> list[str]:
     )
     if counted["held"].get(GRADIENTS):
         lines.append("  * while the optimizer steps")
+    lines.append(
+        f"  a save copies {readable_size(counted['snapshot'])} into host memory on this process, of a checkpoint of "
+        f"{readable_size(counted['checkpoint'])}  {EXACT}"
+    )
     return lines + _host(counted.get("host", {}))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from accel_train.checkpoints.contents import snapshot_bytes
 from accel_train.config import UsageError
 from accel_train.data import sampler
 from accel_train.runtime.strategy import strategy_of
@@ -71,6 +72,10 @@ class Counted:
     their number of forwards."""
     host: dict[str, int] = field(default_factory=dict[str, int])
     """Bytes in host memory between two steps, by category. Empty without an offload."""
+    snapshot: int = 0
+    """Bytes of this process's part of a save in its host memory."""
+    checkpoint: int = 0
+    """Bytes of the tensors of a checkpoint."""
 
 
 class StepCounted(BaseException):
@@ -233,6 +238,9 @@ class Steps:
         opened = self._opened
         batches = self._batches
         parameters = list(self._prepared.model.parameters())
+        shards, average = self._prepared.ema.view, self._prepared.ema
+        saving = opened.config.checkpoints, opened.run, opened.accelerator.num_processes
+        snapshots = snapshot_bytes(shards, average, *saving)
         return Counted(
             step=batches.done,
             strategy=self._prepared.run_info.facts["strategy"],
@@ -254,6 +262,8 @@ class Steps:
             inputs_in_blocks=counter.inputs_in_blocks,
             work=counter.work_by_part(len(batches.micro_batches)),
             host=counter.host,
+            snapshot=snapshots[0],
+            checkpoint=sum(snapshots),
         )
 
     def report(self, *_: object, **named: object) -> None:

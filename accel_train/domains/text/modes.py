@@ -97,8 +97,7 @@ class ModeConfig:
             defaults = " ".join(f"--modes.{name} {_as_flag(getattr(type(self), name))}" for name in ignored)
             drawn = f"modes.weights {_as_flag(self.weights)}" if self.mode == "mixed" else f"modes.mode {self.mode}"
             raise UsageError(
-                f"{values}: has no effect with {drawn}. Leave it out. If a preset sets it, reset it "
-                f"with {defaults}."
+                f"{values}: has no effect with {drawn}. Leave it out. If a preset sets it, reset it with {defaults}."
             )
 
     def parsed(self) -> list[Phase]:
