@@ -76,14 +76,11 @@ def plan(shards: Shards, collections: Sequence[Collection], saved: Sequence[str]
     return planning.plan(collections, elements, world_size)
 
 
-def snapshot_bytes(shards: Shards, ema: Ema, config: CheckpointConfig, run: Run, world_size: int) -> tuple[int, ...]:
-    """Return the bytes of each rank's snapshot in its host memory, for a save after the first step.
-
-    Together they are the bytes of the checkpoint's tensors.
-    """
+def plan_after_a_step(shards: Shards, ema: Ema, config: CheckpointConfig, run: Run, world_size: int) -> planning.Plan:
+    """Return the plan of a save once the optimizer has state."""
     keys = shards.state_names() if config.save_state else {}
     saved = saved_names(shards, run)
-    return plan(shards, collections(shards, ema, config, keys, saved), saved, world_size).sizes
+    return plan(shards, collections(shards, ema, config, keys, saved), saved, world_size)
 
 
 def _weights(shards: Shards, precision: Precision, saved: Sequence[str]) -> Collection:

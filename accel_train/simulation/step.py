@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from accel_train.checkpoints.contents import snapshot_bytes
+from accel_train.checkpoints.contents import plan_after_a_step
 from accel_train.config import UsageError
 from accel_train.data import sampler
 from accel_train.runtime.strategy import strategy_of
@@ -240,7 +240,7 @@ class Steps:
         parameters = list(self._prepared.model.parameters())
         shards, average = self._prepared.ema.view, self._prepared.ema
         saving = opened.config.checkpoints, opened.run, opened.accelerator.num_processes
-        snapshots = snapshot_bytes(shards, average, *saving)
+        save = plan_after_a_step(shards, average, *saving)
         return Counted(
             step=batches.done,
             strategy=self._prepared.run_info.facts["strategy"],
@@ -262,8 +262,8 @@ class Steps:
             inputs_in_blocks=counter.inputs_in_blocks,
             work=counter.work_by_part(len(batches.micro_batches)),
             host=counter.host,
-            snapshot=snapshots[0],
-            checkpoint=sum(snapshots),
+            snapshot=save.sizes[0],
+            checkpoint=sum(slot.bytes for slot in save.tensors),
         )
 
     def report(self, *_: object, **named: object) -> None:
