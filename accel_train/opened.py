@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from accel_train.data.options import BatchScheduleConfig
     from accel_train.data.sampler import Sampler
     from accel_train.metrics.recorder import Recorder, RunInfo
+    from accel_train.store.planning import Plan
     from accel_train.training.feedback.noise_scale import NoiseScale
     from accel_train.training.feedback.plateau import Plateau
 
@@ -124,6 +125,13 @@ class Opened:
             self.history.save(directory / "assets", self.start_step)
 
         return write
+
+    def plan_of_save(self, ema: Ema) -> Plan:
+        """Return the files of a save and their places in the host memory of all processes, without taking any."""
+        # Imported here, because only a simulation asks: a save plans by itself.
+        from accel_train.checkpoints.contents import plan_after_a_step
+
+        return plan_after_a_step(ema, self.config.checkpoints, self.run, self.accelerator.num_processes)
 
     def learning_rate_factor(self, step: int, decay_steps: int | None = None) -> float:
         """Return the factor of the learning rate in step ``step``, with those of ``batch_schedule`` and of plateaus.

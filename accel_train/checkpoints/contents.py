@@ -76,8 +76,9 @@ def plan(shards: Shards, collections: Sequence[Collection], saved: Sequence[str]
     return planning.plan(collections, elements, world_size)
 
 
-def plan_after_a_step(shards: Shards, ema: Ema, config: CheckpointConfig, run: Run, world_size: int) -> planning.Plan:
+def plan_after_a_step(ema: Ema, config: CheckpointConfig, run: Run, world_size: int) -> planning.Plan:
     """Return the plan of a save once the optimizer has state."""
+    shards = ema.view
     keys = shards.state_names() if config.save_state else {}
     saved = saved_names(shards, run)
     return plan(shards, collections(shards, ema, config, keys, saved), saved, world_size)

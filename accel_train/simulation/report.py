@@ -78,10 +78,8 @@ def _memory(counted: Mapping[str, Any]) -> list[str]:
     )
     if counted["held"].get(GRADIENTS):
         lines.append("  * while the optimizer steps")
-    lines.append(
-        f"  a save copies {readable_size(counted['snapshot'])} into host memory on this process, of a checkpoint of "
-        f"{readable_size(counted['checkpoint'])}  {EXACT}"
-    )
+    copied, written = (readable_size(counted["save"][name]) for name in ("copied", "written"))
+    lines.append(f"  a save copies {copied} into this process's host memory, for a checkpoint of {written}  {EXACT}")
     return lines + _host(counted.get("host", {}))
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from accel_train.checkpoints.contents import plan_after_a_step
 from accel_train.config import UsageError
 from accel_train.data import sampler
 from accel_train.runtime.strategy import strategy_of
@@ -72,10 +71,8 @@ class Counted:
     their number of forwards."""
     host: dict[str, int] = field(default_factory=dict[str, int])
     """Bytes in host memory between two steps, by category. Empty without an offload."""
-    snapshot: int = 0
-    """Bytes of this process's part of a save in its host memory."""
-    checkpoint: int = 0
-    """Bytes of the tensors of a checkpoint."""
+    save: dict[str, int] = field(default_factory=dict[str, int])
+    """Bytes of a save: its copy in this process's host memory (``copied``), tensors on the disk (``written``)."""
 
 
 class StepCounted(BaseException):
@@ -238,9 +235,7 @@ class Steps:
         opened = self._opened
         batches = self._batches
         parameters = list(self._prepared.model.parameters())
-        shards, average = self._prepared.ema.view, self._prepared.ema
-        saving = opened.config.checkpoints, opened.run, opened.accelerator.num_processes
-        save = plan_after_a_step(shards, average, *saving)
+        save = opened.plan_of_save(self._prepared.ema)
         return Counted(
             step=batches.done,
             strategy=self._prepared.run_info.facts["strategy"],
@@ -262,8 +257,7 @@ class Steps:
             inputs_in_blocks=counter.inputs_in_blocks,
             work=counter.work_by_part(len(batches.micro_batches)),
             host=counter.host,
-            snapshot=save.sizes[0],
-            checkpoint=sum(slot.bytes for slot in save.tensors),
+            save={"copied": save.sizes[0], "written": sum(slot.bytes for slot in save.tensors)},
         )
 
     def report(self, *_: object, **named: object) -> None:

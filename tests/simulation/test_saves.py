@@ -41,6 +41,6 @@ def test_a_checkpoint_has_the_bytes_of_the_simulated_snapshots(
     # What a recipe writes beside them, such as adapters in the format of other tools, is none of the state.
     names = [name for name in files if name.endswith(".safetensors") and name.startswith(STATE)]
     written = sum(tensor_bytes(checkpoint / name) for name in names)
-    assert written == found["checkpoint"]
+    assert written == found["save"]["written"]
     # The ranks share the writing: the first has its part, give or take one tensor.
-    assert found["snapshot"] == pytest.approx(written / layout.processes, rel=0.15)
+    assert found["save"]["copied"] == pytest.approx(written / layout.processes, rel=0.15)

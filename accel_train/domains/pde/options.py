@@ -112,7 +112,7 @@ class ConditioningConfig:
             )
         for name in ("beam", "horizon"):
             value = getattr(self, name)
-            if self.candidates == 1 and value != getattr(ConditioningConfig, name):
+            if self.candidates == 1 and value > getattr(ConditioningConfig, name):
                 raise UsageError(
                     f"evaluation.conditioning.{name} {value}: has no effect with candidates 1, the plain step alone; "
                     "raise candidates, or leave it out"

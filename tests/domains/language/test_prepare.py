@@ -68,7 +68,7 @@ def test_an_option_changes_the_data(options: dict[str, Any], tmp_path: Path) -> 
 
 def test_heldout_rows_of_another_file_are_not_trained_on(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("\n".join(LINES[:7]))
-    data = prepared(tmp_path, heldout_path=str(tmp_path / "held.txt"))
+    data = prepared(tmp_path, heldout_path=str(tmp_path / "held.txt"), heldout_fraction=0)
     assert (data.train.texts, data.heldout.texts) == (len(LINES) - 7, 7)
 
 

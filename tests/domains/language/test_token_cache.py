@@ -103,13 +103,13 @@ def assert_equal(found: LanguageData, expected: LanguageData) -> None:
     [
         ("jsonl", {}),
         ("jsonl", {"packing": False}),
-        ("jsonl", {"heldout_path": "held"}),
+        ("jsonl", {"heldout_path": "held", "heldout_fraction": 0.0}),
         ("jsonl", {"tokenizer": None, "vocab_size": 320, "chat_template": "chat.jinja"}),
         ("parquet", {}),
         ("arrow", {}),
         ("txt", {}),
         ("txt", {"sample_by": "paragraph"}),
-        ("txt", {"sample_by": "document", "heldout_path": "held"}),
+        ("txt", {"sample_by": "document", "heldout_path": "held", "heldout_fraction": 0.0}),
     ],
 )
 def test_rows_are_those_of_the_reader_in_memory(

@@ -89,8 +89,8 @@ def test_the_last_steps_are_judged_within_the_rollout() -> None:
         lengths.append(ahead.shape[1])
         return ahead[:, -1].flatten()
 
-    conditioned_rollout([adding(0.0)], stay, score, numbers(0.0), 4, ConditioningConfig(1, 1, 3))
-    assert lengths == [3, 3, 2, 1]
+    conditioned_rollout([adding(0.0), adding(1.0)], stay, score, numbers(0.0), 4, ConditioningConfig(2, 1, 3))
+    assert lengths == [3, 3, 3, 3, 2, 2, 1, 1]  # of each of the two
 
 
 def test_a_second_path_is_followed() -> None:
