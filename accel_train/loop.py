@@ -29,7 +29,7 @@ from accel_train.opened import Opened, Prepared, double_micro_batch, roll_back, 
 from accel_train.reporting.reports import Reports, build_reports
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED
-from accel_train.speed.out_of_memory import is_out_of_memory
+from accel_train.speed.out_of_memory import Part, ran_out
 from accel_train.training.step_guard import NonFiniteError, StepGuard, StepResult
 
 logger = logging.getLogger(__name__)
@@ -140,10 +140,10 @@ def _recorded(training: Training) -> Generator[None]:
         roll_back(training.opened, training.reports.log, error)
         raise
     except Exception as error:
-        if is_out_of_memory(error):
+        if ran_out(error, training.part):
             memory = training.reports.memory_after_running_out()
             log = training.reports.log
-            run_out_of_memory(training.opened, log, error, training.done, training.is_evaluating, memory)
+            run_out_of_memory(training.opened, log, error, training.done, training.part, memory)
         raise
     finally:
         # Those of a step that ends the run as well.
@@ -167,8 +167,8 @@ class Training:
     measure: Callable[[StepResult], None] | None = None
     """Takes the result of each step, which then moves nothing: no update, no record, no save, no evaluation."""
     _ended: bool = False
-    is_evaluating: bool = False
-    """True in an evaluation, and after one that raised: its error is none of a training step."""
+    part: Part = "step"
+    """What the loop is doing, and after an error what it was doing."""
     _result: StepResult | None = None
     _metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of an evaluation after the current step."""
@@ -252,21 +252,21 @@ class Training:
         if self.stopped or self.measure is not None:
             return {}
         with self.reports.throughput.pause():
-            with self.reports.throughput.saving():
+            with self._apart("save"), self.reports.throughput.saving():
                 self.saver.finish()
-            self.is_evaluating = True
             try:
                 # All processes must leave it at the same forward, so they ask each other there.
-                with stoppable(self.saver.asked_to_stop):
+                with self._apart("evaluation"), stoppable(self.saver.asked_to_stop):
                     metrics = evaluate()
             except EvaluationStopped:
                 info(logger, f"asked to stop: the evaluation after step {self.done} is broken off")
                 self.stopped = True
                 self._save()  # does nothing if a due save has written this step
                 return {}
-            self.is_evaluating = False
-            self.reports.log.evaluation(self.done, metrics)
-            self.saver.add_metrics(self.done, metrics)
+            with self._apart("evaluation"):
+                self.reports.log.evaluation(self.done, metrics)
+            with self._apart("save"):
+                self.saver.add_metrics(self.done, metrics)
         self._metrics = metrics
         return metrics
 
@@ -277,11 +277,19 @@ class Training:
     def _save(self) -> None:
         assert self._result is not None, "save_if_due comes first"
         self._result.check()  # raises after a step that ends the run, which no checkpoint may follow
-        with self.reports.throughput.pause():
-            self.reports.before_save(self.done)
-        with self.reports.throughput.saving():
-            self.stopped = self.saver.save(self.done, self._metrics) or self.stopped
+        with self._apart("save"):
+            with self.reports.throughput.pause():
+                self.reports.before_save(self.done)
+            with self.reports.throughput.saving():
+                self.stopped = self.saver.save(self.done, self._metrics) or self.stopped
         self._saved = self.done
+
+    @contextmanager
+    def _apart(self, part: Part) -> Generator[None]:
+        """Do ``part`` in the body. An error in it leaves ``part`` as it is, for those who tell what has failed."""
+        self.part = part
+        yield
+        self.part = "step"
 
 
 Observer = Callable[[Training, Prepared, MapDataset], AbstractContextManager[None]]

@@ -190,11 +190,17 @@ class Prepared:
 
 
 def run_out_of_memory(
-    opened: Opened, log: Recorder, error: Exception, step: int, is_evaluating: bool, memory: Mapping[str, object]
+    opened: Opened,
+    log: Recorder,
+    error: Exception,
+    step: int,
+    part: out_of_memory.Part,
+    memory: Mapping[str, object],
 ) -> None:
     """Raise ``StartAgain`` with half of the micro-batch, or add advice to ``error``, of the step counted from 1.
 
-    ``memory`` are further fields of the event.
+    An evaluation or a save does not become smaller with the micro-batch, so it ends the run. ``memory`` are further
+    fields of the event.
 
     Not collective: the other processes fail in their next reduction, or are ended by the launcher.
     """
@@ -202,15 +208,18 @@ def run_out_of_memory(
     batch_size = opened.batch_size(max(0, step - 1))
     # What a forward really held: half of a larger number would not be less.
     used = min(opened.micro_batch_size, opened.share_of(batch_size))
-    if is_evaluating:
-        # A smaller micro-batch of training would not help, and this step is saved.
-        error.add_note(f"the evaluation after step {step} ran out of memory; let it take fewer samples at once")
-        return
-    if config.out_of_memory == "stop" or used == 1:
-        error.add_note(out_of_memory.explain(used, step, global_batch_size=batch_size))
+    fields = {"during": part, "micro_batch_size": used, **memory}
+    if part != "step" or config.out_of_memory == "stop" or used == 1:
+        log.out_of_memory(step, fields)
+        if part == "save":
+            error.add_note(out_of_memory.explain_save(error, step))
+        elif part == "evaluation":
+            error.add_note(out_of_memory.explain_evaluation(step))
+        else:
+            error.add_note(out_of_memory.explain(used, step, global_batch_size=batch_size))
         return
     smaller = out_of_memory.record_half(opened.run.directory, config.micro_batch_size, used, step)
-    log.out_of_memory(step, {"micro_batch_size": used, "next_micro_batch_size": smaller.used, **memory})
+    log.out_of_memory(step, {**fields, "next_micro_batch_size": smaller.used})
     # Without the error as its cause, whose frames hold the tensors of the step.
     raise StartAgain(
         f"step {step} ran out of memory with micro_batch_size {used}; the next start continues from the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import mmap
@@ -64,6 +65,13 @@ class Writer:
                 pass_fds=(theirs.fileno(), memory),
                 env=os.environ | {"PYTHONPATH": search},
             )
+        except OSError as error:
+            if error.errno == errno.ENOMEM:
+                error.add_note(
+                    f"a snapshot takes {size:,} bytes of host memory in this process, allocated at the first save and "
+                    "kept for later ones"
+                )
+            raise
         finally:
             os.close(memory)
             # With a copy of the writer's end open here, its death would never reach us as an end of file.

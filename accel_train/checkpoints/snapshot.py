@@ -81,14 +81,19 @@ class Snapshot:
         """Copy everything. The live tensors may change as soon as it returns. A collective if ``extents`` were given.
 
         On a GPU with enough free memory the copy is made on the device, and reaches the host while training continues.
-        The buffer is complete once ``ready`` returns True.
+        The buffer is complete once ``ready`` returns True. ``torch.OutOfMemoryError`` names the room needed.
         """
-        if self._pieces is None:
-            self._copy_all()
-            return
-        for bucket in _buckets(self._plan.tensors, BUCKET_BYTES):
-            for part in self._by_device(bucket):
-                self._exchange(part)
+        try:
+            if self._pieces is None:
+                self._copy_all()
+                return
+            for bucket in _buckets(self._plan.tensors, BUCKET_BYTES):
+                for part in self._by_device(bucket):
+                    self._exchange(part)
+        except torch.OutOfMemoryError as error:
+            largest = max(sum(slot.bytes for slot in bucket) for bucket in _buckets(self._plan.tensors, BUCKET_BYTES))
+            error.add_note(f"a snapshot needs room for up to {largest:,} bytes on the device, beside the state itself")
+            raise
 
     def _by_device(self, bucket: Sequence[TensorSlot]) -> Sequence[Sequence[TensorSlot]]:
         """Split a bucket by device. With offload, buffers are on the GPU and the trained weights in host memory."""

@@ -8,15 +8,18 @@ directory, and the next start continues from the newest checkpoint with it.
 
 from __future__ import annotations
 
+import errno
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from accel_train.store import atomic_files, strict_json
 from accel_train.store.names import MICRO_BATCH_FILE
 
+Part = Literal["step", "evaluation", "save"]
+"""What a training loop is doing. Only a step becomes smaller with its micro-batch."""
 MAX_BYTES = 1 << 16
 UNTYPED = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -57,6 +60,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in UNTYPED)
+
+
+def ran_out(error: BaseException, part: Part) -> bool:
+    """Return True if ``part`` ran out of memory.
+
+    A save also allocates host memory from the operating system itself. In a step such an error is that of a worker or
+    a file, and tells nothing about the micro-batch.
+    """
+    if is_out_of_memory(error):
+        return True
+    return part == "save" and (isinstance(error, MemoryError) or _is_enomem(error))
+
+
+def _is_enomem(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.ENOMEM
 
 
 def recorded(directory: Path, asked: int) -> SmallerMicroBatch | None:
@@ -125,3 +143,24 @@ def explain(used: int, step: int, *, global_batch_size: int) -> str:
             f"keeps the global batch of {global_batch_size} and the curve, or --out_of_memory halve"
         )
     return f"step {step} ran out of memory with a micro-batch of one sample: use {OTHER_MEANS}"
+
+
+def explain_evaluation(step: int) -> str:
+    """Return advice about an evaluation, for an error ending the run."""
+    return f"the evaluation after step {step} ran out of memory; let it take fewer samples at once"
+
+
+def explain_save(error: BaseException, step: int) -> str:
+    """Return advice about a save, for an error ending the run. Only what a resume may change is advised."""
+    if isinstance(error, torch.OutOfMemoryError):
+        memory = "device"
+        remedies = "--memory.expandable_segments true, a launch file that shards over more devices"
+    else:
+        memory = "host"
+        remedies = "fewer processes on this host, a smaller --loader.num_workers, more memory for the host or container"
+    return (
+        f"the save of step {step} ran out of {memory} memory. A smaller micro-batch would not make it smaller, so "
+        "nothing was halved; checkpoints saved before are complete, and the same command continues from the newest. "
+        f"Give the save room: {remedies}, or --checkpoints.save_state false, which saves weights and EMA alone, from "
+        "which no run resumes"
+    )

@@ -18,6 +18,22 @@ def straggler(record: Mapping[str, Any]) -> str:
     return f"{who} is slower than the others ({measure}): {factor:.1f} times as long"
 
 
+def starts_again(record: Mapping[str, Any]) -> bool:
+    """Return True for an event with which a start ends itself, and another one continues the run."""
+    kind = record.get("event")
+    return kind == "rollback" or (kind == "out_of_memory" and "next_micro_batch_size" in record)
+
+
+def out_of_memory(record: Mapping[str, Any]) -> str:
+    """Describe what ran out of memory, and with what the run continues, if it does."""
+    size = f"micro-batch of {record.get('micro_batch_size')}"
+    if starts_again(record):
+        return f"{size}; continues with {record.get('next_micro_batch_size')}"
+    what = size if record.get("during") == "step" else f"in the {record.get('during')}"
+    process = record.get("process")
+    return f"{what}, process {process}; logs/rank_{process}.log has what can be done"
+
+
 def replicas_differ(record: Mapping[str, Any]) -> str:
     """Describe processes that no longer held the same weights."""
     names = shortened(record.get("parameters") or ["unknown"], 2)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from accel_train.metrics.progress import format_seconds
-from accel_train.watching.event_texts import replicas_differ
+from accel_train.watching.event_texts import out_of_memory, replicas_differ, starts_again
 from accel_train.watching.run_files import Condition, Record, RunFiles, number
 
 SHORTEST_SECONDS = 120.0
@@ -61,7 +61,7 @@ def _starts_again(files: RunFiles) -> Condition | None:
         step = record.get("step")
         if record.get("event") == "rollback":
             return Condition("starting", f"step {step} was not finite; continues without its samples")
-        if record.get("event") == "out_of_memory":
+        if record.get("event") == "out_of_memory" and starts_again(record):
             size = record.get("next_micro_batch_size")
             return Condition("starting", f"step {step} ran out of memory; next micro-batch: {size}")
     return None
@@ -73,6 +73,8 @@ def _ended(files: RunFiles) -> Condition | None:
         # Its processes end each other, and the main one may not get to its end line.
         if record.get("event") == "replicas_differ":
             return Condition("crashed", replicas_differ(record))
+        if record.get("event") == "out_of_memory" and not starts_again(record):
+            return Condition("crashed", f"out of memory at step {record.get('step')}: {out_of_memory(record)}")
     reasons = [record.get("reason") for record in files.last_start if record.get("event") == "end"]
     if not reasons:
         return None

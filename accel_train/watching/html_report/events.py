@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accel_train.metrics.records import last_pass
-from accel_train.watching.event_texts import replicas_differ, straggler
+from accel_train.watching.event_texts import out_of_memory, replicas_differ, starts_again, straggler
 from accel_train.watching.run_files import Record, number
 
 Kind = Literal[
@@ -29,10 +29,6 @@ Kind = Literal[
     "crash",
     "end",
 ]
-
-
-STARTS_AGAIN = {"out_of_memory", "rollback"}
-"""Events after which a run ends its start by itself, and begins another."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +66,15 @@ def events_of(records: Sequence[Record]) -> list[Event]:
 def _events_of_start(start: Sequence[Record], *, is_last: bool) -> list[Event]:
     found = [_begin(start)]
     kinds = {record.get("event") for record in start}
+    ends_itself = any(starts_again(record) for record in start)
     for record in start:
         # One process ran out of memory, and the main one may have ended by an error that came of it.
-        if record.get("event") == "end" and kinds & STARTS_AGAIN:
+        if record.get("event") == "end" and ends_itself:
             continue
         event = _event(record)
         if event is not None:
             found.append(event)
-    if is_last or "end" in kinds or kinds & STARTS_AGAIN:
+    if is_last or "end" in kinds or ends_itself:
         return found
     reached = max(_step(record) or 0 for record in start)
     text = "killed, or its machine went down; a resume has dropped its lines behind the newest checkpoint"
@@ -121,8 +118,7 @@ def _event(record: Record) -> Event | None:
     if kind == "bad_step":
         return Event("bad step", step, _bad_step(record), time)
     if kind == "out_of_memory":
-        text = f"micro-batch of {record.get('micro_batch_size')}; continues with {record.get('next_micro_batch_size')}"
-        return Event("out of memory", step, text, time)
+        return Event("out of memory", step, out_of_memory(record), time)
     if kind == "rollback":
         return Event("rollback", step, f"not finite; continues without samples {record.get('left_out')}", time)
     if kind == "straggler":
