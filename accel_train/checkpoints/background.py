@@ -65,8 +65,9 @@ class Writer:
                 pass_fds=(theirs.fileno(), memory),
                 env=os.environ | {"PYTHONPATH": search},
             )
-        except OSError as error:
-            if error.errno == errno.ENOMEM:
+        except (OSError, CheckpointWriteError) as error:
+            ours.close()
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
                 error.add_note(
                     f"a snapshot takes {size:,} bytes of host memory in this process, allocated at the first save and "
                     "kept for later ones"
