@@ -48,6 +48,8 @@ class Ema:
             self._fused = shards.optimizer
         self._announced_step = -1
         """Of the weight that the optimizer was last given."""
+        self._is_left = False
+        """The EMA is in the model, in place of the trained weights, since an error of ``applied``."""
 
     @property
     def is_on(self) -> bool:
@@ -75,8 +77,14 @@ class Ema:
     def announce(self, step: int) -> None:
         """Let an optimizer that can take the averages along do so in its coming step, number ``step``.
 
-        ``update`` still follows it. Without this call, and with any other optimizer, ``update`` moves them.
+        ``update`` still follows it. Without this call, and with any other optimizer, ``update`` moves them. Raises
+        ``RuntimeError`` after an error of ``applied`` that left the EMA in the model.
         """
+        if self._is_left:
+            raise RuntimeError(
+                f"step {step + 1} would train from the EMA: an evaluation has failed, and under ZeRO the trained "
+                "weights come back only on all processes together; let its error end the run, and start it again"
+            )
         if self._fused is None:
             return
         self._announced_step = step
@@ -108,7 +116,11 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Generator[None]:
-        """Run the body with the EMA in the model, on all ranks. The trained weights come back bit for bit."""
+        """Run the body with the EMA in the model, on all ranks. The trained weights come back bit for bit.
+
+        Not after an error under ZeRO with several processes: the others may not have met it, and this one would wait
+        for them in the collective that brings the weights back, while they wait for it elsewhere.
+        """
         if not self.is_on:
             yield
             return
@@ -118,8 +130,12 @@ class Ema:
         self.view.show(averages)
         try:
             yield
+        except Exception:
+            self._is_left = not self.view.shows_alone
+            raise
         finally:
-            self.view.show(trained)
+            if not self._is_left:
+                self.view.show(trained)
 
 
 class OptimizerAverage(Ema):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.training.sharding import FixedShard, WholeTensors, fixed_shard, sharding_of
+from accel_train.training.sharding import DTensors, FixedShard, WholeTensors, fixed_shard, sharding_of
 from accel_train.wording import shortened
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,11 @@ class Shards:
     def replicated(self) -> bool:
         """True where every rank holds whole tensors: ``full`` and ``shard_of`` cost nothing."""
         return isinstance(self._sharding, WholeTensors)
+
+    @property
+    def shows_alone(self) -> bool:
+        """True where ``show`` is no collective: one process, DDP, FSDP2."""
+        return isinstance(self._sharding, (WholeTensors, DTensors)) or dist.get_world_size() == 1
 
     def shape(self, name: str) -> torch.Size:
         """Shape of a whole parameter, trained or frozen, or of a buffer."""

@@ -12,6 +12,7 @@ from accel_train.checkpoints import restore
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.store import commit
 from accel_train.training.ema import Ema, EmaConfig, decay_at
+from accel_train.training.shards import Shards
 from tests.checkpoints.test_saver import Toy
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -40,6 +41,28 @@ def test_the_average_is_that_of_the_formula(toy: Toy) -> None:
     with toy.average.applied():
         assert all(torch.equal(view.master(n), t) for n, t in toy.average.shards.items())
     assert all(torch.equal(view.master(n), t) for n, t in trained.items())
+
+
+def test_an_error_waits_for_nobody(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the weights come back in a collective, the process with the error would be alone in it."""
+
+    def fails() -> None:
+        with toy.average.applied():
+            raise RuntimeError("of this process alone")
+
+    toy.step(0)
+    view = toy.average.view
+    trained = {n: view.master(n).clone() for n in view.parameters}
+    with pytest.raises(RuntimeError, match="alone"):
+        fails()
+    assert all(torch.equal(view.master(n), t) for n, t in trained.items())
+    toy.average.announce(1)
+    monkeypatch.setattr(Shards, "shows_alone", False)
+    with pytest.raises(RuntimeError, match="alone"):
+        fails()
+    assert not all(torch.equal(view.master(n), t) for n, t in trained.items())
+    with pytest.raises(RuntimeError, match="step 2 would train from the EMA"):
+        toy.average.announce(1)
 
 
 def test_switched_off_it_keeps_no_tensor_and_the_average_is_the_weights(toy: Toy) -> None:

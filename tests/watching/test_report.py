@@ -260,13 +260,18 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     run.add("replicas_differ", 60, parameters=["a", "b", "c"], processes=[2])
     run.add("end", 60, reason="RuntimeError")
     run.add("environment", strategy="single", world_size=1)
+    run.add("out_of_memory", 60, during="save", micro_batch_size=4, process=0)
+    run.add("end", 60, reason="OutOfMemoryError")
+    run.add("environment", strategy="single", world_size=1)
+    run.add("out_of_memory", 60, during="step", micro_batch_size=1, process=0)
     run.add("end", 60, reason="stopped")
     page = write(tmp_path / "page.html", run)
     rows = re.findall(r"<tr><td>(\d+)</td><td>([a-z ]+)</td>", page.source)
     assert rows == [
         *[("0", "start"), ("0", "crash"), ("0", "start"), ("20", "evaluation"), ("30", "save"), ("30", "crash")],
         *[("30", "restart"), ("40", "evaluation"), ("60", "evaluation"), ("60", "warning"), ("60", "bad step")],
-        *[("60", "out of memory"), ("60", "slow process"), ("60", "weights differ"), ("0", "start"), ("60", "stop")],
+        *[("60", "out of memory"), ("60", "slow process"), ("60", "weights differ"), ("0", "start")],
+        *[("60", "out of memory"), ("60", "crash"), ("0", "start"), ("60", "out of memory"), ("60", "stop")],
         ("11", "not finite"),
     ]
     chart = page.source.split("<svg")[1].split("</svg>")[0]
@@ -275,6 +280,8 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     assert "warning at step 60: the disk is nearly full" in chart
     assert "bad step at step 60: a spike of the gradient norm, skipped" in chart
     assert "out of memory at step 60: micro-batch of 8; continues with 4" in chart
+    assert "out of memory at step 60: in the save, process 0; logs/rank_0.log has what can be done" in chart
+    assert "out of memory at step 60: micro-batch of 1, process 0; logs/rank_0.log has what can be done" in chart
     text = "process 3 (n4) is slower than the others (host): 1.7 times as long"
     assert f"slow process at step 60: {text}" in chart
     text = "the weights of processes [2] differed (a, b and 1 more); nothing was saved"

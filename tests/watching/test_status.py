@@ -72,6 +72,15 @@ def test_out_of_memory_is_no_crash_while_the_next_start_may_come(run: RunDirecto
     assert condition(run).status == "crashed"
 
 
+def test_a_save_that_ran_out_of_memory_is_a_crash(run: RunDirectory) -> None:
+    """Nobody starts it again, and the end line of the main process knows only that another one has gone."""
+    run.add("out_of_memory", 10, during="save", micro_batch_size=8, process=1)
+    run.add("end", 10, reason="RuntimeError")
+    assert condition(run) == Condition(
+        "crashed", "out of memory at step 10: in the save, process 1; logs/rank_1.log has what can be done"
+    )
+
+
 def test_the_end_of_an_earlier_start_is_not_that_of_the_run(run: RunDirectory) -> None:
     run.add("end", 10, reason="stopped")
     run.add("environment")
