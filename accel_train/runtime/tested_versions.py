@@ -103,6 +103,8 @@ TESTED: Mapping[str, Tested] = {
     "deepspeed": Tested(
         "0.19",
         {
+            "_flush_coalesced_reduction_zero12": "engine: the reduction of `coalesce_grad_reduction`, left out",
+            "_flush_coalesced_reduction_zero3": "engine: the same",
             "__compatible_ops__": "rehearsal: whether the CPU communication can be compiled",
             "coalesce_grad_reduction": "engine: one reduction per step",
             "ds_id": "ZeRO-3 parameter",

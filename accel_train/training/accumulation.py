@@ -20,7 +20,14 @@ from torch import Tensor, nn
 
 from accel_train.config import UsageError
 from accel_train.training.feedback.factors import term_factor
-from accel_train.training.gradients.sync import SyncPolicy, no_sync, reduce_without_step, when_to_reduce, zero_stage_of
+from accel_train.training.gradients.sync import (
+    SyncPolicy,
+    no_sync,
+    reduce_once,
+    reduce_without_step,
+    when_to_reduce,
+    zero_stage_of,
+)
 from accel_train.training.health.evidence import Evidence
 from accel_train.training.health.leaving_out import leave_out
 from accel_train.training.parameters import clear_gradients, prepared_parameters, widest, without_gradients
@@ -152,7 +159,7 @@ class GradientWindow:
         engine: Any = self.model
         with ExitStack() as contexts:
             if self._coalesced:
-                contexts.enter_context(engine.coalesce_grad_reduction())
+                contexts.enter_context(reduce_once(engine))
             if self._zero_stage > 0:
                 contexts.enter_context(without_gradients(self.model, self._optimizers))
             for i, inputs in enumerate(self.inputs):

@@ -512,6 +512,22 @@ def test_two_processes_in_the_first_step_twice(tmp_path: Path, with_two: Path, s
     assert_same_run(directory, with_two)
 
 
+@pytest.mark.slow  # DeepSpeed
+@pytest.mark.distributed
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_gradients_kept_for_one_reduction_are_not_reduced(tmp_path: Path, with_two: Path, place: str) -> None:
+    """DeepSpeed would reduce them while the error leaves the step, and wait for the other process."""
+    directory = tmp_path / "run"
+    flags = ("--sync", "last", "--micro_batch_size", "4", "--collective_timeout_seconds", "60")
+    room = {"ROOM": "2", "ROOM_FROM": "5", "ROOM_RANK": "1", "ROOM_IN": place}
+    done = run(directory, *flags, launcher=launcher(tmp_path, "zero2"), **room)
+    assert done.returncode == 0, done.stdout
+    assert "Timed out" not in done.stdout
+    assert ran_out(directory) == [(6, 4, 2, 1)]
+    assert sizes_of_starts(directory) == [4, 2]
+    assert_same_run(directory, with_two)
+
+
 @pytest.mark.slow  # four starts of two processes
 @pytest.mark.distributed
 @pytest.mark.fault("F52", injected="one rank of two has no room for one sample", outcome="exit code 1, other means")

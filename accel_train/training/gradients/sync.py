@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 from accelerate import Accelerator
@@ -13,6 +13,8 @@ from torch import nn
 from accel_train.training.parameters import require_prepared
 
 SyncPolicy = Literal["auto", "last", "every"]
+FLUSHES = ("_flush_coalesced_reduction_zero12", "_flush_coalesced_reduction_zero3")
+"""Methods of DeepSpeed's engine that reduce the gradients of several backwards."""
 
 
 def resolve_sync(policy: SyncPolicy, accelerator: Accelerator) -> tuple[Literal["last", "every"], str]:
@@ -72,3 +74,20 @@ def reduce_without_step(accelerator: Accelerator) -> Generator[None]:
         yield
     finally:
         accelerator.sync_gradients = True
+
+
+@contextmanager
+def reduce_once(engine: Any) -> Generator[None]:
+    """Keep the gradients of the body local under ZeRO-2 and -3, and reduce them at its end. After an error: never.
+
+    DeepSpeed's own context also reduces after an error, and waits for processes that have not met it.
+    """
+    with ExitStack() as left, engine.coalesce_grad_reduction():
+        try:
+            yield
+        except BaseException:
+            # A loop that raises closes its window, for which this is a `GeneratorExit`.
+            for name in FLUSHES:
+                setattr(engine, name, lambda _: None)
+                left.callback(delattr, engine, name)
+            raise
