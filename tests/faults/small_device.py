@@ -2,7 +2,8 @@
 
 ROOM_IN says where a larger batch fails: ``forward``, ``backward`` (while it reduces gradients) or
 ``evaluation``. A ``save`` fails whatever the batch, in the middle of its copy of the state, and a ``host_save`` where
-the host has no memory for that copy. ROOM_RANK names the only process with so little room.
+the host has no memory for that copy. In a ``window``, of any RECIPE, the losses of a larger batch fail. ROOM_RANK names
+the only process with so little room.
 
 EVALUATE_EVERY replaces the steps between evaluations, and with STOP_IN_EVALUATION the first one asks the run to stop.
 """
@@ -26,7 +27,7 @@ from accel_train.store.planning import TensorSlot
 from accel_train.training.accumulation import GradientWindow
 from tests.distributed.launching import ROOT
 
-RECIPE = ROOT / "recipes" / "scaffold" / "recipe.py"
+RECIPE = ROOT / "recipes" / os.environ.get("RECIPE", "scaffold/recipe.py")
 
 
 def out_of_memory(*_: object) -> None:
@@ -40,8 +41,9 @@ def loaded() -> Any:
     recipe: Any = importlib.util.module_from_spec(spec)
     sys.modules["recipe"] = recipe
     text = RECIPE.read_text()
-    assert text.count("% 100 == 0") == 1
-    text = text.replace("% 100 == 0", f"% {int(os.environ.get('EVALUATE_EVERY', '100'))} == 0")
+    if "EVALUATE_EVERY" in os.environ:
+        assert text.count("% 100 == 0") == 1
+        text = text.replace("% 100 == 0", f"% {int(os.environ['EVALUATE_EVERY'])} == 0")
     exec(compile(text, RECIPE, "exec"), recipe.__dict__)
     return recipe
 
@@ -54,8 +56,7 @@ def patched() -> Any:
     end = int(os.environ.get("ROOM_UNTIL", str(1 << 30)))
     of_this_rank = os.environ.get("ROOM_RANK", os.environ.get("RANK", "0")) == os.environ.get("RANK", "0")
     step = [0]
-    begin = GradientWindow.__init__
-    metrics_of = recipe.metrics_of
+    begin, backward = GradientWindow.__init__, GradientWindow.backward
     shard, allocate = Snapshot._shard, background._allocate
 
     def fails_in(*places: str) -> bool:
@@ -64,6 +65,12 @@ def patched() -> Any:
     def remember_step(self: Any, *arguments: Any, **named: Any) -> None:
         begin(self, *arguments, **named)
         step[0] = self.step
+
+    def limited_window(self: Any, sums: Any) -> None:
+        losses = sums if isinstance(sums, Tensor) else next(iter(sums.values()))
+        if fails_in("window") and len(losses) > room:
+            out_of_memory()
+        backward(self, sums)
 
     def limited(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         if torch.is_grad_enabled():
@@ -90,7 +97,13 @@ def patched() -> Any:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         allocate(memory, size)
 
-    build_model = recipe.build_model
+    GradientWindow.__init__ = remember_step
+    GradientWindow.backward = limited_window
+    Snapshot._shard = limited_shard
+    background._allocate = limited_host
+    if RECIPE.stem != "recipe":
+        return recipe
+    metrics_of, build_model = recipe.metrics_of, recipe.build_model
 
     def build_shardable(width: int) -> nn.Module:
         model = build_model(width)
@@ -98,9 +111,6 @@ def patched() -> Any:
         model._no_split_modules = ["Linear"]
         return model
 
-    GradientWindow.__init__ = remember_step
-    Snapshot._shard = limited_shard
-    background._allocate = limited_host
     recipe.build_model = build_shardable
     recipe.metrics_of = limited
     return recipe

@@ -29,7 +29,7 @@ from accel_train.store import commit, failpoints, manifest
 from accel_train.store.names import MICRO_BATCH_FILE
 from accel_train.watching.html_report.events import events_of
 from tests import compiling, zygote
-from tests.distributed.launching import LAUNCH_FILES, ROOT, environment
+from tests.distributed.launching import LAUNCH_FILES, ROOT, SMALL, environment
 from tests.waiting import PATIENCE_SECONDS, free_port
 
 SMALL_DEVICE = ROOT / "tests" / "faults" / "small_device.py"
@@ -512,8 +512,35 @@ def test_two_processes_in_the_first_step_twice(tmp_path: Path, with_two: Path, s
     assert_same_run(directory, with_two)
 
 
+@pytest.mark.slow  # two processes of the largest recipe
+@pytest.mark.distributed
+@pytest.mark.fault("F52", injected="out of memory on one rank, diffusion of text and latents", outcome="same noise")
+def test_the_noise_of_each_sample_stays(tmp_path: Path) -> None:
+    def lines(flags: list[str], words: tuple[str, ...] = (), **room: str) -> list[dict[str, Any]]:
+        directory = tmp_path / f"run-{len(words)}"
+        command = [sys.executable, *words, str(SMALL_DEVICE), "demo", *SMALL, *flags, "--output_dir", str(directory)]
+        done = zygote.run(command, env=environment(PYTHONPATH=str(ROOT), RECIPE="mmdit.py", **room))
+        assert done.returncode == 0, done.stdout
+        assert sizes_of_starts(directory)[-1] == 4
+        return read_metrics(directory / "sample_losses.jsonl")
+
+    flags = "--max_steps 6 --checkpoints.save_every 3 --log.per_sample true --micro_batch_size".split()
+    expected = lines([*flags, "4"], ROOM="16")
+    found = lines([*flags, "8"], launcher(tmp_path), ROOM="4", ROOM_FROM="4", ROOM_RANK="1", ROOM_IN="window")
+    assert [line["sample"] for line in found] == [line["sample"] for line in expected]
+    assert {line["step"] for line in found} == set(range(1, 7))
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        times = [name for name in one if name.startswith("time_")]
+        assert times, "masked or noised, each sample has its time"
+        assert [one[name] for name in times] == [other[name] for name in times]
+        errors = [name for name in one if name.startswith("loss_")]
+        assert [one[name] for name in errors] == pytest.approx([other[name] for name in errors], rel=1e-5)
+
+
 @pytest.mark.slow  # DeepSpeed
 @pytest.mark.distributed
+@pytest.mark.fault("F52", injected="the same under ZeRO-2 with --sync last", outcome="no reduction by the failed rank")
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_gradients_kept_for_one_reduction_are_not_reduced(tmp_path: Path, with_two: Path, place: str) -> None:
     """DeepSpeed would reduce them while the error leaves the step, and wait for the other process."""
