@@ -137,8 +137,6 @@ TABLES = (
         "causal_lm_tune",
         "Full fine-tune of a model of Qwen3-0.6B's sizes (0.6 billion parameters, a vocabulary of 151,936) on packed "
         "rows of 2,048 tokens.",
-        goals=("speed",),
-        gpus=(1, 8),
         arguments=qwen3,
     ),
 )
