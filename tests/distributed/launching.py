@@ -37,10 +37,17 @@ LAUNCH_FILES = {
 for name in ("zero2_offload", "zero3_offload"):
     LAUNCH_FILES[name] = f"distributed_type: DEEPSPEED\n{LAUNCH_FILES[name]}"
 LAUNCH_FILES["fsdp2"] = f"distributed_type: FSDP\nfsdp_config:{LAUNCH_FILES['fsdp2']}"
-LAUNCH_FILES["hsdp"] = (
-    f"{LAUNCH_FILES['fsdp2'].rstrip()}\nparallelism_config:\n"
-    "  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n"
-)
+
+
+def hsdp_file(replicas: int, shards: int) -> str:
+    """FSDP2 over groups of ``shards`` processes, of which there are ``replicas``."""
+    return (
+        f"{LAUNCH_FILES['fsdp2'].rstrip()}\nparallelism_config:\n"
+        f"  parallelism_config_dp_replicate_size: {replicas}\n  parallelism_config_dp_shard_size: {shards}\n"
+    )
+
+
+LAUNCH_FILES["hsdp"] = hsdp_file(2, 2)
 """Four processes: two groups, over each of which everything is sharded."""
 
 SMALL_DEMO = (

@@ -124,24 +124,41 @@ def zero_3_copies(values: int, persistent: int, *, micro_batches: int, weight_by
     return weights * weight_bytes + values * (2 * micro_batches * weight_bytes + FP32)
 
 
-def ddp_traffic(values: int, processes: int) -> Traffic:
-    """DDP: one all-reduce of the fp32 gradients per optimizer step, ``2 P b (N - 1) / N``."""
-    size = values * FP32
-    return Traffic(gathered=0, reduced=size, scattered=0, sent=2 * size * _share(processes))
+def ddp_traffic(values: int, processes: int, *, reductions: int = 1) -> Traffic:
+    """DDP: one all-reduce of the fp32 gradients per optimizer step, ``2 P b (N - 1) / N``, or per micro-batch."""
+    reduced = reductions * values * FP32
+    return Traffic(gathered=0, reduced=reduced, scattered=0, sent=2 * reduced * _share(processes))
 
 
 def fsdp2_traffic(
-    values: int, root_values: int, processes: int, *, micro_batches: int, bytes_each: int = FP32
+    values: int,
+    root_values: int,
+    processes: int,
+    *,
+    micro_batches: int,
+    reductions: int = 1,
+    gathers: int = 2,
+    bytes_each: int = FP32,
 ) -> Traffic:
-    """FSDP2: blocks are gathered in forward and backward, the root once, of each micro-batch; one fp32 reduce-scatter.
+    """FSDP2: blocks are gathered in forward and backward, the root once, of each micro-batch; fp32 reduce-scatters.
 
-    ``values`` and ``root_values`` count the padding of each parameter to a multiple of the processes. ``bytes_each`` is
-    the width of gathered weights, 2 in bf16.
+    ``values`` and ``root_values`` count the padding of each parameter to a multiple of the processes. ``reductions`` is
+    1, and with ``sync: every`` the number of micro-batches. ``gathers`` is 1 without ``fsdp_reshard_after_forward``.
+    ``bytes_each`` is the width of gathered weights, 2 in bf16.
     """
     blocks = values - root_values
-    gathered = micro_batches * (2 * blocks + root_values) * bytes_each
-    scattered = values * FP32
+    gathered = micro_batches * (gathers * blocks + root_values) * bytes_each
+    scattered = reductions * values * FP32
     return Traffic(gathered, 0, scattered, (gathered + scattered) * _share(processes))
+
+
+def hsdp_traffic(
+    values: int, root_values: int, replicas: int, shards: int, *, micro_batches: int = 1, reductions: int = 1
+) -> Traffic:
+    """HSDP: that of FSDP2 within each group of ``shards`` processes, and an all-reduce of a shard over ``replicas``."""
+    inside = fsdp2_traffic(values, root_values, shards, micro_batches=micro_batches, reductions=reductions)
+    reduced = inside.scattered // shards
+    return Traffic(inside.gathered, reduced, inside.scattered, inside.sent + 2 * reduced * _share(replicas))
 
 
 def _share(processes: int) -> float:

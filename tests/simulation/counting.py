@@ -16,6 +16,7 @@ from tests.distributed.launching import DEMOS, ROOT, Layout, command, environmen
 from tests.waiting import PATIENCE_SECONDS
 
 REAL = ROOT / "tests" / "simulation" / "real.py"
+MACHINE = REAL.with_name("machine.py")
 ANYTHING = Options(None, (None,), None, None, False, None)
 SINGLE = "num_machines: 1\nnum_processes: 1\ndistributed_type: 'NO'\nuse_cpu: true\n"
 
@@ -53,13 +54,18 @@ def counted(layout: Layout, folder: Path, *flags: str, largest: int | None = Non
     return found["counted"]
 
 
-def real(layout: Layout, folder: Path, *flags: str) -> dict[str, Any]:
-    """The same of a real run of as many processes."""
+def real(layout: Layout, folder: Path, *flags: str, program: Path = REAL, **extra: str) -> dict[str, Any]:
+    """The same of a real run of as many processes. ``extra`` are environment variables of ``program``."""
     words = [layout.recipe, *flags_of(layout, folder, flags), "--output_dir", str(folder / "run")]
-    done = fork(layout, command(layout, words, folder, REAL))
+    done = fork(layout, command(layout, words, folder, program), **extra)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-4000:]
     return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def by_machine(layout: Layout, folder: Path, count: str, *flags: str, **extra: str) -> dict[str, Any]:
+    """What the machine counts of a real run (``tests/simulation/machine.py``)."""
+    return real(layout, folder, *flags, program=MACHINE, COUNT=count, **extra)
 
 
 def total_work(found: dict[str, Any], name: str) -> int:

@@ -10,11 +10,15 @@ import torch
 
 from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
 from accel_train.simulation.collectives import sent_bytes
-from tests.distributed.launching import Layout
+from tests.distributed.launching import LAUNCH_FILES, Layout, hsdp_file
 from tests.simulation import closed_forms
 from tests.simulation.counting import counted, simulated, total_work
 
-PROCESSES = (8, pytest.param(64, marks=pytest.mark.slow), pytest.param(512, marks=pytest.mark.slow), 1024)
+# The largest is among the quick tests of FSDP2, and the smallest among those of the others.
+LARGE = [*(pytest.param(n, marks=pytest.mark.slow) for n in (8, 64, 512)), 1024]
+SMALL = [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 512, 1024))]
+# Eight processes of a machine share a model, at the smallest size four.
+GROUPED = [(2, 4), *(pytest.param(n, 8, marks=pytest.mark.slow) for n in (8, 64, 128))]
 
 
 def shapes_of_model() -> dict[str, torch.Size]:
@@ -30,34 +34,121 @@ def of_kind(found: dict[str, Any], kind: str) -> tuple[int, int]:
     return sum(row["count"] for row in rows), sum(row["size"] for row in rows)
 
 
-@pytest.mark.parametrize("processes", [*(pytest.param(n, marks=pytest.mark.slow) for n in (8, 64, 512)), 1024])
+def padded_values(processes: int) -> tuple[int, int]:
+    """Values of all parameters and of the root's, each padded to whole rows for every one of the processes."""
+    shapes = shapes_of_model()
+    padded = {name: processes * closed_forms.shard_values(shape, processes) for name, shape in shapes.items()}
+    return sum(padded.values()), sum(values for name, values in padded.items() if ".blocks." not in name)
+
+
+def assert_states(found: dict[str, Any], states: closed_forms.States, counters: int = 0) -> None:
+    """``counters`` tensors of the optimizer count its steps in 4 bytes each."""
+    held = found["held"]
+    assert (held["parameters"], held["gradients"], held["EMA"]) == (states.parameters, states.gradients, states.ema)
+    assert held["optimizer state"] == states.optimizer + 4 * counters
+
+
+@pytest.mark.parametrize("processes", LARGE)
 def test_fsdp2_follows_its_closed_forms(processes: int, tmp_path: Path) -> None:
     found = counted(Layout("fsdp2", processes), tmp_path, "--global_batch_size", str(max(16, processes)))
     shapes = shapes_of_model()
     assert sum(shape.numel() for shape in shapes.values()) == found["values"]
-    states = closed_forms.fsdp2(shapes.values(), processes, ema=True)
-    held = found["held"]
-    assert (held["parameters"], held["gradients"], held["EMA"]) == (states.parameters, states.gradients, states.ema)
-    # A step counter of 4 bytes for each tensor.
-    assert held["optimizer state"] == states.optimizer + 4 * len(shapes)
+    assert_states(found, closed_forms.fsdp2(shapes.values(), processes, ema=True), len(shapes))
 
-    padded = {name: processes * closed_forms.shard_values(shape, processes) for name, shape in shapes.items()}
-    root = sum(values for name, values in padded.items() if ".blocks." not in name)
-    traffic = closed_forms.fsdp2_traffic(sum(padded.values()), root, processes, micro_batches=1)
+    traffic = closed_forms.fsdp2_traffic(*padded_values(processes), processes, micro_batches=1)
     assert of_kind(found, "all-gather") == (5, traffic.gathered)
     assert of_kind(found, "reduce-scatter") == (3, traffic.scattered)
     sent = sum(row["sent"] for row in found["collectives"] if row["kind"] != "all-reduce")
     assert sent == pytest.approx(traffic.sent, rel=1e-6)
 
 
-# Slow: 1,024 processes of FSDP2 are among the quick tests.
-@pytest.mark.parametrize("processes", [8, pytest.param(1024, marks=pytest.mark.slow)])
+# Slow: accumulation does not depend on the number of processes, and one count of it is quick.
+@pytest.mark.parametrize(
+    ("processes", "micro_batches", "sync"),
+    [
+        (8, 2, "last"),
+        pytest.param(8, 4, "last", marks=pytest.mark.slow),
+        pytest.param(8, 2, "every", marks=pytest.mark.slow),
+        pytest.param(8, 4, "every", marks=pytest.mark.slow),
+        *(pytest.param(n, 2, "last", marks=pytest.mark.slow) for n in (64, 512, 1024)),
+        *(pytest.param(n, 2, "every", marks=pytest.mark.slow) for n in (64, 512, 1024)),
+    ],
+)
+def test_accumulation_under_fsdp2_multiplies_gathers(
+    processes: int, micro_batches: int, sync: str, tmp_path: Path
+) -> None:
+    """Reductions only with ``sync: every``."""
+    size = str(micro_batches * processes)
+    flags = ("--global_batch_size", size, "--micro_batch_size", "1", "--sync", sync)
+    found = counted(Layout("fsdp2", processes), tmp_path, *flags)
+    assert found["micro_batches"] == micro_batches
+    reductions = micro_batches if sync == "every" else 1
+    traffic = closed_forms.fsdp2_traffic(
+        *padded_values(processes), processes, micro_batches=micro_batches, reductions=reductions
+    )
+    assert of_kind(found, "all-gather") == (5 * micro_batches, traffic.gathered)
+    assert of_kind(found, "reduce-scatter") == (3 * reductions, traffic.scattered)
+    sent = sum(row["sent"] for row in found["collectives"] if row["kind"] != "all-reduce")
+    assert sent == pytest.approx(traffic.sent, rel=1e-6)
+
+
+# Slow: torch's own option, and all else is as above.
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [8, 64, 512, 1024])
+def test_fsdp2_without_resharding_gathers_once(processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    option = "fsdp_reshard_after_forward: "
+    text = LAUNCH_FILES["fsdp2"]
+    assert f"{option}true" in text
+    monkeypatch.setitem(LAUNCH_FILES, "fsdp2", text.replace(f"{option}true", f"{option}false"))
+    found = counted(Layout("fsdp2", processes), tmp_path, "--global_batch_size", str(max(16, processes)))
+    traffic = closed_forms.fsdp2_traffic(*padded_values(processes), processes, micro_batches=1, gathers=1)
+    assert of_kind(found, "all-gather") == (3, traffic.gathered)
+    assert of_kind(found, "reduce-scatter") == (3, traffic.scattered)
+
+
+@pytest.mark.parametrize(("replicas", "shards"), GROUPED)
+def test_hsdp_follows_its_closed_forms(
+    replicas: int, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum over both dimensions: FSDP2's within a group, and DDP's of each shard between the groups."""
+    monkeypatch.setitem(LAUNCH_FILES, "hsdp", hsdp_file(replicas, shards))
+    processes = replicas * shards
+    size = str(2 * processes)
+    flags = ("--global_batch_size", size, "--micro_batch_size", "1")
+    found = counted(Layout("hsdp", processes), tmp_path, *flags)
+    shapes = shapes_of_model()
+    assert_states(found, closed_forms.fsdp2(shapes.values(), shards, ema=True), len(shapes))
+    traffic = closed_forms.hsdp_traffic(*padded_values(shards), replicas, shards, micro_batches=found["micro_batches"])
+    assert found["micro_batches"] == 2
+    assert of_kind(found, "all-gather") == (10, traffic.gathered)
+    assert of_kind(found, "reduce-scatter") == (3, traffic.scattered)
+    between = [row for row in found["collectives"] if (row["kind"], row["group_size"]) == ("all-reduce", replicas)]
+    assert sum(row["size"] for row in between) == traffic.reduced
+    inside = [row for row in found["collectives"] if row["kind"] in ("all-gather", "reduce-scatter")]
+    assert {row["group_size"] for row in inside} == {shards}
+    assert sum(row["sent"] for row in inside + between) == pytest.approx(traffic.sent, rel=1e-6)
+
+
+@pytest.mark.parametrize("processes", SMALL)
 def test_ddp_follows_its_closed_forms(processes: int, tmp_path: Path) -> None:
     found = counted(Layout("ddp", processes), tmp_path, "--global_batch_size", str(max(16, processes)))
-    states = closed_forms.replicated(found["values"], ema=True)
-    held = found["held"]
-    assert (held["parameters"], held["gradients"], held["EMA"]) == (states.parameters, states.gradients, states.ema)
-    traffic = closed_forms.ddp_traffic(found["values"], processes)
+    assert_states(found, closed_forms.replicated(found["values"], ema=True), len(shapes_of_model()))
+    assert_reduced(found, closed_forms.ddp_traffic(found["values"], processes))
+
+
+# Slow: the count of DDP without accumulation is quick.
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["last", "every"])
+def test_accumulation_under_ddp_does_not_multiply_reductions(sync: str, tmp_path: Path) -> None:
+    """Unless ``sync: every`` asks for it."""
+    flags = ("--global_batch_size", "32", "--micro_batch_size", "1", "--sync", sync)
+    found = counted(Layout("ddp", 8), tmp_path, *flags)
+    assert found["micro_batches"] == 4
+    assert_reduced(found, closed_forms.ddp_traffic(found["values"], 8, reductions=4 if sync == "every" else 1))
+
+
+def assert_reduced(found: dict[str, Any], traffic: closed_forms.Traffic) -> None:
+    """All of it in all-reduces."""
     count, size = of_kind(found, "all-reduce")
     # Two of them add up weights and losses.
     assert count > 2
