@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import statistics
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,14 @@ from accel_train.planning.devices import DEVICES, rated
 from accel_train.planning.probe import probe_of
 from tests.distributed.launching import ROOT, environment
 
-MODEL = "--model.depth 6 --max_steps 4 --log.log_every 1 --evaluation.samples 8 --checkpoints.keep_last 1"
-TEXT = "causal_lm_demo --data.packing false --max_steps 4 --log.log_every 1 --evaluation.samples 8 --precision bf16"
+STEPS, WARM_UP = 16, 3
+"""Steps of a run, and those before what is measured of it."""
+SECONDS = 0.15
+"""By how much the planned time of a step may differ from the measured one."""
+MODEL = f"--model.depth 6 --max_steps {STEPS} --log.log_every 1 --evaluation.samples 8 --checkpoints.keep_last 1"
+TEXT = (
+    f"causal_lm_demo --data.packing false --max_steps {STEPS} --log.log_every 1 --evaluation.samples 8 --precision bf16"
+)
 WIDE = f"{TEXT} --model.hidden_size 1024 --model.intermediate_size 2816 --model.num_attention_heads 8"
 CONFIGS = {
     "16 samples": f"mmdit base {MODEL} --global_batch_size 16 --micro_batch_size 16",
@@ -52,36 +61,59 @@ def simulated(words: list[str]) -> dict[str, Any]:
     return found
 
 
-def planned_seconds(found: dict[str, Any], torch_name: str) -> float | None:
-    """Return the modelled seconds of the step, None for a device without a data sheet."""
-    names = [name for name, device in DEVICES.items() if device.torch_name == torch_name]
-    if not names:
-        return None
-    rates = rated(names[0], found["precision"], 1).rates
+def data_sheet(torch_name: str) -> str | None:
+    """Return the name that a plan knows the device by, None for one without a data sheet."""
+    return next((name for name, device in DEVICES.items() if device.torch_name == torch_name), None)
+
+
+def planned_seconds(found: dict[str, Any], device: str) -> float:
+    """Return the modelled seconds of the step by the rates of a device, or of a file of ``accel-train calibrate``."""
+    rates = rated(device, found["precision"], 1).rates
     return probe_of(Candidate("single", "none", found["rows"]), found["micro_batches"], found, rates).time.total
 
 
+@cache
+def calibrated(folder: Path, precision: str) -> str:
+    """Return the file of this GPU's own rates."""
+    file = folder / f"{precision}.json"
+    calibrate = (sys.executable, "-m", "accel_train.cli", "calibrate")
+    output(*calibrate, "--output", str(file), "--precision", precision, "--seconds", "10")
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rates")
+
+
 def measured(words: list[str], directory: Path) -> tuple[float, float]:
-    """Return the bytes of the peak of a run, by torch's count, and the seconds of its fourth step."""
+    """Return the bytes of the peak of a run, by torch's count, and the median of its steps' seconds."""
     recipe, *flags = words
     output(sys.executable, f"recipes/{recipe}.py", *flags, "--output_dir", str(directory))
     lines = [line for line in read_metrics(directory / "metrics.jsonl") if line["event"] == "train"]
-    return lines[2]["memory_peak_gib"] * 2**30, lines[3]["elapsed_seconds"] - lines[2]["elapsed_seconds"]
+    assert len(lines) == STEPS
+    # A log line waits for the device, so the time between two of them is that of a step.
+    ends = [line["elapsed_seconds"] for line in lines[WARM_UP:]]
+    seconds = [after - before for before, after in itertools.pairwise(ends)]
+    return lines[WARM_UP]["memory_peak_gib"] * 2**30, statistics.median(seconds)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_simulated_peak_is_that_of_the_allocator(name: str, tmp_path: Path) -> None:
+def test_the_simulated_peak_and_time_are_those_of_a_run(name: str, tmp_path: Path, folder: Path) -> None:
     words = CONFIGS[name].split()
     counted = simulated(words)
     expected = counted["peak_in_blocks"]
     found, seconds = measured(words, tmp_path)
     print(f"{name}: simulated {expected / 2**30:.3f} GiB, measured {found / 2**30:.3f}")
-    # Only shown: a single step, with a log line behind it.
-    print(f"{name}: planned {planned_seconds(counted, torch.cuda.get_device_name())} s, measured {seconds:.4f}")
+    sheet = data_sheet(torch.cuda.get_device_name())
+    by_sheet = planned_seconds(counted, sheet) if sheet else None
+    planned = planned_seconds(counted, calibrated(folder, counted["precision"]))
+    print(f"{name}: planned {planned:.4f} s by calibrate, {by_sheet} by the data sheet, measured {seconds:.4f}")
     # The allocator's count has the workspaces of cuBLAS too, 64 MiB at most.
     assert found == pytest.approx(expected, rel=0.05, abs=64 * 2**20)
+    assert planned == pytest.approx(seconds, rel=SECONDS)
 
 
 @pytest.mark.slow
@@ -89,8 +121,10 @@ def test_a_simulation_gives_peak_and_time() -> None:
     """The half of the test above that needs no GPU."""
     counted = simulated(CONFIGS["language model, full"].split())
     assert counted["peak_in_blocks"] > 0
-    assert 0 < (planned_seconds(counted, "NVIDIA H200") or 0) < 1
-    assert planned_seconds(counted, "an unknown device") is None
+    name = data_sheet("NVIDIA H200")
+    assert name is not None
+    assert 0 < planned_seconds(counted, name) < 1
+    assert data_sheet("an unknown device") is None
 
 
 def test_each_configuration_is_one_that_a_recipe_takes() -> None:

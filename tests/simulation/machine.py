@@ -105,13 +105,13 @@ class MachineSteps(Steps):
 
     def __iter__(self) -> Iterator[Any]:
         first = replace(self._batches, micro_batches=self._batches.micro_batches[:1])
-        buckets: list[Tensor] = []
         for _ in range(WARM_UP):
-            with gradients_of_step(self._prepared.model) as buckets:
+            with gradients_of_step(self._prepared.model) as gradients:
                 yield first
-        if not isinstance(self._prepared.model, nn.parallel.DistributedDataParallel):
-            # Nobody keeps them.
-            buckets = []
+        # Only DDP keeps them, as views of its buckets.
+        keeps = isinstance(self._prepared.model, nn.parallel.DistributedDataParallel)
+        buckets = list(gradients) if keeps else []
+        gradients.clear()
         gc.collect()
         held = [tensor for kept in StepCounter(self._prepared)._states(buckets) for tensor in kept.tensors]
         held += [value for batch in self._batches.micro_batches for value in batch.values()]
@@ -137,24 +137,37 @@ def ran_out(error: BaseException) -> bool:
 
 
 def allocated(profiler: Any) -> dict[str, int]:
-    """Return the allocator's total before the step, and its largest in it outside of gloo's collectives."""
+    """Return the bytes of the allocator before the step, and the most of them in it.
+
+    Left out is what gloo allocates in a collective, such as a copy of what it reduces: its own thread frees that, which
+    a profiler does not see.
+    """
+    kinds: Any = torch._C._profiler._EventType  # pyright: ignore[reportPrivateUsage]
     events = list(every_event(profiler.profiler.kineto_results.experimental_event_tree()))
-    named = [event for event in events if event.typed[0] == torch._C._profiler._EventType.TorchOp]
+    named = [event for event in events if event.typed[0] == kinds.TorchOp]
     (step,) = [event for event in named if event.name == STEP]
-    ours = [(event.start_time_ns, event.end_time_ns) for event in named if event.name == OF_GLOO]
-    before = most = of_gloo = 0
+    windows = [(event.start_time_ns, event.end_time_ns) for event in named if event.name == OF_GLOO]
+    of_gloo: set[int] = set()
+    held = before = most = 0
     for event in events:
-        kind, fields = event.typed
-        if kind != torch._C._profiler._EventType.Allocation or fields.device.type != "cpu":
-            continue
+        kind, block = event.typed
         at = event.start_time_ns
+        if kind != kinds.Allocation or at > step.end_time_ns:
+            continue
+        if block.alloc_size > 0 and any(start <= at <= end for start, end in windows):
+            of_gloo.add(block.ptr)
+            continue
+        if block.alloc_size > 0:
+            # An address that gloo's thread has freed unseen.
+            of_gloo.discard(block.ptr)
+        elif block.ptr in of_gloo:
+            of_gloo.remove(block.ptr)
+            continue
+        held += block.alloc_size
         if at < step.start_time_ns:
-            before = fields.total_allocated
-        elif at <= step.end_time_ns and any(start <= at <= end for start, end in ours):
-            of_gloo = max(of_gloo, fields.total_allocated)
-        elif at <= step.end_time_ns:
-            most = max(most, fields.total_allocated)
-    return {"before": before, "peak": most, "peak_in_collectives": of_gloo}
+            before = held
+        most = max(most, held) if at >= step.start_time_ns else held
+    return {"before": before, "peak": most}
 
 
 def every_event(roots: Sequence[Any]) -> Iterator[Any]:

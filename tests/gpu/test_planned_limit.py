@@ -1,0 +1,81 @@
+"""A plan runs under its limit on a GPU, and the next larger micro-batch runs out of memory there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_train.planning.candidates import divisors
+from accel_train.planning.memory import GIB, RULES
+from tests.distributed.launching import ROOT, environment
+
+BATCH = 64
+SHORT = f"--global_batch_size {BATCH} --max_steps 3 --log.log_every 1 --evaluation.samples 8 --checkpoints.keep_last 1"
+MMDIT = f"mmdit base --model.depth 6 {SHORT}"
+TEXT = f"causal_lm causal_lm_demo --data.packing false --model.hidden_size 1024 --model.intermediate_size 2816 {SHORT}"
+TEXT = f"{TEXT} --model.num_attention_heads 8 --precision bf16"
+MODE = "--activation_checkpointing.mode"
+CASES = [
+    *((f"{MMDIT} {MODE} none", gib) for gib in (8.0, 9.0, 10.0)),
+    *((f"{MMDIT} {MODE} full", gib) for gib in (7.5, 8.0)),
+    *((f"{TEXT} {MODE} none", gib) for gib in (2.5, 3.0, 4.0)),
+    *((f"{TEXT} {MODE} full", gib) for gib in (2.0, 2.5)),
+]
+"""A recipe with its flags, and the GiB of a GPU."""
+SHARE_OF_CASES = 0.8
+(CONTEXT,) = (rule.gib for rule in RULES if rule.name == "CUDA context")
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=500)
+
+
+def plan(line: str, gib: float) -> dict[str, Any]:
+    words = ("--gpus", "1", "--vram_gib", str(gib), "--margin_gib", "0", "--json")
+    done = run(sys.executable, "-m", "accel_train.cli", "plan", *line.split(), *words)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["plan"]
+
+
+def fits(line: str, gib: float, chosen: dict[str, Any], size: int, directory: Path) -> bool:
+    """Train the plan's steps with a micro-batch of ``size`` on so much of this GPU."""
+    recipe, *flags = line.split()
+    # The share is that of torch's allocator, which has no part in the context.
+    fraction = (gib - CONTEXT) * GIB / torch.cuda.get_device_properties(0).total_memory
+    flags += ["--micro_batch_size", str(size), "--memory.fraction", f"{fraction:.6f}", "--out_of_memory", "stop"]
+    if chosen["blocks"] is not None:
+        flags += ["--activation_checkpointing.blocks", str(chosen["blocks"])]
+    done = run(sys.executable, f"recipes/{recipe}.py", *flags, "--output_dir", str(directory))
+    if done.returncode == 0:
+        return True
+    assert "ran out of memory" in done.stdout + done.stderr, done.stdout[-4000:] + done.stderr[-4000:]
+    return False
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_plan_fits_and_the_next_larger_micro_batch_does_not(tmp_path: Path) -> None:
+    sizes = divisors(BATCH)
+    exceeded: list[bool] = []
+    for number, (line, gib) in enumerate(CASES):
+        chosen = plan(line, gib)
+        size = chosen["micro_batch_size"]
+        assert size < BATCH, f"{line}: all of it fits into {gib} GiB"
+        assert fits(line, gib, chosen, size, tmp_path / f"planned-{number}"), f"{line}: {gib} GiB, {size} samples"
+        larger = sizes[sizes.index(size) + 1]
+        exceeded.append(not fits(line, gib, chosen, larger, tmp_path / f"larger-{number}"))
+        print(f"{gib} GiB, {line}: {size} fits, {larger} {'does not' if exceeded[-1] else 'fits as well'}")
+    assert sum(exceeded) >= SHARE_OF_CASES * len(CASES)
+
+
+@pytest.mark.slow  # a dozen plans
+@pytest.mark.parametrize(("line", "gib"), CASES, ids=str)
+def test_each_case_has_a_plan_below_the_whole_batch(line: str, gib: float) -> None:
+    """The half of the test above that needs no GPU."""
+    assert plan(line, gib)["micro_batch_size"] < BATCH
