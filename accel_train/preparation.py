@@ -71,7 +71,7 @@ def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, *
         device=accelerator.device,
         given=config.command_line_flags("model"),
     )
-    log_findings(config, accelerator, "model", parameters=size.trained)
+    log_findings(config, accelerator, "model", parameters=size.trained, frozen_bytes=size.frozen_bytes)
     # Set here, because the count above has built the model once already, on the meta device.
     torch.manual_seed(config.seed)
     return model(*shape, **named)

@@ -104,6 +104,8 @@ class Facts:
     """Samples of an epoch, once the data are open."""
     parameters: int | None = None
     """Trained parameters, once the model is counted."""
+    frozen_bytes: int = 0
+    """Weights on a device that are not trained, such as the base of adapters, once the model is counted."""
 
     def option(self, name: str, default: Any = None) -> Any:
         """Return an option's value. The default stands for an option missing from this recipe."""
@@ -199,7 +201,7 @@ class Facts:
 
     @property
     def state_bytes(self) -> int | None:
-        """Bytes of weights, gradients, optimizer and EMA of the trained parameters.
+        """Bytes of weights, gradients, optimizer and EMA of the trained parameters, without frozen weights.
 
         None before they are counted, and for an optimizer with an unknown state.
         """
@@ -213,6 +215,12 @@ class Facts:
         if self.number("ema.decay") > 0:
             each += 4
         return self.parameters * each
+
+    @property
+    def held_bytes(self) -> int | None:
+        """Bytes between two steps: ``state_bytes`` and the frozen weights."""
+        state = self.state_bytes
+        return None if state is None else state + self.frozen_bytes
 
     @property
     def device_bytes(self) -> int | None:

@@ -37,6 +37,7 @@ def facts_of(
     *,
     dataset_size: int | None = None,
     parameters: int | None = None,
+    frozen_bytes: int = 0,
 ) -> Facts:
     """Put the facts of a start together."""
     options = flatten(to_tree(config))
@@ -48,6 +49,7 @@ def facts_of(
         origins={name: origin_of(config, name) for name in options},
         dataset_size=dataset_size,
         parameters=parameters,
+        frozen_bytes=frozen_bytes,
     )
 
 
@@ -65,10 +67,8 @@ def layout_of_file(machine: MachineConfig, *, has_devices: bool) -> Layout:
     )
 
 
-def facts_of_start(
-    config: Any, accelerator: Any, *, dataset_size: int | None = None, parameters: int | None = None
-) -> Facts:
-    """Collect the facts of the running processes. Takes about 10 ms."""
+def facts_of_start(config: Any, accelerator: Any, **sizes: Any) -> Facts:
+    """Collect the facts of the running processes, with the ``sizes`` of ``facts_of``. Takes about 10 ms."""
     # Imported here: they import accelerate, which explaining a rule does not need.
     from accel_train.launch_files.parents import parent_command_lines
     from accel_train.launch_files.requested import THREADS_VARIABLE, launcher_flags, read_request
@@ -92,7 +92,7 @@ def facts_of_start(
         device=accelerator.device.type,
     )
     host = read_host(str(config.output_dir), environment)
-    return facts_of(config, layout, environment, host, dataset_size=dataset_size, parameters=parameters)
+    return facts_of(config, layout, environment, host, **sizes)
 
 
 def unknown_host() -> Host:

@@ -94,7 +94,7 @@ def sharding_on_one_process(facts: Facts) -> Finding | None:
 
 
 def _fits_each_device(facts: Facts) -> bool:
-    state = facts.state_bytes
+    state = facts.held_bytes
     device = facts.device_bytes
     if state is None or device is None or not facts.on_gpu:
         return False
@@ -103,7 +103,7 @@ def _fits_each_device(facts: Facts) -> bool:
 
 
 def _sizes(facts: Facts) -> str:
-    state = (facts.state_bytes or 0) / GIB
+    state = (facts.held_bytes or 0) / GIB
     device = (facts.device_bytes or 0) / GIB
     return f"weights, gradients, optimizer and EMA take {state:.1f} GiB, and a device has {device:.0f} GiB"
 
@@ -145,7 +145,7 @@ def shards_across_machines(facts: Facts) -> Finding | None:
     hold the training state, shard inside each machine and reduce gradients between them.
     """
     layout = facts.layout
-    state = facts.state_bytes
+    state = facts.held_bytes
     device = facts.device_bytes
     if layout.strategy != "fsdp2" or layout.machines == 1 or layout.replicate_size is not None:
         return None

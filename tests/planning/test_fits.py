@@ -127,8 +127,6 @@ ADDRESS_CASES = [
     *((DDP, (mode,), place) for mode, place in (("none", 0.2), ("none", 0.6), ("full", 0.4))),
     *((FSDP2, (mode,), place) for mode, place in (("none", 0.3), ("none", 0.7), ("full", 0.5))),
 ]
-WIDER = ("--model.width", "256", "--model.depth", "4")
-"""So that tensors, and not the pages of Python's objects, fill the address space."""
 TO_THE_SYSTEM = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
 """glibc gives each larger block its own pages, and gives them back as soon as it is freed."""
 SHARE_OF_CASES = 0.8

@@ -49,6 +49,11 @@ class Size(NamedTuple):
     offloaded_bytes: int = 0
     """Weights kept in host memory."""
 
+    @property
+    def frozen_bytes(self) -> int:
+        """Weights on the device that are not trained. Trained ones are fp32."""
+        return max(0, self.weight_bytes - self.offloaded_bytes - FP32_BYTES * self.trained)
+
 
 def size_of(build: Callable[[], nn.Module], *, offload_frozen: bool = False) -> Size:
     """Return the size of the model of ``build``, built on the meta device and so without memory."""
