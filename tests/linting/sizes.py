@@ -1,4 +1,4 @@
-"""Sizes that a start tells the linter, trained parameters and samples: ``python -m tests.linting.sizes RECIPE [flags]``."""
+"""Trained parameters and samples that a start tells the linter: ``python -m tests.linting.sizes RECIPE [flags]``."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from accel_train.planning.search import search
 from accel_train.planning.simulator import LARGEST
 from accel_train.planning.times import rates_of
 from tests.distributed.launching import Layout
-from tests.simulation.counting import by_machine, counted, real
+from tests.simulation.counting import TO_THE_SYSTEM, by_machine, counted, real
 
 pytestmark = pytest.mark.distributed
 BATCH = 64
@@ -64,6 +64,7 @@ class Planned:
     larger: Candidate
 
 
+@cache
 def planned(layout: Layout, modes: tuple[str, ...], place: float, folder: Path) -> Planned:
     """The limit is a part of the way from the smallest micro-batch's memory to that of half of the share."""
     sizes = divisors(BATCH // layout.processes)
@@ -121,31 +122,23 @@ def test_a_step_ends_at_the_first_tensor_beyond_its_limit(folder: Path) -> None:
     assert "CUDA out of memory (planted)" in found["out_of_memory"]
 
 
-ADDRESS_CASES = [
-    *((SINGLE, ("none",), place) for place in (0.1, 0.3, 0.5, 0.9)),
-    *((SINGLE, ("full",), place) for place in (0.2, 0.6)),
-    *((DDP, (mode,), place) for mode, place in (("none", 0.2), ("none", 0.6), ("full", 0.4))),
-    *((FSDP2, (mode,), place) for mode, place in (("none", 0.3), ("none", 0.7), ("full", 0.5))),
-]
-TO_THE_SYSTEM = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
-"""glibc gives each larger block its own pages, and gives them back as soon as it is freed."""
 SHARE_OF_CASES = 0.8
 
 
-@pytest.mark.slow  # many plans
+@pytest.mark.slow  # new processes, whose allocator gives everything back
 def test_the_system_limits_the_same_plans(folder: Path) -> None:
     """RLIMIT_AS in place of the simulator's own accounting: torch's allocator fails, or does not."""
     fitted = exceeded = 0
     lines: list[str] = []
-    for layout, modes, place in ADDRESS_CASES:
+    for layout, modes, place in CASES:
         plan = planned(layout, modes, place, folder)
         results = [address_limited(layout, folder, each, plan.budget) for each in (plan.chosen.candidate, plan.larger)]
         lines.append(f"{plan.chosen.candidate} in {layout.processes} process(es): {results}")
         fitted += results[0]["fits"]
         exceeded += not results[1]["fits"]
     print("\n".join(lines))
-    assert fitted == len(ADDRESS_CASES), lines
-    assert exceeded >= SHARE_OF_CASES * len(ADDRESS_CASES), lines
+    assert fitted == len(CASES), lines
+    assert exceeded >= SHARE_OF_CASES * len(CASES), lines
 
 
 def address_limited(layout: Layout, folder: Path, candidate: Candidate, budget: Budget) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from tests.waiting import PATIENCE_SECONDS
 
 REAL = ROOT / "tests" / "simulation" / "real.py"
 MACHINE = REAL.with_name("machine.py")
+TO_THE_SYSTEM = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
+"""glibc gives each larger block its own pages, and gives them back as soon as it is freed."""
 ANYTHING = Options(None, (None,), None, None, False, None)
 SINGLE = "num_machines: 1\nnum_processes: 1\ndistributed_type: 'NO'\nuse_cpu: true\n"
 
