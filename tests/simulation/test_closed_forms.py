@@ -17,8 +17,8 @@ from tests.simulation.counting import counted, simulated, total_work
 # The largest is among the quick tests of FSDP2, and the smallest among those of the others.
 LARGE = [*(pytest.param(n, marks=pytest.mark.slow) for n in (8, 64, 512)), 1024]
 SMALL = [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 512, 1024))]
-# Eight processes of a machine share a model, at the smallest size four.
-GROUPED = [(2, 4), *(pytest.param(n, 8, marks=pytest.mark.slow) for n in (8, 64, 128))]
+# Replicas and shards. They differ, because a norm is added up over the shards.
+GROUPED = [(2, 4), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((16, 4), (64, 8), (128, 8)))]
 
 
 def shapes_of_model() -> dict[str, torch.Size]:
