@@ -18,8 +18,8 @@ from tests.distributed.launching import ROOT, environment
 BATCH = 64
 SHORT = f"--global_batch_size {BATCH} --max_steps 3 --log.log_every 1 --evaluation.samples 8 --checkpoints.keep_last 1"
 MMDIT = f"mmdit base --model.depth 6 {SHORT}"
-TEXT = f"causal_lm causal_lm_demo --data.packing false --model.hidden_size 1024 --model.intermediate_size 2816 {SHORT}"
-TEXT = f"{TEXT} --model.num_attention_heads 8 --precision bf16"
+WIDE = "--model.hidden_size 1024 --model.intermediate_size 2816 --model.num_attention_heads 8 --precision bf16"
+TEXT = f"causal_lm causal_lm_demo --data.packing false {WIDE} {SHORT}"
 MODE = "--activation_checkpointing.mode"
 CASES = [
     *((f"{MMDIT} {MODE} none", gib) for gib in (8.0, 9.0, 10.0)),

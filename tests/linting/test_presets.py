@@ -156,7 +156,8 @@ def test_frozen_weights_fill_a_device_as_well() -> None:
     """A base in bf16 is larger than the state of its adapters: sharding it is no waste."""
     layout = Layout("fsdp2", 2, device="cuda")
     host = replace(HOST, devices=(RTX_4090,) * 2)
-    config = config_of(lora, "lora_24gb")
+    recipe: Any = lora
+    config = config_of(recipe, "lora_24gb")
     small = facts_of(config, layout, {}, host, parameters=ADAPTERS)
     large = replace(small, frozen_bytes=FLUX)
     assert [rule.name for rule, _ in lint(small)] == ["sharding-without-need"]

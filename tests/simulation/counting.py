@@ -59,7 +59,7 @@ def counted(layout: Layout, folder: Path, *flags: str, largest: int | None = Non
 def real(layout: Layout, folder: Path, *flags: str, program: Path = REAL, **extra: str) -> dict[str, Any]:
     """The same of a real run of as many processes. ``extra`` are environment variables of ``program``."""
     words = [layout.recipe, *flags_of(layout, folder, flags), "--output_dir", str(folder / "run")]
-    done = fork(layout, command(layout, words, folder, program), **extra)
+    done = fork(layout, command(layout, words, folder, program), timeout=PATIENCE_SECONDS, **extra)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-4000:]
     return json.loads(lines[-1].removeprefix("RESULT "))

@@ -41,7 +41,7 @@ PYTHON_BYTES = 2 << 20
 
 
 class MachineStep(FakeStep):
-    """A real step, of which ``surroundings`` may be placed around the counted run."""
+    """A real step, counted in one of the ways of COUNT."""
 
     def __init__(self, count: str) -> None:
         super().__init__(real=True)
@@ -105,18 +105,21 @@ class MachineSteps(Steps):
 
     def __iter__(self) -> Iterator[Any]:
         first = replace(self._batches, micro_batches=self._batches.micro_batches[:1])
+        gradients: list[Tensor] = []
         for _ in range(WARM_UP):
-            with gradients_of_step(self._prepared.model) as gradients:
+            with gradients_of_step(self._prepared.model) as found:
                 yield first
+            gradients = found
         # Only DDP keeps them, as views of its buckets.
         keeps = isinstance(self._prepared.model, nn.parallel.DistributedDataParallel)
         buckets = list(gradients) if keeps else []
         gradients.clear()
         gc.collect()
-        held = [tensor for kept in StepCounter(self._prepared)._states(buckets) for tensor in kept.tensors]
+        kept = StepCounter(self._prepared)._states(buckets)  # pyright: ignore[reportPrivateUsage]
+        held = [tensor for each in kept for tensor in each.tensors]
         held += [value for batch in self._batches.micro_batches for value in batch.values()]
         at_rest = bytes_of(held)
-        del held, buckets
+        del held, kept, buckets
         with self._counting(at_rest):
             yield self._batches
         raise StepEnded
@@ -142,7 +145,8 @@ def allocated(profiler: Any) -> dict[str, int]:
     Left out is what gloo allocates in a collective, such as a copy of what it reduces: its own thread frees that, which
     a profiler does not see.
     """
-    kinds: Any = torch._C._profiler._EventType  # pyright: ignore[reportPrivateUsage]
+    bindings: Any = torch._C
+    kinds = bindings._profiler._EventType
     events = list(every_event(profiler.profiler.kineto_results.experimental_event_tree()))
     named = [event for event in events if event.typed[0] == kinds.TorchOp]
     (step,) = [event for event in named if event.name == STEP]
