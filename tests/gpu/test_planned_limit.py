@@ -22,12 +22,10 @@ WIDE = "--model.hidden_size 1024 --model.intermediate_size 2816 --model.num_atte
 TEXT = f"causal_lm causal_lm_demo --data.packing false {WIDE} {SHORT}"
 MODE = "--activation_checkpointing.mode"
 CASES = [
-    *((f"{MMDIT} {MODE} none", gib) for gib in (8.0, 9.0, 10.0)),
-    *((f"{MMDIT} {MODE} full", gib) for gib in (7.5, 8.0)),
-    *((f"{TEXT} {MODE} none", gib) for gib in (2.5, 3.0, 4.0)),
-    *((f"{TEXT} {MODE} full", gib) for gib in (2.0, 2.5)),
+    *((f"{MMDIT} {MODE} none", gib) for gib in (7.2, 8.4, 9.6)),
+    *((f"{TEXT} {MODE} none", gib) for gib in (2.15, 2.6, 3.2)),
 ]
-"""A recipe with its flags, and the GiB of a GPU."""
+"""A recipe with its flags, and the GiB of a GPU: from 6.64 with one sample to 10.39 with all, and from 1.79 to 3.66."""
 SHARE_OF_CASES = 0.8
 (CONTEXT,) = (rule.gib for rule in RULES if rule.name == "CUDA context")
 
@@ -74,7 +72,7 @@ def test_every_plan_fits_and_the_next_larger_micro_batch_does_not(tmp_path: Path
     assert sum(exceeded) >= SHARE_OF_CASES * len(CASES)
 
 
-@pytest.mark.slow  # a dozen plans
+@pytest.mark.slow  # half a dozen plans
 @pytest.mark.parametrize(("line", "gib"), CASES, ids=str)
 def test_each_case_has_a_plan_below_the_whole_batch(line: str, gib: float) -> None:
     """The half of the test above that needs no GPU."""
