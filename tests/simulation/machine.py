@@ -36,7 +36,7 @@ from tests.simulation.gloo import NAMES, without_its_own_memory
 STEP, OF_GLOO = "the counted step", "a collective"
 WARM_UP = 2
 """Runs of one micro-batch before the step: DDP divides its buckets anew in the second."""
-PYTHON_BYTES = 2 << 20
+PYTHON_BYTES = 1 << 20
 """Address space for what is no tensor: autograd's graph, Python's objects, the rounding of each tensor to pages."""
 
 
