@@ -44,6 +44,7 @@ ROWS = (
     {"export"},
     {"loading"},
     TOOLS,
+    {"cost_model"},
     {"drill", "simulation"},
     {"calibration"},
     {"planning"},

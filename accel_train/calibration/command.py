@@ -27,8 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         return program.run(options)
     # Late: a launch imports Accelerate.
-    from accel_train.calibration.record import refuse_other_file
     from accel_train.commands.launch import Launch, launch
+    from accel_train.cost_model.record import refuse_other_file
 
     refuse_other_file(options.output)
     launched = {name: getattr(arguments, name) for name in OF_LAUNCH}

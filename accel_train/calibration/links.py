@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_train.calibration.rates import LINKS, Link
 from accel_train.calibration.timing import LEAST, MOST, WARM_UP, Clock, Timed, summarize
+from accel_train.cost_model.rates import LINKS, Link
 from accel_train.simulation.collectives import sent_bytes
 
 SIZES = {

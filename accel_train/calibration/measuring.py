@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 import torch
 import torch.distributed as dist
 
-from accel_train.calibration import links, record
-from accel_train.calibration.record import Calibration, Figure, Figures, LinkFigure, Links, Machine
-from accel_train.calibration.timing import MOST, Clock, own_clock, summarize, time_rounds, wall_clock
+from accel_train.calibration import links
+from accel_train.calibration.timing import MOST, Clock, Timed, own_clock, summarize, time_rounds, wall_clock
 from accel_train.calibration.workloads import Workload, count, workloads
 from accel_train.config import UsageError
 from accel_train.cores import usable_cores
+from accel_train.cost_model.record import Calibration, Figure, Figures, LinkFigure, Links, Machine
 from accel_train.metrics.environment import cpu_name
 from accel_train.precision import Precision, dtype_of
 
@@ -70,8 +70,20 @@ def _links(device: torch.device, seconds: float, clock: Clock) -> Mapping[str, L
                 f"seconds: {seconds:.3g} of them for collectives: {kind}: {error}; times that grow are required. Give "
                 "more --seconds, on a machine that is idle"
             ) from None
-        found[kind.replace("-", "_")] = record.link_figure(fitted, times, how)
+        found[kind.replace("-", "_")] = _link_figure(fitted, times, how)
     return found
+
+
+def _link_figure(fitted: links.Fitted, times: Mapping[int, Timed], how: str) -> LinkFigure:
+    """Return the figure of a fit to ``times`` by bytes sent."""
+    return LinkFigure(
+        latency_seconds=fitted.link.latency_seconds,
+        bytes_per_second=fitted.link.bytes_per_second,
+        residual=fitted.residual,
+        spread=max(timed.spread for timed in times.values()),
+        rounds=sum(timed.rounds for timed in times.values()),
+        how=how,
+    )
 
 
 def _no_links() -> Mapping[str, LinkFigure]:

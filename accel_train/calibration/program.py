@@ -33,7 +33,8 @@ def run(options: Options) -> int:
     import torch
     import torch.distributed as dist
 
-    from accel_train.calibration import measuring, record, report
+    from accel_train.calibration import measuring, report
+    from accel_train.cost_model import record
     from accel_train.runtime.threads import resolve_threads
 
     is_main = os.environ.get("RANK", "0") == "0"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from accel_train.calibration.rates import rate
-from accel_train.calibration.record import AGAIN, NOISY, Calibration, Figure, LinkFigure
+from accel_train.cost_model.rates import rate
+from accel_train.cost_model.record import AGAIN, NOISY, Calibration, Figure, LinkFigure
 
 
 def describe(calibration: Calibration) -> str:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_train.simulation.work import Work, WorkCounter
+from accel_train.cost_model.work import Work
+from accel_train.simulation.work import WorkCounter
 
 Compute = Callable[[], object]
 

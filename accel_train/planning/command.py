@@ -7,11 +7,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from accel_train.calibration.rates import Rates
 from accel_train.commands.bundled import find_recipe
+from accel_train.cost_model.devices import DEFAULT, rated
+from accel_train.cost_model.rates import Rates
 from accel_train.planning import report, writing
 from accel_train.planning.candidates import Candidate, has_deepspeed, space_of
-from accel_train.planning.devices import DEFAULT, rated
 from accel_train.planning.flags import Options
 from accel_train.planning.memory import BALANCED_SHARE, Budget, default_margin, memory_of_this_machine_gib
 from accel_train.planning.plan import make_plan, without_needless_checkpointing

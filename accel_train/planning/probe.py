@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel_train.calibration.rates import Rates
+from accel_train.cost_model.rates import Rates
+from accel_train.cost_model.times import StepTime, step_time, step_work
+from accel_train.cost_model.work import Work
 from accel_train.planning.candidates import MODES, Candidate
 from accel_train.planning.memory import Budget
-from accel_train.planning.times import StepTime, step_time, step_work
 from accel_train.simulation import ledger
-from accel_train.simulation.work import Work
 
 STATES = (
     *(ledger.PARAMETERS, ledger.MASTERS, ledger.BUFFERS, ledger.GRADIENTS),

@@ -6,16 +6,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accel_train.cost_model.devices import FILE, Rated
+from accel_train.cost_model.rates import RULE
+from accel_train.cost_model.report import EXACT, MODELLED, time_lines
 from accel_train.planning.candidates import BLOCKS, LAUNCH_FILES, MICRO_BATCH, MODE, MODES
-from accel_train.planning.devices import FILE, RULE, Rated
 from accel_train.planning.memory import GIB, HOST_RULES, RULES
 from accel_train.planning.plan import Plan
 from accel_train.planning.probe import Probe
-from accel_train.planning.times import StepTime
 from accel_train.simulation.ledger import BATCH, BLOCK, CATEGORIES, TEMPORARY
 
-EXACT = "exact"
-MODELLED = "modelled"
 MACHINE_GPUS = 8
 """Usual maximum of GPUs in one machine. A plan for more has a note about several machines."""
 NEAREST = 5
@@ -127,48 +126,10 @@ def _row(name: str, gib: float, origin: str) -> str:
 def _time(probe: Probe, named: Rated | None) -> list[str]:
     if named is None:
         return ["step time: give --device NAME. Candidates were compared by the rates of an h100-sxm"]
-    work = probe.work
-    time = probe.time
-    at = named.origins
     # What is done once a step was taken for work of each micro-batch.
     counted = EXACT if probe.simulated == probe.micro_batches else MODELLED
-    lines = [f"time of a step, {MODELLED}"]
-    lines += [
-        _line("products", time.products, f"{work.products:.3g} FLOPs ({EXACT}) at {at['products']}"),
-        _line("attention", time.attention, f"{work.attention:.3g} FLOPs ({EXACT}) at {at['attention']}"),
-        _line("other operators", time.moved, f"{work.moved / 1e9:.3g} GB ({counted}) at {at['moved']}"),
-        _line("host", time.host, f"{work.kernels:,} kernels ({counted}) of {at['host']}"),
-    ]
-    if work.sent:
-        latency = named.rates.latency_seconds(work)
-        lines += [
-            _line("communication", time.communication, f"{work.sent / 1e9:.3g} GB ({MODELLED}) at {at['link']}"),
-            _line("  of it latency", latency, f"{work.collectives} collectives ({counted}) of {at['latency']}"),
-            _line("  not hidden", time.exposed, "beyond the computation that runs beside it"),
-        ]
-    if work.copied:
-        lines += [
-            _line("copies", time.copied, f"{work.copied / 1e9:.3g} GB ({counted}) at {at['copied']}"),
-            _line("optimizer on the host", time.on_host, f"{work.on_host / 1e9:.3g} GB ({EXACT}) at {at['on_host']}"),
-        ]
-    lines.append(_line("step", time.total, _sum(time)))
-    return [*lines, f"  {named.source}", *(f"  note: {note}" for note in named.notes)]
-
-
-def _sum(time: StepTime) -> str:
-    """Name the terms that add up to the step."""
-    if time.serial:
-        return "all of it: on a CPU nothing runs beside anything else"
-    shown = "products, attention and other operators"
-    if time.host > time.products + time.attention + time.moved:
-        shown = "the host"
-    if time.on_host:
-        return f"{shown}, the communication that is not hidden, copies and the optimizer on the host"
-    return f"{shown}, and the communication that is not hidden"
-
-
-def _line(name: str, seconds: float, text: str) -> str:
-    return f"  {name:<26}{seconds * 1e3:>9.2f} ms  {text}"
+    latency = named.rates.latency_seconds(probe.work)
+    return time_lines(probe.work, probe.time, latency, named, counted=counted)
 
 
 def _alternatives(plan: Plan, named: Rated | None) -> list[str]:

@@ -45,6 +45,8 @@ class Collective:
     group_size: int
     size: int
     """Bytes of the whole tensor: reduced, gathered or scattered. Of an all-to-all the larger side of this process."""
+    stride: int = 1
+    """Distance of the ranks of the group: above 1 under HSDP, between processes with the same shards."""
 
     @property
     def sent(self) -> int:
@@ -63,6 +65,8 @@ class Row:
     """Bytes of the whole tensors."""
     sent: int
     """Bytes sent by each process, by the rule of a ring."""
+    stride: int = 1
+    """Distance of the ranks of the group."""
 
 
 @dataclass
@@ -86,23 +90,24 @@ class Collectives:
             raise ValueError(f"collective {func}: not known to the simulation")
         kind = KINDS[name]
         values = [*args, *kwargs.values()]
-        group_size = _group_size(values)
+        group = _group(values)
         tensors = list(tensors_in(values))
-        self.seen.append(Collective(kind, group_size, _whole(kind, name, tensors, group_size)))
+        size = _whole(kind, name, tensors, group.size())
+        self.seen.append(Collective(kind, group.size(), size, _stride(group)))
         if self.ledger is not None:
             # Only a suggestion: a tensor with a category keeps it, such as a bucket of gradients.
             self.ledger.suggest(tensors, self.gathered if kind == "all-gather" else COMMUNICATION)
 
     def rows(self) -> list[Row]:
         """Return the sums by kind and group, largest first."""
-        sums: dict[tuple[str, int], list[int]] = {}
+        sums: dict[tuple[str, int, int], list[int]] = {}
         for call in self.seen:
-            count_and_size = sums.setdefault((call.kind, call.group_size), [0, 0])
+            count_and_size = sums.setdefault((call.kind, call.group_size, call.stride), [0, 0])
             count_and_size[0] += 1
             count_and_size[1] += call.size
         rows: list[Row] = []
-        for (kind, group_size), (count, size) in sums.items():
-            rows.append(Row(kind, group_size, count, size, sent_bytes(kind, group_size, size)))
+        for (kind, group_size, stride), (count, size) in sums.items():
+            rows.append(Row(kind, group_size, count, size, sent_bytes(kind, group_size, size), stride))
         return sorted(rows, key=lambda row: -row.size)
 
 
@@ -112,18 +117,24 @@ def sent_bytes(kind: str, group_size: int, size: int) -> int:
     return round(passes * size * (group_size - 1) / group_size)
 
 
-def _group_size(values: Sequence[Any]) -> int:
+def _stride(group: dist.ProcessGroup) -> int:
+    """Return the distance of the ranks of a group, which the meshes of torch divide evenly."""
+    ranks = dist.get_process_group_ranks(group)
+    return ranks[1] - ranks[0] if len(ranks) > 1 else 1
+
+
+def _group(values: Sequence[Any]) -> dist.ProcessGroup:
     value: Any
     for value in values:
         if isinstance(value, str) and value.isdigit():
             # Functional collectives name their group.
             resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateUsage]
-            return resolve(value).size()
+            return resolve(value)
         if "ProcessGroup" in str(getattr(value, "_type", lambda: "")()):
             unbox: Any = dist.ProcessGroup.unbox
-            return unbox(value).size()
+            return unbox(value)
         if isinstance(value, dist.ProcessGroup):
-            return value.size()
+            return value
     raise ValueError(f"no process group among {values}")
 
 

@@ -7,17 +7,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accel_train.commands.bundled import find_recipe
 from accel_train.commands.launch import Launch, accelerate_settings, launch_environment, read_machine
 from accel_train.config import UsageError
+from accel_train.cost_model.steps import timing_of
 from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.launch_files.requested import REHEARSAL_VARIABLE
-from accel_train.simulation.flags import REPORT, REQUEST, Options
+from accel_train.simulation.flags import DEVICE_TYPE, REPORT, REQUEST, Options
 from accel_train.simulation.refusals import refuse_machine
-from accel_train.simulation.report import Simulated, describe, draw, table
+from accel_train.simulation.report import Simulated, describe, draw, scaling_of, table
 
 PORT = 29500
 """A port for the environment of a launch. Nothing listens on it or connects to it."""
@@ -25,6 +27,12 @@ PORT = 29500
 
 def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
     """Return the output of the command. Raises ``UsageError`` if a start would refuse, or cannot be simulated."""
+    timing = None
+    if options.device is not None:
+        # Refused before a simulation that takes its time.
+        timing = timing_of(options.device, options.link, options.gpus_per_machine)
+        if options.device_type is None and timing.is_cpu:
+            options = replace(options, device_type="cpu")
     found: list[Simulated] = []
     for number in options.num_processes:
         request = Launch(
@@ -34,14 +42,16 @@ def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
             num_processes=number,
             main_process_port=PORT,
         )
-        found.append(_simulate_one(request, options))
+        simulated = _simulate_one(request, options)
+        found.append(replace(simulated, timed=timing.of(simulated.counted)) if timing else simulated)
+    scaling = scaling_of(found, is_weak=options.micro_batches is not None)
     if options.picture is not None:
-        draw(found[-1], Path(options.picture))
+        draw(found[-1], scaling, Path(options.picture))
     if options.as_json:
-        return json.dumps([simulated.as_json() for simulated in found], indent=2)
+        return json.dumps([simulated.as_json(scaling) for simulated in found], indent=2)
     if len(found) == 1:
         return describe(found[0])
-    return table(found)
+    return table(found, scaling)
 
 
 def _simulate_one(request: Launch, options: Options) -> Simulated:
@@ -71,7 +81,7 @@ def worker_command(request: Launch, options: Options, folder: Path) -> tuple[lis
         "arguments": request.arguments,
         "step": options.step,
         "micro_batches": options.micro_batches,
-        "device_type": options.device_type,
+        "device_type": options.device_type or DEVICE_TYPE,
         "largest": options.largest,
     }
     (folder / REQUEST).write_text(json.dumps(asked))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from accel_train.config import UsageError
+from accel_train.cost_model.networks import GPUS_PER_MACHINE, NETWORKS, Machines, machines_of
 
 REQUEST = "request.json"
 REPORT = "report.json"
@@ -15,6 +16,7 @@ REPORT = "report.json"
 
 DeviceType = Literal["cuda", "cpu"]
 """Whose autocast is simulated. Everything else is computed as on a CPU."""
+DEVICE_TYPE: DeviceType = "cuda"
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,15 @@ class Options:
     micro_batches: int | None
     as_json: bool
     picture: str | None
-    device_type: DeviceType = "cuda"
+    device_type: DeviceType | None = None
+    """None: that of ``device``, else cuda."""
     largest: int | None = None
     """Run no more than so many micro-batches of the step, the largest. Not a flag: ``accel-train plan`` sets it."""
+    device: str | None = None
+    """Whose rates give a step time. None: there is none."""
+    link: str | None = None
+    """Between machines."""
+    gpus_per_machine: int = GPUS_PER_MACHINE
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,11 +57,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device_type",
         choices=get_args(DeviceType),
-        default="cuda",
-        help="whose autocast decides what is kept in fp32; default: cuda",
+        help="whose autocast decides what is kept in fp32; default: cuda, or cpu with the calibration of a CPU",
+    )
+    parser.add_argument(
+        "--device", metavar="NAME", help="model of the GPU, such as h100-sxm, or a file of calibrate: step times"
+    )
+    parser.add_argument("--link", metavar="NAME", help=f"link between machines: {', '.join(NETWORKS)}; with --device")
+    parser.add_argument(
+        "--gpus_per_machine",
+        type=int,
+        help=f"GPUs of a machine, which its own link connects; with --device; default: {GPUS_PER_MACHINE}",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON, with the curve of memory")
-    parser.add_argument("--picture", metavar="FILE.png", help="draw the memory by category over the step")
+    parser.add_argument("--picture", metavar="FILE.png", help="draw the memory by category over the step; efficiency")
 
 
 def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[list[str], Options]:
@@ -65,6 +81,9 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
     counts = (None,) if flags.num_processes is None else _numbers(flags.num_processes)
     if flags.micro_batches is not None and flags.micro_batches < 1:
         raise UsageError(f"micro_batches: {flags.micro_batches}: at least 1 is required; give --micro_batches 1")
+    machines = _machines(flags.device, flags.link, flags.gpus_per_machine)
+    for number in counts if flags.device is not None else ():
+        machines.refuse(number or 1)
     return rest, Options(
         config_file=flags.config_file,
         num_processes=counts,
@@ -73,7 +92,23 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
         as_json=flags.json,
         picture=flags.picture,
         device_type=flags.device_type,
+        device=flags.device,
+        link=flags.link,
+        gpus_per_machine=machines.gpus,
     )
+
+
+def _machines(device: str | None, link: str | None, gpus: int | None) -> Machines:
+    """Return the machines that the flags name. Raises ``UsageError``."""
+    for name, value in (("link", link), ("gpus_per_machine", gpus)):
+        if value is not None and device is None:
+            raise UsageError(
+                f"{name}: {value}: it is of a step time, for which a device is required; give --device h100-sxm as "
+                f"well, or leave --{name} out"
+            )
+    if gpus is not None and gpus < 1:
+        raise UsageError(f"gpus_per_machine: {gpus}: at least 1 is required; give --gpus_per_machine 8")
+    return machines_of(link, gpus or GPUS_PER_MACHINE)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from accel_train.cost_model.report import EXACT, MODELLED, source_lines, time_lines
+from accel_train.cost_model.scaling import Point, Scaling
 from accel_train.simulation.ledger import BLOCK, CATEGORIES, GRADIENTS
 from accel_train.wording import readable_size
 
-EXACT = "exact"
-MODELLED = "modelled"
+if TYPE_CHECKING:
+    from accel_train.cost_model.steps import TimedStep
+
 MIB = 2**20
 HELD = ("parameters", "master weights", "buffers", "gradients", "optimizer state", "EMA")
 
@@ -25,15 +28,28 @@ class Simulated:
     curve: Sequence[Mapping[str, Any]]
     """Bytes by category over the step."""
     notes: tuple[str, ...]
+    timed: TimedStep | None = None
+    """With ``--device``."""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, scaling: Scaling | None = None) -> dict[str, Any]:
         """Return everything, with the origin of each figure."""
         counted = dict(self.counted)
         origins = dict.fromkeys(counted, EXACT)
         origins["peak_in_blocks"] = MODELLED
         origins["collectives.sent"] = MODELLED
         origins["peak"] = _origin_of_peak(self.counted)
+        if self.timed is not None and scaling is not None:
+            counted["time"] = self.timed.as_json()
+            efficiency = scaling.efficiency(self.timed.point)
+            counted["scaling"] = {"efficiency": efficiency, **scaling.as_json()}
+            origins |= {"time": MODELLED, "scaling": MODELLED}
         return {**counted, "origins": origins, "notes": list(self.notes), "curve": list(self.curve)}
+
+
+def scaling_of(found: Sequence[Simulated], *, is_weak: bool) -> Scaling | None:
+    """Return the scaling over all numbers of processes, None without a device."""
+    points = [simulated.timed.point for simulated in found if simulated.timed is not None]
+    return Scaling(points, is_weak) if points else None
 
 
 def describe(simulated: Simulated) -> str:
@@ -53,9 +69,18 @@ def describe(simulated: Simulated) -> str:
         *_collectives(counted["collectives"]),
         "",
         f"{'FLOPs of a step':<34}{counted['flops']:>12.4g}  exact: products, convolutions and attention",
+        *_time(simulated.timed),
         "nothing was trained; not in these bytes: kernels' workspaces, NCCL's buffers, the CUDA context, fragmentation",
     ]
     return "\n".join(lines)
+
+
+def _time(timed: TimedStep | None) -> list[str]:
+    if timed is None:
+        return []
+    lines = time_lines(timed.work, timed.time, timed.latency, timed.device, between=timed.between)
+    rate = f"{timed.point.samples_per_second:,.4g} samples per second of {timed.point.processes:,} process(es)"
+    return ["", *lines, f"  {rate}, {MODELLED}; not in it: waiting for data, saving, evaluations", ""]
 
 
 def _memory(counted: Mapping[str, Any]) -> list[str]:
@@ -111,24 +136,64 @@ def _collectives(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 COLUMNS = ("processes", "global batch", "states", "gathered", "activations", "peak", "sent", "FLOPs")
+TIME_COLUMNS = ("step", "exposed", "efficiency")
+ANOTHER = "*"
+"""Marks the efficiency of another experiment."""
 
 
-def table(found: Sequence[Simulated]) -> str:
+def table(found: Sequence[Simulated], scaling: Scaling | None = None) -> str:
     """Return a table with a line for each number of processes."""
-    rows = [_row(simulated.counted) for simulated in found]
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    head = COLUMNS if scaling is None else COLUMNS + TIME_COLUMNS
+    rows = [_row(simulated.counted) + time_cells(simulated.timed, scaling) for simulated in found]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     # Most notes are the same for every number of processes.
     lines = list(dict.fromkeys(f"note: {note}" for simulated in found for note in simulated.notes))
     first = found[0].counted
     lines.append(f"one process of each, {first['strategy']}, {first['precision']}; {first['values']:,} parameters")
-    for row in (COLUMNS, *rows):
+    for row in (head, *rows):
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells))
     lines += [
         "states: parameters, gradients, optimizer state and EMA. gathered and activations: their part of the peak",
         "exact, but for what a process sends in a step: modelled, as a ring",
     ]
+    if scaling is not None:
+        lines += _scaling(found, scaling)
     return "\n".join(lines)
+
+
+def time_cells(timed: TimedStep | None, scaling: Scaling | None) -> tuple[str, ...]:
+    """Return the cells of ``TIME_COLUMNS``."""
+    if timed is None or scaling is None:
+        return ()
+    time = timed.time
+    mark = ANOTHER if scaling.is_another(timed.point) else ""
+    share = time.exposed / time.total
+    return (
+        f"{time.total * 1e3:,.1f} ms",
+        f"{time.exposed * 1e3:,.1f} ms ({share:.0%})",
+        f"{scaling.efficiency(timed.point):.1%}{mark}",
+    )
+
+
+def _scaling(found: Sequence[Simulated], scaling: Scaling) -> list[str]:
+    """Describe the columns of time, and where more processes stop paying."""
+    first = scaling.points[0]
+    kind = f"strong scaling: the global batch of {first.global_batch_size:,} stays"
+    if scaling.is_weak:
+        kind = "weak scaling: each process has as many micro-batches"
+    lines = [
+        f"step, exposed communication (and its share of the step) and efficiency: {MODELLED}",
+        f"efficiency: samples per second of a process, against {first.processes:,} process(es); {kind}",
+    ]
+    if any(scaling.is_another(point) for point in scaling.points):
+        lines.append(
+            f"{ANOTHER} of another global batch than {first.global_batch_size:,}, so not compared in what pays"
+        )
+    timed = [simulated.timed for simulated in found if simulated.timed is not None]
+    # The largest, which extends over most machines.
+    largest = max(timed, key=lambda one: one.point.processes)
+    return [*lines, *source_lines(largest.device, largest.between), scaling.describe()]
 
 
 def _row(counted: Mapping[str, Any]) -> tuple[str, ...]:
@@ -148,21 +213,33 @@ def _row(counted: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def draw(simulated: Simulated, path: Path) -> None:
-    """Draw the memory by category into ``path``, over the allocations and releases of a step."""
+def draw(simulated: Simulated, scaling: Scaling | None, path: Path) -> None:
+    """Draw the memory by category into ``path``, over the allocations and releases of a step.
+
+    With the times of several numbers of processes there is a second panel, of the efficiency.
+    """
     import matplotlib as mpl
 
     # Needs no display.
     mpl.use("Agg")
     from matplotlib import pyplot
 
+    has_two = scaling is not None and len(scaling.points) > 1
+    figure = pyplot.figure(figsize=(9, 8 if has_two else 4.5), layout="constrained")
+    panels = figure.subplots(2 if has_two else 1, squeeze=False)
+    _draw_memory(simulated, panels[0, 0], mpl.colormaps["tab20"])
+    if scaling is not None and has_two:
+        _draw_efficiency(scaling, panels[1, 0], _title(simulated))
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _draw_memory(simulated: Simulated, axes: Any, colours: Any) -> None:
     curve = simulated.curve
     present = [name for name in CATEGORIES if any(point[name] for point in curve)]
     layers = [[point[name] / MIB for point in curve] for name in present]
     counted = simulated.counted
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    colours = [mpl.colormaps["tab20"](number) for number in range(len(present))]
-    axes.stackplot(range(len(curve)), layers, labels=present, colors=colours)
+    axes.stackplot(range(len(curve)), layers, labels=present, colors=[colours(n) for n in range(len(present))])
     totals = [sum(point[name] for name in present) for point in curve]
     peak = totals.index(max(totals))
     axes.axvline(peak, color="black", linewidth=0.8, linestyle=":")
@@ -175,5 +252,36 @@ def draw(simulated: Simulated, path: Path) -> None:
     axes.margins(x=0)
     # Beside the curve, so that it hides none of it.
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+
+
+def _title(simulated: Simulated) -> str:
+    timed = simulated.timed
+    assert timed is not None, "points of a scaling are of timed steps"
+    link = f", {timed.machines.name} between machines of {timed.machines.gpus}" if timed.between else ""
+    return f"{timed.device.name}{link}, {MODELLED}"
+
+
+def _draw_efficiency(scaling: Scaling, axes: Any, title: str) -> None:
+    """Draw the points of one experiment with a line, and others for themselves."""
+
+    def percent(points: Sequence[Point]) -> list[float]:
+        return [100 * scaling.efficiency(point) for point in points]
+
+    same = [point for point in scaling.points if not scaling.is_another(point)]
+    others = [point for point in scaling.points if scaling.is_another(point)]
+    kind = "weak scaling" if scaling.is_weak else f"strong scaling, global batch {same[0].global_batch_size:,}"
+    axes.plot([point.processes for point in same], percent(same), "o-", label=kind)
+    if others:
+        axes.plot([point.processes for point in others], percent(others), "o", mfc="none", label="another global batch")
+    last = scaling.pays_up_to()[0]
+    axes.axvline(last.processes, color="black", linewidth=0.8, linestyle=":", label=f"pays up to {last.processes:,}")
+    numbers = [point.processes for point in scaling.points]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(numbers, [f"{number:,}" for number in numbers])
+    axes.minorticks_off()
+    axes.set_ylim(0, 105)
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("processes")
+    axes.set_ylabel(f"efficiency against {scaling.points[0].processes:,} (%)")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)

@@ -1,15 +1,16 @@
-"""Work of a step in the units of a device's rates: FLOPs, bytes moved, kernels, bytes sent, and that of an offload."""
+"""Count the work of a step as its operators run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from accel_train.cost_model.work import Work
 from accel_train.simulation.tensors.fake_tensors import tensors_in
 
 if TYPE_CHECKING:
@@ -21,64 +22,6 @@ ONLY_WRITTEN = (COPY, "aten::fill_", "aten::zero_")
 """In-place operators to count as writes only: they do not read the overwritten values."""
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-@dataclass(frozen=True)
-class Work:
-    """Amounts in one part of a step on one process."""
-
-    products: int = 0
-    """FLOPs of matrix products and convolutions."""
-    attention: int = 0
-    """FLOPs of attention."""
-    moved: int = 0
-    """Bytes read and written by all other operators."""
-    kernels: int = 0
-    """Number of operators, without views: they neither compute nor move anything."""
-    sent: int = 0
-    """Bytes sent in collectives, by the rule of a ring."""
-    collectives: int = 0
-    """Calls of collectives."""
-    gathered: int = 0
-    """Bytes of ``sent`` in all-gathers."""
-    gathers: int = 0
-    """Calls of all-gathers among ``collectives``."""
-    scattered: int = 0
-    """Bytes of ``sent`` in reduce-scatters."""
-    scatters: int = 0
-    """Calls of reduce-scatters among ``collectives``."""
-    on_host: int = 0
-    """Bytes read and written by operators on tensors in host memory."""
-    copied: int = 0
-    """Bytes copied between host memory and the device, in the type in which they cross."""
-    copies: int = 0
-    """Number of these copies."""
-
-    def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Return calls and bytes sent of all-gathers, of reduce-scatters, and of all else as of all-reduces."""
-        return {
-            "all-gather": (self.gathers, self.gathered),
-            "reduce-scatter": (self.scatters, self.scattered),
-            "all-reduce": (
-                self.collectives - self.gathers - self.scatters,
-                self.sent - self.gathered - self.scattered,
-            ),
-        }
-
-    def __add__(self, other: Work) -> Work:
-        return Work(*(getattr(self, name) + getattr(other, name) for name in NAMES))
-
-    def times(self, factor: float) -> Work:
-        """Return the work of ``factor`` such parts."""
-        return Work(*(round(getattr(self, name) * factor) for name in NAMES))
-
-    def computed(self, factor: float) -> Work:
-        """Return the work of ``factor`` such parts that communicate as one."""
-        communicated = ("sent", "collectives", "gathered", "gathers", "scattered", "scatters")
-        return replace(self.times(factor), **{name: getattr(self, name) for name in communicated})
-
-
-NAMES = tuple(field.name for field in fields(Work))
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from accel_train.calibration.record import Calibration, Figure, Figures, LinkFigure, Links, Machine
+from accel_train.cost_model.record import Calibration, Figure, Figures, LinkFigure, Links, Machine
 
 MACHINE = Machine(
     date="2026-11-26 12:00",

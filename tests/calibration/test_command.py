@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.calibration import record
 from accel_train.calibration.flags import Options
+from accel_train.cost_model import record
 from tests import zygote
 from tests.distributed.launching import ROOT, environment
 from tests.waiting import PATIENCE_SECONDS

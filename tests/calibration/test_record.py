@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from accel_train.calibration import record, report
+from accel_train.calibration import report
 from accel_train.config import UsageError
+from accel_train.cost_model import record
 from accel_train.store import strict_json
 from tests.calibration.made_up import made_up
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from accel_train.cost_model.devices import DEVICES, rated
 from accel_train.metrics.records import read_metrics
 from accel_train.planning.candidates import Candidate
-from accel_train.planning.devices import DEVICES, rated
 from accel_train.planning.probe import probe_of
 from tests.distributed.launching import ROOT, environment
 

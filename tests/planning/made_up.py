@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from accel_train.cost_model.times import StepTime
+from accel_train.cost_model.work import Work
 from accel_train.planning.candidates import MODES, OFFLOADS, Candidate, Space, divisors
 from accel_train.planning.memory import GIB
 from accel_train.planning.probe import Probe
-from accel_train.planning.times import StepTime
 from accel_train.simulation.ledger import CATEGORIES
-from accel_train.simulation.work import Work
 
 STATES = {"single": 8.0, "ddp": 8.0, "fsdp2": 2.0, "zero2_offload": 1.5, "zero3_offload": 0.5}
 """GiB."""

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError
+from accel_train.cost_model.devices import rated
 from accel_train.planning.candidates import LAUNCH_FILES, MODES, OFFLOADS, Candidate, Space, divisors
 from accel_train.planning.command import budget_of
-from accel_train.planning.devices import rated
 from accel_train.planning.flags import Goal, Options
 from accel_train.planning.plan import Plan, make_plan, without_needless_checkpointing
 from accel_train.planning.probe import Probe, probe_of

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from accel_train.config import UsageError
+from accel_train.cost_model.devices import rated
 from accel_train.planning import report
 from accel_train.planning.candidates import BLOCKS, MICRO_BATCH, MODE, NOT_CONSIDERED, Candidate, Space, space_of
-from accel_train.planning.devices import rated
 from accel_train.planning.flags import Goal
 from accel_train.planning.memory import Budget
 from accel_train.planning.plan import Plan, make_plan, without_needless_checkpointing

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.calibration import record
 from accel_train.config import UsageError
-from accel_train.planning import times
-from accel_train.planning.devices import COPIES, rated
-from accel_train.simulation.work import Work
+from accel_train.cost_model import record
+from accel_train.cost_model.devices import COPIES, rated
+from accel_train.cost_model.rates import LINK_SHARE
+from accel_train.cost_model.work import Work
 from tests.calibration.made_up import VALUES, made_up
 from tests.planning.test_command import plan
 
@@ -38,7 +38,7 @@ def test_rates_are_those_of_the_file(path: Path) -> None:
 
 def test_another_precision_is_refused(path: Path) -> None:
     record.write(path, made_up())
-    with pytest.raises(UsageError, match=r"measured in fp32, and the plan is of precision bf16.*calibrate --precision"):
+    with pytest.raises(UsageError, match=r"measured in fp32, and the step is of precision bf16.*calibrate --precision"):
         rated(str(path), "bf16", 2)
 
 
@@ -54,7 +54,7 @@ def test_links_that_were_not_measured_are_by_a_rule(path: Path) -> None:
 def test_the_rule_for_a_known_gpu_is_its_data_sheet(path: Path) -> None:
     record.write(path, made_up(processes=1, device="NVIDIA H200", device_type="cuda", precision="bf16"))
     found = rated(str(path), "bf16", 8)
-    assert found.rates.links["all-gather"].bytes_per_second == pytest.approx(450e9 * times.LINK_SHARE)
+    assert found.rates.links["all-gather"].bytes_per_second == pytest.approx(450e9 * LINK_SHARE)
     assert found.origins["link"] == "360 GB/s, a rule, not measured: 80% of NVLink 4"
     assert not found.rates.serial
 
@@ -62,7 +62,7 @@ def test_the_rule_for_a_known_gpu_is_its_data_sheet(path: Path) -> None:
 def test_other_processes_and_noise_are_notices(path: Path) -> None:
     record.write(path, made_up(spread=0.3))
     processes, noise = rated(str(path), "fp32", 8).notes
-    assert processes == "measured with 2 processes at once, and planned for 8: their rates may differ"
+    assert processes == "measured with 2 processes at once, and used for 8: their rates may differ"
     assert noise.startswith("the machine was not quiet when measured: products, attention, operators, copy, host")
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from accel_train.config import UsageError
+from accel_train.cost_model.devices import find_device, rated
 from accel_train.data.options import ONE_BATCH_SIZE, BatchScheduleConfig
 from accel_train.planning import command, report
 from accel_train.planning.candidates import MICRO_BATCH, MODE, Candidate, divisors, space_of
 from accel_train.planning.command import budget_of
-from accel_train.planning.devices import find_device, rated
 from accel_train.planning.flags import Goal, Options, add_flags, read_arguments
 from accel_train.planning.memory import GIB, Budget
 from accel_train.planning.plan import Plan, make_plan

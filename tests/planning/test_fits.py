@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from accel_train.cost_model.devices import find_device
+from accel_train.cost_model.times import rates_of
 from accel_train.planning.candidates import MICRO_BATCH, Candidate, Space, divisors
-from accel_train.planning.devices import find_device
 from accel_train.planning.memory import Budget
 from accel_train.planning.plan import make_plan, without_needless_checkpointing
 from accel_train.planning.probe import Probe, probe_of
 from accel_train.planning.search import search
 from accel_train.planning.simulator import LARGEST
-from accel_train.planning.times import rates_of
 from tests.distributed.launching import Layout
 from tests.simulation.counting import TO_THE_SYSTEM, by_machine, counted, real
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from accel_train.config import UsageError
+from accel_train.cost_model.devices import rated
+from accel_train.cost_model.times import StepTime
 from accel_train.planning import memory, report
 from accel_train.planning.candidates import OFFLOADS, Candidate, Space, space_of
 from accel_train.planning.command import budget_of
-from accel_train.planning.devices import rated
 from accel_train.planning.flags import Goal, Options
 from accel_train.planning.memory import HOST_RULES, MARGIN_SHARE, Budget, memory_of_this_machine_gib
 from accel_train.planning.plan import Plan, make_plan
 from accel_train.planning.probe import Probe, least_offloaded
 from accel_train.planning.search import Chain, best, search
-from accel_train.planning.times import StepTime
 from tests.planning.made_up import ON_HOST, made_up, space
 from tests.planning.test_choices import config, flags
 

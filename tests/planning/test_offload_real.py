@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.calibration.rates import LINKS, Link, Rates
+from accel_train.cost_model.rates import LINKS, Link, Rates
 from accel_train.launch_files.machine_config import read_machine_config
 from accel_train.metrics.records import read_metrics
 from accel_train.planning.candidates import LAUNCH_FILES, OFFLOADS, Candidate

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from accel_train.calibration.rates import LINKS, Link, Rates
-from accel_train.planning import times
-from accel_train.planning.devices import DEVICES, find_device
-from accel_train.planning.times import rates_of, step_time, step_work
-from accel_train.simulation.work import Work
+from accel_train.cost_model import times
+from accel_train.cost_model.devices import DEVICES, find_device
+from accel_train.cost_model.rates import LINKS, Link, Rates
+from accel_train.cost_model.times import rates_of, step_time, step_work
+from accel_train.cost_model.work import Work
 from tests.simulation.closed_forms import ddp_traffic, fsdp2_traffic
 
 UNIT = Rates(

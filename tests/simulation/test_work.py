@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from accel_train.cost_model.work import Work
 from accel_train.simulation.collectives import Collective
 from accel_train.simulation.ledger import HOST, Ledger
-from accel_train.simulation.work import Work, WorkCounter
+from accel_train.simulation.work import WorkCounter
 
 VALUES = 1024
 SIZE = 4 * VALUES

@@ -12,7 +12,7 @@ On a CPU host and device are one:
 
 Products come one after the other with the operators between them, so their times add up. Collectives run beside the
 computation: under FSDP2 and ZeRO-3 beside all micro-batches, under DDP beside the backward of the last one, and under
-ZeRO-2 beside nothing, because DeepSpeed's ``overlap_comm`` is off there.
+ZeRO-1 and -2 beside nothing, because DeepSpeed's ``overlap_comm`` is off there.
 
 The last two terms exist under an offload: bytes over the rates of the host link and of host memory. By a rule nothing
 runs beside them.
@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accel_train.calibration.rates import LINKS, Link, Rates
+from accel_train.cost_model.rates import LINK_SHARE, LINKS, Link, Rates
 
 if TYPE_CHECKING:
-    from accel_train.planning.devices import Device
-    from accel_train.simulation.work import Work
+    from accel_train.cost_model.devices import Device
+    from accel_train.cost_model.work import Work
 
 PRODUCT_SHARE = 0.65
 """Part of the matrix peak reached by products. Measured on an H200 in bf16: 616 to 714 of 989 TFLOP/s
@@ -37,14 +37,14 @@ ATTENTION_SHARE = 0.34
 """The same of attention, forward and backward: 337 of 989 TFLOP/s, measured there."""
 MEMORY_SHARE = 0.88
 """Part of the memory bandwidth reached by a copy: 4,236 of 4,800 GB/s, measured there."""
-LINK_SHARE = 0.8
-"""Part of a link's bandwidth reached by collectives. A rule, not measured."""
 HOST_MEMORY_SHARE = 0.6
 """Part of a host's memory bandwidth reached by AdamW on its cores. A rule, not measured."""
 LATENCY_SECONDS = 20e-6
 """Time of a collective without bytes. A rule, not measured."""
 HOST_SECONDS = 5e-6
 """Host time per kernel. Small kernels wait for it. A rule, not measured."""
+NOT_BESIDE = ("zero1", "zero2")
+"""Beginnings of strategies without ``overlap_comm``."""
 BACKWARD_SHARE = 2 / 3
 """Share of the backward in a micro-batch's work: two products for each one of the forward."""
 
@@ -110,16 +110,22 @@ def step_work(parts: Sequence[Work], micro_batches: int) -> Work:
     return total
 
 
-def step_time(total: Work, last: Work, end: Work, strategy: str, rates: Rates) -> StepTime:
-    """Return the time of a step of ``total`` work: ``last`` in its last micro-batch, ``end`` from the optimizer on."""
-    communication = rates.communication_seconds(total)
+def step_time(
+    total: Work, last: Work, end: Work, strategy: str, rates: Rates, communication: float | None = None
+) -> StepTime:
+    """Return the time of a step of ``total`` work: ``last`` in its last micro-batch, ``end`` from the optimizer on.
+
+    ``communication`` are the seconds of its collectives, where they take others than the device's own links.
+    """
+    if communication is None:
+        communication = rates.communication_seconds(total)
     beside = rates.device_seconds(total) - rates.device_seconds(end)
     # The host's time hides collectives as well, where small kernels wait for it.
     beside = max(beside, (total.kernels - end.kernels) * rates.host_seconds)
     if strategy == "ddp":
         beside = BACKWARD_SHARE * max(rates.device_seconds(last), last.kernels * rates.host_seconds)
     # Processes on a CPU share its cores with what sends for them.
-    if rates.serial or strategy == "zero2_offload":
+    if rates.serial or strategy.startswith(NOT_BESIDE):
         beside = 0.0
     return StepTime(
         products=total.products / rates.products,

@@ -1,4 +1,4 @@
-"""Rates of a plan's device: by data sheets and shares of them, or from a file of ``accel-train calibrate``.
+"""Rates of a named device: by data sheets and shares of them, or from a file of ``accel-train calibrate``.
 
 The table has memory bandwidths and links. Matrix peaks are in ``speed.device_peaks``.
 """
@@ -9,15 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from accel_train.calibration import record
-from accel_train.calibration.rates import LINKS, Link, Rates, rate
-from accel_train.calibration.record import Calibration
 from accel_train.config import UsageError, expand_path
-from accel_train.planning import times
+from accel_train.cost_model import record, times
+from accel_train.cost_model.rates import LINK_SHARE, LINKS, RULE, Link, Rates, rate
+from accel_train.cost_model.record import Calibration
 from accel_train.speed.device_peaks import peak_flops
 from accel_train.wording import did_you_mean, nearest
-
-RULE = "a rule, not measured"
 
 
 class Host(NamedTuple):
@@ -121,6 +118,14 @@ def rated(name: str, precision: str, gpus: int) -> Rated:
     return by_data_sheet(name, *find_device(name, precision), gpus)
 
 
+def is_cpu(name: str) -> bool:
+    """Return True for the calibration of a CPU. Raises ``UsageError`` for an unknown name, or a damaged file."""
+    if name.endswith(FILE):
+        return record.read(expand_path(name)).machine.device_type == "cpu"
+    _in_table(name)
+    return False
+
+
 def by_data_sheet(name: str, device: Device, peak: float, gpus: int) -> Rated:
     """Return the rates of a device with a matrix peak of ``peak`` FLOP/s."""
     host = device.host
@@ -131,9 +136,9 @@ def by_data_sheet(name: str, device: Device, peak: float, gpus: int) -> Rated:
         "attention": f"{times.ATTENTION_SHARE:.0%} of {matrix}",
         "moved": f"{times.MEMORY_SHARE:.0%} of {device.memory_gbs:g} GB/s",
         "host": f"{times.HOST_SECONDS * 1e6:g} us, {RULE}",
-        "link": f"{times.LINK_SHARE:.0%} of {device.link_gbs:g} GB/s of {device.link}",
+        "link": f"{LINK_SHARE:.0%} of {device.link_gbs:g} GB/s of {device.link}",
         "latency": f"{times.LATENCY_SECONDS * 1e6:g} us, {RULE}",
-        "copied": f"{times.LINK_SHARE:.0%} of {host.link_gbs:g} GB/s of {host.link}, {RULE}",
+        "copied": f"{LINK_SHARE:.0%} of {host.link_gbs:g} GB/s of {host.link}, {RULE}",
         "on_host": f"{times.HOST_MEMORY_SHARE:.0%} of {host.memory_gbs:g} GB/s of {host.memory}{shared}, {RULE}",
     }
     source = f"rates by the data sheet ({device.source}); shares of them measured on an H200, of links a rule"
@@ -145,7 +150,7 @@ def by_calibration(name: str, found: Calibration, precision: str, gpus: int) -> 
     machine = found.machine
     if machine.precision != precision:
         raise UsageError(
-            f"device: {name}: measured in {machine.precision}, and the plan is of precision {precision}: a calibration "
+            f"device: {name}: measured in {machine.precision}, and the step is of precision {precision}: a calibration "
             f"of the same is required. Give --precision {machine.precision}, or measure: accel-train calibrate "
             f"--precision {precision}"
         )
@@ -187,8 +192,8 @@ def _links(found: Calibration) -> tuple[dict[str, Link], str]:
     bandwidth = found.figures.copy.value / COPIES
     how = f"{RULE}: a quarter of a copy"
     if sheet:
-        bandwidth = sheet[0].link_gbs * 1e9 * times.LINK_SHARE
-        how = f"{RULE}: {times.LINK_SHARE:.0%} of {sheet[0].link}"
+        bandwidth = sheet[0].link_gbs * 1e9 * LINK_SHARE
+        how = f"{RULE}: {LINK_SHARE:.0%} of {sheet[0].link}"
     return dict.fromkeys(LINKS, Link(times.LATENCY_SECONDS, bandwidth)), how
 
 
@@ -204,7 +209,7 @@ def _notes(found: Calibration, gpus: int) -> list[str]:
     if processes == 1 < gpus:
         notes.append(f"measured with one process, so its links are by a rule: calibrate with {gpus} processes")
     elif processes != gpus:
-        notes.append(f"measured with {processes} processes at once, and planned for {gpus}: their rates may differ")
+        notes.append(f"measured with {processes} processes at once, and used for {gpus}: their rates may differ")
     noisy = found.noisy()
     if noisy:
         notes.append(f"the machine was not quiet when measured: {', '.join(noisy)}")
@@ -213,13 +218,7 @@ def _notes(found: Calibration, gpus: int) -> list[str]:
 
 def find_device(name: str, precision: str) -> tuple[Device, float]:
     """Return a device and its matrix peak in FLOP/s. Raises ``UsageError`` for one without such units."""
-    device = DEVICES.get(name)
-    if device is None:
-        meant = did_you_mean(nearest(name, DEVICES))
-        raise UsageError(
-            f"device: {name}: one of the table is required, or a file of accel-train calibrate with the ending {FILE}: "
-            f"{', '.join(DEVICES)}{meant}; give one of them, or leave --device out to plan without a step time"
-        )
+    device = _in_table(name)
     peak = peak_flops(device.torch_name, precision)
     if peak is None:
         raise UsageError(
@@ -227,3 +226,13 @@ def find_device(name: str, precision: str) -> tuple[Device, float]:
             "required. Give --precision fp32"
         )
     return device, peak
+
+
+def _in_table(name: str) -> Device:
+    if name not in DEVICES:
+        meant = did_you_mean(nearest(name, DEVICES))
+        raise UsageError(
+            f"device: {name}: one of the table is required, or a file of accel-train calibrate with the ending {FILE}: "
+            f"{', '.join(DEVICES)}{meant}; give one of them, or leave --device out to do without a step time"
+        )
+    return DEVICES[name]

@@ -6,19 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from accel_train.calibration.rates import LINKS
 from accel_train.config import UsageError
+from accel_train.cost_model.rates import LINKS
 from accel_train.options.flags import refusal
 from accel_train.options.keys import invalid_keys
 from accel_train.options.tree import flatten, option_types
 from accel_train.precision import Precision
 from accel_train.store import atomic_files, strict_json
-
-if TYPE_CHECKING:
-    from accel_train.calibration.links import Fitted
-    from accel_train.calibration.timing import Timed
 
 FORMAT = 2
 NOISY = 0.1
@@ -128,18 +124,6 @@ class Calibration:
     def origin(self) -> str:
         """How a figure is known, for a report."""
         return f"measured by calibrate on {self.machine.date.partition(' ')[0]}"
-
-
-def link_figure(fitted: Fitted, times: Mapping[int, Timed], how: str) -> LinkFigure:
-    """Return the figure of a fit to ``times`` by bytes sent."""
-    return LinkFigure(
-        latency_seconds=fitted.link.latency_seconds,
-        bytes_per_second=fitted.link.bytes_per_second,
-        residual=fitted.residual,
-        spread=max(timed.spread for timed in times.values()),
-        rounds=sum(timed.rounds for timed in times.values()),
-        how=how,
-    )
 
 
 def write(path: Path, calibration: Calibration) -> None:

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accel_train.simulation.work import Work
+    from accel_train.cost_model.work import Work
 
+RULE = "a rule, not measured"
+LINK_SHARE = 0.8
+"""Part of a link's bandwidth reached by collectives. A rule, not measured."""
 LINKS = ("all-reduce", "all-gather", "reduce-scatter")
 """Kinds of collectives with a link of their own. Others, such as a broadcast, take the first."""
 

@@ -1,0 +1,134 @@
+"""Links between machines, by name, and what a collective over several machines takes.
+
+A group within one machine takes the device's own link, as in a plan. Over M machines with m of its processes in each:
+
+    bandwidth = min(device link, m * share of the machine's ports for each GPU)
+    latency   = that within one machine + further steps
+    further steps, to gather and to scatter, in a ring:     (M - 1) * (step between + (m - 1) * step within)
+    further steps, to reduce and for all else, in a tree:   2 * (ceil(log2 M) * step between + (m - 1) * step within)
+
+A ring enters and leaves each machine once, so that all ports of its processes share the bytes that one process sends.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from accel_train.config import UsageError
+from accel_train.cost_model.rates import LINK_SHARE, LINKS, RULE, Link, Rates
+from accel_train.wording import did_you_mean, nearest
+
+GPUS_PER_MACHINE = 8
+RING = ("all-gather", "reduce-scatter")
+"""Kinds that take a ring. NCCL has a tree for all-reduces, which it takes where a ring's latency would count."""
+NCCL = "NCCL's own model of its LL128 protocol (src/graph/tuning.cc)"
+
+
+class Network(NamedTuple):
+    """What connects machines."""
+
+    gbits: float
+    """Gb/s of one port, in one direction."""
+    gpus_per_port: int | None
+    """None: one port for the whole machine."""
+    source: str
+    step_seconds: float = 4.0e-6
+    """Latency of a step from one machine to the next: NCCL's for any network."""
+    inside_seconds: float = 1.9e-6
+    """Of a step from GPU to GPU within a machine: NCCL's for NVLink. For PCIe it has 2.5 us."""
+
+    def bytes_per_second(self, gpus: int) -> float:
+        """Return the share of one of a machine's ``gpus`` in its ports, by the data sheet."""
+        return self.gbits * 1e9 / 8 / (self.gpus_per_port or gpus)
+
+
+NETWORKS = {
+    "infiniband-hdr": Network(200, 1, "NVIDIA DGX A100 data sheet: eight ports of 200 Gb/s for eight GPUs"),
+    "infiniband-ndr": Network(400, 1, "NVIDIA DGX H100 user guide: eight ports of 400 Gb/s for eight GPUs"),
+    "roce-100": Network(
+        100, 2, "NVIDIA DGX-1 architecture paper: four ports of 100 Gb/s for eight GPUs, InfiniBand or Ethernet"
+    ),
+    "ethernet-25": Network(25, None, "Amazon EC2 P3: 25 Gb/s for the eight GPUs of a p3.16xlarge"),
+}
+"""By the name for ``--link``."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Machines with ``gpus`` each, and what connects them."""
+
+    gpus: int = GPUS_PER_MACHINE
+    name: str | None = None
+    network: Network | None = None
+    """None with one machine."""
+
+    def link(self, kind: str, size: int, stride: int, rates: Rates) -> Link:
+        """Return the link of a group of ``size`` processes, whose ranks are ``stride`` apart."""
+        kind = kind if kind in LINKS else LINKS[0]
+        within = rates.links[kind]
+        members, machines = self.division(size, stride)
+        if self.network is None or machines == 1:
+            return within
+        inside = (members - 1) * self.network.inside_seconds
+        if kind in RING:
+            further = (machines - 1) * (self.network.step_seconds + inside)
+        else:
+            further = 2 * (math.ceil(math.log2(machines)) * self.network.step_seconds + inside)
+        between = members * self.network.bytes_per_second(self.gpus) * LINK_SHARE
+        return Link(within.latency_seconds + further, min(within.bytes_per_second, between))
+
+    def division(self, size: int, stride: int) -> tuple[int, int]:
+        """Return how many of a group's processes are in one machine, and over how many machines it extends."""
+        members = min(size, math.ceil(self.gpus / stride))
+        return members, math.ceil(size / members)
+
+    def refuse(self, processes: int) -> None:
+        """Raise ``UsageError`` if so many processes do not fill machines, or have no link between them."""
+        if processes <= self.gpus:
+            return
+        if processes % self.gpus:
+            usual = [number for number in range(self.gpus, 0, -1) if processes % number == 0]
+            raise UsageError(
+                f"gpus_per_machine: {self.gpus}: {processes:,} processes do not fill machines of {self.gpus} GPUs: a "
+                f"number that divides them is required; give --gpus_per_machine {usual[0]}, or --num_processes "
+                f"{processes // self.gpus * self.gpus}"
+            )
+        if self.network is None:
+            raise UsageError(
+                f"link: not given: {processes:,} processes are {processes // self.gpus:,} machines of {self.gpus} "
+                f"GPUs, and a link between them is required: {', '.join(NETWORKS)}; give one of them, such as --link "
+                "infiniband-ndr"
+            )
+
+    def describe(self) -> str:
+        """Return the link between machines with the origin of its figures; empty with one machine."""
+        if self.network is None:
+            return ""
+        network = self.network
+        bandwidth = network.bytes_per_second(self.gpus)
+        return (
+            f"{self.name} between machines of {self.gpus} GPUs: {LINK_SHARE:.0%} ({RULE}) of {bandwidth / 1e9:.4g} "
+            f"GB/s for each GPU ({network.source}); {network.step_seconds * 1e6:g} us for a step between machines and "
+            f"{network.inside_seconds * 1e6:g} us within, by {NCCL}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the link's figures with their source."""
+        found: dict[str, Any] = {"gpus_per_machine": self.gpus, "link": self.name}
+        if self.network is not None:
+            found["bytes_per_second_of_each_gpu"] = self.network.bytes_per_second(self.gpus)
+            found |= {"share": LINK_SHARE, "step_seconds": self.network.step_seconds}
+            found |= {"inside_seconds": self.network.inside_seconds, "source": self.network.source}
+        return found
+
+
+def machines_of(link: str | None, gpus: int) -> Machines:
+    """Return machines of ``gpus`` with a link of the table. Raises ``UsageError`` for an unknown one."""
+    if link is None:
+        return Machines(gpus)
+    if link not in NETWORKS:
+        meant = did_you_mean(nearest(link, NETWORKS))
+        raise UsageError(f"link: {link}: one of the table is required: {', '.join(NETWORKS)}{meant}; give one of them")
+    return Machines(gpus, link, NETWORKS[link])

@@ -1,0 +1,86 @@
+"""Scaling: efficiency against the smallest number of processes, and up to which number more of them pay.
+
+Strong scaling, as a run has it: the global batch is part of the experiment, and more processes have smaller shares of
+it. Weak scaling: each process has the same micro-batches, and the global batch grows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PAYS = 0.5
+"""Least gain in samples per second by doubling the processes, for which they pay. An ideal doubling gains 1."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Time of a step at one number of processes."""
+
+    processes: int
+    global_batch_size: int
+    seconds: float
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.global_batch_size / self.seconds
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Points, the fewest processes first."""
+
+    points: Sequence[Point]
+    is_weak: bool
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "points", sorted(self.points, key=lambda point: point.processes))
+
+    def efficiency(self, point: Point) -> float:
+        """Return the samples per second of one process over those at the smallest number of processes."""
+        first = self.points[0]
+        return point.samples_per_second / point.processes / (first.samples_per_second / first.processes)
+
+    def is_another(self, point: Point) -> bool:
+        """Return True for another experiment: under strong scaling one with another global batch."""
+        return not self.is_weak and point.global_batch_size != self.points[0].global_batch_size
+
+    def pays_up_to(self) -> tuple[Point, Point | None, float]:
+        """Return the last point up to which more processes pay, the next one if there is one, and the gain to it."""
+        compared = [point for point in self.points if not self.is_another(point)]
+        for point, following in itertools.pairwise(compared):
+            found = gain(point, following)
+            if found < PAYS:
+                return point, following, found
+        return compared[-1], None, math.nan
+
+    def describe(self) -> str:
+        """Return a line with the number of processes that pay."""
+        last, following, found = self.pays_up_to()
+        if following is None:
+            return f"pays up to {last.processes:,} processes, the most of them that were compared"
+        change = f"gains {found:.0%}" if found >= 0 else f"loses {-found:.0%}"
+        return (
+            f"pays up to {last.processes:,} processes: beyond, doubling them gains less than {PAYS:.0%} in samples per "
+            f"second (from {last.processes:,} to {following.processes:,} each doubling {change})"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return where more processes stop paying. Without a ``next`` they did not."""
+        last, following, found = self.pays_up_to()
+        next_one = {"next": following.processes, "gain_of_doubling": found} if following else {}
+        return {
+            "kind": "weak" if self.is_weak else "strong",
+            "pays_up_to": last.processes,
+            "least_gain": PAYS,
+            **next_one,
+        }
+
+
+def gain(fewer: Point, more: Point) -> float:
+    """Return by how much each doubling from ``fewer`` to ``more`` processes raises samples per second; 1 is ideal."""
+    doublings = math.log2(more.processes / fewer.processes)
+    return (more.samples_per_second / fewer.samples_per_second) ** (1 / doublings) - 1

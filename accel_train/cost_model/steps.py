@@ -1,0 +1,95 @@
+"""The time of a simulated step on a named device, whose machines a named link connects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel_train.config import UsageError
+from accel_train.cost_model.devices import Rated, is_cpu, rated
+from accel_train.cost_model.networks import Machines, machines_of
+from accel_train.cost_model.rates import Rates
+from accel_train.cost_model.scaling import Point
+from accel_train.cost_model.times import StepTime, step_time
+from accel_train.cost_model.work import Work
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A counted step with its modelled time."""
+
+    point: Point
+    work: Work
+    time: StepTime
+    latency: float
+    """Seconds of the communication that no bandwidth shortens."""
+    device: Rated
+    machines: Machines
+
+    @property
+    def between(self) -> str:
+        """The link between its machines with the origin of its figures; empty if it takes one machine."""
+        return self.machines.describe() if self.point.processes > self.machines.gpus else ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return seconds by part, and the rates and link that they follow from, each with its origin."""
+        seconds = dataclasses.asdict(self.time)
+        seconds |= {"computation": self.time.computation, "total": self.time.total, "latency": self.latency}
+        return {
+            "seconds": seconds,
+            "samples_per_second": self.point.samples_per_second,
+            "device": {"name": self.device.name, **self.device.as_json()},
+            "machines": self.machines.as_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What ``--device``, ``--link`` and ``--gpus_per_machine`` name."""
+
+    device: str
+    is_cpu: bool
+    machines: Machines
+
+    def of(self, counted: Mapping[str, Any]) -> TimedStep:
+        """Return the time of a step from the fields of ``simulation.step.Counted``. Raises ``UsageError``."""
+        processes = counted["processes"]
+        self.machines.refuse(processes)
+        device = rated(self.device, counted["precision"], min(processes, self.machines.gpus))
+        return timed(counted, device, self.machines)
+
+
+def timing_of(device: str, link: str | None, gpus_per_machine: int) -> Timing:
+    """Return it. Raises ``UsageError`` for unknown names, or a damaged file of a calibration."""
+    return Timing(device, is_cpu(device), machines_of(link, gpus_per_machine))
+
+
+def timed(counted: Mapping[str, Any], device: Rated, machines: Machines) -> TimedStep:
+    """Return the time of a step at the rates of ``device``. Raises ``UsageError`` if its parts were not told apart."""
+    parts = [Work(**part) for part in counted["work"]]
+    if not parts:
+        raise UsageError(
+            f"device: {device.name}: the micro-batches of this step run different numbers of forwards, and a step time "
+            "requires the same; leave --device out to do without it"
+        )
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    communication, latency = _communication(counted, device.rates, machines)
+    # The work ends with the last micro-batch and the end of the step.
+    time = step_time(total, parts[-2], parts[-1], counted["strategy"], device.rates, communication)
+    point = Point(counted["processes"], counted["global_batch_size"], time.total)
+    return TimedStep(point, total, time, latency, device, machines)
+
+
+def _communication(counted: Mapping[str, Any], rates: Rates, machines: Machines) -> tuple[float, float]:
+    """Return the seconds of all collectives, and those of their latencies, each group over its own link."""
+    communication = 0.0
+    latency = 0.0
+    for row in counted["collectives"]:
+        link = machines.link(row["kind"], row["group_size"], row["stride"], rates)
+        communication += link.seconds(row["count"], row["sent"])
+        latency += row["count"] * link.latency_seconds
+    return communication, latency
