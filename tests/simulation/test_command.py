@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
+import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -18,8 +21,10 @@ from accel_train.simulation import command
 from accel_train.simulation.command import simulate
 from accel_train.simulation.flags import DeviceType, Options, read_arguments
 from accel_train.simulation.refusals import refuse_config, refuse_machine
-from tests.distributed.launching import PRESETS, ROOT, SMALL, Layout
+from tests import zygote
+from tests.distributed.launching import PRESETS, ROOT, SMALL, Layout, environment
 from tests.simulation.counting import ANYTHING, counted, simulated
+from tests.waiting import PATIENCE_SECONDS
 
 
 def options(**changed: Any) -> SimpleNamespace:
@@ -33,6 +38,12 @@ def options(**changed: Any) -> SimpleNamespace:
         "distributed": SimpleNamespace(comm_hook="none", gradient_as_bucket_view=None),
     }
     return SimpleNamespace(**values | changed)
+
+
+def height_of(picture: Path) -> int:
+    head = picture.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG")
+    return int.from_bytes(head[20:24])
 
 
 def before_the_recipe(num_processes: str) -> argparse.Namespace:
@@ -69,6 +80,42 @@ def test_numbers_of_processes_are_whole(text: str) -> None:
     )
     with pytest.raises(UsageError, match=r"num_processes: .*give --num_processes 8,64,512"):
         read_arguments([], earlier)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--link roce-100",
+            r"link: roce-100: .*a device is required; give --device h100-sxm.*or leave --link out",
+        ),
+        ("--gpus_per_machine 4", r"gpus_per_machine: 4: .*a device is required.*or leave --gpus_per_machine out"),
+        (
+            "--device h200 --gpus_per_machine 0",
+            r"gpus_per_machine: 0: at least 1 .*give --gpus_per_machine 8",
+        ),
+        ("--device h200 --link roce-10", r"link: roce-10: .*did you mean 'roce-100'\?; give one of them"),
+        ("--device h200 --num_processes 8,16", r"link: not given: 16 processes are 2 machines .*--link infiniband-ndr"),
+        (
+            "--device h200 --link roce-100 --num_processes 8,20",
+            r"gpus_per_machine: 8: 20 processes do not fill .*give --gpus_per_machine 5, or --num_processes 16",
+        ),
+        ("--device h20 --num_processes 8", r"device: h20: one of the table is required.*did you mean 'h200'\?"),
+    ],
+)
+def test_devices_and_links_are_refused_with_exit_code_2(words: str, message: str) -> None:
+    start = [sys.executable, "-m", "accel_train.cli", "simulate", "mmdit", "demo", *words.split()]
+    done = zygote.run(start, env=environment(), timeout=PATIENCE_SECONDS, apart=True)
+    assert done.returncode == 2, done.stdout
+    assert re.search(message, done.stderr)
+
+
+def test_link_and_gpus_of_a_machine_are_read_on_both_sides() -> None:
+    words = ["--device", "h200", "--gpus_per_machine", "4", "base"]
+    rest, found = read_arguments(words, argparse.Namespace(**vars(before_the_recipe("16")), link="roce-100"))
+    assert rest == ["base"]
+    assert (found.device, found.link, found.gpus_per_machine) == ("h200", "roce-100", 4)
+    assert Options(None, (1,), None, None, False, None).gpus_per_machine == 8
 
 
 @pytest.mark.parametrize(
@@ -163,6 +210,7 @@ def test_casts_are_those_of_the_device_type(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_a_table_and_the_same_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    @cache
     def one(request: Any, options: Options) -> Any:
         folder = tmp_path / str(request.num_processes)
         folder.mkdir(exist_ok=True)
@@ -176,8 +224,25 @@ def test_the_command_prints_a_table_and_the_same_as_json(monkeypatch: pytest.Mon
     asked = Options(None, (2, 16), None, None, False, str(picture))
     lines = simulate("mmdit", SMALL, asked).splitlines()
     assert lines[1].split()[:2] == ["processes", "global"]
+    assert lines[1].split()[-1] == "FLOPs"
     assert [line.split()[:2] for line in lines[2:4]] == [["2", "16"], ["16", "16"]]
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    height = height_of(picture)
+    assert "time" not in json.loads(simulate("mmdit", SMALL, replace(asked, as_json=True)))[0]
+
+    named = replace(asked, device="h100-sxm", link="infiniband-ndr")
+    timed = simulate("mmdit", SMALL, named).splitlines()
+    assert [line.split()[-3:] for line in timed[1:2]] == [["step", "exposed", "efficiency"]]
+    assert [line.split()[:8] for line in timed[2:4]] == [line.split()[:8] for line in lines[2:4]]
+    assert timed[2].endswith(" 100.0%")
+    assert timed[-1].startswith("pays up to ")
+    # A second panel under the first.
+    assert height_of(picture) > 1.5 * height
+    shown = json.loads(simulate("mmdit", SMALL, replace(named, as_json=True)))
+    assert shown[0]["scaling"]["efficiency"] == 1.0
+    assert {one["origins"]["time"] for one in shown} == {"modelled"}
+    assert f"{shown[1]['scaling']['efficiency']:.1%}" == timed[3].split()[-1]
+    described = simulate("mmdit", SMALL, replace(named, num_processes=(16,)))
+    assert f"{shown[1]['time']['seconds']['total'] * 1e3:.2f} ms" in described
 
     found = json.loads(simulate("mmdit", SMALL, Options(None, (2,), None, None, True, None)))
     (process,) = found
