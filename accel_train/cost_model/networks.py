@@ -66,8 +66,7 @@ class Machines:
 
     def link(self, kind: str, size: int, stride: int, rates: Rates) -> Link:
         """Return the link of a group of ``size`` processes, whose ranks are ``stride`` apart."""
-        kind = kind if kind in LINKS else LINKS[0]
-        within = rates.links[kind]
+        within = rates.links.get(kind, rates.links[LINKS[0]])
         members, machines = self.division(size, stride)
         if self.network is None or machines == 1:
             return within
@@ -102,11 +101,11 @@ class Machines:
                 "infiniband-ndr"
             )
 
-    def describe(self) -> str:
-        """Return the link between machines with the origin of its figures; empty with one machine."""
-        if self.network is None:
-            return ""
+    def describe(self, processes: int) -> str:
+        """Return the link between machines with the origin of its figures; empty where one machine is enough."""
         network = self.network
+        if network is None or processes <= self.gpus:
+            return ""
         bandwidth = network.bytes_per_second(self.gpus)
         return (
             f"{self.name} between machines of {self.gpus} GPUs: {LINK_SHARE:.0%} ({RULE}) of {bandwidth / 1e9:.4g} "

@@ -31,8 +31,10 @@ def time_lines(
     if work.sent:
         sent = f"{work.sent / 1e9:.3g} GB ({MODELLED})"
         calls = f"{work.collectives} collectives ({counted})"
-        link = f"at most {at['link']} and of the link between machines" if between else at["link"]
-        steps = f"{at['latency']}, and the steps over machines" if between else at["latency"]
+        link, steps = at["link"], at["latency"]
+        if between:
+            link = f"at most {link} and of the link between machines"
+            steps += ", and the steps over machines"
         lines += [
             _line("communication", time.communication, f"{sent} at {link}"),
             _line("  of it latency", latency, f"{calls} of {steps}"),

@@ -39,6 +39,10 @@ class Scaling:
     def __post_init__(self) -> None:
         object.__setattr__(self, "points", sorted(self.points, key=lambda point: point.processes))
 
+    @property
+    def kind(self) -> str:
+        return "weak" if self.is_weak else "strong"
+
     def efficiency(self, point: Point) -> float:
         """Return the samples per second of one process over those at the smallest number of processes."""
         first = self.points[0]
@@ -62,22 +66,18 @@ class Scaling:
         last, following, found = self.pays_up_to()
         if following is None:
             return f"pays up to {last.processes:,} processes, the most of them that were compared"
-        change = f"gains {found:.0%}" if found >= 0 else f"loses {-found:.0%}"
         return (
             f"pays up to {last.processes:,} processes: beyond, doubling them gains less than {PAYS:.0%} in samples per "
-            f"second (from {last.processes:,} to {following.processes:,} each doubling {change})"
+            f"second (from {last.processes:,} to {following.processes:,} {found:+.0%} by each doubling)"
         )
 
     def as_json(self) -> dict[str, Any]:
         """Return where more processes stop paying. Without a ``next`` they did not."""
         last, following, found = self.pays_up_to()
-        next_one = {"next": following.processes, "gain_of_doubling": found} if following else {}
-        return {
-            "kind": "weak" if self.is_weak else "strong",
-            "pays_up_to": last.processes,
-            "least_gain": PAYS,
-            **next_one,
-        }
+        tree: dict[str, Any] = {"kind": self.kind, "pays_up_to": last.processes, "least_gain": PAYS}
+        if following is not None:
+            tree |= {"next": following.processes, "gain_of_doubling": found}
+        return tree
 
 
 def gain(fewer: Point, more: Point) -> float:

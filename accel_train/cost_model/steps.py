@@ -31,7 +31,7 @@ class TimedStep:
     @property
     def between(self) -> str:
         """The link between its machines with the origin of its figures; empty if it takes one machine."""
-        return self.machines.describe() if self.point.processes > self.machines.gpus else ""
+        return self.machines.describe(self.point.processes)
 
     def as_json(self) -> dict[str, Any]:
         """Return seconds by part, and the rates and link that they follow from, each with its origin."""

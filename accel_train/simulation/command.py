@@ -43,7 +43,9 @@ def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
             main_process_port=PORT,
         )
         simulated = _simulate_one(request, options)
-        found.append(replace(simulated, timed=timing.of(simulated.counted)) if timing else simulated)
+        if timing is not None:
+            simulated = replace(simulated, timed=timing.of(simulated.counted))
+        found.append(simulated)
     scaling = scaling_of(found, is_weak=options.micro_batches is not None)
     if options.picture is not None:
         draw(found[-1], scaling, Path(options.picture))

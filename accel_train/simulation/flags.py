@@ -82,8 +82,10 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
     if flags.micro_batches is not None and flags.micro_batches < 1:
         raise UsageError(f"micro_batches: {flags.micro_batches}: at least 1 is required; give --micro_batches 1")
     machines = _machines(flags.device, flags.link, flags.gpus_per_machine)
-    for number in counts if flags.device is not None else ():
-        machines.refuse(number or 1)
+    if flags.device is not None:
+        for number in counts:
+            # Unknown until the launch file is read: refused behind the simulation.
+            machines.refuse(number or 1)
     return rest, Options(
         config_file=flags.config_file,
         num_processes=counts,

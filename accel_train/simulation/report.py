@@ -49,7 +49,9 @@ class Simulated:
 def scaling_of(found: Sequence[Simulated], *, is_weak: bool) -> Scaling | None:
     """Return the scaling over all numbers of processes, None without a device."""
     points = [simulated.timed.point for simulated in found if simulated.timed is not None]
-    return Scaling(points, is_weak) if points else None
+    if not points:
+        return None
+    return Scaling(points, is_weak)
 
 
 def describe(simulated: Simulated) -> str:
@@ -143,7 +145,9 @@ ANOTHER = "*"
 
 def table(found: Sequence[Simulated], scaling: Scaling | None = None) -> str:
     """Return a table with a line for each number of processes."""
-    head = COLUMNS if scaling is None else COLUMNS + TIME_COLUMNS
+    head = COLUMNS
+    if scaling is not None:
+        head += TIME_COLUMNS
     rows = [_row(simulated.counted) + time_cells(simulated.timed, scaling) for simulated in found]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     # Most notes are the same for every number of processes.
@@ -167,12 +171,14 @@ def time_cells(timed: TimedStep | None, scaling: Scaling | None) -> tuple[str, .
     if timed is None or scaling is None:
         return ()
     time = timed.time
-    mark = ANOTHER if scaling.is_another(timed.point) else ""
     share = time.exposed / time.total
+    efficiency = f"{scaling.efficiency(timed.point):.1%}"
+    if scaling.is_another(timed.point):
+        efficiency += ANOTHER
     return (
         f"{time.total * 1e3:,.1f} ms",
         f"{time.exposed * 1e3:,.1f} ms ({share:.0%})",
-        f"{scaling.efficiency(timed.point):.1%}{mark}",
+        efficiency,
     )
 
 
@@ -225,8 +231,9 @@ def draw(simulated: Simulated, scaling: Scaling | None, path: Path) -> None:
     from matplotlib import pyplot
 
     has_two = scaling is not None and len(scaling.points) > 1
-    figure = pyplot.figure(figsize=(9, 8 if has_two else 4.5), layout="constrained")
-    panels = figure.subplots(2 if has_two else 1, squeeze=False)
+    rows = 1 + has_two
+    figure = pyplot.figure(figsize=(9, 4.5 * rows), layout="constrained")
+    panels = figure.subplots(rows, squeeze=False)
     _draw_memory(simulated, panels[0, 0], mpl.colormaps["tab20"])
     if scaling is not None and has_two:
         _draw_efficiency(scaling, panels[1, 0], _title(simulated))
@@ -257,8 +264,10 @@ def _draw_memory(simulated: Simulated, axes: Any, colours: Any) -> None:
 def _title(simulated: Simulated) -> str:
     timed = simulated.timed
     assert timed is not None, "points of a scaling are of timed steps"
-    link = f", {timed.machines.name} between machines of {timed.machines.gpus}" if timed.between else ""
-    return f"{timed.device.name}{link}, {MODELLED}"
+    title = f"{timed.device.name}, {MODELLED}"
+    if timed.between:
+        title = f"{timed.machines.name} between machines of {timed.machines.gpus} {title}"
+    return title
 
 
 def _draw_efficiency(scaling: Scaling, axes: Any, title: str) -> None:
@@ -269,8 +278,7 @@ def _draw_efficiency(scaling: Scaling, axes: Any, title: str) -> None:
 
     same = [point for point in scaling.points if not scaling.is_another(point)]
     others = [point for point in scaling.points if scaling.is_another(point)]
-    kind = "weak scaling" if scaling.is_weak else f"strong scaling, global batch {same[0].global_batch_size:,}"
-    axes.plot([point.processes for point in same], percent(same), "o-", label=kind)
+    axes.plot([point.processes for point in same], percent(same), "o-", label=f"{scaling.kind} scaling")
     if others:
         axes.plot([point.processes for point in others], percent(others), "o", mfc="none", label="another global batch")
     last = scaling.pays_up_to()[0]
@@ -279,7 +287,8 @@ def _draw_efficiency(scaling: Scaling, axes: Any, title: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(numbers, [f"{number:,}" for number in numbers])
     axes.minorticks_off()
-    axes.set_ylim(0, 105)
+    # Above 100 where fewer bytes of states on each process save more than communication takes.
+    axes.set_ylim(0, 1.08 * max(100, *percent(scaling.points)))
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("processes")
     axes.set_ylabel(f"efficiency against {scaling.points[0].processes:,} (%)")

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel_train.config import UsageError
-from accel_train.cost_model.work import Work
 from accel_train.data import sampler
 from accel_train.runtime.strategy import strategy_of
 from accel_train.simulation import ledger as ledgers
@@ -27,7 +26,7 @@ from accel_train.simulation.strategies import without_memory
 from accel_train.simulation.tensors.beside import tensors_beside
 from accel_train.simulation.tensors.cuda_casts import cuda_casts
 from accel_train.simulation.tensors.fake_tensors import FakeWhereNeeded, build_fake, fake_batch
-from accel_train.simulation.work import WorkCounter
+from accel_train.simulation.work import Work, WorkCounter
 from accel_train.simulation.zero.engine import engine_without_memory
 from accel_train.simulation.zero.tensors import WARM_UP, WARM_UP_MICRO_BATCHES, EngineTensors, Kept
 from accel_train.speed.blocks import count_blocks
