@@ -275,8 +275,12 @@ SEVERAL = "machine_rank: 0\nmain_process_ip: 127.0.0.1\nmain_process_port: 29500
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(("script", "nodes", "gpus"), [("slurm", 1, 2), ("slurm_multi_node", 2, 1)])
-def test_a_slurm_script_trains_and_saves(script: str, nodes: int, gpus: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "nodes", "gpus", "anywhere"),
+    [("slurm", 1, 2, False), ("slurm_multi_node", 2, 1, False), ("slurm", 1, 2, True)],
+    ids=["one node", "two nodes", "run --anywhere"],
+)
+def test_a_slurm_script_trains_and_saves(script: str, nodes: int, gpus: int, anywhere: bool, tmp_path: Path) -> None:
     """Really run, on the recipe of docs/recipes.md, with stand-ins for SLURM alone.
 
     Slow: ``test_table.py`` runs the trap and the requeue every day.
@@ -304,7 +308,15 @@ def test_a_slurm_script_trains_and_saves(script: str, nodes: int, gpus: int, tmp
     recipe.write_text(next(text for text in fences if "(experiment.ExperimentConfig)" in text))
     preset.parent.mkdir()
     preset.write_text(next(text for text in fences if text.startswith("# presets/default.yaml")))
-    command = ["bash", str(CLUSTER / f"{script}.sbatch"), str(recipe), "--max_steps", "2"]
+    text = (CLUSTER / f"{script}.sbatch").read_text()
+    if anywhere:
+        # As docs/anywhere.md says: in the place of `accel-train launch`, which has a flag more.
+        (tmp_path / "devices").write_text(f"{gpus}\n")
+        changed = f"accel-train run --anywhere --devices {tmp_path / 'devices'}"
+        text, count = re.subn(r"accel-train launch (.*?) --num_processes \S+", rf"{changed} \1", text)
+        assert count == 1
+    (tmp_path / "job.sbatch").write_text(text)
+    command = ["bash", str(tmp_path / "job.sbatch"), str(recipe), "--max_steps", "2"]
     job = subprocess.Popen(
         command,
         cwd=tmp_path,
