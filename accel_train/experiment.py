@@ -170,7 +170,7 @@ def open_experiment(
     info(logger, *config.batch_schedule.notices(max_steps), *config.plateau.notices(max_steps))
     info(logger, *schedules.notices(length.schedule, decay_steps, max_steps), run.decision)
     _keep_threads(run, accelerator)
-    finished = run.start_step >= max_steps and not config.evaluate_only
+    finished = run.start_step >= max_steps and not (config.evaluate_only or run.owes_evaluation)
     if finished:
         remedy = schedules.remedy_when_finished(length.schedule, decay_steps, max_steps)
         info(logger, *run.finished_notices(max_steps, remedy))

@@ -26,7 +26,7 @@ from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import log_evaluation, write_report
 from accel_train.metrics.throughput import Count
 from accel_train.opened import Opened, Prepared, double_micro_batch, roll_back, run_out_of_memory, without_left_out
-from accel_train.reporting.reports import Reports, build_reports
+from accel_train.reporting.reports import Reports, build_reports, record_owed_evaluation
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED
 from accel_train.speed.out_of_memory import Part, ran_out
@@ -337,11 +337,18 @@ def heldout_means(
 
 
 def evaluate_only(opened: Opened, evaluate: Callable[[], Mapping[str, float]]) -> int:
-    """Evaluate the restored checkpoint and write the report, without training. All processes. Returns exit code 0."""
+    """Evaluate the restored checkpoint and write the report, without training. All processes. Returns exit code 0.
+
+    One that a stop had broken off is recorded as part of the run, with its metrics in the checkpoint.
+    """
     step = opened.start_step
-    metrics = evaluate()
-    write_report(opened.accelerator, opened.run.directory, step, metrics)
-    log_evaluation(step, metrics, own_summary=opened.config.recipe.labels.own_summary)
+    if opened.config.evaluate_only:
+        metrics = evaluate()
+        write_report(opened.accelerator, opened.run.directory, step, metrics)
+        log_evaluation(step, metrics, own_summary=opened.config.recipe.labels.own_summary)
+    else:
+        info(logger, f"a stop has broken off the evaluation after the last step, {step}: it is made now")
+        record_owed_evaluation(opened, evaluate)
     info(logger, f"written: {opened.config.report_directory}")
     return 0
 
@@ -353,7 +360,9 @@ def finish(training: Training) -> int:
     opened.accelerator.end_training()
     if training.stopped and step >= opened.max_steps:
         info(logger, f"stopped in the evaluation after the last step, {step}, which is saved (exit code 75)")
-        info(logger, "start again with --evaluate_only to evaluate it")
+        info(logger, "start the same command again to evaluate it")
+        if opened.accelerator.is_main_process:
+            opened.run.owe_evaluation(step)
         return EXIT_PREEMPTED
     if training.stopped:
         remedy = "start the same command again to resume (exit code 75)"

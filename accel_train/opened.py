@@ -70,12 +70,18 @@ class Opened:
     history: DataHistory
     """The data of this start and of those before."""
     finished: bool
-    """No step is left, and the config asks for no evaluation."""
+    """No step is left, and no evaluation."""
 
     @property
     def start_step(self) -> int:
         """Optimizer steps already done."""
         return self.run.start_step
+
+    @property
+    def only_evaluates(self) -> bool:
+        """True for a start that trains no step: as asked, or to make up for an evaluation that a stop broke off."""
+        is_owed = self.run.owes_evaluation and self.start_step >= self.max_steps
+        return self.config.evaluate_only or is_owed
 
     @cached_property
     def plateau(self) -> Plateau | None:

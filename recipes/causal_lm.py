@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
     prepared = preparation.prepare(opened, plain, base=base, example=example)
     model = pretrained.LanguageModel(prepared.model, config.data.packing, pretrained.attention_of(plain))
     run_evaluation = partial(evaluate, config, prepared, model, data)
-    if config.evaluate_only:
+    if opened.only_evaluates:
         return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))
 
     facts = (config.model, config.evaluation, config.data.path, config.lora.base_precision)

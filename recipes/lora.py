@@ -205,7 +205,7 @@ def main(argv: Sequence[str]) -> int:
     prepared = preparation.prepare(opened, plain, freezable=adapters.groups(base), base=base.files(), example=example)
     adapters.set_rate(prepared.optimizer, config.optimizer.lr, config.text_encoders)
     run_evaluation = partial(evaluate, config, prepared, inputs, process)
-    if config.evaluate_only:
+    if opened.only_evaluates:
         return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))
 
     facts = (levels.prediction, config.evaluation, config.side, config.data.path)

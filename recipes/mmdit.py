@@ -207,7 +207,7 @@ def main(argv: Sequence[str]) -> int:
     prepared = preparation.prepare(opened, model, needs, modes.freezable(config.modes))
     optimizer = prepared.optimizer
     run_evaluation = partial(evaluate, config, prepared, data, scores)
-    if config.evaluate_only:
+    if opened.only_evaluates:
         return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))
 
     write_extras = partial(save_extras, config, shape, data)

@@ -203,7 +203,7 @@ def main(argv: Sequence[str]) -> int:
     prepared = preparation.prepare(opened, model, needs, operator_learning.freezable(config.objective, model))
     optimizer = prepared.optimizer
     run_evaluation = partial(evaluate, config, prepared, data)
-    if config.evaluate_only:
+    if opened.only_evaluates:
         return loop.evaluate_only(opened, run_evaluation)
 
     write_extras = partial(save_extras, config, shape, data)

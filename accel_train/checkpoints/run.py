@@ -17,10 +17,12 @@ from accel_train.config import UsageError, expand_path
 from accel_train.store import atomic_files, commit, failpoints, strict_json
 from accel_train.store.manifest import Checkpoint, checkpoint_name, committed
 from accel_train.store.names import EVALUATION_FILE, LOADING_FILE, REPORT, RUN_FILE
-from accel_train.store.run_file import renew_run, write_run
+from accel_train.store.run_file import load, renew_run, write_run
 from accel_train.training.health.rollback import Rollback
 
 MAX_NOTE_BYTES = 64 << 10
+OWED = "owes_evaluation"
+"""Key in ``run.json`` of the step whose evaluation is left to the next start."""
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +137,29 @@ class Run:
     def resolved(self, key: str) -> Any:
         """Return a value derived by the first start and kept by later ones, such as ``schedule.decay_steps``."""
         return self.saved["resolved"][key]
+
+    def owe_evaluation(self, step: int | None) -> None:
+        """Note that the last evaluation, after ``step``, is left to the next start. None: nothing is left.
+
+        Main process. A disk that fails is no error: `--evaluate_only` does the same.
+        """
+        with suppress(OSError, ValueError):
+            # With what the Hub's queue has noted since the run was opened.
+            write_run(self.directory, load(self.directory) | {OWED: step})
+
+    def add_owed_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of an evaluation to the checkpoint that had owed it. Main process. Raises ``OSError``."""
+        # Imported here, because it imports this module.
+        from accel_train.checkpoints.contents import finite_metrics
+
+        assert self.checkpoint is not None, "a run that owes an evaluation has one"
+        commit.rewrite_manifest(self.checkpoint.path, {"metrics": finite_metrics(metrics)})
+        self.owe_evaluation(None)
+
+    @property
+    def owes_evaluation(self) -> bool:
+        """True if a stop has broken off the evaluation after the step reached so far, which was to be the last."""
+        return self.checkpoint is not None and self.saved.get(OWED) == self.start_step
 
     @property
     def start_step(self) -> int:

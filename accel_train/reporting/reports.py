@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -159,20 +159,36 @@ class Reports:
                 logger.warning("%s; %s. Samples concerned: %s", bad.finding, action, bad.suspects)
 
 
-def build_reports(opened: Opened, prepared: Prepared) -> Reports:
-    """Build the reports of a training, whose clock starts here. Every process has one. Raises ``UsageError``."""
+def build_log(opened: Opened, facts: Mapping[str, object]) -> Recorder:
+    """Build the records of this start, and write its first lines. Every process. Raises ``UsageError``."""
     config = opened.config
-    accelerator = opened.accelerator
-    log = Recorder(
-        accelerator,
+    return Recorder(
+        opened.accelerator,
         opened.run.directory,
         config.log,
         max_steps=opened.max_steps,
         start_step=opened.start_step,
         config=opened.config_in_use(),
-        facts=prepared.run_info.facts,
+        facts=facts,
         labels=config.recipe.labels,
     )
+
+
+def record_owed_evaluation(opened: Opened, evaluate: Callable[[], Mapping[str, float]]) -> None:
+    """Evaluate, record it in a start of its own, and add it to the checkpoint. All processes."""
+    with build_log(opened, {"run_id": opened.run.run_id}) as log:
+        metrics = evaluate()
+        log.evaluation(opened.start_step, metrics)
+    opened.accelerator.end_training()
+    if opened.accelerator.is_main_process:
+        opened.run.add_owed_evaluation(metrics)
+
+
+def build_reports(opened: Opened, prepared: Prepared) -> Reports:
+    """Build the reports of a training, whose clock starts here. Every process has one. Raises ``UsageError``."""
+    config = opened.config
+    accelerator = opened.accelerator
+    log = build_log(opened, prepared.run_info.facts)
     throughput = Throughput(
         accelerator.device, world_size=accelerator.num_processes, precision=config.precision, times=prepared.times
     )

@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     prepared = preparation.prepare(opened, preparation.build_model(opened, build_model, config.width))
     optimizer = prepared.optimizer
     evaluate = partial(loop.heldout_means, prepared, heldout, config.micro_batch_size, metrics_of)
-    if config.evaluate_only:
+    if opened.only_evaluates:
         return loop.evaluate_only(opened, evaluate)
     with loop.training(opened, prepared, data, order, lambda directory: None) as training:
         for batches in training:

@@ -78,6 +78,8 @@ def main(argv: Sequence[str]) -> int:
     torch.manual_seed(config.seed)
     prepared = preparation.prepare(opened, nn.Linear(8, 1))
     model, optimizer = prepared.model, prepared.optimizer
+    if opened.only_evaluates:
+        return loop.evaluate_only(opened, partial(evaluate, config, prepared, opened.start_step))
     with loop.training(opened, prepared, data, order, lambda _: None) as training:
         for batches in training:
             optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(batches.step))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from accel_train.metrics.records import read_metrics
 from accel_train.store import commit, manifest
 from tests.faults.evaluator import INSTEAD
 from tests.faults.harness import Trainers, checkpoints, debris, digests, first_difference
@@ -110,16 +112,34 @@ def test_a_stop_ends_an_evaluation_and_saves(
 @pytest.mark.fault(
     "R3",
     injected="SIGTERM during the last evaluation",
-    outcome="saved; exit code 75; --evaluate_only repeats the evaluation",
+    outcome="saved; exit code 75; the next start repeats the evaluation",
 )
-def test_a_stop_in_the_last_evaluation_says_how_to_make_it_up(trainers: Trainers, out: Path) -> None:
-    run = trainers.start(out, patch=INSTEAD, LAST_AT="20")
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_next_start_makes_up_for_a_last_evaluation_that_was_stopped(
+    trainers: Trainers, out: Path, ranks: int
+) -> None:
+    run = trainers.start(out, ranks=ranks, patch=INSTEAD, LAST_AT="20")
     run.until(out / "evaluations.txt", "5\n10\n15\n20\n")
     run.kill(signal.SIGTERM)
-    assert run.wait() == [75], run.output()
+    assert set(run.wait()) == {75}, run.output()
     assert "stopped in the evaluation after the last step, 20, which is saved" in run.output()
-    assert "start again with --evaluate_only to evaluate it" in run.output()
+    assert "start the same command again to evaluate it" in run.output()
     assert checkpoints(out) == [20]
+
+    again = trainers.run(out, ranks=ranks, patch=INSTEAD)
+    assert set(again.wait()) == {0}, again.output()
+    assert "it is made now" in again.output()
+    assert evaluated(out) == [5, 10, 15, 20, 20]
+    manifest_of_it = commit.verify(out / "checkpoints" / commit.checkpoint_name(20)).manifest
+    assert manifest_of_it["metrics"]["worst_at_ten"] == -10.0
+    assert json.loads((out / "report" / "evaluation.json").read_text())["step"] == 20
+    steps = [line["step"] for line in read_metrics(out / "metrics.jsonl") if line["event"] == "evaluation"]
+    assert steps == [5, 10, 15, 20]
+
+    finished = trainers.run(out, ranks=ranks, patch=INSTEAD)
+    assert set(finished.wait()) == {0}
+    assert "the run is finished: step 20 of 20" in finished.output()
+    assert evaluated(out) == [5, 10, 15, 20, 20]
 
 
 def test_metrics_join_the_checkpoint_of_their_step_and_the_best_is_kept(trainers: Trainers, out: Path) -> None:
