@@ -24,10 +24,10 @@ def train(layout: Layout, folder: Path, name: str, recipe: Path | None = None) -
     return Finished(folder / name, done.stdout, done.returncode)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("zero1", "zero2", "zero3")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "zero1", "zero2", "zero3")]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", *SLOW])
+@pytest.mark.parametrize("strategy", ["ddp", *SLOW])
 def test_the_run_is_the_same_to_the_bit(strategy: str, tmp_path: Path) -> None:
     layout = Layout(strategy, 2)
     plain = train(layout, tmp_path, "plain")

@@ -194,6 +194,7 @@ def test_it_grows_again_where_there_is_room(tmp_path: Path, with_four: Path) -> 
     assert done.stdout.count("8 instead of 16, because step 3 ran out of memory") == 2
 
 
+@pytest.mark.slow  # the test above grows once
 def test_it_does_not_grow_again_and_again(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     flags = ("--regrow_after", "2", "--max_steps", "14", "--checkpoints.save_every", "2")
@@ -356,7 +357,9 @@ INJECTED = "out of memory in an evaluation between two steps, one and two proces
 
 
 @pytest.mark.fault("F51", injected=INJECTED, outcome="with a smaller evaluation batch the same weights and figures")
-@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+@pytest.mark.parametrize(
+    "strategy", ["single", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp2", "zero2"))]
+)
 def test_with_a_smaller_evaluation_the_run_goes_on(tmp_path: Path, with_four: Path, strategy: str) -> None:
     directory = tmp_path / "run"
     several = () if strategy == "single" else launcher(tmp_path, strategy)

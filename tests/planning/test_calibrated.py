@@ -66,6 +66,7 @@ def test_other_processes_and_noise_are_notices(path: Path) -> None:
     assert noise.startswith("the machine was not quiet when measured: products, attention, operators, copy, host")
 
 
+@pytest.mark.slow  # two plans; the tests above have the rates and their origins
 def test_a_plan_names_the_origin_of_each_figure(path: Path) -> None:
     record.write(path, made_up())
     flags = ("--gpus", "2", "--vram_gib", "24", "--micro_batch_size", "8", "--activation_checkpointing.mode", "none")

@@ -84,6 +84,7 @@ def test_json_has_every_figure_with_its_origin() -> None:
     assert parts["total"] == pytest.approx(computation + parts["exposed"])
 
 
+@pytest.mark.slow  # simulations of DeepSpeed's engine; test_choices.py has the message
 def test_nothing_fits_ends_with_exit_code_2() -> None:
     # One mode: DeepSpeed's engine, which is tried as well, takes seconds for each simulation.
     done = plan("--gpus", "1", "--vram_gib", "0.6", "--activation_checkpointing.mode", "full")

@@ -157,9 +157,10 @@ CONFIGS = st.one_of(
         kind=st.just("cosine_restarts"),
         warmup_steps=st.integers(0, 50),
         floor=st.floats(0, 1),
-        cycles=st.integers(1, 5),
+        cycles=st.integers(2, 5),
         cycle_multiplier=st.integers(1, 3),
     ),
+    st.builds(ScheduleConfig, kind=st.just("cosine_restarts"), warmup_steps=st.integers(0, 50), cycles=st.just(1)),
 )
 
 
