@@ -250,6 +250,7 @@ def test_memory_falls_by_the_size_of_the_text_encoder_when_it_is_dropped(tmp_pat
     freed = encoding.drop_text_encoders(loaded)
     after = psutil.Process().memory_info().rss
     assert freed > 200 << 20
-    assert before - after == pytest.approx(freed, rel=0.1)
+    # More, where what earlier tests of this process held goes with it.
+    assert before - after >= 0.9 * freed
     assert loaded.text_encoder is None
     assert embeddings
