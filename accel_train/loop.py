@@ -169,6 +169,8 @@ class Training:
     _ended: bool = False
     part: Part = "step"
     """What the loop is doing, and after an error what it was doing."""
+    leaves_evaluation: bool = False
+    """A stop has broken off the evaluation after the last step, which the next start makes."""
     _result: StepResult | None = None
     _metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of an evaluation after the current step."""
@@ -249,7 +251,10 @@ class Training:
         A pending save is committed first, so that an evaluation that raises, hangs or is killed loses nothing. A stop
         ends it at its next ``stopping_point``, on all processes, and saves. Returns the metrics, empty after a stop.
         """
-        if self.stopped or self.measure is not None:
+        if self.measure is not None:
+            return {}
+        if self.stopped:
+            self._owe_evaluation()
             return {}
         with self.reports.throughput.pause():
             with self._apart("save"), self.reports.throughput.saving():
@@ -262,6 +267,7 @@ class Training:
                 info(logger, f"asked to stop: the evaluation after step {self.done} is broken off")
                 self.stopped = True
                 self._save()  # does nothing if a due save has written this step
+                self._owe_evaluation()
                 return {}
             with self._apart("evaluation"):
                 self.reports.log.evaluation(self.done, metrics)
@@ -273,6 +279,16 @@ class Training:
     def end(self) -> None:
         """Make this step the last: save it and leave the loop. The same on every process."""
         self._ended = True
+
+    def _owe_evaluation(self) -> None:
+        """Leave the evaluation after the last step to the next start. Those between steps are not made up for."""
+        if self.done < self.opened.max_steps:
+            return
+        # From weights alone no start resumes.
+        self.leaves_evaluation = self.opened.config.checkpoints.save_state
+        # Before the saver's last exchange with the others, which may end the launcher once they have left.
+        if self.leaves_evaluation and self.opened.accelerator.is_main_process:
+            self.opened.run.owe_evaluation(self.done)
 
     def _save(self) -> None:
         assert self._result is not None, "save_if_due comes first"
@@ -359,11 +375,13 @@ def finish(training: Training) -> int:
     step = training.done
     opened.accelerator.end_training()
     if training.stopped and step >= opened.max_steps:
-        info(logger, f"stopped in the evaluation after the last step, {step}, which is saved (exit code 75)")
-        info(logger, "start the same command again to evaluate it")
-        if opened.accelerator.is_main_process:
-            opened.run.owe_evaluation(step)
+        info(logger, f"stopped after the last step, {step}, which is saved (exit code 75)")
+        again = "the same command again" if training.leaves_evaluation else "again with --evaluate_only"
+        info(logger, f"start {again} to evaluate it")
         return EXIT_PREEMPTED
+    if opened.run.owes_evaluation and opened.accelerator.is_main_process:
+        # A recipe that asks for `config.evaluate_only` alone has come here without a step.
+        opened.run.owe_evaluation(None)
     if training.stopped:
         remedy = "start the same command again to resume (exit code 75)"
         info(logger, f"stopped at step {step} of {opened.max_steps} and saved; {remedy}")

@@ -65,6 +65,7 @@ def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, *
             training=not config.evaluate_only,
             has_average=config.ema.decay > 0,
             saves_state=config.checkpoints.save_state,
+            saved_bytes=config.checkpoints.bytes_of_a_value,
         ),
         sharded=strategy_of(accelerator) not in ("single", "ddp"),
         world_size=accelerator.num_processes,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError, expand_path
 from accel_train.hub.options import HubConfig
-from accel_train.precision import Precision
+from accel_train.precision import Precision, dtype_of
 from accel_train.runtime.exiting import started_again
 from accel_train.store import manifest as manifests
 from accel_train.store.manifest import Checkpoint
@@ -66,6 +66,11 @@ class CheckpointConfig:
     """After a failed save: stop the run, or warn and continue. A failed final save always ends in an error."""
     grace_seconds: PositiveFloat = 30.0
     """Time between the scheduler's SIGTERM and SIGKILL. A warning is logged if the last save took longer."""
+
+    @property
+    def bytes_of_a_value(self) -> int:
+        """Bytes of a value in model.safetensors and ema.safetensors."""
+        return dtype_of(self.save_precision).itemsize
 
     @property
     def minutes(self) -> float:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from accel_train.checkpoints.policy import POLICIES, RunOptions
+from accel_train.checkpoints.policy import POLICIES, CheckpointConfig, RunOptions
 from accel_train.config import UsageError, expand_path
+from accel_train.hub.options import HubConfig
 from accel_train.store import atomic_files, commit, failpoints, strict_json
 from accel_train.store.manifest import Checkpoint, checkpoint_name, committed
 from accel_train.store.names import EVALUATION_FILE, LOADING_FILE, REPORT, RUN_FILE
@@ -147,14 +148,20 @@ class Run:
             # With what the Hub's queue has noted since the run was opened.
             write_run(self.directory, load(self.directory) | {OWED: step})
 
-    def add_owed_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of an evaluation to the checkpoint that had owed it. Main process. Raises ``OSError``."""
-        # Imported here, because it imports this module.
+    def add_owed_evaluation(self, metrics: Mapping[str, float], policy: CheckpointConfig, hub: HubConfig) -> None:
+        """Add the metrics of an evaluation to the checkpoint that had owed it, and push what waits. Main process.
+
+        Raises ``OSError``.
+        """
+        # Imported here: the first imports this module, and most starts push by the saver.
         from accel_train.checkpoints.contents import finite_metrics
+        from accel_train.hub.pusher import push_the_rest
 
         assert self.checkpoint is not None, "a run that owes an evaluation has one"
-        commit.rewrite_manifest(self.checkpoint.path, {"metrics": finite_metrics(metrics)})
+        path = self.checkpoint.path
+        commit.rewrite_manifest(path, {"metrics": finite_metrics(metrics)})
         self.owe_evaluation(None)
+        push_the_rest(self.directory, commit.open_verified(path), hub, policy.best_metric, policy.best_mode)
 
     @property
     def owes_evaluation(self) -> bool:

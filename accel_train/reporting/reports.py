@@ -181,7 +181,7 @@ def record_owed_evaluation(opened: Opened, evaluate: Callable[[], Mapping[str, f
         log.evaluation(opened.start_step, metrics)
     opened.accelerator.end_training()
     if opened.accelerator.is_main_process:
-        opened.run.add_owed_evaluation(metrics)
+        opened.run.add_owed_evaluation(metrics, opened.config.checkpoints, opened.config.hub)
 
 
 def build_reports(opened: Opened, prepared: Prepared) -> Reports:

@@ -119,4 +119,5 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise UsageError(
             f"num_processes: {text}: whole numbers above 0, with commas, are required; give --num_processes 8,64,512"
         )
-    return tuple(map(int, numbers))
+    # Each once: between equal ones nothing scales.
+    return tuple(dict.fromkeys(map(int, numbers)))

@@ -92,12 +92,16 @@ def common_flags(options: Mapping[str, Any], arguments: Sequence[str], sizes: Si
         # More than a run saves: the resume needs the middle one, the comparisons the last.
         "checkpoints.keep_last": "9",
         "checkpoints.keep_best": "0",
+        "checkpoints.keep_state_last": "0",
         # Most runs skip the evaluation that has the metric.
         "checkpoints.best_metric": "None",
         "checkpoints.best_mode": "min",
         **_schedule(options, sizes),
     }
     given = given_flags(arguments)
+    if "checkpoints.best_mode" in given:
+        # It would have no effect without a metric.
+        del flags["checkpoints.best_metric"]
     # The file of the run, its length and its saves are refused before; anything else is the user's to choose.
     return {name: value for name, value in flags.items() if name not in given}
 

@@ -122,7 +122,7 @@ def test_the_next_start_makes_up_for_a_last_evaluation_that_was_stopped(
     run.until(out / "evaluations.txt", "5\n10\n15\n20\n")
     run.kill(signal.SIGTERM)
     assert set(run.wait()) == {75}, run.output()
-    assert "stopped in the evaluation after the last step, 20, which is saved" in run.output()
+    assert "stopped after the last step, 20, which is saved" in run.output()
     assert "start the same command again to evaluate it" in run.output()
     assert checkpoints(out) == [20]
 

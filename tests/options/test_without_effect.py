@@ -9,10 +9,10 @@ import pytest
 
 from accel_train.config import UsageError
 from accel_train.options.loading import load_config
-from recipes import causal_lm, lora, mmdit, pde
+from recipes import causal_lm, mmdit, pde
 from tests.options.test_options import PRESETS
 
-DEFAULTS = {mmdit: "demo", causal_lm: "causal_lm_tune", lora: "lora_tune", pde: "pde_demo"}
+DEFAULTS = {mmdit: "demo", causal_lm: "causal_lm_tune", pde: "pde_demo"}
 
 
 class Row(NamedTuple):
@@ -82,12 +82,6 @@ ROWS = [
         "--data.heldout_path a.txt --data.heldout_fraction 0.2",
         r"fraction 0\.2 .*a\.txt.*default 0\.04",
         "--data.heldout_fraction 0",
-    ),
-    Row(
-        lora,
-        "--data.heldout_path a --data.heldout_fraction 0.2",
-        r"fraction 0\.2 .*default 0\.05",
-        "--data.heldout_fraction 0.05",
     ),
     Row(
         pde,

@@ -173,7 +173,8 @@ def test_the_peak_is_that_of_the_allocator(layout: Layout, flags: tuple[str, ...
     fake = counted(layout, tmp_path, *flags)
     truth = by_machine(layout, tmp_path, "allocator", *flags)
     print(f"{layout} {flags}: simulated {fake['peak']['total']:,}, allocator {truth['peak']:,}")
-    assert fake["peak"]["total"] == pytest.approx(truth["peak"], rel=0.05)
+    # Some models have a megabyte, and what a kernel allocates inside is of its own size.
+    assert fake["peak"]["total"] == pytest.approx(truth["peak"], rel=0.05, abs=64 << 10)
     held = sum(size for name, size in fake["held"].items() if name != "gradients")
     if layout.strategy == "ddp":
         # Its buckets outlive the step.

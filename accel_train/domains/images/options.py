@@ -147,11 +147,6 @@ class PictureDataConfig:
                 f"--data.resolution_choice each has no effect with one resolution, {self.resolutions[0]}. Give several "
                 "--data.resolutions, or leave it out."
             )
-        if self.heldout_path is not None and self.heldout_fraction not in (0, PictureDataConfig.heldout_fraction):
-            raise UsageError(
-                f"--data.heldout_fraction {self.heldout_fraction:g} has no effect with --data.heldout_path "
-                f"{self.heldout_path!r}. Leave it at its default {PictureDataConfig.heldout_fraction:g}, or give 0."
-            )
         if not self.caption_extension.startswith("."):
             raise UsageError(
                 f"--data.caption_extension {self.caption_extension!r}: must begin with a dot, such as .txt or .caption."

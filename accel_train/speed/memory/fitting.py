@@ -29,14 +29,19 @@ class Kept(NamedTuple):
     has_average: bool = False
     saves_state: bool = True
     """Saves hold the optimizer state."""
+    saved_bytes: int = FP32_BYTES
+    """Bytes of a saved value of weights and EMA."""
 
     def snapshot_bytes(self) -> int:
         """Return the bytes of each trained parameter in the snapshot of a save, over all processes."""
         if not self.training:
             return 0
-        average = FP32_BYTES if self.has_average else 0
-        state = OPTIMIZER_BYTES.get(self.optimizer, 0) if self.saves_state else 0
-        return FP32_BYTES + average + state
+        values = 2 if self.has_average else 1
+        if not self.saves_state:
+            return values * self.saved_bytes
+        # Of rounded values exact ones are saved as well.
+        exact = values * FP32_BYTES if self.saved_bytes < FP32_BYTES else 0
+        return values * self.saved_bytes + exact + OPTIMIZER_BYTES.get(self.optimizer, 0)
 
 
 class Size(NamedTuple):

@@ -82,7 +82,7 @@ def test_few_pictures_have_one_held_out(tmp_path: Path) -> None:
 
 def test_held_out_pictures_of_their_own(folder: Path, tmp_path: Path) -> None:
     other = folder_of(tmp_path / "other", (48, 32), (50, 50))
-    data = prepared(folder, tmp_path / "cache", heldout_path=str(other), heldout_fraction=0)
+    data = prepared(folder, tmp_path / "cache", heldout_path=str(other))
     # The first of them is a training picture too.
     assert (len(data.train), len(data.heldout)) == (29, 2)
 
