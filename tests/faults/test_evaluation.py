@@ -142,6 +142,17 @@ def test_the_next_start_makes_up_for_a_last_evaluation_that_was_stopped(
     assert evaluated(out) == [5, 10, 15, 20, 20]
 
 
+def test_without_state_to_resume_from_the_advice_is_another(trainers: Trainers, out: Path) -> None:
+    run = trainers.start(out, "--checkpoints.no_save_state", patch=INSTEAD, LAST_AT="20")
+    run.until(out / "evaluations.txt", "5\n10\n15\n20\n")
+    run.kill(signal.SIGTERM)
+    assert run.wait() == [75], run.output()
+    assert "start again with --evaluate_only to evaluate it" in run.output()
+    again = trainers.run(out, "--evaluate_only", patch=INSTEAD)
+    assert again.wait() == [0], again.output()
+    assert json.loads((out / "report" / "evaluation.json").read_text())["step"] == 20
+
+
 def test_metrics_join_the_checkpoint_of_their_step_and_the_best_is_kept(trainers: Trainers, out: Path) -> None:
     best = (
         "--checkpoints.keep_best",

@@ -71,6 +71,8 @@ def test_flags_may_stand_behind_the_recipe() -> None:
     assert rest == ["base", "--micro_batch_size", "4"]
     assert found == Options("x.yaml", (8, 64), None, 2, True, None)
     assert read_arguments(["--device_type", "cpu"], earlier)[1].device_type == "cpu"
+    # Between equal numbers nothing scales.
+    assert read_arguments(["--num_processes", "8,64,8"], earlier)[1].num_processes == (8, 64)
 
 
 @pytest.mark.parametrize("text", ["0", "8,", "a", "8;9"])

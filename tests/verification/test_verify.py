@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from accel_train import cli
+from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.commands.bundled import import_recipe
 from accel_train.config import UsageError
 from accel_train.data.sampler import StepSampler
@@ -243,3 +244,29 @@ def test_no_alarm_on_the_recipes_of_the_project(
     unchecked = {name for name, result in results.items() if result["verdict"] == "not checked"}
     assert unchecked <= {"zero2"}
     assert code == 0
+
+
+VALUES = {"None": None, "min": "min", "max": "max"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "flags"),
+    [
+        ({"keep_last": 0, "keep_state_last": 10}, []),
+        ({"keep_last": 3, "keep_best": 2, "best_metric": "loss", "best_mode": "max"}, []),
+        ({"best_metric": "loss"}, ["--checkpoints.best_mode", "max"]),
+    ],
+    ids=str,
+)
+def test_retention_of_the_users_own_is_replaced_as_a_whole(saved: dict[str, Any], flags: list[str]) -> None:
+    """The flags of every run beside any that a preset has: none of them leaves another without effect."""
+    options = {"schedule.kind": "constant", "schedule.floor": 0.0}
+    made = plan.common_flags(options, flags, plan.choose_sizes({"global_batch_size": 8}, flags, 6))
+    given = dict(zip([word.removeprefix("--") for word in flags[::2]], flags[1::2], strict=True))
+    wanted = given | made
+    values = saved | {
+        name.removeprefix("checkpoints."): VALUES[text] if text in VALUES else int(text)
+        for name, text in wanted.items()
+        if name.startswith("checkpoints.")
+    }
+    assert CheckpointConfig(**values).keep_last == 9
