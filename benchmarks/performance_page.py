@@ -157,8 +157,8 @@ one part. `python -m benchmarks.one_gpu` runs every launch file that one GPU can
 
 
 RNG_WORDS = """The parts at the end of the table are the operators of torch that the same bits need, each alone.
-Their sum is the least that a draw made of them can take. Most of it is sine and cosine: `torch.polar` calls libm's for each
-value, which branches by the quadrant of a random angle. Vectorised ones have other last bits."""
+Their sum is the least that a draw made of them can take. Most of it is sine and cosine: `torch.polar` calls libm's for
+each value, which branches by the quadrant of a random angle. Vectorised ones have other last bits."""
 
 DEMO_STEPS_WORDS = """Processor time of a step of both presets, with equal work, and how much of it matrix products,
 convolutions and attention take. Nothing that leaves these products alone can be faster than the bound."""
