@@ -169,8 +169,8 @@ class Training:
     _ended: bool = False
     part: Part = "step"
     """What the loop is doing, and after an error what it was doing."""
-    leaves_evaluation: bool = False
-    """A stop has broken off the evaluation after the last step, which the next start makes."""
+    to_evaluate: str | None = None
+    """The start that makes the evaluation after the last step, if a stop has broken it off."""
     _result: StepResult | None = None
     _metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of an evaluation after the current step."""
@@ -284,10 +284,13 @@ class Training:
         """Leave the evaluation after the last step to the next start. Those between steps are not made up for."""
         if self.done < self.opened.max_steps:
             return
-        # From weights alone no start resumes.
-        self.leaves_evaluation = self.opened.config.checkpoints.save_state
+        if not self.opened.config.checkpoints.save_state:
+            # From weights alone no start resumes.
+            self.to_evaluate = "again with --evaluate_only"
+            return
+        self.to_evaluate = "the same command again"
         # Before the saver's last exchange with the others, which may end the launcher once they have left.
-        if self.leaves_evaluation and self.opened.accelerator.is_main_process:
+        if self.opened.accelerator.is_main_process:
             self.opened.run.owe_evaluation(self.done)
 
     def _save(self) -> None:
@@ -376,8 +379,9 @@ def finish(training: Training) -> int:
     opened.accelerator.end_training()
     if training.stopped and step >= opened.max_steps:
         info(logger, f"stopped after the last step, {step}, which is saved (exit code 75)")
-        again = "the same command again" if training.leaves_evaluation else "again with --evaluate_only"
-        info(logger, f"start {again} to evaluate it")
+        # Only the wait for the Hub may have been broken off, after the evaluation.
+        if training.to_evaluate is not None:
+            info(logger, f"start {training.to_evaluate} to evaluate it")
         return EXIT_PREEMPTED
     if opened.run.owes_evaluation and opened.accelerator.is_main_process:
         # A recipe that asks for `config.evaluate_only` alone has come here without a step.
