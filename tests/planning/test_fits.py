@@ -174,8 +174,9 @@ def test_three_micro_batches_stand_for_all(layout: Layout, folder: Path) -> None
     few = probe(layout, folder, candidate)
     every = probe(layout, folder, candidate, None)
     assert (few.simulated, every.simulated) == (3, 8)
-    assert few.tensors == pytest.approx(every.tensors, rel=2e-4)
-    assert sum(few.by_category.values()) == pytest.approx(sum(every.by_category.values()), rel=2e-4)
+    # Under FSDP2 by 1.02e-4: small tensors made of the micro-batches are rounded up to blocks, each by itself.
+    assert few.tensors == pytest.approx(every.tensors, rel=1.1e-4)
+    assert sum(few.by_category.values()) == pytest.approx(sum(every.by_category.values()), rel=1e-4)
     assert few.work.products == every.work.products
     assert few.work.attention == every.work.attention
     assert few.work.collectives == every.work.collectives
