@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from accel_train.checkpoints.policy import CheckpointConfig
+from accel_train.checkpoints.run import Run
 from accel_train.hub.access import check_repository
 from accel_train.hub.download import download
 from accel_train.hub.options import HubConfig
@@ -105,6 +106,20 @@ def test_what_a_last_start_left_is_pushed_by_one_that_has_nothing_to_train(serve
         status = push_the_rest(run, checkpoint, last, None, "min")
         assert (status.code, status.pushed) == (0, (NAME,))
     assert len(server.titles(REPO)) == 1
+
+
+def test_what_owed_its_evaluation_is_pushed_with_its_metrics(server: HubServer, run: Path) -> None:
+    """Asked to stop in the last evaluation, a run leaves that and ``push: last`` to the next start."""
+    last = replace(CONFIG, push="last")
+    checkpoint = make_checkpoint(run, 1)
+    opened = Run(run, "abc123", checkpoint, "", {})
+    opened.owe_evaluation(1)
+    opened.add_owed_evaluation({"loss": 0.5}, CheckpointConfig(best_metric="loss"), last)
+    pushed = json.loads(server.files(REPO, "step-00000001")["manifest.json"])
+    assert pushed["metrics"] == {"loss": 0.5}
+    assert commit.verify(checkpoint.path).manifest["metrics"] == pushed["metrics"]
+    assert json.loads((run / "run.json").read_text())["owes_evaluation"] is None
+    assert pending(run)["pending"] == []
 
 
 @pytest.mark.fault("F55", injected="429 with Retry-After", outcome="no request before the time it names; then pushed")
