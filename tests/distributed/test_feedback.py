@@ -31,7 +31,7 @@ LAYOUTS = {
     "FSDP2": (Layout("fsdp2", 2), ("--micro_batch_size", "5")),
     "ZeRO-2": (Layout("zero2", 2), ("--micro_batch_size", "5")),
 }
-QUICK = {("mmdit", "2 processes"), ("mmdit", "FSDP2")}
+QUICK = {("mmdit", "FSDP2")}
 
 
 def train(layout: Layout, run: Path, *flags: str, ok: bool = True) -> Finished:

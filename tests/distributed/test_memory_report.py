@@ -71,7 +71,7 @@ def test_weights_state_and_ema_are_those_of_the_closed_form_and_of_the_simulatio
     "layout",
     [
         Layout("zero3", 2),
-        Layout("zero2_offload", 2),
+        pytest.param(Layout("zero2_offload", 2), marks=pytest.mark.slow),
         pytest.param(Layout("zero1", 2), marks=pytest.mark.slow),  # stage 2 without its offload
         pytest.param(Layout("zero3_offload", 2), marks=pytest.mark.slow),
     ],

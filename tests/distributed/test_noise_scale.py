@@ -31,7 +31,7 @@ LAYOUTS = {
     "ZeRO-2": (Layout("zero2", 2), ("--micro_batch_size", "5")),
     "ZeRO-3": (Layout("zero3", 2), ("--micro_batch_size", "5")),
 }
-QUICK = {("mmdit", "2 processes, ragged"), ("mmdit", "FSDP2")}
+QUICK = {("mmdit", "FSDP2")}
 ESTIMATES = ("noise_scale", "gradient_square", "noise_trace")
 
 

@@ -69,6 +69,7 @@ def test_a_plan_is_printed_written_and_trains(tmp_path: Path) -> None:
     assert "simulated" not in again.stderr, "refused only behind the search"
 
 
+@pytest.mark.slow  # half a minute; the plan that is printed above has the same figures
 def test_json_has_every_figure_with_its_origin() -> None:
     done = plan("--gpus", "2", "--vram_gib", "24", "--device", "rtx-4090", "--json")
     assert done.returncode == 0, done.stderr

@@ -232,6 +232,7 @@ def test_an_offload_of_zero_2_follows_its_closed_forms(micro_batches: int, preci
     assert total_work(found, "copied") == copied
 
 
+@pytest.mark.slow  # a simulation of a quarter of a minute; that of stage 2 is a quick test
 def test_an_offload_of_zero_3_copies_its_weights_to_the_device(tmp_path: Path) -> None:
     flags = ("--global_batch_size", "16", "--micro_batch_size", "8", "--precision", "bf16")
     report = simulated(Layout("zero3_offload", 1), tmp_path, *flags)
