@@ -37,8 +37,6 @@ from accel_train.domains.images.pipelines import flow_transformers
 from accel_train.metrics.records import write_json
 from accel_train.simulation.ledger import BESIDE, EMA, GRADIENTS, OPTIMIZER, PARAMETERS
 from accel_train.simulation.worker import simulate_recipe
-from accel_train.speed import apply
-from accel_train.speed.attention.other_libraries import LibraryAttention
 from benchmarks import lora_bases, lora_vaes
 from benchmarks.method import SCHEMA, facts
 
@@ -95,7 +93,7 @@ def simulate(folder: Path, task: Task) -> dict[str, Any]:
         "activation_checkpointing.mode": task.mode,
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    with _longest_prompts(task.model), _unproven_attention():
+    with _longest_prompts(task.model):
         counted = simulate_recipe("lora", [*EXPERIMENT, *words])[0].counted
     resting = sum(counted.peak.by_category[name] for name in RESTING)
     return {
@@ -112,12 +110,6 @@ def _longest_prompts(model: str) -> AbstractContextManager[Any]:
     if model != "Z-Image":
         return nullcontext()
     return mock.patch.object(flow_transformers, "_as_list", lambda given: list(given["prompt"].unbind(0)))
-
-
-def _unproven_attention() -> AbstractContextManager[Any]:
-    """Leave the proof of attention out, which takes as long as the step and changes nothing in it."""
-    found = LibraryAttention("auto", "as the library chose, not proven in this simulation")
-    return mock.patch.object(apply, "apply_library_attention", return_value=found)
 
 
 def figures(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

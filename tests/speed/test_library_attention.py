@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
+from accel_train.simulated import simulating
+from accel_train.simulation.step import FakeStep
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
 from accel_train.speed.apply import SpeedOptions, apply_speed_options
 from accel_train.speed.attention import other_libraries as library_attention
@@ -231,6 +233,14 @@ def test_the_backend_of_one_model_of_diffusers_is_not_that_of_the_process() -> N
     model, run, _ = built("flux")
     applied(model, "sdpa", run)
     assert _AttentionBackendRegistry.get_active_backend()[0] == before
+
+
+def test_a_simulation_leaves_the_proof_of_auto_out() -> None:
+    model, run, _ = built("llama")
+    with simulating(FakeStep()):
+        assert "not proven: a simulation has no device" in applied(model, "auto", run).notice
+        assert "against fp64" in applied(model, "sdpa", run).notice
+    assert "against fp64" in applied(model, "auto", run).notice
 
 
 def test_without_an_example_auto_is_not_proven_and_a_name_is_refused() -> None:

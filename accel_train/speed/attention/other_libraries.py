@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
+from accel_train import simulated
 from accel_train.config import UsageError
 from accel_train.speed.attention.call_proof import (
     CANNOT_RUN,
@@ -111,6 +112,9 @@ def apply_library_attention(
     assert parts, type(model).__name__
     if name != "auto":
         _refuse_unknown(name, parts)
+    elif simulated.active() is not None:
+        # On real tensors of the model's own shapes it would take as long as the simulation, and tell of this machine.
+        return _unproven(name, parts, "a simulation has no device to prove it on")
     example = example or _own_example(parts)
     if example is None:
         return _unproven(name, parts, "there is no example of its inputs")
