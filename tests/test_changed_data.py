@@ -89,7 +89,11 @@ def photos(folder: Path) -> tuple[list[str], Callable[[], object]]:
 
 @pytest.mark.parametrize(
     ("recipe", "start", "kept"),
-    [pytest.param("causal_lm", language, "tokenizer.json", marks=pytest.mark.slow), ("pde", fields, "assets/fields.json"), ("lora", photos, None)],
+    [
+        pytest.param("causal_lm", language, "tokenizer.json", marks=pytest.mark.slow),
+        ("pde", fields, "assets/fields.json"),
+        ("lora", photos, None),
+    ],
     ids=["causal_lm", "pde", "lora"],
 )
 def test_a_recipe_goes_on_with_changed_data_if_allowed(

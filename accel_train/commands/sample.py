@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from accel_train import loading
 from accel_train.commands.bundled import find_recipe, import_recipe
-from accel_train.config import UsageError
+from accel_train.config import UsageError, expand_path, refuse_unwritable
 from accel_train.options.loading import read_options
 from accel_train.pipeline import TrainedModel
 
@@ -30,9 +32,30 @@ def sample(place: str, arguments: Sequence[str], recipe: str | None = None) -> i
     adapters = _named(getattr(options, "adapters", ()))
     loaded = pipeline.from_directory(directory, options.device)
     loading.attach(loaded, adapters)
-    for line in loaded.sample(options):
+    with _writing(options):
+        lines = loaded.sample(options)
+    for line in lines:
         print(line)
     return 0
+
+
+@contextmanager
+def _writing(options: Any) -> Generator[None]:
+    """Make the folder of ``output``. Raises ``UsageError`` in place of an ``OSError`` of it, not of other files."""
+    given = getattr(options, "output", None)
+    if given is None:
+        yield
+        return
+    path = expand_path(given)
+    remedy = "give a place with write access, and free space"
+    with refuse_unwritable(f"--output {given}", remedy):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or path not in (Path(error.filename), *Path(error.filename).parents):
+            raise
+        raise UsageError(f"--output {given}: cannot be written ({error.strerror}); {remedy}") from None
 
 
 def _refuse_undecodable(options: Any) -> None:

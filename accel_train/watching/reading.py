@@ -109,7 +109,7 @@ def _newest_checkpoint(directory: Path) -> SavedCheckpoint | None:
         return None
     step, path = found[-1]
     written_at = None
-    with suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError, KeyError):
         text = manifest.read(path)["written_at"]
         written_at = datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
     return SavedCheckpoint(step, written_at)

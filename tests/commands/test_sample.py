@@ -97,6 +97,31 @@ def test_bytes_that_are_no_text_are_refused_with_their_option(tmp_path: Path) ->
                 cli._main(["sample", str(run), f"--{option}", "good", given])
 
 
+def test_half_a_character_in_an_escape_is_refused(tmp_path: Path) -> None:
+    messages = '[{"role": "user", "content": "a \\ud800"}]'
+    with pytest.raises(UsageError, match=r"messages .* no JSON .*surrogates not allowed"):
+        cli._main(["sample", str(language_run(tmp_path / "run")), "--messages", messages])
+
+
+def test_the_folder_of_the_output_is_made_and_an_unusable_place_is_refused(tmp_path: Path) -> None:
+    text, pictures = text_run(tmp_path / "texts"), picture_run(tmp_path / "pictures", side=16)
+    latents = [str(text), "--text", "a cat", "--to", "latents"]
+    texts = [str(text), "--text", "a cat", "--to", "text"]
+    drawn = [str(pictures), "--prompt", "a cat"]
+    (tmp_path / "file").write_text("")
+    for number, words in enumerate((latents, texts, drawn)):
+        place = tmp_path / "new" / f"{number}" / "written"
+        assert cli._main(["sample", *words, "--output", str(place)]) == 0
+        assert place.exists()
+        with pytest.raises(UsageError, match=r"--output .*file/in: cannot be written \(.*\); give a place"):
+            cli._main(["sample", *words, "--output", str(tmp_path / "file" / "in")])
+    for words in (latents, texts):
+        with pytest.raises(UsageError, match=r"cannot be written \(Is a directory\)"):
+            cli._main(["sample", *words, "--output", str(tmp_path / "new")])
+    with pytest.raises(UsageError, match=r"cannot be written \(File exists\)"):
+        cli._main(["sample", *drawn, "--output", str(tmp_path / "file")])
+
+
 def test_a_model_of_pictures_draws_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

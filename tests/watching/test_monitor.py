@@ -142,6 +142,8 @@ def test_memory_and_the_newest_checkpoint(run: RunDirectory) -> None:
     assert (found.checkpoint_step, found.checkpoint_seconds) == (20, run.time - BEGIN + 60)
     (run.path / "checkpoints" / "checkpoint_00000020" / "manifest.json").write_text("{")
     assert (state(run).checkpoint_step, state(run).checkpoint_seconds) == (20, None)
+    run.checkpoint(30, written_at=None)  # required of no manifest
+    assert (state(run).checkpoint_step, state(run).checkpoint_seconds) == (30, None)
 
 
 # ------------------------------------------------------------------------------------------------------------- alerts

@@ -324,6 +324,8 @@ def _number(ids: Sequence[int]) -> int:
 def _chat(text: str) -> Sequence[Message]:
     try:
         found: Any = json.loads(text)
+        # An escape may be half of a character, which no tokenizer takes.
+        json.dumps(found, ensure_ascii=False).encode()
     except ValueError as error:
         raise UsageError(f"messages {text[:60]!r}: no JSON ({error}); a list of messages is required") from None
     if not isinstance(found, list):

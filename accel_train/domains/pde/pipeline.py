@@ -137,7 +137,7 @@ class FieldPipeline:
 
     def sample(self, options: FieldOptions) -> list[str]:
         """Predict as ``accel-train sample`` is asked to, and return the lines to print."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         if options.input is None:
             raise UsageError(
@@ -154,7 +154,7 @@ class FieldPipeline:
             fields, parameters, task=own.name, steps=options.steps, refine=options.refine, seed=options.seed
         )
         path = expand_path(options.output)
-        save_file({"fields": predicted.contiguous()}, path)
+        path.write_bytes(save({"fields": predicted.contiguous()}))
         picture = path.with_suffix(".png")
         first = self._checked(own, fields)[0]
         panels = self._panels(own, first, predicted[0])

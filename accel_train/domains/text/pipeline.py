@@ -223,12 +223,12 @@ class TextLatentPipeline:
         texts = [*options.text, *read_lines(options.text_file)]
         if options.to == "text":
             return self._written(self.texts_from_texts(texts, seed=options.seed, length=options.length), options)
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         # Latents are no lines to print: without a name they still go to a file.
         path = expand_path(options.output or "latents.safetensors")
         latents = self.latents_from_texts(texts, seed=options.seed)
-        save_file({"latents": latents}, path)
+        path.write_bytes(save({"latents": latents}))
         return [f"{path}: latents {tuple(latents.shape)}, in the encoder's units"]
 
     def examples(self) -> list[Example]:
