@@ -23,7 +23,7 @@ from accel_train.anywhere.flags import Request
 from accel_train.anywhere.layouts import Layout, Layouts
 from accel_train.commands.bundled import find_recipe
 from accel_train.compare.runs import read_config
-from accel_train.config import expand_path
+from accel_train.config import UsageError, expand_path
 from accel_train.launch_files.parents import end_with_parent
 from accel_train.runtime.exiting import EXIT_PREEMPTED, STARTED_AGAIN_VARIABLE
 from accel_train.store import manifest
@@ -101,13 +101,25 @@ class Supervisor:
         self.segments = record.load(self.directory)
         while True:
             count = self._wait_for_devices()
-            if self.stops.requested:
+            layout = None if self.stops.requested else self._choose(count)
+            if layout is None:
                 return EXIT_PREEMPTED
-            ended = self._start(self.layouts.choose(count))
+            ended = self._start(layout)
             # Whatever ended, the devices are counted anew: they may be the reason.
             code = self._code_to_return(ended)
             if code is not None:
                 return code
+
+    def _choose(self, count: int) -> Layout | None:
+        """Return the layout for so many devices, None if this process was asked to stop. Raises ``UsageError``."""
+        try:
+            layout = self.layouts.choose(count)
+        except UsageError:
+            # Ctrl-C ends a search for a plan as well, and nothing is wrong with what was asked for.
+            if not self.stops.requested:
+                raise
+            return None
+        return None if self.stops.requested else layout
 
     def _wait_for_devices(self) -> int:
         count = self.devices.count()

@@ -15,6 +15,7 @@ from accel_train.anywhere import supervisor
 from accel_train.anywhere.flags import Request
 from accel_train.anywhere.layouts import Layout, Layouts
 from accel_train.anywhere.supervisor import Supervisor
+from accel_train.config import UsageError
 from accel_train.store import manifest
 from tests.waiting import PATIENCE_SECONDS
 
@@ -157,6 +158,26 @@ def test_a_stop_of_this_command_is_passed_on(tmp_path: Path) -> None:
     made.devices = Scripted(now)
     assert made.run() == 75
     assert [segment.ended for segment in made.segments] == ["stopped"]
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_search_for_a_plan_that_a_stop_ends_is_no_wrong_usage(
+    is_stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C reaches the search too."""
+    made = acting(tmp_path, "0")
+
+    def choose(devices: int) -> Layout:
+        made.stops.requested = is_stopped
+        raise UsageError(f"no plan for {devices} device(s)")
+
+    monkeypatch.setattr(made.layouts, "choose", choose)
+    if is_stopped:
+        assert made.run() == 75
+    else:
+        with pytest.raises(UsageError, match="no plan for 2"):
+            made.run()
+    assert not made.directory.exists()
 
 
 def test_a_run_that_does_not_end_is_killed(tmp_path: Path) -> None:
