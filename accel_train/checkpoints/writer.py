@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from accel_train.launch_files.parents import end_with_parent
+from accel_train.launch_files.parents import killed_with_parent
 from accel_train.store import commit, failpoints, retention
 from accel_train.store.strict_json import Json
 
@@ -256,7 +256,7 @@ def main(arguments: Sequence[str]) -> None:
     # These signals may be sent to the whole process group, but the trainer decides when to end.
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    end_with_parent(signal.SIGKILL)
+    killed_with_parent()
     if os.getppid() != trainer:  # it died before the line above took effect
         return
     failpoints.belongs_to(trainer)

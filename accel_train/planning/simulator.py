@@ -19,7 +19,7 @@ from typing import Any
 
 from accel_train.commands.bundled import find_recipe, folder, import_recipe
 from accel_train.config import UsageError
-from accel_train.launch_files.parents import end_with_parent
+from accel_train.launch_files.parents import killed_with_parent
 from accel_train.options.loading import Loaded, config_of
 from accel_train.planning.candidates import LAUNCH_FILES, Candidate
 from accel_train.simulation.flags import REPORT, DeviceType
@@ -119,7 +119,14 @@ def run_apart(words: Sequence[str], environment: Mapping[str, str], place: Path)
         if _can_fork():
             _fork(lambda: worker.main([str(place)]), environment, file.fileno())
         else:
-            subprocess.run(words, env=dict(environment), stdout=file, stderr=subprocess.STDOUT, check=False)
+            subprocess.run(
+                words,
+                env=dict(environment),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                check=False,
+                preexec_fn=killed_with_parent,
+            )
     return output.read_text(errors="replace")
 
 
@@ -151,7 +158,7 @@ def _become(work: Callable[[], int], environment: Mapping[str, str], output: int
     """Do the work of a child, and end it."""
     code = 1
     try:
-        end_with_parent(signal.SIGKILL)
+        killed_with_parent()
         os.dup2(output, 1)
         os.dup2(output, 2)
         # The environment is that of a launched process, without what only the planner's own has.

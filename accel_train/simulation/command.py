@@ -16,6 +16,7 @@ from accel_train.commands.launch import Launch, accelerate_settings, launch_envi
 from accel_train.config import UsageError
 from accel_train.cost_model.steps import timing_of
 from accel_train.launch_files.machine_config import MachineConfig
+from accel_train.launch_files.parents import killed_with_parent
 from accel_train.launch_files.requested import REHEARSAL_VARIABLE
 from accel_train.simulation.flags import DEVICE_TYPE, REPORT, REQUEST, Options
 from accel_train.simulation.refusals import refuse_machine
@@ -61,7 +62,9 @@ def _simulate_one(request: Launch, options: Options) -> Simulated:
     with tempfile.TemporaryDirectory(prefix="accel-train-simulate-") as place:
         folder = Path(place)
         words, environment, assumption = worker_command(request, options, folder)
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            words, env=environment, capture_output=True, text=True, check=False, preexec_fn=killed_with_parent
+        )
         # Only a worker that crashed leaves none: refusals are reports too.
         if not (folder / REPORT).is_file():
             raise RuntimeError(f"the simulation of {request.recipe} failed:\n{done.stdout[-2000:]}\n{done.stderr}")

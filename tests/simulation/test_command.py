@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import psutil
 import pytest
 
 from accel_train.config import UsageError
@@ -24,7 +26,7 @@ from accel_train.simulation.refusals import refuse_config, refuse_machine
 from tests import zygote
 from tests.distributed.launching import PRESETS, ROOT, SMALL, Layout, environment
 from tests.simulation.counting import ANYTHING, counted, simulated
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, until
 
 
 def options(**changed: Any) -> SimpleNamespace:
@@ -49,6 +51,22 @@ def height_of(picture: Path) -> int:
 def before_the_recipe(num_processes: str) -> argparse.Namespace:
     flags = {"config_file": None, "step": None, "micro_batches": None, "json": False, "picture": None}
     return argparse.Namespace(num_processes=num_processes, **flags)
+
+
+@pytest.mark.parametrize("words", [["simulate"], ["plan", "--gpus", "1", "--vram_gib", "24"]], ids=["simulate", "plan"])
+def test_a_worker_ends_with_a_command_that_is_killed(words: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "accel_train.cli", *words, "mmdit", "base"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    (worker, *_) = until(psutil.Process(process.pid).children)
+    output = Path("/proc") / str(worker.pid) / "fd" / "1"
+    # It is tied to its parent before it has another command line, or another output.
+    until(lambda: "accel_train.simulation.worker" in worker.cmdline() or output.readlink().name == "output.txt")
+    process.kill()
+    process.wait()
+    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_flags_may_stand_behind_the_recipe() -> None:
