@@ -865,7 +865,7 @@ def accelerate(*arguments: str) -> list[str]:
     [
         (
             ["--optmizer.lr", "1"],
-            r"exit code 2\): --optmizer\.lr: .* did you mean '--optimizer\.lr'\?",
+            r"exit code 2\): --optmizer\.lr: .*did you mean '--optimizer\.lr'\?",
         ),
         (["--seed=-1"], r"error \(wrong usage, exit code 2\): command line: seed: -1 is refused"),
     ],
