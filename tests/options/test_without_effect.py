@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 
+from accel_train import experiment
 from accel_train.config import UsageError, origin_of
 from accel_train.domains.images.captioned import PictureConfig
 from accel_train.domains.images.captioned import prepare_pictures as prepare_captioned
@@ -376,3 +378,21 @@ def test_a_resume_past_the_steps_to_profile_is_told() -> None:
     (some,), (none,) = profile.notices(15), profile.notices(20)
     assert some == "profile.steps: 10:20: this start resumes at step 15: only steps 16 to 20 are profiled"
     assert none.endswith("at step 20: nothing is profiled")
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "is_told"),
+    [
+        ("--max_steps 50 --evaluation.every 50", 50, True),
+        ("--max_steps 50 --evaluation.every 49", 50, False),
+        ("--evaluation.every 2000", 1500, True),
+        # The preset's interval, in a run that the command line shortens.
+        ("--max_steps 50", 50, False),
+        ("--smoke", 2, False),
+        ("--evaluation.every 0", 1500, False),
+    ],
+)
+def test_an_evaluation_that_never_comes_is_told(flags: str, steps: int, is_told: bool) -> None:
+    notices = experiment._late_evaluation(load(mmdit, flags), steps)
+    assert bool(notices) == is_told
+    assert not notices or re.fullmatch(rf"evaluation.every: \d+: the run has {steps} steps, .* at the end", notices[0])
