@@ -106,7 +106,7 @@ def _resolve_length(config: ExperimentConfig, accelerator: Accelerator, dataset_
     decay_steps = _decay_steps(config, earlier, max_steps)
     schedule = _schedule(config, earlier, decay_steps)
     resolved: dict[str, Any] = {"schedule.decay_steps": decay_steps}
-    notices = [*config.replaced_notices(), *_late_evaluation(config, max_steps)]
+    notices = [*config.replaced_notices(), *late_evaluation(config, max_steps)]
     for key, name in SHORTENED.items():
         asked, used = getattr(config.schedule, name), getattr(schedule, name)
         if asked == used:
@@ -119,7 +119,7 @@ def _resolve_length(config: ExperimentConfig, accelerator: Accelerator, dataset_
     return _Length(max_steps, schedule, resolved, notices)
 
 
-def _late_evaluation(config: ExperimentConfig, max_steps: int) -> list[str]:
+def late_evaluation(config: ExperimentConfig, max_steps: int) -> list[str]:
     """Return a notice about an interval of evaluations that the run does not reach, except where it was shortened."""
     every = getattr(getattr(config, "evaluation", None), "every", 0)
     length = "max_epochs" if config.max_steps is None else "max_steps"

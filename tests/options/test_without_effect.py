@@ -393,6 +393,6 @@ def test_a_resume_past_the_steps_to_profile_is_told() -> None:
     ],
 )
 def test_an_evaluation_that_never_comes_is_told(flags: str, steps: int, is_told: bool) -> None:
-    notices = experiment._late_evaluation(load(mmdit, flags), steps)
+    notices = experiment.late_evaluation(load(mmdit, flags), steps)
     assert bool(notices) == is_told
     assert not notices or re.fullmatch(rf"evaluation.every: \d+: the run has {steps} steps, .* at the end", notices[0])
