@@ -21,6 +21,18 @@ class UsageError(ValueError):
     """
 
 
+class WithoutEffectError(UsageError):
+    """Error for options that another one leaves without effect, such as parts of something switched off.
+
+    Those of a preset or file give way to a flag that causes it. Those of the command line are refused.
+    """
+
+    def __init__(self, text: str, *options: str) -> None:
+        super().__init__(text)
+        self.options = options
+        """Their dotted names."""
+
+
 @contextmanager
 def refuse_unwritable(place: str, remedy: str) -> Generator[None]:
     """Raise errors of the disk as ``UsageError``. ``place`` is the path, after its option if it has one."""
@@ -50,6 +62,8 @@ else:
     MicroBatchSize = PositiveInt | Literal["auto"]
 
 _ORIGINS = "_origins"
+GIVES_WAY = " gives way to "
+"""Within the origin of an option that a flag has replaced: ``500 of demo gives way to --max_epochs``."""
 _requested: dict[str, object] = {}
 """``output_dir`` of the config read last."""
 
@@ -64,6 +78,12 @@ def origin_of(config: object, option: str) -> str:
     """Return ``default``, the preset or file, or ``command line``. Always ``default`` for a config built in Python."""
     origins: Mapping[str, str] = getattr(config, _ORIGINS, {})
     return origins.get(option, "default")
+
+
+def replaced_options(config: object) -> dict[str, str]:
+    """Return the options of a preset or file that gave way to flags, each with a text about it."""
+    origins: Mapping[str, str] = getattr(config, _ORIGINS, {})
+    return {option: origin for option, origin in origins.items() if GIVES_WAY in origin}
 
 
 def set_requested_output_dir(output_dir: object) -> None:

@@ -106,7 +106,7 @@ def _resolve_length(config: ExperimentConfig, accelerator: Accelerator, dataset_
     decay_steps = _decay_steps(config, earlier, max_steps)
     schedule = _schedule(config, earlier, decay_steps)
     resolved: dict[str, Any] = {"schedule.decay_steps": decay_steps}
-    notices = _replaced_length(config)
+    notices = [*config.replaced_notices(), *late_evaluation(config, max_steps)]
     for key, name in SHORTENED.items():
         asked, used = getattr(config.schedule, name), getattr(schedule, name)
         if asked == used:
@@ -119,13 +119,14 @@ def _resolve_length(config: ExperimentConfig, accelerator: Accelerator, dataset_
     return _Length(max_steps, schedule, resolved, notices)
 
 
-def _replaced_length(config: ExperimentConfig) -> list[str]:
-    """Return a notice if the command line gives steps and the preset epochs, or the other way round."""
-    used, replaced = ("max_steps", "max_epochs") if config.max_epochs is None else ("max_epochs", "max_steps")
-    origin = origin_of(config, replaced)
-    if not origin.endswith(f"--{used}"):
+def late_evaluation(config: ExperimentConfig, max_steps: int) -> list[str]:
+    """Return a notice about an interval of evaluations that the run does not reach, except where it was shortened."""
+    every = getattr(getattr(config, "evaluation", None), "every", 0)
+    length = "max_epochs" if config.max_steps is None else "max_steps"
+    origin = origin_of(config, "evaluation.every")
+    if every < max_steps or origin not in ("command line", origin_of(config, length)):
         return []
-    return [f"{replaced}: {origin} {getattr(config, used)}"]
+    return [f"evaluation.every: {every}: the run has {max_steps} steps, so its one evaluation is at the end"]
 
 
 def open_experiment(
@@ -169,6 +170,7 @@ def open_experiment(
     info(logger, *notices, *history.notices, *length.notices, *size_notices, *sampler.notices(*batch_sizes))
     info(logger, *config.batch_schedule.notices(max_steps), *config.plateau.notices(max_steps))
     info(logger, *schedules.notices(length.schedule, decay_steps, max_steps), run.decision)
+    info(logger, *config.profile.notices(run.start_step))
     _keep_threads(run, accelerator)
     finished = run.start_step >= max_steps and not (config.evaluate_only or run.owes_evaluation)
     if finished:

@@ -19,6 +19,7 @@ from accel_train.config import (
     Seed,
     UsageError,
     origin_of,
+    replaced_options,
 )
 from accel_train.data.options import BatchScheduleConfig, LoaderConfig
 from accel_train.hub.options import HubConfig, refuse_choice_of_pushes
@@ -242,6 +243,21 @@ class ExperimentConfig:
         """Return the options that ``flags`` take the place of, each with that flag: a run has one length."""
         pairs = (("max_epochs", "max_steps"), ("max_steps", "max_epochs"))
         return {other: flag for other, flag in pairs if other not in flags and flags.get(flag) is not None}
+
+    def replaced_notices(self) -> list[str]:
+        """Name each option of the preset or file that gave way to a flag, with the value of the flag."""
+        values = flatten(to_tree(self))
+        notices: list[str] = []
+        for option, origin in replaced_options(self).items():
+            *_, flag = origin.rpartition(" --")
+            notices.append(f"{option}: {origin} {values[flag]}" if flag in values else f"{option}: {origin}")
+        return notices
+
+    @classmethod
+    def may_change_on_resume(cls, option: str) -> bool:
+        """Return True for an option that a resume does not compare with that of the run."""
+        free = (*FREE_TO_CHANGE, *cls.recipe.free_to_change)
+        return any(option == name or option.startswith(f"{name}.") for name in free)
 
     def smoke_values(self, flags: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options that ``--smoke`` sets where no flag does: two small steps, an evaluation and a save.

@@ -17,9 +17,12 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_lower[found[0]] if found else None
 
 
-def did_you_mean(meant: str | None, before: str = ": ") -> str:
-    """``: did you mean 'seed'?``, to be put behind what is refused; empty for None."""
-    return f"{before}did you mean {meant!r}?" if meant else ""
+def did_you_mean(meant: str | None, *, bare: bool = False) -> str:
+    """`` (did you mean 'seed'?)``, to be put behind what is refused; ``bare`` without parentheses; empty for None."""
+    if not meant:
+        return ""
+    question = f"did you mean {meant!r}?"
+    return question if bare else f" ({question})"
 
 
 def shortened(names: Sequence[str], limit: int, separator: str = ", ") -> str:

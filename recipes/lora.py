@@ -32,7 +32,7 @@ from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images import pipeline as pictures
 from accel_train.domains.images.options import FREE_TO_CHANGE, PictureDataConfig
 from accel_train.domains.images.pipelines import before_after, loading, objective, validation
-from accel_train.domains.images.pipelines.inputs import Inputs, prepare_inputs
+from accel_train.domains.images.pipelines.inputs import Inputs, prepare_inputs, refuse_beside_cache_only
 from accel_train.domains.images.pipelines.objective import Denoising
 from accel_train.domains.images.trained_text import adapters
 from accel_train.domains.models.lora import LoraConfig
@@ -90,6 +90,8 @@ class Config(experiment.ExperimentConfig):
         super().__post_init__()
         if self.lora.rank == 0:
             raise UsageError("lora.rank: 0, and this recipe trains adapters alone; give --lora.rank 16")
+        self.evaluation.refuse_without_heldout(self.data)
+        refuse_beside_cache_only(self)
 
     @property
     def side(self) -> int:

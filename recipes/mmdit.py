@@ -68,6 +68,10 @@ class Config(experiment.ExperimentConfig):
     times: timesteps.TimeConfig = field(default_factory=timesteps.TimeConfig)
     evaluation: both_ways.EvaluationConfig = field(default_factory=both_ways.EvaluationConfig)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        modes.refuse_unlearned(self.modes, self.text, self.times)
+
 
 # ------------------------------------------------------------------------------------------------------------ loss
 # A batch holds tokens, text_mask, maskable (B, S) and latent (B, L, D). The loader adds weight, sample, occurrence and
@@ -135,7 +139,8 @@ def evaluate(
     metrics = both_ways.metrics_from_sums(sums, options.timesteps) | picture_scores.metrics(scores, sums)
     # Files and simple predictors need one process. Only the main process records metrics.
     if prepared.accelerator.is_main_process:
-        write_report(config.report_directory, data, scores, step, shown, drawn)
+        samples.report_samples(config.report_directory, data, drawn.tokens, drawn.latents, step)
+        picture_scores.report(scores, config.report_directory, step, shown, drawn)
         metrics |= baseline_scores.baseline_metrics(data, options.samples, options.timesteps, config.seed)
     logs.info(logger, *both_ways.summary(metrics), *picture_scores.summary(metrics))
     return metrics
@@ -146,14 +151,6 @@ def build_samplers(config: Config, model: nn.Module, mask_id: int) -> both_ways.
     forward = evaluation.interruptible(model)
     options = config.evaluation
     return both_ways.BothWays(forward, mask_id, config.seed, config.latent, options.text, options.latent)
-
-
-def write_report(
-    directory: Path, data: dataset.PreparedData, scores: Scores, step: int, shown: Batch, drawn: both_ways.Sampled
-) -> None:
-    """Write what was sampled for the batch ``shown``, as text and as pictures. Main process."""
-    samples.report_samples(directory, data, drawn.tokens, drawn.latents, step)
-    picture_scores.report(scores, directory, step, shown, drawn)
 
 
 # ------------------------------------------------------------------------------------------------------------ main

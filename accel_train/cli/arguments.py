@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from accel_train import __version__
 from accel_train.anywhere import flags as anywhere
@@ -15,6 +16,7 @@ from accel_train.rerun import arguments as rerun
 from accel_train.simulation.flags import add_flags
 from accel_train.verification import command as verification
 from accel_train.watching.arguments import add_monitor, add_report
+from accel_train.wording import did_you_mean, nearest
 
 EXPORT = (
     "write weights with config.json, assets and options; of bundled recipes also model.py, which needs torch alone, "
@@ -22,11 +24,23 @@ EXPORT = (
 )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser that names the nearest choice for a misspelt one. Those of its commands are of this class as well."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
+        if found:
+            # Quoted or not, by the version of Python.
+            choices = [choice.strip("'") for choice in found[2].split(", ")]
+            message += did_you_mean(nearest(found[1], choices))
+        super().error(message)
+
+
 def build_parser(
     recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | None = None,
 ) -> argparse.ArgumentParser:
     """Return the parser. With ``recipes``, one for completion: it knows the options of each."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="accel-train", description="Launch, rehearse and check training recipes; manage their checkpoints."
     )
     parser.add_argument("--version", action="version", version=__version__)

@@ -126,13 +126,20 @@ def read_variants(request: Request, recipe: Path) -> tuple[str | None, list[Vari
     bases = {source: read_config(recipe, [source]) for source in dict.fromkeys(request.sources)}
     key, sides = _sides(request, bases)
     variants: list[Variant] = []
-    for letter, side in zip(LETTERS, sides, strict=False):
+    for side in sides:
         base = bases[side.source]
         flags = (*_common_flags(request, base, side.source, key), *side.flags)
         config = base
-        if flags:
-            config = read_config(recipe, [side.source, *flags])
-        variants.append(Variant(letter, side.name, side.source, flags, config))
+        try:
+            if flags:
+                config = read_config(recipe, [side.source, *flags])
+        except UsageError as error:
+            if not (request.ablate and side.flags):
+                raise
+            # Some options of B have an effect beside others of B only.
+            print(f"not by itself: {side.name} ({error})", flush=True)
+            continue
+        variants.append(Variant(LETTERS[len(variants)], side.name, side.source, flags, config))
     if key is not None:
         _refuse_equal_values(key, variants)
     return key, variants

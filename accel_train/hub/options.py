@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_train.config import PositiveFloat, PositiveInt, UsageError
+from accel_train.config import PositiveFloat, PositiveInt, UsageError, WithoutEffectError
 
 logger = logging.getLogger(__name__)
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -48,11 +48,19 @@ class HubConfig:
 
 
 def refuse_choice_of_pushes(config: HubConfig, best_metric: str | None) -> None:
-    """Raise ``UsageError`` for ``push: best`` without a metric to compare by, and ``push_every`` beside another choice.
+    """Raise ``UsageError`` for ``push: best`` without a metric to compare by, and for choices that choose nothing.
 
-    Only for pushes during a run. By hand any checkpoint can be pushed.
+    Only for pushes during a run. By hand any checkpoint can be pushed, with the other options.
     """
     if config.repo_id is None:
+        names = [name for name in ("push", "push_every") if getattr(config, name) != getattr(HubConfig, name)]
+        if names:
+            values = ", ".join(f"hub.{name}: {getattr(config, name)}" for name in names)
+            raise WithoutEffectError(
+                f"{values}: has no effect without hub.repo_id, for nothing is pushed; give --hub.repo_id "
+                "ORGANISATION/NAME, or leave it out",
+                *(f"hub.{name}" for name in names),
+            )
         return
     if config.push == "best" and best_metric is None:
         raise UsageError(

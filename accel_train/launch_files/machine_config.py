@@ -225,7 +225,7 @@ def _distributed_type(top: Section) -> str:
     elif re.fullmatch(r"ZERO\d?", name):
         remedy = _INSTEAD["ZERO"]
     else:
-        remedy = did_you_mean(nearest(name, supported), before="") or "write one of them"
+        remedy = did_you_mean(nearest(name, supported), bare=True) or "write one of them"
     raise top.refuse("distributed_type", f"one of {', '.join(supported)}", remedy)
 
 

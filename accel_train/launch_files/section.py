@@ -127,7 +127,7 @@ class Section:
         known = {option.lower(): option for option in options}
         if not isinstance(value, str) or value.lower() not in known:
             meant = nearest(str(value), known.values())
-            remedy = did_you_mean(meant, before="") or "write one of them"
+            remedy = did_you_mean(meant, bare=True) or "write one of them"
             raise self.refuse(key, f"one of {', '.join(known.values())}", remedy)
         return known[value.lower()]
 
@@ -260,10 +260,10 @@ def _unknown(section: Section, key: str) -> UsageError:
     elif others:
         remedy = "it belongs at the top of the file, not indented"
     elif without_prefix:
-        remedy = did_you_mean(without_prefix[0], before="")
+        remedy = did_you_mean(without_prefix[0], bare=True)
     else:
         prefix = _PREFIXES.get(section.name, "")
         meant = nearest(key, known) or nearest(prefix + key, known)
-        remedy = did_you_mean(meant, before="") or "delete it; `accelerate launch --help` lists what there is"
+        remedy = did_you_mean(meant, bare=True) or "delete it; `accelerate launch --help` lists what there is"
     what = f"unknown key `{section.label(key)}`: every key must be one that accelerate knows"
     return UsageError(f"{section.where(key)}: {what}; {remedy}")

@@ -18,14 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from accel_train.config import UsageError, expand_path, set_origins, set_requested_output_dir
-from accel_train.options import completion, help_cache, help_text, other_recipes
-from accel_train.options.flags import (
-    FlagError,
-    read_flags,
-    refusal,
-    stray,
+from accel_train.config import (
+    GIVES_WAY,
+    UsageError,
+    WithoutEffectError,
+    expand_path,
+    set_origins,
+    set_requested_output_dir,
 )
+from accel_train.options import completion, help_cache, help_text, other_recipes, refusals
+from accel_train.options.flags import FlagError, read_flags, refusal, stray
 from accel_train.options.keys import MAY_BE_EMPTY, NOWHERE, check_keys, invalid_keys, without_former
 from accel_train.options.tree import Tree, defaults_tree, flatten, option_names, option_types, to_tree
 from accel_train.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
@@ -81,7 +83,8 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     tree, places = _read_source(path, source)
     _check_keys_of_source(cls, tree, path, places, presets, names)
     # The file is validated before the flags, so that its errors name a position.
-    base = from_tree(cls, tree, str(path), places)
+    with refusals.at_a_resume(cls, tree, arguments):
+        base = from_tree(cls, tree, str(path), places)
     topic = help_text.requested_topic(arguments)
     if topic is not None:
         with help_cache.recording([presets, *presets.glob("*.yaml"), path]):
@@ -101,15 +104,11 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
         changes = {MICRO_BATCH: "auto", **changes}
     # Set before the flags are validated: a refusal is logged below this directory.
     set_requested_output_dir(changes.get("output_dir", getattr(base, "output_dir", None)))
-    config = base
-    if changes:
-        try:
-            config = from_tree(cls, _overlay(to_tree(base), changes), "command line")
-        except UsageError as error:
-            raise UsageError(f"{error}{_set_elsewhere(str(error), tree, changes, source, option_types(cls))}") from None
+    with refusals.at_a_resume(cls, tree, arguments):
+        config, moot = _with_changes(base, tree, changes, flags, source)
     origins = _origins(tree, source, config, flags)
     origins |= {key: "--smoke" for key in smoke if key not in flags}
-    origins |= replaced
+    origins |= replaced | moot
     set_origins(config, origins)
     loaded = Loaded(config, origins, path)
     if prints_config:
@@ -118,6 +117,31 @@ def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_pre
     if _state.reading_only:
         raise _ConfigRead(loaded)
     return loaded
+
+
+def _with_changes(
+    base: C, tree: Tree, changes: Mapping[str, Any], flags: Mapping[str, Any], source: str
+) -> tuple[C, dict[str, str]]:
+    """Return ``base`` with ``changes``, and the options that these leave without effect, with their new origins.
+
+    Such options of the file or preset go back to their defaults. A flag without effect is refused.
+    """
+    cls = type(base)
+    before = flatten(to_tree(base))
+    given = dict(changes)
+    moot: dict[str, str] = {}
+    while True:
+        try:
+            config = from_tree(cls, _overlay(to_tree(base), given), "command line") if given else base
+        except UsageError as error:
+            found = refusals.given_way(error, source, before, given, flags)
+            if not found or not moot.keys().isdisjoint(found):
+                raise refusals.set_elsewhere(error, tree, changes, source, option_types(cls)) from None
+            moot |= found
+            defaults = refusals.defaults_of(cls)
+            given |= {option: defaults[option] for option in found}
+        else:
+            return config, moot
 
 
 def _smoke_values(base: object, flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +157,7 @@ def _replaced(base: object, smoke: Mapping[str, Any], flags: Mapping[str, Any], 
     replaced: dict[str, str] = cast("Any", base).replaced_by_flags(flags)
     values = {**flatten(to_tree(base)), **smoke}
     return {
-        option: f"{values[option]!r} of {'--smoke' if option in smoke else source} gives way to --{flag}"
+        option: f"{values[option]!r} of {'--smoke' if option in smoke else source}{GIVES_WAY}--{flag}"
         for option, flag in replaced.items()
         if values[option] is not None
     }
@@ -302,25 +326,10 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
     except ValidationError as error:
         # For a union pydantic reports each member. `refusal` has checked its literals already.
         found = [e for e in error.errors() if e["type"] != "literal_error"]
-        raise UsageError("\n".join(_explain(cls, e, where, places) for e in found)) from None
-
-
-def _set_elsewhere(error: str, tree: Tree, changes: Mapping[str, Any], source: str, kinds: Mapping[str, Any]) -> str:
-    """Name options of the file or preset in a refusal of flags, each with its own flag."""
-    found: list[str] = []
-    for key, value in flatten(tree).items():
-        # An option of the same group is named without it, beside its value.
-        *_, name = key.split(".")
-        named = rf"(?<![\w.]){re.escape(key)}\b|(?<![\w.]){name} {re.escape(str(value).lower())}\b"
-        if key in changes or re.search(named, error) is None:
-            continue
-        flag = f"--{key}"
-        if refusal(kinds[key], None) is None:
-            flag = f"{flag} None"
-        found.append(f"{key} is from {source}: {flag} changes it")
-    if not found:
-        return ""
-    return f" ({'; '.join(found)})"
+        text = "\n".join(_explain(cls, e, where, places) for e in found)
+        causes = [e.get("ctx", {}).get("error") for e in found]
+        moot = [option for cause in causes if isinstance(cause, WithoutEffectError) for option in cause.options]
+        raise (WithoutEffectError(text, *moot) if moot else UsageError(text)) from None
 
 
 def _remedy(where: str, key: str) -> str:

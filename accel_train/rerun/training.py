@@ -138,12 +138,13 @@ def _writing_here(options: Tree, directory: Path, save_every: int) -> Tree:
             checkpoints[name] = type(checkpoints[name])(0)
     # Saves by the clock or by epochs have no counterpart to compare with.
     checkpoints |= {"save_every": save_every, "save_every_minutes": 0, "save_every_epochs": 0, "pinned": []}
+    logs = {name: value for name, value in options["log"].items() if name not in ("project", "run_name")}
     # A replay must neither push to the run's repository nor appear in its tracker.
     changed = {
         "output_dir": str(directory),
         "checkpoints": checkpoints,
-        "hub": options["hub"] | {"repo_id": None},
-        "log": options["log"] | {"trackers": [], "progress_bar": "off"},
+        "hub": {"repo_id": None},
+        "log": logs | {"trackers": [], "progress_bar": "off"},
     }
     # The range of a profile may lie beyond the end of the replay, which is then refused.
     if "profile" in options:

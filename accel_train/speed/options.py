@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_train.config import PositiveFraction, PositiveInt, UsageError
+from accel_train.config import PositiveFraction, PositiveInt, UsageError, WithoutEffectError
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,21 @@ class CompileConfig:
     batches of varying lengths, at some loss of speed."""
     recompile_budget: PositiveInt = 8
     """Recompilations before a warning. The warning names the failed guard."""
+
+    def __post_init__(self) -> None:
+        if self.mode != "off":
+            return
+        names = [name for name in ("optimize", "dynamic", "recompile_budget") if self._is_changed(name)]
+        if names:
+            values = ", ".join(f"compile.{name}: {str(getattr(self, name)).lower()}" for name in names)
+            raise WithoutEffectError(
+                f"{values}: has no effect with compile.mode: off, which compiles nothing; give --compile.mode auto or "
+                "on, or leave it out",
+                *(f"compile.{name}" for name in names),
+            )
+
+    def _is_changed(self, name: str) -> bool:
+        return getattr(self, name) != getattr(CompileConfig, name)
 
 
 Float8 = Literal["none", "tensorwise", "rowwise"]

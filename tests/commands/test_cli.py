@@ -41,6 +41,25 @@ def test_only_what_is_required_is_asked_for(words: list[str], missing: str, caps
     assert capsys.readouterr().err.endswith(f"the following arguments are required: {missing}\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("blam runs/x", "blame"),
+        ("checkpoints prun", "prune"),
+        ("data chek x", "check"),
+        ("checkpoints push x --revisions tags", "tag"),
+        ("zzzz", None),
+    ],
+)
+def test_a_misspelt_word_gets_a_proposal(words: str, meant: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        call(*words.split())
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "invalid choice: " in said
+    assert said.endswith(f" (did you mean '{meant}'?)\n") if meant else "did you mean" not in said
+
+
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))
 @pytest.mark.parametrize("experiment", ["demo", "base", "l2t_qwen"])
 def test_check_accepts_every_preset_with_every_experiment(

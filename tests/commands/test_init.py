@@ -80,7 +80,7 @@ def test_a_place_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Pat
 
 def test_an_unknown_recipe_is_refused_with_the_names(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"--recipe mdit: .* there are causal_lm, lora, mmdit, pde: did you mean 'mmdit'\?"
+        UsageError, match=r"--recipe mdit: .* there are causal_lm, lora, mmdit, pde \(did you mean 'mmdit'\?"
     ):
         cli._main(["init", str(tmp_path / "x"), "--recipe", "mdit"])
     assert not (tmp_path / "x").exists()
@@ -111,7 +111,7 @@ def test_neither_a_file_nor_a_name_is_refused(command: str, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     sources = ["demo", "base"] if command == "compare" else []
     with pytest.raises(
-        UsageError, match=r"recipe 'mmdt': .* a bundled one: causal_lm, lora, mmdit, pde: did you mean 'mmdit'\?"
+        UsageError, match=r"recipe 'mmdt': .* a bundled one: causal_lm, lora, mmdit, pde \(did you mean 'mmdit'\?"
     ):
         cli._main([command, "mmdt", *sources])
 

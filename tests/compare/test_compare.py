@@ -27,7 +27,8 @@ from scipy import stats
 from accel_train import cli
 from accel_train.compare import figures
 from accel_train.compare import runs as compare_runs
-from accel_train.compare.comparison import single_options
+from accel_train.compare.comparison import read_variants, single_options
+from accel_train.compare.request import Request
 from accel_train.compare.runs import Run, read_config
 from accel_train.config import UsageError
 from accel_train.metrics.bootstrap import LEVEL, Estimate, coverage_of_range, estimate
@@ -272,6 +273,21 @@ def test_each_option_by_itself(recipe: str, capsys: pytest.CaptureFixture[str]) 
     assert "gate both: speedup>=1.9" in out
 
 
+def test_an_option_that_needs_another_is_left_out(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    last = "    profile: Profile = field(default_factory=Profile)\n"
+    check = (
+        "        if self.log_every > 1 and not self.shift:\n            raise UsageError('log_every: needs a shift')\n"
+    )
+    Path(recipe).write_text(RECIPE.replace(last, f"{last}\n    def __post_init__(self):\n{check}"))
+    (Path(recipe).parent / "presets" / "pair.yaml").write_text("{log_every: 2, shift: 0.1, step_seconds: 0.05}\n")
+    _, variants = read_variants(Request(recipe, ("slow", "pair"), ablate=True), Path(recipe))
+    names = ["slow", "step_seconds: 0.1 -> 0.05", "shift: 0.0 -> 0.1", "pair"]
+    assert [(one.letter, one.name) for one in variants] == list(zip("ABCD", names, strict=True))
+    said = capsys.readouterr().out
+    assert said.startswith("not by itself: log_every: 1 -> 2 (")
+    assert "log_every: needs a shift" in said
+
+
 @pytest.mark.parametrize(
     ("sources", "flags", "says"),
     [
@@ -378,7 +394,7 @@ def test_a_range_to_profile_does_not_reach_the_runs_unless_it_is_varied(recipe: 
         ("slow fast --vary seed=0,1", r"2 preset\(s\).*--vary takes one"),
         ("slow --vary seed=0", r"--vary 'seed=0' is not KEY=V1,V2"),
         ("slow --vary seed", r"--vary 'seed' is not KEY=V1,V2"),
-        ("slow --vary sed=0,1", r"--vary sed: no option that can be varied: did you mean 'seed'\?"),
+        ("slow --vary sed=0,1", r"--vary sed: no option that can be varied \(did you mean 'seed'\?"),
         ("slow --vary output_dir=a,b", r"--vary output_dir: no option that can be varied"),
         ("slow --vary hub.repo_id=me/it,me/other", r"--vary hub.repo_id: a comparison pushes nothing"),
         ("slow --vary step_seconds=0.1,1e-1", r"--vary: step_seconds=0.1 and step_seconds=1e-1 are the same value"),
@@ -429,7 +445,7 @@ def test_what_only_the_runs_show_is_refused_after_the_first_of_each(other: str, 
 
 
 def test_a_gate_on_an_unknown_metric_is_refused_after_one_run(recipe: str) -> None:
-    says = r"'nl_delta<=1': nl_delta is not known: did you mean 'nll_delta'\?.*step_seconds.*nll"
+    says = r"'nl_delta<=1': nl_delta is not known \(did you mean 'nll_delta'\?.*step_seconds.*nll"
     with pytest.raises(UsageError, match=says):
         call(recipe, "slow", "fast", "--gate", "speedup>1", "nl_delta<=1")
     assert not Path("out/round_1/B").exists()
@@ -474,7 +490,7 @@ def test_a_run_that_fails_is_shown_and_ends_the_comparison(recipe: str, capsys: 
 
 
 def test_a_gate_on_what_the_recipe_does_not_declare_is_refused_as_the_first_run_starts(recipe: str) -> None:
-    says = r"nl_delta is not known: did you mean 'nll_delta'\?.*step_seconds.*nll"
+    says = r"nl_delta is not known \(did you mean 'nll_delta'\?.*step_seconds.*nll"
     with pytest.raises(UsageError, match=says):
         call(recipe, "declared", "fast", "--gate", "speedup>1", "nl_delta<=1")
     assert not Path("out").exists()

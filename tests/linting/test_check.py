@@ -62,7 +62,7 @@ def test_names_are_silenced_by_flag_and_by_environment(
     assert capsys.readouterr().out.endswith("\nno findings\n")
     monkeypatch.setenv("ACCEL_TRAIN_IGNORE", "cuda-graphs-with-accumulation")
     assert check(RECIPE, "demo", *ERROR) == 0
-    with pytest.raises(UsageError, match=r"rule 'one-checkpoints': there is no such rule: did you mean 'one-checkp"):
+    with pytest.raises(UsageError, match=r"rule 'one-checkpoints': there is no such rule \(did you mean 'one-checkp"):
         check("--ignore", "one-checkpoints", RECIPE, "demo")
 
 

@@ -97,7 +97,7 @@ def test_errors_come_first_and_names_silence() -> None:
         "core-files",
     ]
     with pytest.raises(
-        UsageError, match=r"'large-ep': there is no such rule: did you mean 'large-eps'\?; .*ACCEL_TRAIN"
+        UsageError, match=r"'large-ep': there is no such rule \(did you mean 'large-eps'\?\); .*ACCEL_TRAIN"
     ):
         ignored_names({"ACCEL_TRAIN_IGNORE": "large-ep"})
 

@@ -87,7 +87,7 @@ def test_findings_are_lines_of_the_log(
 
 def test_an_unknown_name_is_refused_on_every_process(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_TRAIN_IGNORE", "swapped-beta")
-    with pytest.raises(UsageError, match=r"did you mean 'swapped-betas'\?; .* --explain or ACCEL_TRAIN_IGNORE"):
+    with pytest.raises(UsageError, match=r"did you mean 'swapped-betas'\?\); .* --explain or ACCEL_TRAIN_IGNORE"):
         log_findings(config_of(), Process(False, accelerator), "start")
 
 

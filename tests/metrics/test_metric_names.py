@@ -29,8 +29,8 @@ PDE = (
     "--evaluation.samples 4 --evaluation.trajectories 2 --evaluation.conditioning.candidates 2 --log.progress_bar off"
 ).split()
 RUNS: dict[str, tuple[Any, Sequence[str], str, str]] = {
-    "mmdit": (mmdit, TEXTS, "l2t_nl", r"did you mean 'l2t_nll'\?; it reports l2t_nll, .*unigram_nll"),
-    "pde": (pde, PDE, "mean_nrms", r"did you mean 'mean_nrmse'\?; it reports advection_nrmse, .*darcy_nrmse"),
+    "mmdit": (mmdit, TEXTS, "l2t_nl", r"did you mean 'l2t_nll'\?\); it reports l2t_nll, .*unigram_nll"),
+    "pde": (pde, PDE, "mean_nrms", r"did you mean 'mean_nrmse'\?\); it reports advection_nrmse, .*darcy_nrmse"),
     "pde-refined": (
         pde,
         [*PDE, "--model.residual_depth", "1", "--objective.residual_from", "1", "--objective.residual_steps", "2"],
@@ -98,8 +98,8 @@ def test_push_best_without_a_metric_is_refused_before_anything_starts() -> None:
     ("gates", "says"),
     [
         ("speedup>1\nnll_delta<=3%\nnll<1\nloss_text_delta<1\nevaluation_nll<3\nmfu_ratio>1\nmy_delta_delta<1", None),
-        ("nl_delta<=1", r"nl_delta is not known: did you mean 'nll_delta'\?.*step_seconds.*nll"),
-        ("speedup>1\nsped>1", "sped is not known: did you mean 'speedup'"),
+        ("nl_delta<=1", r"nl_delta is not known \(did you mean 'nll_delta'\?.*step_seconds.*nll"),
+        ("speedup>1\nsped>1", r"sped is not known \(did you mean 'speedup'"),
         ("step_secnds_ratio<1", "did you mean 'step_seconds_ratio'"),
         ("nll_text<1", "nll_text is not known"),
         ("", None),

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
-from accel_train.config import UsageError
+from accel_train import experiment
+from accel_train.config import UsageError, origin_of
+from accel_train.domains.images.captioned import PictureConfig
+from accel_train.domains.images.captioned import prepare_pictures as prepare_captioned
+from accel_train.domains.images.dataset import refuse_unread
+from accel_train.domains.images.options import PictureDataConfig, PriorConfig
+from accel_train.domains.language.prepare import DataConfig as LanguageConfig
+from accel_train.domains.language.prepare import prepare_data as prepare_language
+from accel_train.domains.language.pretrained import ModelConfig
+from accel_train.domains.pde import operator_learning
+from accel_train.domains.pde.data.equations import PdeDataConfig
+from accel_train.domains.pde.data.prepare import prepare_pde
+from accel_train.domains.pde.shape import PdeModelConfig
+from accel_train.domains.text.options import DataConfig as TextConfig
+from accel_train.metrics.profiling.options import ProfileConfig
 from accel_train.options.loading import load_config
-from recipes import causal_lm, mmdit, pde
+from accel_train.options.tree import config_text
+from accel_train.store.run_file import refuse_changes
+from recipes import causal_lm, lora, mmdit, pde
 from tests.options.test_options import PRESETS
 
-DEFAULTS = {mmdit: "demo", causal_lm: "causal_lm_tune", pde: "pde_demo"}
+DEFAULTS = {mmdit: "demo", causal_lm: "causal_lm_tune", pde: "pde_demo", lora: "lora_tune"}
 
 
 class Row(NamedTuple):
@@ -95,11 +114,58 @@ ROWS = [
         r"beam 4: .*candidates 1, the plain step",
         "--evaluation.conditioning.candidates 2",
     ),
+    Row(
+        mmdit,
+        "--modes.mode l2t --times.shift 3 --times.weighting cosmap",
+        r"times\.shift 3\.0, times\.weighting cosmap: has no effect with modes\.mode l2t, which learns no latent",
+        "--modes.mode unconditional",
+    ),
+    Row(
+        mmdit,
+        "--modes.weights 0 0 2 --text.weighting uniform",
+        r"text\.weighting uniform: has no effect with modes\.weights 0 0 2, which learns no text",
+        "--modes.weights 0 1 2",
+    ),
+    Row(
+        mmdit,
+        "--modes.mode sequential --modes.phases l2t:5 l2t:6:freeze=latent --times.density cosmap",
+        r"times\.density cosmap: has no effect",
+        "--modes.phases l2t:5 mixed:5",
+    ),
+    Row(mmdit, "--compile.dynamic", r"compile\.dynamic: true: has no effect .* off", "--compile.mode auto"),
+    Row(
+        pde,
+        "--compile.recompile_budget 2 --compile.optimize max-autotune-no-cudagraphs",
+        r"optimize: max-autotune-no-cudagraphs, compile\.recompile_budget: 2: has no effect",
+        "--compile.mode on",
+    ),
+    Row(mmdit, "--log.project p", r"log\.project: p: has no effect without log\.trackers", "--log.trackers wandb"),
+    Row(causal_lm, "--log.run_name r", r"log\.run_name: r: has no effect without", "--log.trackers tensorboard"),
+    Row(
+        mmdit,
+        "--hub.push last --hub.push_every 2",
+        r"hub\.push: last, hub\.push_every: 2: has no effect without hub\.repo_id",
+        "--hub.repo_id me/model --hub.push every",
+    ),
+    Row(lora, "--cache_only --overwrite", r"overwrite: true: has no effect with cache_only", "--overwrite false"),
+    Row(
+        lora,
+        "--cache_only --evaluate_only",
+        r"evaluate_only: true: has no effect with cache_only",
+        "--cache_only false",
+    ),
+    Row(lora, "--cache_only --resume must", r"resume: must: has no effect with cache_only", "--resume auto"),
+    Row(
+        lora,
+        "--evaluation.heldout_prompts 3 --data.heldout_fraction 0",
+        r"heldout_prompts: 3: has no effect with data\.heldout_fraction: 0 .*no picture is held out",
+        "--data.heldout_path more",
+    ),
 ]
 
 
-def load(recipe: ModuleType, flags: str) -> None:
-    load_config(vars(recipe)["Config"], flags.split(), presets=PRESETS, default_preset=DEFAULTS[recipe])
+def load(recipe: ModuleType, flags: str) -> Any:
+    return load_config(vars(recipe)["Config"], flags.split(), presets=PRESETS, default_preset=DEFAULTS[recipe]).config
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.remedy.replace("--", "") for row in ROWS])
@@ -107,3 +173,226 @@ def test_it_is_refused_without_its_remedy(row: Row) -> None:
     with pytest.raises(UsageError, match=row.says):
         load(row.recipe, row.flags)
     load(row.recipe, f"{row.flags} {row.remedy}")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "options", "said"),
+    [
+        (mmdit, "demo --modes.mode t2l", ["text.weighting"], "'uniform' of demo gives way to --modes.mode"),
+        (mmdit, "demo --modes.weights 0 0 1", ["text.weighting"], "'uniform' of demo gives way to --modes.weights"),
+        (
+            mmdit,
+            "image_demo --modes.mode l2t",
+            ["times.density", "times.logit_mean", "times.logit_std", "times.weighting"],
+            "'sigma_sqrt' of image_demo gives way to --modes.mode",
+        ),
+        (
+            mmdit,
+            "mmdit_small_optimized --compile.mode off",
+            ["compile.dynamic"],
+            "True of mmdit_small_optimized gives way to --compile.mode",
+        ),
+        (
+            lora,
+            "lora_demo --data.heldout_fraction 0",
+            ["evaluation.heldout_prompts", "evaluation.judge"],
+            "'flags' of lora_demo gives way to --data.heldout_fraction",
+        ),
+        (lora, "lora_demo --smoke --cache_only", ["overwrite"], "True of --smoke gives way to --cache_only"),
+    ],
+)
+def test_that_of_a_preset_gives_way_to_a_flag(recipe: ModuleType, flags: str, options: list[str], said: str) -> None:
+    config = load(recipe, flags)
+    assert all(option == "overwrite" or config.is_default(option) for option in options)
+    assert [option for option in options if " gives way to " in origin_of(config, option)] == options
+    assert origin_of(config, options[-1]) == said
+    notices = [line for line in config.replaced_notices() if line.partition(":")[0] in options]
+    assert len(notices) == len(options)
+    assert notices[-1].startswith(f"{options[-1]}: {said} ")
+
+
+def test_a_flag_that_a_trial_switches_off_gives_way_to_it(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("max_steps: 9\nlog: {trackers: [wandb]}\nhub: {repo_id: me/model}\n")
+    config = load(mmdit, f"{file} --log.project p --hub.push last --smoke")
+    assert (config.log.trackers, config.log.project, config.hub.push) == ((), "accel_train", "every")
+    assert "log.project: 'p' of the command line gives way to --smoke" in config.replaced_notices()
+    with pytest.raises(UsageError, match=r"log\.project: p: has no effect"):
+        load(mmdit, "--log.project p --smoke")
+
+
+def test_a_resume_is_told_in_one_message_what_else_it_needs(tmp_path: Path) -> None:
+    """The run is of an earlier version, which took the option."""
+    run = tmp_path / "run"
+    run.mkdir()
+    config = load(mmdit, f"--modes.mode t2l --output_dir {run}")
+    saved: dict[str, Any] = {"trained": True, "experiment": dict(config.run_options().experiment), "resolved": {}}
+    saved["experiment"] |= {"text.weighting": "uniform", "compile.dynamic": True}
+    (run / "run.json").write_text(json.dumps(saved))
+    file = run / "config.yaml"
+    text = config_text(config)
+    file.write_text(text.replace("weighting: elbo", "weighting: uniform"))
+    says = r"learns no text\. .*began with text\.weighting 'uniform': .*give --allow text\.weighting as well$"
+    with pytest.raises(UsageError, match=says):
+        load(mmdit, str(file))
+    with pytest.raises(UsageError, match=says):
+        load(mmdit, f"--modes.mode t2l --text.weighting uniform --output_dir {run}")
+    with pytest.raises(UsageError, match=r"or choose another mode\.$"):
+        load(mmdit, f"{file} --overwrite")
+    with pytest.raises(UsageError, match=r"compile\.dynamic: true: .* or leave it out$"):
+        load(mmdit, f"--compile.dynamic --output_dir {run}")
+    # As the message says.
+    file.write_text(text)
+    given = load(mmdit, f"{file} --allow text.weighting").run_options()
+    place = ("output_dir", run)
+    changed = refuse_changes(saved, given.experiment, given.allow, given.free_to_change, place, given.defaults)
+    assert changed == ["text.weighting: 'uniform' there, 'elbo' now"]
+
+
+def test_other_refusals_say_so_too(tmp_path: Path) -> None:
+    config = load(mmdit, f"--output_dir {tmp_path}")
+    experiment = {**config.run_options().experiment, "schedule.cycle_multiplier": 2.0}
+    (tmp_path / "run.json").write_text(json.dumps({"trained": True, "experiment": experiment}))
+    flags = f"--output_dir {tmp_path} --schedule.kind cosine_restarts --schedule.cycles 1"
+    with pytest.raises(UsageError, match=r"no second .*give --allow schedule\.cycle_multiplier as well$"):
+        load(mmdit, f"{flags} --schedule.cycle_multiplier 2")
+
+
+def test_shapes_hold_out_no_fraction(tmp_path: Path) -> None:
+    data = TextConfig("shapes", heldout_fraction=0.2, cache_dir=str(tmp_path))
+    pictures = PictureConfig("pixels", size=8, samples=8)
+    with pytest.raises(UsageError, match=r"heldout_fraction 0\.2 has no effect with --data\.path shapes"):
+        prepare_captioned(pictures, data)
+    assert prepare_captioned(pictures, TextConfig("shapes", cache_dir=str(tmp_path))) is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "heldout_path", "options", "says"),
+    [
+        ("demo", None, {"text_column": "body"}, r"text_column 'body' has no effect with --data\.path 'demo'"),
+        ("a.txt", None, {"text_column": "body"}, r"text_column 'body'"),
+        ("a.jsonl", None, {"sample_by": "document"}, r"sample_by 'document' has no effect .*a\.jsonl.*\.txt"),
+        ("a.jsonl", "a.txt", {"sample_by": "paragraph", "text_column": "body"}, None),
+        ("a.txt", "a.jsonl", {"sample_by": "paragraph", "text_column": "body"}, None),
+    ],
+)
+def test_options_of_rows_are_read_by_one_source_at_least(
+    path: str, heldout_path: str | None, options: dict[str, Any], says: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"a line of words, number {n}\n\n" for n in range(200)))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": f"other words {n}"}) + "\n" for n in range(200)))
+    places: dict[str, Any] = {"path": path if path == "demo" else str(tmp_path / path)}
+    if heldout_path is not None:
+        places["heldout_path"] = str(tmp_path / heldout_path)
+    config = LanguageConfig(**places, **options, vocab_size=300, cache_dir=str(tmp_path / "cache"))
+    if says is None:
+        prepare_language(config, ModelConfig())
+        return
+    with pytest.raises(UsageError, match=says):
+        prepare_language(config, ModelConfig())
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "says"),
+    [
+        ("plain", {"split": "test"}, r"split 'test' has no effect with --data\.path '.*plain'"),
+        ("plain", {"image_column": "jpg"}, r"image_column 'jpg' has no effect"),
+        ("plain", {"caption_extension": ".caption"}, None),
+        ("listed", {"caption_extension": ".caption"}, r"caption_extension '\.caption' has no effect .*metadata"),
+        ("listed", {"caption_column": "prompt"}, None),
+        ("listed", {"caption_extension": ".caption", "heldout_path": "plain"}, None),
+        ("listed", {"caption_extension": ".caption", "prior": "plain"}, None),
+        ("listed", {"split": "test", "prior": "owner/name"}, r"split 'test' has no effect"),
+        ("emoji:flags", {"caption_column": "text"}, r"caption_column 'text' has no effect"),
+        ("a.parquet", {"split": "test"}, r"split 'test' has no effect"),
+        ("a.parquet", {"image_column": "jpg", "caption_column": "text"}, None),
+        ("saved", {"split": "test"}, r"split 'test' has no effect"),
+        ("splits", {"split": "test"}, None),
+        ("owner/name", {"split": "test", "image_column": "jpg"}, None),
+    ],
+)
+def test_options_of_pictures_are_read_by_one_source_at_least(
+    path: str, options: dict[str, Any], says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("plain/a.png", "listed/metadata.jsonl", "saved/state.json", "splits/dataset_dict.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    prior = PriorConfig(options.pop("prior", None))
+    config = PictureDataConfig(path, **options, prior=prior)
+    if says is None:
+        refuse_unread(config)
+        return
+    with pytest.raises(UsageError, match=says):
+        refuse_unread(config)
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "says"),
+    [
+        (
+            "advection",
+            {"resolution_2d": 4},
+            r"resolution_2d 4 has no effect with --data\.tasks advection: none has 2-D",
+        ),
+        ("darcy", {"resolution_1d": 4}, r"resolution_1d 4 has no effect with --data\.tasks darcy: none has 1-D"),
+        ("darcy", {"time_stride": 3}, r"time_stride 3 has no effect .* none has time"),
+        ("advection", {"resolution_1d": 16, "time_stride": 3}, None),
+    ],
+)
+def test_options_of_fields_need_a_task_with_them(
+    task: str, options: dict[str, Any], says: str | None, tmp_path: Path
+) -> None:
+    small: dict[str, Any] = {
+        "train_samples": 2,
+        "heldout_samples": 1,
+        "cache_dir": str(tmp_path / "cache"),
+        "workers": 0,
+    }
+    small |= {"resolution_1d": 32, "snapshots": 5} if task == "advection" else {"resolution_2d": 8}
+    prepare_pde(PdeDataConfig(tasks=(task,), **small))
+    (folder,) = (tmp_path / "cache" / "pde").glob(f"{task}-*")
+    config = PdeDataConfig(path=str(folder), tasks=(task,), cache_dir=str(tmp_path / "cache"), **options)
+    if says is None:
+        prepare_pde(config)
+        return
+    with pytest.raises(UsageError, match=says):
+        prepare_pde(config)
+
+
+def test_a_patch_needs_a_task_with_such_fields(tmp_path: Path) -> None:
+    data = PdeDataConfig(
+        tasks=("darcy",), train_samples=2, heldout_samples=1, resolution_2d=8, cache_dir=str(tmp_path), workers=0
+    )
+    tasks = prepare_pde(data).tasks
+    with pytest.raises(
+        UsageError, match=r"model\.patch_1d 2: has no effect, for no task of data\.tasks has 1-D fields"
+    ):
+        operator_learning.model_shape(PdeModelConfig(patch_1d=2), tasks)
+    operator_learning.model_shape(PdeModelConfig(patch_2d=2), tasks)
+
+
+def test_a_resume_past_the_steps_to_profile_is_told() -> None:
+    profile = ProfileConfig("10:20")
+    assert profile.notices(10) == ProfileConfig().notices(30) == []
+    (some,), (none,) = profile.notices(15), profile.notices(20)
+    assert some == "profile.steps: 10:20: this start resumes at step 15: only steps 16 to 20 are profiled"
+    assert none.endswith("at step 20: nothing is profiled")
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "is_told"),
+    [
+        ("--max_steps 50 --evaluation.every 50", 50, True),
+        ("--max_steps 50 --evaluation.every 49", 50, False),
+        ("--evaluation.every 2000", 1500, True),
+        # The preset's interval, in a run that the command line shortens.
+        ("--max_steps 50", 50, False),
+        ("--smoke", 2, False),
+        ("--evaluation.every 0", 1500, False),
+    ],
+)
+def test_an_evaluation_that_never_comes_is_told(flags: str, steps: int, is_told: bool) -> None:
+    notices = experiment.late_evaluation(load(mmdit, flags), steps)
+    assert bool(notices) == is_told
+    assert not notices or re.fullmatch(rf"evaluation.every: \d+: the run has {steps} steps, .* at the end", notices[0])

@@ -114,7 +114,7 @@ def test_numbers_of_processes_are_whole(text: str) -> None:
             "--device h200 --gpus_per_machine 0",
             r"gpus_per_machine: 0: at least 1 .*give --gpus_per_machine 8",
         ),
-        ("--device h200 --link roce-10", r"link: roce-10: .*did you mean 'roce-100'\?; give one of them"),
+        ("--device h200 --link roce-10", r"link: roce-10: .*did you mean 'roce-100'\?\); give one of them"),
         ("--device h200 --num_processes 8,16", r"link: not given: 16 processes are 2 machines .*--link infiniband-ndr"),
         (
             "--device h200 --link roce-100 --num_processes 8,20",

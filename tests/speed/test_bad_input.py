@@ -45,7 +45,7 @@ ROWS = [
     Row(
         "I36-unknown",
         "--attention sdpa_flas",
-        r"attention 'sdpa_flas': is not known: did you mean 'sdpa_flash'\?.*auto",
+        r"attention 'sdpa_flas': is not known \(did you mean 'sdpa_flash'\?.*auto",
     ),
     Row("I36-name-of-others", "--attention flash_attention_2", r"attention flash_attention_2: .*Use flash, or"),
     Row("I36-replaced", "--attention xformers", r"attention xformers: .*Use sdpa_efficient"),

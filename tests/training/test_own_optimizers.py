@@ -248,7 +248,7 @@ class Lookahead(torch.optim.SGD):
 
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
-    ({"name": "adamv"}, ["optimizer.name: 'adamv' is not known: did you mean 'adamw'", "torch.optim:NAdam"]),
+    ({"name": "adamv"}, ["optimizer.name: 'adamv' is not known (did you mean 'adamw'?)", "torch.optim:NAdam"]),
     ({"name": "torch.optim:"}, ["optimizer.name: 'torch.optim:' is not known"]),
     ({"name": "torch.optim:Nope"}, ["optimizer.name: torch.optim:Nope", "cannot be imported", "PYTHONPATH"]),
     ({"name": "no_such_package:Nope"}, ["optimizer.name: no_such_package:Nope", "No module named"]),

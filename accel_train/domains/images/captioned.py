@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -138,6 +138,7 @@ def prepare_pictures(
             f"--data.heldout_path {data.heldout_path!r} has no effect with --pictures.latents {config.latents}: "
             "pictures are held out from --data.path. Leave it out, or set --data.heldout_fraction."
         )
+    _refuse_fraction_of_shapes(data)
     patching = _patching(config, device)
     cache = cache_directory(data.cache_dir)
     notices: tuple[str, ...] = ()
@@ -171,6 +172,15 @@ def prepare_pictures(
     if patching.vae is not None:
         notices += (_about_vae(patching.vae),)
     return CaptionedPictures(folder, (side, side), patching, path == SHAPES, notices)
+
+
+def _refuse_fraction_of_shapes(data: DataOptions) -> None:
+    defaults = {field.name: field.default for field in fields(cast("Any", data))}
+    if data.path == SHAPES and data.heldout_fraction != defaults["heldout_fraction"]:
+        raise UsageError(
+            f"--data.heldout_fraction {data.heldout_fraction:g} has no effect with --data.path {SHAPES}, of which the "
+            "pairs of colour and form that training lacks are held out. Leave it out, or give other pictures."
+        )
 
 
 def _patching(config: PictureConfig, device: str) -> Patching:

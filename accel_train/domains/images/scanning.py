@@ -142,6 +142,28 @@ def list_pictures(source: Source, cache: Path) -> Listing:
     return list_dataset(source)
 
 
+def options_read(source: Source) -> set[str]:
+    """Return the names of the options that a source of this kind reads. All of them for one that is not there."""
+    from accel_train.domains.images.demo import emoji
+    from accel_train.domains.images.folders import METADATA
+
+    columns = {"image_column", "caption_column"}
+    path = expand_path(source.path)
+    if emoji.is_meant(source.path):
+        return set()
+    if path.suffix in (".parquet", ".arrow") or _has_tables(path):
+        return columns
+    if is_saved_dataset(path) and not (path / "dataset_dict.json").is_file():
+        return columns
+    if is_saved_dataset(path):
+        return {*columns, "split"}
+    if (path / METADATA).is_file():
+        return {"caption_column"}
+    if path.is_dir():
+        return {"caption_extension"}
+    return {*columns, "split", "caption_extension"}
+
+
 def _has_tables(path: Path) -> bool:
     if is_saved_dataset(path):
         return False

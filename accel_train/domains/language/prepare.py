@@ -218,6 +218,25 @@ class _Sources:
         self.heldout: RowBlocks | None = None
         if config.heldout_path is not None:
             self.heldout = self._open(config.heldout_path, "--data.heldout_path")
+        self._refuse_unread()
+
+    def _refuse_unread(self) -> None:
+        """Raise ``UsageError`` for options of lines of text, or of columns, where no source has them."""
+        config = self.config
+        kinds: set[str] = set()
+        for source in (self.train, self.heldout):
+            if source is not None:
+                # A dataset has columns, as tables do.
+                kinds |= {file.suffix for file in source.files} if isinstance(source, FileRows) else {"dataset"}
+        read = {"sample_by": ".txt" in kinds, "text_column": kinds != {".txt"}}
+        wanted = {"sample_by": "a .txt file, which it divides", "text_column": "JSONL, a table or a dataset"}
+        for name, is_read in read.items():
+            value = getattr(config, name)
+            if not is_read and value != getattr(DataConfig, name):
+                raise UsageError(
+                    f"--data.{name} {value!r} has no effect with --data.path {config.path!r}: required is "
+                    f"{wanted[name]}. Leave it out, or give such a source."
+                )
 
     def _open(self, path: str, option: str) -> RowBlocks:
         config = self.config

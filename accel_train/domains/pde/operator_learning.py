@@ -31,8 +31,16 @@ RESIDUAL = "residual"
 
 
 def model_shape(config: PdeModelConfig, tasks: Iterable[FieldTask]) -> PdeTransformerConfig:
-    """Return the shape of the model for these tasks."""
+    """Return the shape of the model for these tasks. Raises ``UsageError`` for a patch of fields that none has."""
     shapes = tuple(task_shape(task) for task in tasks)
+    for space in (1, 2):
+        name = f"patch_{space}d"
+        value, default = getattr(config, name), getattr(PdeModelConfig, name)
+        if value != default and not any((shape.grid[0] == 1) == (space == 1) for shape in shapes):
+            raise UsageError(
+                f"model.{name} {value}: has no effect, for no task of data.tasks has {space}-D fields. Leave it at "
+                f"{default}, or add such a task."
+            )
     return PdeTransformerConfig(shapes, config)
 
 

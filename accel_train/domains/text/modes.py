@@ -7,13 +7,15 @@ part of the model. A loss term unused by the mode has coefficient 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
 from torch import Tensor
 
 from accel_train import rng
-from accel_train.config import Fraction, NonNegativeFloat, PositiveFloat, UsageError
+from accel_train.config import Fraction, NonNegativeFloat, PositiveFloat, UsageError, WithoutEffectError
+from accel_train.domains.diffusion.masked_text import TextDiffusionConfig
+from accel_train.domains.diffusion.timesteps import TimeConfig
 
 Mode = Literal["unconditional", "l2t", "t2l"]
 Part = Literal["text", "latent"]
@@ -78,12 +80,22 @@ class ModeConfig:
         refuse_random_conditions(self.parsed())
         self._refuse_unread()
 
-    def _refuse_unread(self) -> None:
+    def drawn(self) -> set[Mode]:
+        """Return the modes that steps of a run can have."""
         phases = self.parsed() or [phase_of_step(self, 0)]
-        modes = {mode for phase in phases for mode in phase.modes}
+        modes: set[Mode] = {mode for phase in phases for mode in phase.modes}
         if all(phase.mode == "mixed" for phase in phases):
             # A weight of 0 is never drawn.
             modes = {mode for mode, weight in zip(MODES, self.weights, strict=True) if weight}
+        return modes
+
+    def describe(self) -> str:
+        """Return the option that decides the modes, with its value."""
+        return f"modes.weights {_as_flag(self.weights)}" if self.mode == "mixed" else f"modes.mode {self.mode}"
+
+    def _refuse_unread(self) -> None:
+        phases = self.parsed() or [phase_of_step(self, 0)]
+        modes = self.drawn()
         has_effect = {
             "weights": any(phase.mode == "mixed" for phase in phases),
             "latent_weight": modes != {"l2t"},
@@ -95,14 +107,32 @@ class ModeConfig:
         if ignored:
             values = ", ".join(f"modes.{name} {_as_flag(getattr(self, name))}" for name in ignored)
             defaults = " ".join(f"--modes.{name} {_as_flag(getattr(type(self), name))}" for name in ignored)
-            drawn = f"modes.weights {_as_flag(self.weights)}" if self.mode == "mixed" else f"modes.mode {self.mode}"
-            raise UsageError(
-                f"{values}: has no effect with {drawn}. Leave it out. If a preset sets it, reset it with {defaults}."
+            raise WithoutEffectError(
+                f"{values}: has no effect with {self.describe()}. Leave it out. If a file sets it, reset it with "
+                f"{defaults}.",
+                *(f"modes.{name}" for name in ignored),
             )
 
     def parsed(self) -> list[Phase]:
         """Parse and check the phases of ``sequential``."""
         return [_parse(text) for text in self.phases]
+
+
+def refuse_unlearned(config: ModeConfig, text: TextDiffusionConfig, times: TimeConfig) -> None:
+    """Raise ``UsageError`` for options of a loss that no step has: that of the latent in l2t, of the text in t2l."""
+    # The loss of what a mode has as its condition counts 0.
+    unlearned = {"l2t": ("times", times, "latent"), "t2l": ("text", text, "text")}
+    for mode, (group, options, part) in unlearned.items():
+        if config.drawn() != {mode}:
+            continue
+        names = [field.name for field in fields(options) if getattr(options, field.name) != field.default]
+        if names:
+            values = ", ".join(f"{group}.{name} {getattr(options, name)}" for name in names)
+            raise WithoutEffectError(
+                f"{values}: has no effect with {config.describe()}, which learns no {part}. Leave it out, or choose "
+                "another mode.",
+                *(f"{group}.{name}" for name in names),
+            )
 
 
 def mode_of_step(config: ModeConfig, seed: int, step: int) -> Mode:

@@ -65,6 +65,14 @@ class ProfileConfig:
         steps = self.range()
         return steps is not None and steps.start < done <= steps.stop
 
+    def notices(self, start_step: int) -> list[str]:
+        """Return a line about steps to profile that were done before this start."""
+        steps = self.range()
+        if steps is None or start_step <= steps.start:
+            return []
+        left = f"only steps {start_step + 1} to {steps.stop} are" if start_step < steps.stop else "nothing is"
+        return [f"profile.steps: {self.steps}: this start resumes at step {start_step}: {left} profiled"]
+
     def refuse_device(self, kind: str) -> None:
         """Raise ``UsageError`` for a recording of memory on a device of another kind than CUDA."""
         if self.memory and kind != "cuda":

@@ -108,7 +108,7 @@ def test_options_without_effect_are_refused(options: Any, says: str) -> None:
 
 
 def test_an_unknown_layer_is_named_with_the_nearest() -> None:
-    with pytest.raises(UsageError, match=r"'q_pro' is no linear layer of LlamaForCausalLM: did you mean 'q_proj'\?"):
+    with pytest.raises(UsageError, match=r"'q_pro' is no linear layer of LlamaForCausalLM \(did you mean 'q_proj'\?"):
         apply_lora(llama(), LoraConfig(rank=2, targets=("q_pro",)))
     model = llama()
     apply_lora(model, LoraConfig())

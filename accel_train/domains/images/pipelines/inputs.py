@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, WithoutEffectError
 from accel_train.data.tables.ledger import Ledger, earlier_ledger
 from accel_train.data.tensor_cache import TensorCache
 from accel_train.domains.diffusion.noise_levels import NoiseLevels
 from accel_train.domains.diffusion.timesteps import TimeConfig
-from accel_train.domains.images.dataset import PictureDataset, prepare_pictures
+from accel_train.domains.images.dataset import PictureDataset, prepare_pictures, refuse_unread
 from accel_train.domains.images.latent_cache import CachedPictures, Filling, cached_latents, cached_texts, text_key
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
@@ -119,6 +119,34 @@ class Inputs:
         return process.errors(model, {name: value.to(where) for name, value in inputs.items()})
 
 
+class StartOptions(Protocol):
+    """Options of a start that caches alone, or opens a run."""
+
+    @property
+    def cache_only(self) -> bool: ...
+    @property
+    def evaluate_only(self) -> bool: ...
+    @property
+    def overwrite(self) -> bool: ...
+    @property
+    def resume(self) -> str: ...
+
+
+def refuse_beside_cache_only(config: StartOptions) -> None:
+    """Raise ``UsageError`` for what a start would do with its run, where it ends before there is one."""
+    given = {
+        "evaluate_only: true": config.evaluate_only,
+        "overwrite: true": config.overwrite,
+        f"resume: {config.resume}": config.resume != "auto",
+    }
+    values = ", ".join(value for value, is_given in given.items() if is_given)
+    if config.cache_only and values:
+        raise WithoutEffectError(
+            f"{values}: has no effect with cache_only: true, which ends before a run is opened; leave one of them out",
+            *(value.partition(":")[0] for value, is_given in given.items() if is_given),
+        )
+
+
 def prepare_inputs(
     config: PictureDataConfig,
     base: Base,
@@ -134,13 +162,13 @@ def prepare_inputs(
 
     ``earlier``: assets of the checkpoint to resume. Raises ``UsageError``, also for buckets unfit for the base.
     """
+    refuse_unread(config)
     pictures = prepare_pictures(config, rank=rank, world_size=world_size, barrier=barrier)
     pipeline = base.components(device)
     _refuse_step(config, base, pipeline)
     filling = Filling(rank, world_size, barrier, base.config.encoder_batch_size, progress=True)
     # First, while the pipeline has its text encoders: pictures of the class are drawn from a caption.
     prior = _prior(config, base, pipeline, pictures.train, filling)
-    cap_bytes = config.cap_bytes
     masked = [sample.picture for data in (pictures.train, pictures.heldout) for sample in data.samples]
     masks = find_masks(config.mask, masked, reduction(pipeline))
     datasets = [pictures.train, pictures.heldout, *([prior[0]] if prior else [])]
@@ -150,19 +178,19 @@ def prepare_inputs(
         partial(encoding.encode_texts, pipeline, base),
         encoding.identity_of_texts(pipeline, base),
         pictures.cache,
-        cap_bytes=cap_bytes,
+        cap_bytes=config.cap_bytes,
         filling=filling,
     )
     # Before pictures are encoded, so that text encoders and the VAE's activations need not fit together.
     freed = encoding.drop_text_encoders(pipeline)
-    identity = encoding.identity_of_vae(pipeline, base)
+    vae = encoding.identity_of_vae(pipeline, base)
     encode = partial(encoding.encode_pictures, pipeline.vae)
 
     def with_latents(data: PictureDataset, masks: Masks | None = None) -> CachedPictures:
         latents = None
         # A crop that is drawn anew each time has no latent to keep.
         if not data.view.random_crop:
-            latents = cached_latents(data, encode, identity, pictures.cache, cap_bytes=cap_bytes, filling=filling)
+            latents = cached_latents(data, encode, vae, pictures.cache, cap_bytes=config.cap_bytes, filling=filling)
         return CachedPictures(data, latents, texts, masks)
 
     train: Any = with_latents(pictures.train, masks)

@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from accel_train import rng
-from accel_train.config import NonNegativeInt, PositiveInt, UsageError
+from accel_train.config import NonNegativeInt, PositiveInt, UsageError, WithoutEffectError
 from accel_train.domains.images.demo.emoji import check_groups
+from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines.drawing import draw_picture
 from accel_train.domains.images.pipelines.family import Family
 from accel_train.metrics import evaluation
@@ -60,6 +61,18 @@ class EvaluationConfig:
         empty = [prompt for prompt in self.prompts if not prompt.strip()]
         if empty:
             raise UsageError("evaluation.prompts: one of them is empty; give words, or leave it out")
+
+    def refuse_without_heldout(self, data: PictureDataConfig) -> None:
+        """Raise ``UsageError`` for captions of held-out pictures to draw, where no picture is held out."""
+        if self.heldout_prompts == 0 or data.heldout_path is not None or data.heldout_fraction:
+            return
+        judged = ["evaluation.judge"] if self.judge is not None else []
+        raise WithoutEffectError(
+            f"evaluation.heldout_prompts: {self.heldout_prompts}: has no effect with data.heldout_fraction: 0 and no "
+            "data.heldout_path, for no picture is held out; give --data.heldout_fraction 0.05, or leave it out",
+            "evaluation.heldout_prompts",
+            *judged,
+        )
 
     def due(self, done: int, max_steps: int) -> bool:
         """Return True if an evaluation is due after ``done`` steps."""

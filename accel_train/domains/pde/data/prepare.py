@@ -6,7 +6,7 @@ Files are ``{task}_train.h5`` and ``{task}_heldout.h5`` (or ``.zarr``) with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cached_folder, open_cache
 from accel_train.data.generation import split_evenly
 from accel_train.data.tables.ledger import earlier_ledger
-from accel_train.domains.pde.data.assets import load_field_assets
+from accel_train.domains.pde.data.assets import FieldTask, load_field_assets
 from accel_train.domains.pde.data.equations import DEMO, KINDS, SPLITS, PdeDataConfig, generate, key_of
 from accel_train.domains.pde.data.files import (
     DEFAULT_CACHE_MIB,
@@ -152,7 +152,7 @@ def prepare_pde(
             folder = cached_folder(cache / f"{task}-{key_of(config, task)}", write, rank=rank, barrier=barrier)
         splits[task] = _splits(config, task, folder)
     cache_bytes = (config.cache_mib or DEFAULT_CACHE_MIB) * 2**20
-    return build_field_data(
+    data = build_field_data(
         splits,
         config.time_stride,
         cache,
@@ -162,3 +162,22 @@ def prepare_pde(
         ledger=ledger,
         saved=saved,
     )
+    _refuse_unread(config, data.tasks)
+    return data
+
+
+def _refuse_unread(config: PdeDataConfig, tasks: Iterable[FieldTask]) -> None:
+    """Refuse options of fields that the files of no task hold. `PdeDataConfig` knows what is generated."""
+    tasks = list(tasks)
+    read = {
+        "resolution_1d": ("1-D fields", any(task.grid[0] == 1 for task in tasks)),
+        "resolution_2d": ("2-D fields", any(task.grid[0] > 1 for task in tasks)),
+        "time_stride": ("time", any(task.has_time for task in tasks)),
+    }
+    for name, (what, is_read) in read.items():
+        value, default = getattr(config, name), getattr(PdeDataConfig, name)
+        if value != default and not is_read:
+            raise UsageError(
+                f"--data.{name} {value} has no effect with --data.tasks {' '.join(config.tasks)}: none has {what}. "
+                f"Leave it at {default}, or add a task that has."
+            )
