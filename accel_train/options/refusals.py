@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -88,14 +88,15 @@ def at_a_resume(cls: type, tree: Tree, arguments: Sequence[str]) -> Generator[No
         yield
     except UsageError as error:
         directory = _directory(cls, tree, arguments)
-        began = _compared_options(cls, directory)
+        saved = _options_of_run(cls, directory)
+        began = {key: value for key, value in saved.items() if _is_compared(cls, key, value)}
         named = {key: place for key in began if (place := named_at(key, began[key], str(error))) is not None}
         if isinstance(error, WithoutEffectError):
             names = [option for option in error.options if option in began]
         else:
             # A message begins with what is wrong. The others may stay.
             names = sorted(named, key=lambda key: named[key])[:1]
-        if not names or "--overwrite" in arguments:
+        if not names or "--overwrite" in arguments or _gives_others(saved, arguments, str(error)):
             raise
         values = ", ".join(f"{name} {began[name]!r}" for name in names)
         raise UsageError(
@@ -104,18 +105,37 @@ def at_a_resume(cls: type, tree: Tree, arguments: Sequence[str]) -> Generator[No
         ) from None
 
 
-def _directory(cls: type, tree: Tree, arguments: Sequence[str]) -> Path:
-    """Return the directory of the run. The flags may not have been read yet."""
-    found = str(tree.get(OUTPUT_DIR) or getattr(cls, OUTPUT_DIR, ""))
+def _gives_others(saved: Mapping[str, Any], arguments: Sequence[str], text: str) -> bool:
+    """Return True if a message names a flag whose value is not that of the run: then the flag is what is wrong."""
+    for name, word in _flags(arguments):
+        if named_at(name, word, text) is not None and not (name in saved and _is_written_as(saved[name], word)):
+            return True
+    return False
+
+
+def _is_written_as(value: Any, word: str) -> bool:
+    try:
+        return float(word) == value
+    except ValueError:
+        return word.lower() == str(value).lower()
+
+
+def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each flag with the word behind it, which may be another one. They may not have been read yet."""
     words = [part for word in arguments for part in word.split("=", 1)]
-    for name, value in itertools.pairwise(words):
-        if name == f"--{OUTPUT_DIR}":
-            found = value
-    return expand_path(found)
+    for flag, word in itertools.pairwise([*words, ""]):
+        if flag.startswith("--"):
+            yield flag.removeprefix("--"), word
 
 
-def _compared_options(cls: Any, directory: Path) -> dict[str, Any]:
-    """Return the options of a run that a resume compares, other than its defaults. Empty for no run."""
+def _directory(cls: type, tree: Tree, arguments: Sequence[str]) -> Path:
+    """Return the directory of the run."""
+    found = str(tree.get(OUTPUT_DIR) or getattr(cls, OUTPUT_DIR, ""))
+    return expand_path(dict(_flags(arguments)).get(OUTPUT_DIR, found))
+
+
+def _options_of_run(cls: type, directory: Path) -> dict[str, Any]:
+    """Return the options that a run began with, of those that there still are. Empty for no run."""
     saved: Any = {}
     # A damaged file is reported by the start itself.
     with suppress(OSError, ValueError):
@@ -123,9 +143,9 @@ def _compared_options(cls: Any, directory: Path) -> dict[str, Any]:
     if not hasattr(cls, "may_change_on_resume") or not isinstance(saved, dict) or not saved.get("trained"):
         return {}
     defaults = defaults_of(cls)
-    options = {
-        key: value
-        for key, value in dict(saved.get("experiment", {})).items()
-        if key in defaults and value != defaults[key]
-    }
-    return {key: value for key, value in options.items() if not cls.may_change_on_resume(key)}
+    return {key: value for key, value in dict(saved.get("experiment", {})).items() if key in defaults}
+
+
+def _is_compared(cls: Any, key: str, value: Any) -> bool:
+    """Return True for an option that a resume compares, with a value other than its default."""
+    return value != defaults_of(cls)[key] and not cls.may_change_on_resume(key)

@@ -251,9 +251,15 @@ def test_a_resume_is_told_in_one_message_what_else_it_needs(tmp_path: Path) -> N
 
 def test_other_refusals_say_so_too(tmp_path: Path) -> None:
     config = load(mmdit, f"--output_dir {tmp_path}")
-    experiment = {**config.run_options().experiment, "schedule.cycle_multiplier": 2.0}
+    changed = {"schedule.kind": "cosine_restarts", "schedule.cycles": 1, "schedule.cycle_multiplier": 2.0}
+    experiment = {**config.run_options().experiment, **changed, "optimizer.lr": 0.5}
     (tmp_path / "run.json").write_text(json.dumps({"trained": True, "experiment": experiment}))
     flags = f"--output_dir {tmp_path} --schedule.kind cosine_restarts --schedule.cycles 1"
+    # Another value than that of the run is only to be corrected.
+    for other in ("--optimizer.lr=-1", "--schedule.cycle_multiplier 3"):
+        with pytest.raises(UsageError) as refused:
+            load(mmdit, f"{flags} {other}")
+        assert "began with" not in str(refused.value)
     with pytest.raises(UsageError, match=r"no second .*give --allow schedule\.cycle_multiplier as well$"):
         load(mmdit, f"{flags} --schedule.cycle_multiplier 2")
 
