@@ -327,6 +327,11 @@ class FewestBlocks:
         return whole.time.total - spared * min(1.0, free / max(more, 1.0))
 
 
+MOST_SLOW = 3
+"""Guesses that fit and leave more than half of a range. Then its middle is tried, or a search of a long one would
+simulate many."""
+
+
 class Point(NamedTuple):
     """A simulated candidate, at the place of its varied value."""
 
@@ -343,14 +348,20 @@ def _towards_the_limit(
     low = 0
     high = len(values)
     probes: list[Probe] = []
+    slow = 0
     # Until both sides of the limit are simulated: that the next larger value does not fit is shown, not assumed.
     while high - low > 1:
-        guess = _between(values[low + 1 : high], budget, fits, exceeds)
+        between = values[low + 1 : high]
+        guess = _between(between, budget, fits, exceeds)
+        if slow >= MOST_SLOW:
+            # Memory stays the same at first, and the line says nothing of where it begins to grow.
+            guess = between[len(between) // 2]
         probe = simulate(guess)
         probes.append(probe)
         if probe.fits(budget):
             fits = Point(guess, probe)
             low = values.index(guess)
+            slow += 2 * (high - low) > len(between)
         else:
             exceeds = Point(guess, probe)
             high = values.index(guess)

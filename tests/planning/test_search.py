@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from accel_train.config import UsageError
 from accel_train.planning.candidates import Candidate, Space
 from accel_train.planning.flags import Goal
-from accel_train.planning.memory import Budget
+from accel_train.planning.memory import GIB, Budget
 from accel_train.planning.probe import Probe
-from accel_train.planning.search import best, search, smallest
+from accel_train.planning.search import Point, _towards_the_limit, best, search, smallest
 from tests.planning.made_up import made_up, space
 
 LIMITS = [5.0, 6.0, 7.0, 9.0, 10.0, 12.0, 14.0, 17.0, 20.0, 24.0, 31.0, 40.0, 80.0]
@@ -115,3 +116,23 @@ def test_a_refused_mode_is_left_out_with_its_reason() -> None:
     found = best(chains, "speed", budget)
     assert found is not None
     assert found.candidate.mode == "selective"
+
+
+@pytest.mark.parametrize("first_too_large", range(1, 101))
+def test_a_long_range_without_effect_takes_few_simulations(first_too_large: int) -> None:
+    """As of blocks away from the peak. A line through both ends would go on from each to the next."""
+    asked: list[int] = []
+
+    def simulate(value: int) -> Probe:
+        asked.append(value)
+        larger = max(0, value - first_too_large + 1)
+        return replace(made_up(Candidate("single", "full", 1), 1), tensors=GIB * (1 + larger))
+
+    budget = Budget(2.0, 0.0, 1)
+    ends = Point(0, simulate(0)), Point(100, simulate(100))
+    assert [end.probe.fits(budget) for end in ends] == [True, False]
+    probes = _towards_the_limit(range(100), budget, simulate, ends)
+    fitting = [value for value, probe in zip(asked[2:], probes, strict=True) if probe.fits(budget)]
+    assert max(fitting, default=0) == first_too_large - 1
+    assert first_too_large in asked, "that the next one does not fit is shown"
+    assert len(set(asked)) == len(asked) <= 12
