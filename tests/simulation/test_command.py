@@ -53,7 +53,13 @@ def before_the_recipe(num_processes: str) -> argparse.Namespace:
     return argparse.Namespace(num_processes=num_processes, **flags)
 
 
-@pytest.mark.parametrize("words", [["simulate"], ["plan", "--gpus", "1", "--vram_gib", "24"]], ids=["simulate", "plan"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["simulate"], id="simulate"),
+        pytest.param(["plan", "--gpus", "1", "--vram_gib", "24"], id="plan", marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_ends_with_a_command_that_is_killed(words: list[str]) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "accel_train.cli", *words, "mmdit", "base"],
