@@ -18,6 +18,7 @@ cuda = torch.cuda
 print(min((cuda.get_device_properties(i).total_memory for i in range(cuda.device_count())), default=0))
 """
 SECONDS_BETWEEN_COUNTS = 60.0
+LOOKS_BEFORE_A_WORD = 3
 GIB = 2**30
 
 
@@ -42,12 +43,22 @@ class ListedDevices:
                 f"write it, as with: echo 4 > {self.path}"
             )
         self._last = found
+        self._misses = 0
 
     def count(self) -> int:
         """Return the number in the file. While it is absent or half written, the last number stands."""
         found = _number_in(self.path)
+        self._misses = self._misses + 1 if found is None else 0
         if found is not None:
             self._last = found
+        # Not at the first look, which may meet a file that is being written.
+        if self._misses == LOOKS_BEFORE_A_WORD:
+            print(
+                f"accel-train run: {self.path} has no number from 0 to {LARGEST} any more; going on with {self._last} "
+                "until it has one",
+                file=sys.stderr,
+                flush=True,
+            )
         return self._last
 
 

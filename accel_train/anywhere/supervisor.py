@@ -103,7 +103,7 @@ class Supervisor:
             count = self._wait_for_devices()
             layout = None if self.stops.requested else self._choose(count)
             if layout is None:
-                return EXIT_PREEMPTED
+                return self._stopped()
             ended = self._start(layout)
             # Whatever ended, the devices are counted anew: they may be the reason.
             code = self._code_to_return(ended)
@@ -209,14 +209,14 @@ class Supervisor:
         if ended.code == 0:
             return self._finish()
         if self.stops.requested or (ended.code == EXIT_PREEMPTED and not ended.changed):
-            return EXIT_PREEMPTED
+            return self._stopped()
         # The same words would be refused again.
         if ended.code == 2:
             return 2
         if ended.code == EXIT_PREEMPTED:
             return None
         # A run that gets on between failures is worth a new start, however many there were.
-        newest = max((step for step, _ in manifest.committed(self.directory / "checkpoints")), default=-1)
+        newest = self._newest_step()
         self._failures = 1 if newest > self._newest else self._failures + 1
         self._newest = newest
         if self._failures > self.request.max_restarts:
@@ -225,6 +225,17 @@ class Supervisor:
             return max(ended.code, 1)
         _say(f"exit code {ended.code}; starting again from the newest checkpoint")
         return None
+
+    def _newest_step(self) -> int:
+        return max((step for step, _ in manifest.committed(self.directory / "checkpoints")), default=-1)
+
+    def _stopped(self) -> int:
+        """Say how to go on. Last of all, behind the reports of launchers."""
+        newest = self._newest_step()
+        saved = "nothing is saved" if newest < 0 else f"step {newest} is saved"
+        without = " without --overwrite" if "--overwrite" in self.request.arguments else ""
+        _say(f"stopped, {saved} in {self.directory}; the same command{without} continues (exit code {EXIT_PREEMPTED})")
+        return EXIT_PREEMPTED
 
     def _finish(self) -> int:
         verdict = record.save(self.directory, self.segments, self.precision)

@@ -186,6 +186,9 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         code = EXIT_PREEMPTED
     if code is None:
         code = 0
+    launcher = _launcher() if code == EXIT_PREEMPTED and not asks_again and _rank() == "0" else None
+    if launcher is not None:
+        print(_ignorable(launcher, "this run has stopped as it was asked to"), file=sys.stderr, flush=True)
     _leave(int(code), reported=EXIT_AGAIN if asks_again else int(code))
 
 
@@ -226,7 +229,7 @@ def _report(text: str) -> None:
         shown = f"[rank {rank}] {text}"
     launcher = _launcher()
     if launcher is not None:
-        shown += f"\n(what follows is a report of {launcher}: it can be ignored, the error is the one above)"
+        shown += "\n" + _ignorable(launcher, "the error is the one above")
     print(shown, file=sys.stderr, flush=True)
     _log(text)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -235,6 +238,10 @@ def _report(text: str) -> None:
         message = {"message": text, "errorCode": 2, "extraInfo": {"py_callstack": text, "timestamp": seconds}}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def _ignorable(launcher: str, why: str) -> str:
+    return f"(what follows is a report of {launcher}: it can be ignored, {why})"
 
 
 def _rank() -> str:

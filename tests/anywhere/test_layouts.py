@@ -80,7 +80,9 @@ def test_files_that_cannot_be_chosen_from_are_refused(texts: dict[str, str], mes
 
 
 @pytest.mark.parametrize("text", ["", "four", "-1", "1025", "1 2", "²"])
-def test_a_file_without_a_number_is_refused_at_first_and_passed_over_later(text: str, tmp_path: Path) -> None:
+def test_a_file_without_a_number_is_refused_at_first_and_passed_over_later(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "devices"
     path.write_text(text)
     with pytest.raises(UsageError, match=r"devices: .*one number from 0 to 1024"):
@@ -91,6 +93,9 @@ def test_a_file_without_a_number_is_refused_at_first_and_passed_over_later(text:
     assert found.count() == 3
     path.unlink()
     assert found.count() == 3
+    assert capsys.readouterr().err == "", "it may be half written"
+    assert [found.count() for _ in range(5)] == [3] * 5
+    assert capsys.readouterr().err.count(f"{path} has no number from 0 to 1024 any more; going on with 3") == 1
     path.write_text("0")
     assert found.count() == 0
 

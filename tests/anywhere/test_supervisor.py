@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -148,8 +148,12 @@ def test_wrong_usage_and_a_stop_of_its_own_are_no_reason_to_start_again(code: in
     assert len(starts(made)) == 1
 
 
-def test_a_stop_of_this_command_is_passed_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_a_stop_of_this_command_is_passed_on(
+    overwrites: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = acting(tmp_path, "wait")
+    made.request = replace(made.request, arguments=("--overwrite",) * overwrites)
 
     def now() -> int:
         made.stops.requested = (made.directory / "starts").exists()
@@ -158,6 +162,9 @@ def test_a_stop_of_this_command_is_passed_on(tmp_path: Path) -> None:
     made.devices = Scripted(now)
     assert made.run() == 75
     assert [segment.ended for segment in made.segments] == ["stopped"]
+    command = "the same command without --overwrite" if overwrites else "the same command"
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"accel-train run: stopped, nothing is saved in {made.directory}; {command} continues (exit code 75)"
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])

@@ -185,6 +185,7 @@ def test_sigterm_to_torchrun(trainers: Trainers, out: Path, whole_of_two: Path, 
     output = process.communicate(timeout=PATIENCE_SECONDS)[0]
     assert process.returncode not in (0, 75)
     assert output.count("start the same command again to resume (exit code 75)") == 1
+    assert output.count("(what follows is a report of torchrun: it can be ignored, this run has stopped as it was") == 1
     assert gone(left)
     assert acknowledged(out)[-1] == checkpoints(out)[-1] == max(losses(out))
     resumes(trainers, out, whole_of_two, 2)
