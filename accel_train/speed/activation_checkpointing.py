@@ -125,11 +125,12 @@ def _checkpointed(method: Callable[..., Any], mode: str, offload: InputOffload |
     return recomputed
 
 
-class _CastsApart(TorchDispatchMode):
-    """A mode of selective checkpointing that computes casts itself, in the forward and again in the backward.
+class _ExpensiveAlone(TorchDispatchMode):
+    """A mode of selective checkpointing for what is kept. The rest is computed in the forward and in the backward.
 
-    torch counts the operators of both and wants them to be the same. Autocast casts a weight once in a forward and uses
-    the copy again in the next call of the block, but a backward casts it for each call: more casts than were counted.
+    torch counts all operators of both and refuses a backward with more. Some may differ: autocast casts a weight once
+    in a forward and uses the copy again in the next call of the block, but a backward casts it for each call; and FSDP2
+    gathers the weights of blocks within a block elsewhere.
     """
 
     def __init__(self, mode: TorchDispatchMode) -> None:
@@ -144,15 +145,15 @@ class _CastsApart(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._to_copy.default:
-            return func(*args, **(kwargs or {}))
-        return self._mode.__torch_dispatch__(func, types, args, kwargs)
+        if _is_expensive(func):
+            return self._mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
-def _selective_contexts() -> tuple[_CastsApart, _CastsApart]:
+def _selective_contexts() -> tuple[_ExpensiveAlone, _ExpensiveAlone]:
     """Modes for the forward and for the recomputation of a block outside of compiled code."""
     forward, recomputation = create_selective_checkpoint_contexts(_keep_expensive)
-    return _CastsApart(forward), _CastsApart(recomputation)
+    return _ExpensiveAlone(forward), _ExpensiveAlone(recomputation)
 
 
 def _keep_torch_quiet(blocks: Sequence[nn.Module]) -> None:

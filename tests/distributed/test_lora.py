@@ -53,6 +53,20 @@ def test_bf16_without_autocast_trains_the_same(
     assert together.losses() == pytest.approx(alone.losses(), rel=2e-2)
 
 
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+def test_blocks_within_blocks_are_sharded_and_checkpointed_selectively(precision: str, tmp_path: Path) -> None:
+    """FSDP2 gathers the inner ones in the recomputation of the outer, other than in the forward."""
+    tiny.save("sdxl", tmp_path / "base")
+    pictures(tmp_path / "photos")
+    settings(tmp_path, "sdxl")
+    options = ["--precision", precision, "--max_steps", "2", "--evaluation.prompts", "a cat", "--evaluation.steps", "1"]
+    kept = train(Layout("fsdp2", 2, "lora"), tmp_path, "none", *options)
+    again = train(
+        Layout("fsdp2", 2, "lora"), tmp_path, "selective", *options, "--activation_checkpointing.mode", "selective"
+    )
+    assert again.losses() == kept.losses()
+
+
 def train(layout: Layout, folder: Path, name: str, *flags: str) -> Finished:
     arguments = [str(folder / "tiny.yaml"), "--output_dir", str(folder / name), *flags]
     done = fork(layout, command(layout, arguments, folder))
