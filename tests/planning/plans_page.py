@@ -2,7 +2,7 @@
 
     python -m tests.planning.plans_page              # from the counts that there are; fails if one is missing
     python -m tests.planning.plans_page --simulate   # what is missing: hours for everything
-    python -m tests.planning.plans_page --simulate --only base --gpus 2 4
+    python -m tests.planning.plans_page --simulate --only mmdit_base --gpus 2 4
 
 A simulation serves every limit, goal and device. What each counted lies in counts/, and a table is searched among that.
 """
@@ -30,6 +30,7 @@ from accel_train.planning.probe import Probe, probe_of
 from accel_train.planning.search import best, search
 from accel_train.planning.simulator import Simulator
 from accel_train.strict_yaml import read_yaml
+from benchmarks import lora_bases
 from tests.domains.language import tiny
 from tests.planning.test_choices import config
 
@@ -54,7 +55,7 @@ step: "fsdp2 32, full on 18 of 24: 5.5 GiB, 0.271 s" is `accelerate_configs/fsdp
 
 - The global batch never changes, so all plans of a table train the same model.
 - Memory and time are modelled [as planning.md says](planning.md#how-exact). No GPU has measured these plans.
-- DeepSpeed is left out: with it, launch files with an [offload](planning.md#offload) fit smaller GPUs.
+- Launch files of DeepSpeed are in the table that says so. They fit smaller GPUs, with as much host memory as needed.
 - Seconds are by the data sheet of the device in the second column. Cards of less than 24 GiB are timed as
   an `rtx-4090`.
 - Simulated with torch {torch}. Tests plan every cell again from the counts of the simulations, and repeat simulations.
@@ -89,6 +90,22 @@ def qwen3(folder: Path) -> list[str]:
     return ["--model.source", str(folder)]
 
 
+def stable_diffusion_xl(folder: Path) -> list[str]:
+    return text_to_image("Stable Diffusion XL", folder)
+
+
+def flux_1(folder: Path) -> list[str]:
+    return text_to_image("FLUX.1-dev", folder)
+
+
+def text_to_image(model: str, folder: Path) -> list[str]:
+    """The denoiser of a published model without its weights, beside tiny text encoders and VAE."""
+    base = lora_bases.save(lora_bases.MODELS[model], folder / "base")
+    pictures = lora_bases.save_pictures(folder / "pictures")
+    flags = {"base.source": base, "data.path": pictures, "data.cache_dir": folder / "cache", "data.heldout_fraction": 0}
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
 @dataclass(frozen=True)
 class Table:
     """One section of the page: a preset on several machines."""
@@ -103,11 +120,23 @@ class Table:
     """Launch files with an offload are searched as well."""
     arguments: Callable[[Path], list[str]] = nothing
     """Flags behind the preset. May write what they name into a folder."""
+    model: str = ""
+    """Where several tables share a preset."""
+
+    @property
+    def title(self) -> str:
+        return f"`{self.preset}`" + (f", {self.model}" if self.model else "") + (" with DeepSpeed" * self.deepspeed)
+
+    @property
+    def name(self) -> str:
+        """For the command line and the tests."""
+        return self.counts.stem + "_deepspeed" * self.deepspeed
 
     @property
     def counts(self) -> Path:
         """The file with the counts of its simulations."""
-        return COUNTS / f"{self.recipe}_{self.preset.removeprefix(f'{self.recipe}_')}.json"
+        words = [self.recipe, self.preset.removeprefix(f"{self.recipe}_"), *self.model.lower().split()]
+        return COUNTS / f"{'_'.join(words)}.json"
 
     def options(self) -> Mapping[str, Any]:
         """The preset's own YAML."""
@@ -125,6 +154,14 @@ class Table:
 TABLES = (
     Table("mmdit", "base", "An MMDiT of 0.96 billion parameters on texts of up to 128 tokens."),
     Table(
+        "mmdit",
+        "base",
+        "The same where DeepSpeed is installed, on machines that need its [offload](planning.md#offload).",
+        gpus=(1,),
+        gib=(6, 8, 12, 16, 24),
+        deepspeed=True,
+    ),
+    Table(
         "pde",
         "pde_stack_optimized",
         "An operator of the size that PDE stacks train on four GPUs, by Muon, without compiled blocks, which a "
@@ -138,6 +175,24 @@ TABLES = (
         "Full fine-tune of a model of Qwen3-0.6B's sizes (0.6 billion parameters, a vocabulary of 151,936) on packed "
         "rows of 2,048 tokens.",
         arguments=qwen3,
+    ),
+    *(
+        Table(
+            "lora",
+            "lora_tune",
+            f"Adapters of rank 16 on the denoiser of {model}, in bf16, with pictures of 1024 x 1024. VAE and text "
+            "encoders are tiny here: add those of your base that stay in memory, and see the [settings by "
+            "memory](lora.md#settings-by-memory) for bases in 8 and 4 bits.",
+            goals=("speed", "memory"),
+            gpus=(1,),
+            gib=gib,
+            arguments=arguments,
+            model=model,
+        )
+        for model, gib, arguments in (
+            ("Stable Diffusion XL", (8, 12, 16, 24), stable_diffusion_xl),
+            ("FLUX.1-dev", (32, 48, 80), flux_1),
+        )
     ),
 )
 
@@ -243,7 +298,7 @@ def section(counts: Counts) -> str:
     options = table.options()
     command = " ".join(["accel-train plan", f"recipes/{table.recipe}.py", table.preset])
     lines = [
-        f"## `{table.preset}`",
+        f"## {table.title}",
         "",
         f"{table.about} `{command}`; {options['global_batch_size']} samples a step, {options['precision']}.",
         "",
@@ -283,11 +338,11 @@ def installed() -> dict[str, str]:
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", action="store_true", help="simulate what is missing")
-    parser.add_argument("--only", choices=[table.preset for table in TABLES], help="simulate for this preset")
+    parser.add_argument("--only", choices=[table.name for table in TABLES], help="simulate for this table")
     parser.add_argument("--gpus", type=int, nargs="+", help="simulate for these numbers of GPUs")
     arguments = parser.parse_args(argv)
     for table in TABLES if arguments.simulate else ():
-        if arguments.only not in (None, table.preset):
+        if arguments.only not in (None, table.name):
             continue
         with tempfile.TemporaryDirectory() as place:
             counts = Counts(table, Path(place))

@@ -11,7 +11,7 @@ from accel_train.planning.candidates import Candidate
 from tests.planning.plans_page import DEVICES, PAGE, TABLES, Counts, Table, installed, page, planned
 
 OUTDATED = "run: python -m tests.planning.plans_page"
-NAMES = [table.preset for table in TABLES]
+NAMES = [table.name for table in TABLES]
 each_table = pytest.mark.parametrize("table", TABLES, ids=NAMES)
 
 
@@ -58,7 +58,7 @@ def repeated() -> list[tuple[Table, int, Candidate]]:
 
 def short(value: Table | int | Candidate) -> str:
     """Name a parameter, the same in every process."""
-    return value.preset if isinstance(value, Table) else str(value)
+    return value.name if isinstance(value, Table) else str(value)
 
 
 # Slow: half a minute for each simulation.
