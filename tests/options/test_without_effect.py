@@ -106,6 +106,12 @@ ROWS = [
         "--data.heldout_fraction 0",
     ),
     Row(
+        lora,
+        "--data.heldout_path more --data.heldout_fraction 0.2",
+        r"fraction 0\.2 has no effect .*'more'.*default 0\.05",
+        "--data.heldout_fraction 0",
+    ),
+    Row(
         pde,
         "--objective.inverse_every 4 --objective.inverse_weight 0",
         r"inverse_every 4: .*leaves the inverse terms",
@@ -213,6 +219,12 @@ def test_it_is_refused_without_its_remedy(row: Row) -> None:
             "lora_demo --data.heldout_fraction 0",
             ["evaluation.heldout_prompts", "evaluation.judge"],
             "'flags' of lora_demo gives way to --data.heldout_fraction",
+        ),
+        (
+            lora,
+            "lora_demo --data.heldout_path more",
+            ["data.heldout_fraction"],
+            "0.227 of lora_demo gives way to --data.heldout_path",
         ),
         (lora, "lora_demo --smoke --cache_only", ["overwrite"], "True of --smoke gives way to --cache_only"),
     ],
