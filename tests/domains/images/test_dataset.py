@@ -93,7 +93,7 @@ def test_columns_of_one_source_beside_a_folder_without(folder: Path, tmp_path: P
     names = sorted(path.name for path in listed.glob("*.png"))
     rows = [json.dumps({"file_name": name, "prompt": f"prompt of {name}"}) for name in names]
     (listed / "metadata.jsonl").write_text("\n".join(rows))
-    options = {"caption_column": "prompt", "heldout_fraction": 0}
+    options: dict[str, Any] = {"caption_column": "prompt", "heldout_fraction": 0}
     data = prepared(listed, tmp_path / "cache", heldout_path=str(folder), **options)
     assert all(sample.caption.startswith("prompt of ") for sample in data.train.samples)
     assert not any(sample.caption.startswith("prompt of ") for sample in data.heldout.samples)
