@@ -18,6 +18,7 @@ from accel_train.config import (
     PositiveInt,
     Seed,
     UsageError,
+    WithoutEffectError,
     origin_of,
     replaced_options,
 )
@@ -290,7 +291,7 @@ class ExperimentConfig:
         return values | dict(self.recipe.smoke)
 
     def run_options(self) -> RunOptions:
-        """Return the options of ``open_run`` in this start."""
+        """Return the options of ``open_run`` in this start. Raises ``UsageError`` for an unknown name in ``allow``."""
         loader = self.recipe.loads_with
         options = RunOptions(
             output_dir=self.output_dir,
@@ -334,6 +335,8 @@ class ExperimentConfig:
         if self.recipe.one_loss_term:
             self.balance.refuse_single_term(1)
         refuse_choice_of_pushes(self.hub, self.checkpoints.best_metric)
+        if self.evaluate_only:
+            self.profile.refuse_without_training()
         optimizer = self.optimizer
         self.batch_schedule.refuse_unmeasurable(
             self.global_batch_size, optimizer.name, optimizer.betas[0], self.max_epochs
@@ -342,9 +345,17 @@ class ExperimentConfig:
     def _resolve_micro_batch(self) -> None:
         """Put a number in the place of ``auto``. Raises ``UsageError`` where nothing could reduce it."""
         if self.out_of_memory == "stop" and self.regrow_after:
-            raise UsageError(
+            raise WithoutEffectError(
                 f"regrow_after: {self.regrow_after}: has no effect with out_of_memory: stop, which halves nothing; "
-                "give --out_of_memory halve, or leave it out"
+                "give --out_of_memory halve, or leave it out",
+                "regrow_after",
+            )
+        # With auto the number follows from the processes of one start, and the next may have fewer.
+        if self.micro_batch_size == 1 and self.regrow_after:
+            raise WithoutEffectError(
+                f"regrow_after: {self.regrow_after}: has no effect with micro_batch_size: 1, which cannot be halved; "
+                "give --micro_batch_size 2 or more, or leave it out",
+                "regrow_after",
             )
         if str(self.micro_batch_size) != "auto":
             return

@@ -30,6 +30,19 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+def refuse_options(config: ExperimentConfig) -> None:
+    """Raise ``UsageError`` for options that every start refuses, whatever its device, data and directory.
+
+    ``accel-train check`` calls it as well.
+    """
+    resolve_trackers(config.log.trackers)
+    check_name(config.attention)
+    config.run_options()
+    # A number of epochs becomes one of steps with the data.
+    if config.max_steps is not None:
+        config.profile.refuse_beyond(config.max_steps)
+
+
 def start(config: ExperimentConfig) -> Accelerator:
     """Return the verified ``Accelerator``, with logging set up. All processes call it, before anything heavy.
 
@@ -41,8 +54,7 @@ def start(config: ExperimentConfig) -> Accelerator:
     thread, because Python delivers signals to no other.
     """
     # Wrong usage that needs no other process is refused before the processes wait for each other.
-    resolve_trackers(config.log.trackers)
-    check_name(config.attention)
+    refuse_options(config)
     refused.refuse_missing_base(config.recipe.base_option, config.base_source(), config.run_options())
     directory = expand_path(config.output_dir)
     # Listed before the processes first meet: none of them has created anything yet.

@@ -94,7 +94,7 @@ def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved:
         raise UsageError(f"overwrite: true would delete the weights of init_from: {weights}; copy them first")
     # Held from here on, so that `open_on_main` releases it after any error below.
     held.append(_prepare_directory(directory, overwrite=options.overwrite))
-    experiment = dict(options.experiment) | {"data_fingerprint": data_fingerprint}
+    experiment = dict(options.experiment) | {names.DATA_FINGERPRINT: data_fingerprint}
     if _is_used(directory):
         opened = _resume(options, directory, experiment)
     else:

@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError, expand_path
 from accel_train.hub.options import HubConfig
+from accel_train.options.allowed import refuse_unknown_allowed
 from accel_train.precision import Precision, dtype_of
 from accel_train.runtime.exiting import started_again
 from accel_train.store import manifest as manifests
 from accel_train.store.manifest import Checkpoint
-from accel_train.store.names import REPORT
+from accel_train.store.names import DATA_FINGERPRINT, REPORT
 from accel_train.wording import did_you_mean, nearest
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ POLICIES = ("auto", "must", "never")
 class RunOptions:
     """Options of ``open_run``. ``experiment.ExperimentConfig`` documents those of the same name.
 
-    Raises ``UsageError`` for contradictory options.
+    Raises ``UsageError`` for contradictory options, and for a name in ``allow`` that is none.
     """
 
     output_dir: str
@@ -193,6 +194,8 @@ class RunOptions:
     """Defaults by dotted name: what counts for an option that the version which began the run did not have."""
 
     def __post_init__(self) -> None:
+        # Also at a fresh start, where nothing is compared.
+        refuse_unknown_allowed(self.allow, [*self.experiment, DATA_FINGERPRINT])
         if self.overwrite and (self.resume == "must" or self.evaluate_only):
             raise UsageError(
                 "overwrite: true deletes what --resume must or --evaluate_only needs; leave one of them out"

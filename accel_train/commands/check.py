@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,14 @@ from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.launch_files.requested import Requested, notices, refuse_accumulation, refuse_experiment_settings
 from accel_train.linting import reporting
-from accel_train.linting.fixing import fix_file, undo
+from accel_train.linting.fixing import fix_file, undo, unused_copy
 from accel_train.linting.host import facts_of, layout_of_file, read_host, unknown_host, visible_devices
 from accel_train.linting.table import Found, ignored_names, lint
 from accel_train.options.loading import Loaded, config_of
 from accel_train.runtime.accelerator import refuse_zero_contradictions
+
+MOST_ROUNDS = 10
+"""Of ``--fix``. Two are enough for the rules there are."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,7 @@ def run(request: Launch, *, ignored: Sequence[str] = (), as_json: bool = False, 
     """Print the result of a check, and return the exit code. With ``fix``, change the YAML file first."""
     checked = read(request, ignored)
     if fix:
-        print(_fix(checked))
-        checked = _read_again(request, ignored, checked)
+        checked = _fix(request, ignored, checked)
     print(_json(checked) if as_json else describe(request, checked))
     return checked.exit_code
 
@@ -65,6 +67,9 @@ def read(request: Launch, ignored: Sequence[str] = ()) -> Checked:
 
     Calls the recipe's ``main`` and leaves it once it has read its config, so this is the config of a real start.
     """
+    # Here, because the recipe imports it in any case.
+    from accel_train.startup import refuse_options
+
     silenced = ignored_names(os.environ, ignored)
     path, machine, assumption = read_machine(request)
     path_of_recipe = find_recipe(request.recipe)
@@ -79,6 +84,7 @@ def read(request: Launch, ignored: Sequence[str] = ()) -> Checked:
             "accel_train.options.loading.load_config"
         )
     config: Any = loaded.config
+    refuse_options(config)
     # Refuses a global batch that is smaller than the number of processes.
     accumulation = accumulation_steps(config.global_batch_size, processes, config.micro_batch_size)
     _refuse_contradictions(machine, config, accumulation, str(machine.path))
@@ -141,8 +147,11 @@ def _json(checked: Checked) -> str:
     )
 
 
-def _fix(checked: Checked) -> str:
-    """Change the YAML file of the command line where findings say how, and return the difference."""
+def _fix(request: Launch, ignored: Sequence[str], checked: Checked) -> Checked:
+    """Change the YAML file of the command line where findings say how, print the difference, and return the new result.
+
+    A change may let another rule find something, so the rules are applied again until they change nothing.
+    """
     path = checked.loaded.path
     assert path is not None
     bundled = folder("recipes").resolve()
@@ -151,30 +160,51 @@ def _fix(checked: Checked) -> str:
             f"--fix: {path} is a bundled preset, which is shared by all runs and comes anew with every version; copy "
             f"it, as in `cp {shlex.quote(str(path))} my.yaml`, and give my.yaml in its place"
         )
+    copy = unused_copy(path)
     changes: dict[str, object] = {}
-    lines: list[str] = []
+    tried: set[tuple[str, str]] = set()
+    difference = ""
+    for _ in range(MOST_ROUNDS):
+        # Two rules that disagree about an option would change it back and forth.
+        more = {option: value for option, value in _changes(checked).items() if (option, str(value)) not in tried}
+        if not more:
+            break
+        tried |= {(option, str(value)) for option, value in more.items()}
+        changes |= more
+        difference, checked = _apply(request, ignored, path, changes, copy)
     for rule, finding in checked.found:
-        if finding.change is None:
-            continue
-        option, value = finding.change
-        if checked.loaded.origins.get(option) == "command line":
-            lines.append(f"{rule.name}: --{option} is given on the command line: give {value} there")
-        elif option not in changes:
-            changes[option] = value
-    if not changes:
-        return "\n".join([*lines, f"nothing to fix in {path}"])
-    difference = fix_file(path, changes)
-    return "\n".join([*lines, difference, f"{path} is changed; the former one is {path.name}.orig"])
+        if finding.change is not None and checked.loaded.origins.get(finding.change[0]) == "command line":
+            option, value = finding.change
+            print(f"{rule.name}: --{option} is given on the command line: give {value} there")
+    if changes:
+        print(f"{difference}\n{path} is changed; the former one is {copy.name}")
+    else:
+        print(f"nothing to fix in {path}")
+    return checked
 
 
-def _read_again(request: Launch, ignored: Sequence[str], before: Checked) -> Checked:
-    """Read the changed file. Undo the change if a start would refuse it."""
+def _changes(checked: Checked) -> dict[str, object]:
+    """Return the changes that findings ask for in the file. The first of several to one option counts."""
+    changes: dict[str, object] = {}
+    for _, finding in checked.found:
+        if finding.change is not None and checked.loaded.origins.get(finding.change[0]) != "command line":
+            changes.setdefault(*finding.change)
+    return changes
+
+
+def _apply(
+    request: Launch, ignored: Sequence[str], path: Path, changes: Mapping[str, object], copy: Path
+) -> tuple[str, Checked]:
+    """Change the file and read it again. Undo everything if that cannot be, or if a start would refuse the file."""
     try:
-        return read(request, ignored)
+        difference = fix_file(path, changes, copy)
+    except UsageError:
+        undo(path, copy)
+        raise
+    try:
+        return difference, read(request, ignored)
     except UsageError as error:
-        path = before.loaded.path
-        assert path is not None
-        undo(path)
+        undo(path, copy)
         raise UsageError(f"--fix: {path} is as it was, because a start would refuse the changed one: {error}") from None
 
 

@@ -46,6 +46,18 @@ class HubConfig:
                 "digits, '.' and '-'; give one as in apache-2.0, mit, cc-by-4.0, or other"
             )
 
+    def notices(self) -> list[str]:
+        """Return a line about options that only a push by hand reads, because the run itself pushes nothing."""
+        names = ("include_state", "private", "revisions", "license", "finish_minutes")
+        given = [name for name in names if getattr(self, name) != getattr(HubConfig, name)]
+        if self.repo_id is not None or not given:
+            return []
+        values = ", ".join(f"hub.{name}: {str(getattr(self, name)).lower()}" for name in given)
+        return [
+            f"{values}: this run pushes nothing, because hub.repo_id is not set; `accel-train checkpoints push` "
+            "follows these options when a checkpoint is pushed by hand"
+        ]
+
 
 def refuse_choice_of_pushes(config: HubConfig, best_metric: str | None) -> None:
     """Raise ``UsageError`` for ``push: best`` without a metric to compare by, and for choices that choose nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -113,33 +114,40 @@ def _end_of(node: yaml.Node) -> int:
     return node.end_mark.index
 
 
-def fix_file(path: Path, changes: Mapping[str, object]) -> str:
-    """Change values in a file, keep the former one as ``FILE.orig``, and return the difference.
-
-    Both are written whole or not at all. Raises ``UsageError`` if there is such a copy already.
-    """
+def unused_copy(path: Path) -> Path:
+    """Return the place for the former file: ``FILE.orig``, or ``FILE.orig.1`` and so on after earlier fixes."""
     # A link stays a link.
+    first = path.resolve().with_name(f"{path.resolve().name}.orig")
+    later = (first.with_name(f"{first.name}.{number}") for number in itertools.count(1))
+    return next(place for place in itertools.chain([first], later) if not place.exists())
+
+
+def fix_file(path: Path, changes: Mapping[str, object], copy: Path) -> str:
+    """Change values in a file, keep the former one as ``copy``, and return the difference.
+
+    Both are written whole or not at all. If there is ``copy`` already, the changes are made to its content. Raises the
+    errors of ``with_values``, before anything is written.
+    """
     path = path.resolve()
-    copy = path.with_name(f"{path.name}.orig")
-    if copy.exists():
-        raise UsageError(f"--fix: {copy} exists, the copy of an earlier fix; move or delete it first")
+    has_copy = copy.exists()
     # Bytes, because reading as text would change the ends of lines.
-    before = path.read_bytes()
+    before = copy.read_bytes() if has_copy else path.read_bytes()
     text = before.decode("utf-8")
     # The reader of YAML drops the mark of an editor on Windows, so the edit does too, and it is put back.
     mark = BYTE_ORDER_MARK if text.startswith(BYTE_ORDER_MARK) else ""
     after = mark + with_values(path, text.removeprefix(mark), changes)
     # The copy first: a crash between the two leaves the former content twice, never not at all.
-    replace_file(copy, before)
-    # A replaced file is a new one, with default permissions.
-    shutil.copymode(path, copy)
+    if not has_copy:
+        replace_file(copy, before)
+        # A replaced file is a new one, with default permissions.
+        shutil.copymode(path, copy)
     replace_file(path, after.encode())
     shutil.copymode(copy, path)
     lines = difflib.unified_diff(text.splitlines(), after.splitlines(), str(copy), str(path), lineterm="")
     return "\n".join(lines)
 
 
-def undo(path: Path) -> None:
-    """Put the copy of ``fix_file`` back."""
-    path = path.resolve()
-    path.with_name(f"{path.name}.orig").replace(path)
+def undo(path: Path, copy: Path) -> None:
+    """Put the copy of ``fix_file`` back, if there is one."""
+    if copy.exists():
+        copy.replace(path.resolve())

@@ -18,6 +18,8 @@ OF_A_START = (METRICS_FILE, CONFIG_FILE, RUN_FILE, LOCK_FILE)
 """Files written by the main process before the first step, in addition to its log."""
 OF_A_RUN = (LOADING_FILE, MICRO_BATCH_FILE, LEFT_OUT_FILE, RUN_FILE, CONFIG_FILE, METRICS_FILE, SAMPLE_LOSSES_FILE)
 """Files deleted by ``overwrite``, in addition to checkpoints, report and pushes waiting for the Hub."""
+DATA_FINGERPRINT = "data_fingerprint"
+"""In ``RUN_FILE``, among the options: the data, which a resume compares with them."""
 REPORT = "report"
 """Directory for people: pushed to the Hub as a whole, and emptied by ``overwrite``."""
 STEP = "step_"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError
+from accel_train.options.allowed import is_covered, refuse_unknown_allowed
 from accel_train.store import atomic_files, strict_json
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import replace_file
@@ -86,9 +87,7 @@ def refuse_changes(
     ``allow`` and ``free`` are options or groups of options allowed to differ. An option newer than the run counts as
     its default there. Returns the differences in ``allow``.
     """
-    for name in allow:
-        if not any(is_covered(key, [name]) for key in experiment):
-            raise UsageError(f"allow: {name!r} is no option of this experiment; name the option that has changed")
+    refuse_unknown_allowed(allow, experiment)
     resolved = saved.get("resolved", {})
     # Resolved values last: an option left open then and given now is compared with the value in use.
     before = {**defaults, **saved["experiment"], **resolved}
@@ -131,11 +130,6 @@ def options_since(before: Mapping[str, Any], experiment: Mapping[str, Any]) -> s
         f"; the run began without {shortened(added, 5)}. If one of these changes training, the curve bends at this "
         "step: set it to what the run did before, or give another --output_dir"
     )
-
-
-def is_covered(key: str, names: Sequence[str]) -> bool:
-    """Return True if one of ``names`` is the option ``key`` or a group around it."""
-    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def new_run(

@@ -14,6 +14,7 @@ import pytest
 from accel_train import cli
 from accel_train.config import UsageError
 from accel_train.options.loading import load_config
+from accel_train.startup import start
 from recipes import mmdit
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,25 @@ def test_exit_codes_of_nothing_a_warning_and_an_error(capsys: pytest.CaptureFixt
     assert check(RECIPE, "demo", *ERROR, "--checkpoints.keep_last", "1") == 2
     shown = capsys.readouterr().out
     assert shown.index("error cuda-graphs-with-accumulation") < shown.index("warning one-checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--profile.steps", "900:910"], r"profile\.steps: 900:910: the run has max_steps 150, so STOP"),
+        (["--log.trackers", "nope"], r"log\.trackers: 'nope' is not a tracker"),
+        (["--attention", "flush"], r"attention 'flush': is not known"),
+        (["--allow", "sead"], r"allow: 'sead' is no option .*'seed'"),
+        (["--overwrite", "--resume", "must"], r"overwrite: true deletes"),
+    ],
+)
+def test_what_a_start_refuses_by_its_options_is_refused_in_the_same_words(flags: list[str], says: str) -> None:
+    with pytest.raises(UsageError, match=says) as checked:
+        check(RECIPE, "demo", "--max_steps", "150", *flags)
+    config = load_config(mmdit.Config, ["demo", "--max_steps", "150", *flags], presets=PRESETS).config
+    with pytest.raises(UsageError) as started:
+        start(config)
+    assert str(started.value) == str(checked.value)
 
 
 def test_names_are_silenced_by_flag_and_by_environment(
@@ -119,10 +139,29 @@ def test_a_file_that_a_start_would_then_refuse_stays(tmp_path: Path, monkeypatch
     assert file.read_text() == MINE
 
 
-def _break_file(path: Path, changes: object) -> str:
-    shutil.copy(path, f"{path}.orig")
+def _break_file(path: Path, changes: object, copy: Path) -> str:
+    shutil.copy(path, copy)
     path.write_text("checkpoints: {keep_lost: 3}\n")
     return str(changes)
+
+
+def test_what_a_fix_lets_another_rule_find_is_fixed_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.yaml"
+    text = "max_steps: 2000\ncheckpoints: {save_every: 5000, keep_last: 1, asynchronous: false}\n"
+    file.write_text(text)
+    assert check("--fix", RECIPE, str(file)) == 0
+    shown = capsys.readouterr().out
+    assert shown.endswith("no findings\n")
+    assert shown.count("\n+checkpoints: {save_every: 200, keep_last: 3, asynchronous: true}\n") == 1
+    assert shown.count("is changed; the former one is a.yaml.orig\n") == 1
+    # A later one takes the next free name.
+    for number in (1, 2):
+        file.write_text(text.replace("2000", f"{number}000"))
+        assert check("--fix", RECIPE, str(file)) == 0
+        assert f"is changed; the former one is a.yaml.orig.{number}\n" in capsys.readouterr().out
+        assert (tmp_path / f"a.yaml.orig.{number}").read_text() == text.replace("2000", f"{number}000")
+    assert (tmp_path / "a.yaml.orig").read_text() == text
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_bundled_presets_are_not_changed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel_train.config import UsageError
-from accel_train.linting.fixing import fix_file, undo, with_values
+from accel_train.linting.fixing import fix_file, undo, unused_copy, with_values
 from accel_train.options.tree import flatten
 from accel_train.strict_yaml import parse_yaml
 
@@ -88,15 +88,27 @@ def test_a_file_keeps_its_copy_mode_and_mark(tmp_path: Path) -> None:
     link = tmp_path / "link.yaml"
     link.symlink_to(file)
     before = file.read_bytes()
-    difference = fix_file(link, {"a": 2})
-    copy = tmp_path / "my file.yaml.orig"
+    copy = unused_copy(link)
+    assert copy == tmp_path / "my file.yaml.orig"
+    difference = fix_file(link, {"a": 2}, copy)
     assert copy.read_bytes() == before
     assert file.read_bytes() == before.replace(b"a: 1", b"a: 2")
     assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE(copy.stat().st_mode) == 0o640
     assert link.is_symlink()
     assert difference.splitlines()[2:] == ["@@ -1,2 +1,2 @@", "-\ufeffa: 1", "+\ufeffa: 2", " # ende, größer"]
-    with pytest.raises(UsageError, match=r"my file\.yaml\.orig exists, the copy of an earlier fix; move or delete"):
-        fix_file(file, {"a": 3})
-    undo(link)
+    # Another change of the same fix is one to the former file.
+    difference = fix_file(link, {"a": 3}, copy)
+    assert difference.splitlines()[3:5] == ["-\ufeffa: 1", "+\ufeffa: 3"]
+    assert copy.read_bytes() == before
+    undo(link, copy)
     assert file.read_bytes() == before
     assert not copy.exists()
+
+
+def test_the_copies_of_earlier_fixes_stay(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("a: 1\n")
+    for value in (2, 3, 4):
+        fix_file(file, {"a": value}, unused_copy(file))
+    copies = {path.name: path.read_text() for path in tmp_path.iterdir() if path != file}
+    assert copies == {"a.yaml.orig": "a: 1\n", "a.yaml.orig.1": "a: 2\n", "a.yaml.orig.2": "a: 3\n"}

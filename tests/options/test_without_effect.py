@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from accel_train import experiment
+from accel_train.commands.checkpoints import push
 from accel_train.config import UsageError, origin_of
 from accel_train.domains.images.captioned import PictureConfig
 from accel_train.domains.images.captioned import prepare_pictures as prepare_captioned
@@ -24,6 +26,7 @@ from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.shape import PdeModelConfig
 from accel_train.domains.text.options import DataConfig as TextConfig
+from accel_train.hub.options import HubConfig
 from accel_train.metrics.profiling.options import ProfileConfig
 from accel_train.options.loading import load_config
 from accel_train.options.tree import config_text
@@ -103,6 +106,12 @@ ROWS = [
         "--data.heldout_fraction 0",
     ),
     Row(
+        lora,
+        "--data.heldout_path more --data.heldout_fraction 0.2",
+        r"fraction 0\.2 has no effect .*'more'.*default 0\.05",
+        "--data.heldout_fraction 0",
+    ),
+    Row(
         pde,
         "--objective.inverse_every 4 --objective.inverse_weight 0",
         r"inverse_every 4: .*leaves the inverse terms",
@@ -156,6 +165,19 @@ ROWS = [
     ),
     Row(lora, "--cache_only --resume must", r"resume: must: has no effect with cache_only", "--resume auto"),
     Row(
+        mmdit,
+        "--evaluate_only --profile.steps 1:2",
+        r"profile\.steps: 1:2: has no effect with evaluate_only: true",
+        "--profile.steps None",
+    ),
+    Row(
+        mmdit,
+        "--regrow_after 5 --micro_batch_size 1",
+        r"regrow_after: 5: has no effect with micro_batch_size: 1, which cannot",
+        "--micro_batch_size 2",
+    ),
+    Row(mmdit, "--regrow_after 5 --out_of_memory stop", r"regrow_after: 5: .*stop, which halves", "--regrow_after 0"),
+    Row(
         lora,
         "--evaluation.heldout_prompts 3 --data.heldout_fraction 0",
         r"heldout_prompts: 3: has no effect with data\.heldout_fraction: 0 .*no picture is held out",
@@ -198,6 +220,12 @@ def test_it_is_refused_without_its_remedy(row: Row) -> None:
             ["evaluation.heldout_prompts", "evaluation.judge"],
             "'flags' of lora_demo gives way to --data.heldout_fraction",
         ),
+        (
+            lora,
+            "lora_demo --data.heldout_path more",
+            ["data.heldout_fraction"],
+            "0.227 of lora_demo gives way to --data.heldout_path",
+        ),
         (lora, "lora_demo --smoke --cache_only", ["overwrite"], "True of --smoke gives way to --cache_only"),
     ],
 )
@@ -219,6 +247,63 @@ def test_a_flag_that_a_trial_switches_off_gives_way_to_it(tmp_path: Path) -> Non
     assert "log.project: 'p' of the command line gives way to --smoke" in config.replaced_notices()
     with pytest.raises(UsageError, match=r"log\.project: p: has no effect"):
         load(mmdit, "--log.project p --smoke")
+
+
+@pytest.mark.parametrize(
+    ("flag", "options"),
+    [
+        ("--evaluate_only", ["profile.steps", "profile.memory"]),
+        ("--micro_batch_size 1", ["regrow_after"]),
+        ("--out_of_memory stop", ["regrow_after"]),
+    ],
+)
+def test_that_of_a_file_gives_way_too(flag: str, options: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("max_steps: 9\nprofile: {steps: '1:2', memory: true}\nregrow_after: 5\n")
+    config = load(mmdit, f"{file} {flag}")
+    given_way = [option for option in options if origin_of(config, option).endswith(f"gives way to {flag.split()[0]}")]
+    assert given_way == options
+    assert (config.profile == ProfileConfig()) == ("profile.steps" in options)
+    assert config.regrow_after == (0 if "regrow_after" in options else 5)
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ("nonsense", r"allow: 'nonsense' is no option of this experiment; name"),
+        ("lr", r"\(did you mean 'optimizer\.lr'"),
+        ("seed optimizer.lrr", r"allow: 'optimizer\.lrr' is no option .*\(did you mean 'optimizer\.lr'\?\)"),
+        ("optimiser", r"\(did you mean 'optimizer'\?\)"),
+        ("seed optimizer data_fingerprint schedule.decay_steps", None),
+    ],
+)
+def test_only_options_of_the_experiment_are_allowed_to_change(names: str, says: str | None, tmp_path: Path) -> None:
+    config = load(mmdit, f"--output_dir {tmp_path / 'new'} --allow {names}")
+    if says is None:
+        assert config.run_options().allow == tuple(names.split())
+        return
+    with pytest.raises(UsageError, match=says):
+        config.run_options()
+
+
+def test_options_of_pushes_are_left_to_those_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--hub.no_private --hub.include_state --hub.revisions tag --hub.license mit --hub.finish_minutes 3"
+    config = load(mmdit, flags)
+    (notice,) = config.hub.notices()
+    assert notice.startswith(
+        "hub.include_state: true, hub.private: false, hub.revisions: tag, hub.license: mit, hub.finish_minutes: 3.0: "
+    )
+    assert load(mmdit, f"{flags} --hub.repo_id me/model").hub.notices() == []
+    assert load(mmdit, "").hub.notices() == []
+    # Each of them is in what a push by hand follows.
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_text(config_text(config))
+    pushed: list[HubConfig] = []
+    monkeypatch.setattr("accel_train.hub.push_now.push_now", lambda _, options: pushed.append(options) or ["url"])
+    assert push(str(tmp_path), {"repo_id": "me/model"}) == 0
+    assert pushed == [replace(config.hub, repo_id="me/model")]
 
 
 def test_a_resume_is_told_in_one_message_what_else_it_needs(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -171,6 +171,9 @@ def prepare_pictures(
 
     def read(path: str, option: str) -> tuple[list[Sample], list[str]]:
         source = config.source(path, option)
+        # The columns may be those of the other source.
+        if config.heldout_path is not None and not options_read(source) & {"image_column", "caption_column"}:
+            source = replace(source, image_column=None, caption_column=None)
         found = read_pictures(
             source, cache, min_side=config.min_side, max_pixels=config.max_pixels, rank=rank, world_size=world_size
         )

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from accel_train.config import Fraction, FractionBelowOne, NonNegativeInt, PositiveFloat, PositiveInt, UsageError
+from accel_train.config import (
+    Fraction,
+    FractionBelowOne,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UsageError,
+    WithoutEffectError,
+)
 from accel_train.data.tables.ledger import Changed
 from accel_train.domains.images import decoding
 from accel_train.domains.images.buckets import Buckets
@@ -126,7 +134,7 @@ class PictureDataConfig:
     heldout_path: str | None = None
     """Held-out pictures: any source accepted by path. null: heldout_fraction of path."""
     heldout_fraction: FractionBelowOne = 0.05
-    """Share of pictures held out for evaluation, at least one, by a hash of the file. 0: none. Has no effect with
+    """Share of pictures held out for evaluation, at least one, by a hash of the file. 0: none. Refused with
     heldout_path."""
     cache_dir: str | None = None
     """Cache between runs. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
@@ -139,6 +147,12 @@ class PictureDataConfig:
 
     def __post_init__(self) -> None:
         _ = self.buckets
+        if self.heldout_path is not None and self.heldout_fraction not in (0, PictureDataConfig.heldout_fraction):
+            raise WithoutEffectError(
+                f"--data.heldout_fraction {self.heldout_fraction:g} has no effect with --data.heldout_path "
+                f"{self.heldout_path!r}. Leave it at its default {PictureDataConfig.heldout_fraction:g}, or give 0.",
+                "data.heldout_fraction",
+            )
         decoding.colour(self.background)
         if len(set(self.resolutions)) < len(self.resolutions):
             raise UsageError(f"--data.resolutions {list(self.resolutions)}: each must be there once.")

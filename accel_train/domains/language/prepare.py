@@ -13,7 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError, expand_path
+from accel_train.config import (
+    FractionBelowOne,
+    NonNegativeInt,
+    PositiveInt,
+    UsageError,
+    WithoutEffectError,
+    expand_path,
+)
 from accel_train.data.artifacts import open_cache
 from accel_train.data.tables.ledger import Changed, Ledger, earlier_ledger
 from accel_train.data.tables.row_blocks import FileRows, RowBlocks, SampleBy, dataset_rows, file_rows
@@ -77,9 +84,10 @@ class DataConfig:
                 "such as 0.04, or give held-out rows."
             )
         if self.heldout_path is not None and self.heldout_fraction not in (0, DataConfig.heldout_fraction):
-            raise UsageError(
+            raise WithoutEffectError(
                 f"--data.heldout_fraction {self.heldout_fraction:g} has no effect with --data.heldout_path "
-                f"{self.heldout_path!r}. Leave it at its default {DataConfig.heldout_fraction:g}, or give 0."
+                f"{self.heldout_path!r}. Leave it at its default {DataConfig.heldout_fraction:g}, or give 0.",
+                "data.heldout_fraction",
             )
         if self.tokenizer not in (None, tokenizers.TRAINED) and self.vocab_size is not None:
             raise UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, WithoutEffectError
 
 EXAMPLE = "such as --profile.steps 10:20, which is steps 11 to 20"
 
@@ -80,6 +80,20 @@ class ProfileConfig:
                 f"profile.memory: true: torch records the allocations of CUDA alone, and this run is on {kind}; "
                 "leave it out, or simulate the memory of the step (accel-train simulate)"
             )
+
+    def refuse_without_training(self) -> None:
+        """Raise ``WithoutEffectError`` for steps to profile, in a start that does none."""
+        if self.steps is None:
+            return
+        options = ["profile.steps"]
+        # Recording memory requires the steps, so it gives way with them.
+        if self.memory:
+            options.append("profile.memory")
+        raise WithoutEffectError(
+            f"profile.steps: {self.steps}: has no effect with evaluate_only: true, which does no steps; leave one of "
+            "the two out",
+            *options,
+        )
 
     def refuse_beyond(self, max_steps: int) -> None:
         """Raise ``UsageError`` for a range that the run does not reach."""

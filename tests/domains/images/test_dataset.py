@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -82,9 +83,24 @@ def test_few_pictures_have_one_held_out(tmp_path: Path) -> None:
 
 def test_held_out_pictures_of_their_own(folder: Path, tmp_path: Path) -> None:
     other = folder_of(tmp_path / "other", (48, 32), (50, 50))
-    data = prepared(folder, tmp_path / "cache", heldout_path=str(other))
+    data = prepared(folder, tmp_path / "cache", heldout_path=str(other), heldout_fraction=0)
     # The first of them is a training picture too.
     assert (len(data.train), len(data.heldout)) == (29, 2)
+
+
+def test_columns_of_one_source_beside_a_folder_without(folder: Path, tmp_path: Path) -> None:
+    listed = folder_of(tmp_path / "listed", (48, 32), (50, 50), (33, 64))
+    names = sorted(path.name for path in listed.glob("*.png"))
+    rows = [json.dumps({"file_name": name, "prompt": f"prompt of {name}"}) for name in names]
+    (listed / "metadata.jsonl").write_text("\n".join(rows))
+    options: dict[str, Any] = {"caption_column": "prompt", "heldout_fraction": 0}
+    data = prepared(listed, tmp_path / "cache", heldout_path=str(folder), **options)
+    assert all(sample.caption.startswith("prompt of ") for sample in data.train.samples)
+    assert not any(sample.caption.startswith("prompt of ") for sample in data.heldout.samples)
+    data = prepared(folder, tmp_path / "cache", heldout_path=str(listed), **options)
+    assert all(sample.caption.startswith("prompt of ") for sample in data.heldout.samples)
+    with pytest.raises(UsageError, match=r"caption_column 'prompt' has no effect with --data\.path"):
+        prepared(folder, tmp_path / "cache", **options)
 
 
 def test_the_fingerprint_is_that_of_files_captions_and_sizes(folder: Path, tmp_path: Path) -> None:
