@@ -12,8 +12,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from accel_train.calibration.flags import Options, add_flags, is_launched, options_of
-from accel_train.config import UsageError
+from accel_train.calibration.flags import REMEDY, Options, add_flags, is_launched, options_of
+from accel_train.config import UsageError, refuse_unwritable
 from accel_train.runtime.exiting import exit_with
 
 if TYPE_CHECKING:
@@ -54,8 +54,11 @@ def run(options: Options) -> int:
         torch.manual_seed(0)
         found = measuring.measure(measuring.Place(device, precision, load), options.seconds)
         if is_main:
-            record.write(options.output, found)
-            print(f"{threads}\n{report.describe(found)}\n\nwritten: {options.output}", flush=True)
+            # First, so that a disk that refuses the file loses no measurement.
+            print(f"{threads}\n{report.describe(found)}\n", flush=True)
+            with refuse_unwritable(f"output: {options.output}", REMEDY):
+                record.write(options.output, found)
+            print(f"written: {options.output}", flush=True)
     finally:
         if several:
             dist.destroy_process_group()

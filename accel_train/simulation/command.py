@@ -13,14 +13,14 @@ from typing import Any
 
 from accel_train.commands.bundled import find_recipe
 from accel_train.commands.launch import Launch, accelerate_settings, launch_environment, read_machine
-from accel_train.config import UsageError
+from accel_train.config import UsageError, refuse_unwritable
 from accel_train.cost_model.steps import timing_of
 from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.launch_files.parents import killed_with_parent
 from accel_train.launch_files.requested import REHEARSAL_VARIABLE
 from accel_train.simulation.flags import DEVICE_TYPE, REPORT, REQUEST, Options
 from accel_train.simulation.refusals import refuse_machine
-from accel_train.simulation.report import Simulated, describe, draw, scaling_of, table
+from accel_train.simulation.report import REMEDY, Simulated, describe, draw, picture_path, scaling_of, table
 
 PORT = 29500
 """A port for the environment of a launch. Nothing listens on it or connects to it."""
@@ -29,6 +29,7 @@ PORT = 29500
 def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
     """Return the output of the command. Raises ``UsageError`` if a start would refuse, or cannot be simulated."""
     timing = None
+    picture = None if options.picture is None else picture_path(options.picture)
     if options.device is not None:
         # Refused before a simulation that takes its time.
         timing = timing_of(options.device, options.link, options.gpus_per_machine)
@@ -48,13 +49,19 @@ def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
             simulated = replace(simulated, timed=timing.of(simulated.counted))
         found.append(simulated)
     scaling = scaling_of(found, is_weak=options.micro_batches is not None)
-    if options.picture is not None:
-        draw(found[-1], scaling, Path(options.picture))
     if options.as_json:
-        return json.dumps([simulated.as_json(scaling) for simulated in found], indent=2)
-    if len(found) == 1:
-        return describe(found[0])
-    return table(found, scaling)
+        text = json.dumps([simulated.as_json(scaling) for simulated in found], indent=2)
+    else:
+        text = describe(found[0]) if len(found) == 1 else table(found, scaling)
+    if picture is not None:
+        try:
+            with refuse_unwritable(f"picture: {picture}", REMEDY):
+                draw(found[-1], scaling, picture)
+        except UsageError:
+            # The counts are known by now.
+            print(text, flush=True)
+            raise
+    return text
 
 
 def _simulate_one(request: Launch, options: Options) -> Simulated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
 import re
@@ -235,7 +236,30 @@ def test_casts_are_those_of_the_device_type(tmp_path: Path) -> None:
     assert peaks["cuda"] > peaks["cpu"]
 
 
-def test_the_command_prints_a_table_and_the_same_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("x.txt", r"picture: x\.txt: .*ending of a picture is required: .*png, .*; give memory\.png"),
+        ("x", "picture: x: .*ending of a picture"),
+        ("{}/none/x.png", "picture: .*/none does not exist; make it"),
+        ("{}", "picture: .*is a directory; give .*/memory.png"),
+        ("/proc/x.png", "picture: /proc/x.png: cannot be written"),
+    ],
+)
+def test_a_place_that_takes_no_picture_is_refused_before_the_simulation(
+    place: str, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    # The recipe, which there is not, would be refused as soon as a simulation is prepared.
+    with pytest.raises(UsageError, match=message):
+        simulate("none", [], replace(ANYTHING, picture=place.format(folder)))
+    assert list(folder.iterdir()) == []
+
+
+def test_the_command_prints_a_table_and_the_same_as_json(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     @cache
     def one(request: Any, options: Options) -> Any:
         folder = tmp_path / str(request.num_processes)
@@ -253,6 +277,15 @@ def test_the_command_prints_a_table_and_the_same_as_json(monkeypatch: pytest.Mon
     assert lines[1].split()[-1] == "FLOPs"
     assert [line.split()[:2] for line in lines[2:4]] == [["2", "16"], ["16", "16"]]
     height = height_of(picture)
+    assert capsys.readouterr().out == ""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full, pytest.raises(UsageError, match=r"picture: .*\(No space left on device\)"):
+        full.setattr(command, "draw", fail)
+        simulate("mmdit", SMALL, asked)
+    assert capsys.readouterr().out.splitlines() == lines
     assert "time" not in json.loads(simulate("mmdit", SMALL, replace(asked, as_json=True)))[0]
 
     named = replace(asked, device="h100-sxm", link="infiniband-ndr")
