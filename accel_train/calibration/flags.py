@@ -15,6 +15,7 @@ HELP = "measure the rates of this machine, and write them to a file for accel-tr
 DEFAULT_OUTPUT = "calibration.json"
 DEFAULT_SECONDS = 20.0
 REMEDY = "a directory with write access and free space is required; give another"
+STOPPED = "stopped; nothing was written"
 LAUNCHED = ("RANK", "WORLD_SIZE")
 """Variables of a process started by torchrun or accelerate launch."""
 

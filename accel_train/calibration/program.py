@@ -12,9 +12,9 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from accel_train.calibration.flags import REMEDY, Options, add_flags, is_launched, options_of
+from accel_train.calibration.flags import REMEDY, STOPPED, Options, add_flags, is_launched, options_of
 from accel_train.config import UsageError, refuse_unwritable
-from accel_train.runtime.exiting import exit_with
+from accel_train.runtime.exiting import exit_with, stoppable
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,9 @@ def main(argv: Sequence[str]) -> int:
     """Measure with the flags of the command line."""
     parser = argparse.ArgumentParser(prog="accel-train calibrate", allow_abbrev=False)
     add_flags(parser)
-    return run(options_of(parser.parse_args(list(argv))))
+    options = options_of(parser.parse_args(list(argv)))
+    with stoppable(STOPPED):
+        return run(options)
 
 
 def run(options: Options) -> int:

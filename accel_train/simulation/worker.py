@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     request = json.loads((folder / REQUEST).read_text())
     report: dict[str, Any]
     try:
-        found, notes = simulate_recipe(**request)
+        found, notes = simulate_recipe(**request, place=folder)
         report = {"counted": dataclasses.asdict(found.counted), "curve": curve(found.ledger), "notes": notes}
     except UsageError as error:
         report = {"refused": str(error)}
@@ -62,11 +62,13 @@ def simulate_recipe(
     micro_batches: int | None = None,
     device_type: DeviceType = "cuda",
     largest: int | None = None,
+    place: Path | None = None,
 ) -> tuple[StepCounted, list[str]]:
     """Run the recipe's ``main`` on fake tensors until a step is counted, as rank 0 of ``WORLD_SIZE``.
 
     ``step`` None is the middle of the run. With ``micro_batches`` the global batch follows the number of processes.
-    With ``largest`` no more than so many micro-batches of the step are run, those of most bytes.
+    With ``largest`` no more than so many micro-batches of the step are run, those of most bytes. The run directory is a
+    temporary one in ``place``, which a command deletes even if this process was killed.
     Returns the counts, and notes on differences from a real start.
     """
     module = import_recipe(find_recipe(recipe))
@@ -83,7 +85,7 @@ def simulate_recipe(
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     flags, notes = _global_batch(loaded.config, world_size, micro_batches)
-    with tempfile.TemporaryDirectory(prefix="accel-train-simulate-") as directory:
+    with tempfile.TemporaryDirectory(prefix="accel-train-simulate-", dir=place) as directory:
         # Nothing of the real run is touched or resumed.
         # Behind the user's own flags, because the last of equal ones wins.
         words = [*arguments, *flags, "--output_dir", directory]

@@ -6,7 +6,9 @@ import argparse
 import errno
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -74,6 +76,63 @@ def test_a_worker_ends_with_a_command_that_is_killed(words: list[str]) -> None:
     process.kill()
     process.wait()
     until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+
+
+def listens(program: psutil.Process) -> bool:
+    """Whether a calibration has taken SIGTERM from Python, which leaves it to the kernel."""
+    if not any(word.endswith("program.py") for word in program.cmdline()):
+        return False
+    (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{program.pid}/status").read_text())
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "begun"),
+    [
+        pytest.param(
+            ["plan", "mmdit", "base", "--gpus", "8", "--vram_gib", "24"],
+            signal.SIGINT,
+            "accel-train-plan-*/accel-train-simulate-*",
+            id="plan",
+        ),
+        pytest.param(
+            ["simulate", "mmdit", "base"],
+            signal.SIGTERM,
+            "accel-train-simulate-*/accel-train-simulate-*",
+            id="simulate",
+        ),
+        pytest.param(["calibrate", "--seconds", "60"], signal.SIGINT, "accel-train-*", id="calibrate"),
+    ],
+)
+def test_a_stopped_command_says_one_line_and_leaves_nothing(
+    words: list[str], number: signal.Signals, begun: str, tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    log = tmp_path / "log.txt"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "accel_train.cli", *words],
+            env=environment(TMPDIR=str(scratch), PYTHONPATH=str(ROOT)),
+            cwd=tmp_path,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            # A shell that runs the tests in the background ignores it, and so would this process.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+    until(lambda: process.poll() is not None or list(scratch.glob(begun)), log.read_text)
+    if words[0] == "calibrate":
+        until(lambda: any(map(listens, psutil.Process(process.pid).children())), log.read_text)
+    # As a terminal does, to the process and all that it has started.
+    os.killpg(process.pid, number)
+    assert process.wait(PATIENCE_SECONDS) == 128 + number, log.read_text()
+    said = log.read_text()
+    assert said.endswith("stopped; nothing was written\n")
+    assert said.count("stopped; ") == 1
+    assert "Traceback" not in said
+    assert not list(scratch.glob("accel-train-*"))
+    assert not list(tmp_path.glob("*.json"))
 
 
 def test_flags_may_stand_behind_the_recipe() -> None:
