@@ -36,14 +36,13 @@ def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
         if options.device_type is None and timing.is_cpu:
             options = replace(options, device_type="cpu")
     found: list[Simulated] = []
-    for number in options.num_processes:
-        request = Launch(
-            options.config_file,
-            recipe,
-            tuple(arguments),
-            num_processes=number,
-            main_process_port=PORT,
-        )
+    requests = [
+        Launch(options.config_file, recipe, tuple(arguments), num_processes=number, main_process_port=PORT)
+        for number in options.num_processes
+    ]
+    if timing is not None and options.link is not None:
+        timing.machines.refuse_idle([read_machine(request)[1].num_processes or 1 for request in requests])
+    for request in requests:
         simulated = _simulate_one(request, options)
         if timing is not None:
             simulated = replace(simulated, timed=timing.of(simulated.counted))

@@ -89,6 +89,9 @@ def simulate_recipe(
         # Nothing of the real run is touched or resumed.
         # Behind the user's own flags, because the last of equal ones wins.
         words = [*arguments, *flags, "--output_dir", directory]
+        if loaded.config.resume != "auto":
+            words += ["--resume", "auto"]
+            notes.append(f"resume: {loaded.config.resume}: left out, since a simulation reads no run and no checkpoint")
         try:
             fake = FakeStep(step, device_type, largest=largest)
             with connecting(), simulating(fake), _samples_repeated(bool(flags)):
@@ -98,7 +101,7 @@ def simulate_recipe(
                 notes.append(OFFLOADED)
             return found, notes
     raise UsageError(
-        f"recipe {recipe!r}: its main ended before the first step (evaluate_only, or an option that only prepares); a "
+        f"recipe {recipe!r}: its main ended before the first step (an option that only prepares); a "
         "start that trains is required. Leave that option out"
     )
 

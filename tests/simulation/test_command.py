@@ -35,6 +35,7 @@ from tests.waiting import PATIENCE_SECONDS, until
 def options(**changed: Any) -> SimpleNamespace:
     """What the refusals read of a config, at the defaults."""
     values: dict[str, Any] = {
+        "evaluate_only": False,
         "compile": SimpleNamespace(mode="off"),
         "precision": "bf16",
         "offload_frozen": False,
@@ -186,6 +187,12 @@ def test_numbers_of_processes_are_whole(text: str) -> None:
             "--device h200 --link roce-100 --num_processes 8,20",
             r"gpus_per_machine: 8: 20 processes do not fill .*give --gpus_per_machine 5, or --num_processes 16",
         ),
+        (
+            "--device h200 --link roce-100 --num_processes 4,8",
+            r"link: roce-100: 8 process\(es\) are within one machine of 8 GPUs.*leave --link out, give more "
+            "--num_processes than 8",
+        ),
+        ("--device h200 --link roce-100", r"link: roce-100: 1 process\(es\) are within one machine"),
         ("--device h20 --num_processes 8", r"device: h20: one of the table is required.*did you mean 'h200'\?"),
     ],
 )
@@ -207,6 +214,7 @@ def test_link_and_gpus_of_a_machine_are_read_on_both_sides() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"evaluate_only": True}, "evaluate_only: true: a simulation is of a training step.*Leave it out"),
         ({"precision": "fp16"}, "precision: fp16: .*fp32 or bf16 is required"),
         ({"compile": SimpleNamespace(mode="default")}, "compile.mode: default: .*off is required"),
         ({"offload_frozen": True}, "offload_frozen: true: .*Give --offload_frozen false"),
@@ -262,6 +270,12 @@ def test_steps_are_counted_from_one_as_in_log_lines(tmp_path: Path) -> None:
     assert found["counted"]["step"] == 3
     refused = simulated(Layout("single", 1), tmp_path, "--max_steps", "3", options=beyond)["refused"]
     assert refused.startswith("step: 4: the run has steps 1 to 3; ")
+
+
+def test_a_simulation_resumes_nothing(tmp_path: Path) -> None:
+    """Its run directory is a temporary one, without the checkpoint that the option demands."""
+    found = simulated(Layout("single", 1), tmp_path, "--resume", "must")
+    assert found["notes"] == ["resume: must: left out, since a simulation reads no run and no checkpoint"]
 
 
 def test_more_processes_than_samples_are_simulated_with_a_note(tmp_path: Path) -> None:
