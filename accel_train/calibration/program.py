@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_train.calibration.flags import REMEDY, STOPPED, Options, add_flags, is_launched, options_of
@@ -18,6 +19,8 @@ from accel_train.runtime.exiting import exit_with, stoppable
 
 if TYPE_CHECKING:
     import torch
+
+    from accel_train.cost_model.record import Calibration
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,13 +61,19 @@ def run(options: Options) -> int:
         if is_main:
             # First, so that a disk that refuses the file loses no measurement.
             print(f"{threads}\n{report.describe(found)}\n", flush=True)
-            with refuse_unwritable(f"output: {options.output}", REMEDY):
-                record.write(options.output, found)
-            print(f"written: {options.output}", flush=True)
+            _write(options.output, found)
     finally:
         if several:
             dist.destroy_process_group()
     return 0
+
+
+def _write(path: Path, found: Calibration) -> None:
+    from accel_train.cost_model import record
+
+    with refuse_unwritable(f"output: {path}", REMEDY):
+        record.write(path, found)
+    print(f"written: {path}", flush=True)
 
 
 def _device() -> torch.device:

@@ -80,18 +80,12 @@ def simulate_recipe(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     # Of a launch with one process, set for DeepSpeed alone.
     if "WORLD_SIZE" in os.environ:
-        # Registers the backend as it is imported.
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        _connect(world_size)
     flags, notes = _global_batch(loaded.config, world_size, micro_batches)
     with tempfile.TemporaryDirectory(prefix="accel-train-simulate-", dir=place) as directory:
         # Nothing of the real run is touched or resumed.
         # Behind the user's own flags, because the last of equal ones wins.
-        words = [*arguments, *flags, "--output_dir", directory]
-        if loaded.config.resume != "auto":
-            words += ["--resume", "auto"]
-            notes.append(f"resume: {loaded.config.resume}: left out, since a simulation reads no run and no checkpoint")
+        words = [*arguments, *flags, "--output_dir", directory, *_without_resume(loaded.config.resume, notes)]
         try:
             fake = FakeStep(step, device_type, largest=largest)
             with connecting(), simulating(fake), _samples_repeated(bool(flags)):
@@ -104,6 +98,21 @@ def simulate_recipe(
         f"recipe {recipe!r}: its main ended before the first step (an option that only prepares); a "
         "start that trains is required. Leave that option out"
     )
+
+
+def _connect(world_size: int) -> None:
+    # Registers the backend as it is imported.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+def _without_resume(resume: str, notes: list[str]) -> list[str]:
+    """Return flags in place of ``resume``, and note it: there is no run in the simulation's own directory."""
+    if resume == "auto":
+        return []
+    notes.append(f"resume: {resume}: left out, since a simulation reads no run and no checkpoint")
+    return ["--resume", "auto"]
 
 
 def _global_batch(config: Any, processes: int, micro_batches: int | None) -> tuple[list[str], list[str]]:
