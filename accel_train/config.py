@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -40,6 +40,38 @@ def refuse_unwritable(place: str, remedy: str) -> Generator[None]:
         yield
     except OSError as error:
         raise UsageError(f"{place}: cannot be written ({error.strerror or error}); {remedy}") from None
+
+
+def refuse_unusable_folder(place: str, folder: Path, remedy: str) -> None:
+    """Raise ``UsageError`` unless a file can be made in ``folder``. Leaves nothing behind, nor a parent that it made.
+
+    By trial, because a superuser may write everywhere by the permissions, and cannot in /proc or on a full disk.
+    """
+    missing: list[Path] = []
+    # A name of its own, since several processes may ask at once.
+    trial = folder / f".accel-train-trial-{os.getpid()}"
+    with refuse_unwritable(place, remedy):
+        try:
+            missing += [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            trial.touch()
+            trial.unlink()
+        finally:
+            for path in missing:
+                with suppress(OSError):
+                    path.rmdir()
+
+
+def refuse_empty(arguments: Mapping[str, object]) -> None:
+    """Raise ``UsageError`` for an argument of a command that is empty text. Those of a recipe are its own matter."""
+    for name, value in arguments.items():
+        values = value if isinstance(value, list) else [value]
+        # The recipe's own, of which some may be empty.
+        if name not in ("arguments", "common") and "" in values:
+            raise UsageError(
+                f"{name}: '': empty text is refused, as it mostly comes of a variable that is not set; give a value, "
+                "or leave it out"
+            )
 
 
 # Infinite upper bounds are exclusive, so .inf is refused.

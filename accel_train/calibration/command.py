@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from pathlib import Path
 
-from accel_train.calibration.flags import is_launched, options_of
+from accel_train.calibration.flags import STOPPED, is_launched, options_of
 from accel_train.config import UsageError
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -27,9 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         return program.run(options)
     # Late: a launch imports Accelerate.
-    from accel_train.commands.launch import Launch, launch
+    from accel_train.commands.launch import Early, Launch, launch
     from accel_train.cost_model.record import refuse_other_file
 
     refuse_other_file(options.output)
     launched = {name: getattr(arguments, name) for name in OF_LAUNCH}
-    return launch(Launch(recipe=str(PROGRAM), arguments=tuple(options.words()), **launched))
+    request = Launch(recipe=str(PROGRAM), arguments=tuple(options.words()), **launched)
+    return launch(request, early=Early(STOPPED, 128 + signal.SIGINT))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError, expand_path, refuse_unusable_folder
 
 HELP = "measure the rates of this machine, and write them to a file for accel-train plan --device FILE"
 DEFAULT_OUTPUT = "calibration.json"
 DEFAULT_SECONDS = 20.0
+REMEDY = "a directory with write access and free space is required; give another"
+STOPPED = "stopped; nothing was written"
 LAUNCHED = ("RANK", "WORLD_SIZE")
 """Variables of a process started by torchrun or accelerate launch."""
 
@@ -64,11 +65,12 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 def _output(text: str) -> Path:
     path = expand_path(text)
     folder = path.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    if not folder.is_dir():
         raise UsageError(
             f"output: {path}: {folder} is no directory of yours; one is required. Make it, or give another"
         )
     # Refused before the measurement. Another calibration may be replaced, and the writing looks whether it is one.
     if path.suffix != ".json":
         raise UsageError(f"output: {path}: a name that ends in .json is required, by which --device knows the file")
+    refuse_unusable_folder(f"output: {path}", folder, REMEDY)
     return path

@@ -10,21 +10,26 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_train.calibration.flags import Options, add_flags, is_launched, options_of
-from accel_train.config import UsageError
-from accel_train.runtime.exiting import exit_with
+from accel_train.calibration.flags import REMEDY, STOPPED, Options, add_flags, is_launched, options_of
+from accel_train.config import UsageError, refuse_unwritable
+from accel_train.runtime.exiting import exit_with, stoppable
 
 if TYPE_CHECKING:
     import torch
+
+    from accel_train.cost_model.record import Calibration
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure with the flags of the command line."""
     parser = argparse.ArgumentParser(prog="accel-train calibrate", allow_abbrev=False)
     add_flags(parser)
-    return run(options_of(parser.parse_args(list(argv))))
+    options = options_of(parser.parse_args(list(argv)))
+    with stoppable(STOPPED):
+        return run(options)
 
 
 def run(options: Options) -> int:
@@ -54,12 +59,21 @@ def run(options: Options) -> int:
         torch.manual_seed(0)
         found = measuring.measure(measuring.Place(device, precision, load), options.seconds)
         if is_main:
-            record.write(options.output, found)
-            print(f"{threads}\n{report.describe(found)}\n\nwritten: {options.output}", flush=True)
+            # First, so that a disk that refuses the file loses no measurement.
+            print(f"{threads}\n{report.describe(found)}\n", flush=True)
+            _write(options.output, found)
     finally:
         if several:
             dist.destroy_process_group()
     return 0
+
+
+def _write(path: Path, found: Calibration) -> None:
+    from accel_train.cost_model import record
+
+    with refuse_unwritable(f"output: {path}", REMEDY):
+        record.write(path, found)
+    print(f"written: {path}", flush=True)
 
 
 def _device() -> torch.device:

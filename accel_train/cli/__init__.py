@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 from accel_train.anywhere import flags as anywhere
 from accel_train.calibration import command as calibration
+from accel_train.calibration.flags import STOPPED
 from accel_train.cli.arguments import build_parser
+from accel_train.config import refuse_empty
 from accel_train.drill import command as drilling
 from accel_train.planning import flags as planning
 from accel_train.rerun import arguments as rerun
-from accel_train.runtime.exiting import exit_with
+from accel_train.runtime.exiting import exit_with, stoppable
 from accel_train.simulation.flags import read_arguments
 from accel_train.verification import command as verification
 
@@ -24,6 +26,7 @@ def main() -> None:
 def _main(argv: Sequence[str]) -> int:
     # Without the options of recipes, whose imports take a second. Completion alone asks for them.
     arguments = build_parser().parse_args(argv)
+    refuse_empty(vars(arguments))
     if arguments.command == "doctor":
         return _doctor(arguments)
     if arguments.command == "checkpoints":
@@ -71,12 +74,9 @@ def _main(argv: Sequence[str]) -> int:
         return report(arguments.runs, arguments.output)
     if arguments.command == "run":
         return _run(arguments)
-    if arguments.command == "simulate":
-        return _simulate(arguments)
-    if arguments.command == "plan":
-        return _plan(arguments)
-    if arguments.command == "calibrate":
-        return calibration.run(arguments)
+    if arguments.command in BEFORE_A_RUN:
+        with stoppable(STOPPED):
+            return BEFORE_A_RUN[arguments.command](arguments)
     return _launch(arguments)
 
 
@@ -165,6 +165,10 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     print(plan(arguments.recipe, rest, options))
     return 0
+
+
+BEFORE_A_RUN = {"simulate": _simulate, "plan": _plan, "calibrate": calibration.run}
+"""Commands that write at their end, if at all."""
 
 
 def _export(arguments: argparse.Namespace) -> int:

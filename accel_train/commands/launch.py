@@ -17,7 +17,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_train.commands.bundled import find_recipe
 from accel_train.config import UsageError, expand_path
@@ -50,7 +50,18 @@ FORWARDED: dict[signal.Signals, signal.Signals] = {
     signal.SIGHUP: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGTERM,
 }
-STOPPED_EARLY = "asked to stop before training began; start the same command again to resume (exit code 75)"
+
+
+class Early(NamedTuple):
+    """The end of a launch that is asked to stop before its program answers a signal."""
+
+    text: str
+    code: int
+
+
+STOPPED_EARLY = Early(
+    "asked to stop before training began; start the same command again to resume (exit code 75)", EXIT_PREEMPTED
+)
 
 
 @dataclass(frozen=True)
@@ -68,10 +79,10 @@ class Launch:
     main_process_port: int | None = None
 
 
-def launch(request: Launch, *, rehearsal: bool = False) -> int:
+def launch(request: Launch, *, rehearsal: bool = False, early: Early = STOPPED_EARLY) -> int:
     """Run the recipe to its end and return its exit code (0 done, 2 usage error, 75 preempted, else 1)."""
     # Entered before the slow import of Accelerate, so that a signal meanwhile gives exit code 75.
-    with _SignalRelay() as relay:
+    with _SignalRelay(early) as relay:
         command, environment, num_machines = _prepare(request, rehearsal=rehearsal)
         code = _run(command, environment, relay)
         while code == EXIT_AGAIN:
@@ -246,8 +257,10 @@ def _check_rendezvous(machine: MachineConfig, request: Launch) -> None:
 class _SignalRelay:
     """Forwards signals from the launcher to its child. Before the child exists, a signal ends the launcher."""
 
-    def __init__(self) -> None:
+    def __init__(self, early: Early) -> None:
         self.stopped = False
+        self._early: Early = early
+        self._has_said = False
         self._child: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> _SignalRelay:
@@ -265,7 +278,17 @@ class _SignalRelay:
     def wait_for(self, child: subprocess.Popen[bytes]) -> int:
         """Return the exit code of the child."""
         self._child = child
+        if self.stopped:
+            # Python drops the exit below if the signal came within a callback, such as those around a fork.
+            child.send_signal(signal.SIGTERM)
         return child.wait()
+
+    def end_early(self) -> int:
+        """Print once that the launch ends before its program answers a signal, and return the exit code."""
+        if not self._has_said:
+            print(self._early.text, file=sys.stderr, flush=True)
+        self._has_said = True
+        return self._early.code
 
     def begin_again(self) -> None:
         """Forget the ended child. Until the next one starts, a signal ends the launcher."""
@@ -275,8 +298,7 @@ class _SignalRelay:
         self.stopped = True
         # A child being started right now dies with this process.
         if self._child is None:
-            print(STOPPED_EARLY, file=sys.stderr, flush=True)
-            raise SystemExit(EXIT_PREEMPTED)
+            raise SystemExit(self.end_early())
         self._child.send_signal(FORWARDED[signal.Signals(number)])
 
 
@@ -297,7 +319,6 @@ def _run(command: Sequence[str], environment: dict[str, str], relay: _SignalRela
     if reported:
         return reported
     if reported is None and relay.stopped:
-        print(STOPPED_EARLY, file=sys.stderr, flush=True)
-        return EXIT_PREEMPTED
+        return relay.end_early()
     # A negative code means that a signal killed the child.
     return code if code > 0 else 1

@@ -13,6 +13,7 @@ A ring enters and leaves each machine once, so that all ports of its processes s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -82,6 +83,15 @@ class Machines:
         """Return how many of a group's processes are in one machine, and over how many machines it extends."""
         members = min(size, math.ceil(self.gpus / stride))
         return members, math.ceil(size / members)
+
+    def refuse_idle(self, numbers: Sequence[int]) -> None:
+        """Raise ``UsageError`` for a link between machines if each of the numbers of processes is within one."""
+        if self.network is not None and max(numbers) <= self.gpus:
+            raise UsageError(
+                f"link: {self.name}: {max(numbers):,} process(es) are within one machine of {self.gpus} GPUs, so that "
+                f"nothing is sent between machines; leave --link out, give more --num_processes than {self.gpus}, or a "
+                "smaller --gpus_per_machine"
+            )
 
     def refuse(self, processes: int) -> None:
         """Raise ``UsageError`` if so many processes do not fill machines, or have no link between them."""

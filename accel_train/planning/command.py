@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from accel_train.commands.bundled import find_recipe
+from accel_train.config import UsageError
 from accel_train.cost_model.devices import DEFAULT, rated
 from accel_train.cost_model.rates import Rates
 from accel_train.planning import report, writing
@@ -21,7 +22,10 @@ from accel_train.planning.simulator import Simulator
 
 
 def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
-    """Return the output of the command. Raises ``UsageError`` if nothing fits or a start would refuse the config."""
+    """Return the output of the command. Raises ``UsageError`` if nothing fits or a start would refuse the config.
+
+    One about the files of ``--write`` is raised before the search if it can be known, else behind the printed plan.
+    """
     if options.write is not None:
         # Refused before a search that may take minutes.
         writing.paths_in(options.write)
@@ -45,7 +49,12 @@ def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
     if options.write is None:
         return text
     command = shlex.join(["accel-train", "plan", recipe, *arguments, *_flags(options)])
-    launch, preset = writing.write(options.write, command, found.chosen.candidate, options.gpus, loaded)
+    try:
+        launch, preset = writing.write(options.write, command, found.chosen.candidate, options.gpus, loaded)
+    except UsageError:
+        # The plan itself is found, and its search may have taken minutes.
+        print(text, flush=True)
+        raise
     # Nothing behind the JSON, so that programs can parse the output.
     if options.as_json:
         return text

@@ -183,11 +183,15 @@ def _nothing_fits(space: Space, budget: Budget, chains: Sequence[Chain], config:
     needed = found.needed_gib(budget)
     enough = _enough(budget, needed)
     helps = [*_more_host_memory(budget, chains), f"a GPU of {enough:.1f} GiB"]
-    helps += _remedies(space, budget, config, found)
+    rules = [f"{name} {gib:.2f}" for name, gib in budget.parts_gib(found.tensors).items()]
+    # With no tensor at all it would not fit: nothing that makes them smaller helps.
+    if budget.needed_gib(0) <= replace(budget, share=1.0).limit_gib:
+        helps += _remedies(space, budget, config, found)
     return (
         f"vram_gib: {budget.vram_gib:g}: nothing fits into {budget.limit_gib:.2f} GiB, {_share(budget)}; the smallest "
         f"that was found needs {needed:.2f} GiB ({found.candidate}): weights, gradients, optimizer and EMA take "
-        f"{states:.2f}, activations {activations:.2f}. What helps: {'; '.join(helps)}"
+        f"{states:.2f}, activations {activations:.2f}; beside all tensors {', '.join(rules)}. What helps: "
+        f"{'; '.join(helps)}"
     )
 
 
@@ -218,6 +222,16 @@ def _share(budget: Budget) -> str:
     return text if budget.share == 1 else f"{budget.share:.0%} of what is left by a margin of {budget.margin_gib:.2f}"
 
 
+def _more_gpus_can_help(space: Space, budget: Budget, found: Probe) -> bool:
+    """Return False if it would not fit with all its states on other GPUs, or no more of them divide the batch."""
+    size = found.candidate.micro_batch_size
+    # A smaller share of the batch may be a single micro-batch, of one sample at least.
+    spared = found.states + found.by_category[ledger.UNREDUCED]
+    spared += found.by_category[ledger.ACTIVATIONS] * (size - 1) // size
+    several = replace(budget, processes=max(2, budget.processes))
+    return space.gpus < space.global_batch_size and several.needed_gib(found.tensors - spared) <= several.limit_gib
+
+
 def _remedies(space: Space, budget: Budget, config: Any, found: Probe) -> list[str]:
     """Return possible remedies, the least harmful first."""
     remedies: list[str] = []
@@ -228,7 +242,8 @@ def _remedies(space: Space, budget: Budget, config: Any, found: Probe) -> list[s
     # A flag with the smallest value is not the cause, and leaving it out helps nothing.
     larger = [name for name in sorted(space.fixed) if values[name] != smallest_values[name]]
     remedies += [f"without --{name} a smaller value is tried" for name in larger]
-    remedies.append(f"more --gpus than {space.gpus}, over which {LAUNCH_FILES['fsdp2']} divides the states")
+    if _more_gpus_can_help(space, budget, found):
+        remedies.append(f"more --gpus than {space.gpus}, over which {LAUNCH_FILES['fsdp2']} divides the states")
     if config.precision == "fp32":
         remedies.append("--precision bf16, which halves most activations")
     unreduced = found.by_category[ledger.UNREDUCED] / GIB

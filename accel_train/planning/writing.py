@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 from accel_train.commands.bundled import folder
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError, expand_path, refuse_unusable_folder, refuse_unwritable
 from accel_train.options.loading import Loaded
 from accel_train.options.tree import Tree, experiment_tree, flatten, tree_text
 from accel_train.planning.candidates import BLOCKS, LAUNCH_FILES, MICRO_BATCH, MODE, Candidate
@@ -16,15 +15,17 @@ from accel_train.store.atomic_files import replace_file
 
 LAUNCH = "launch.yaml"
 PRESET = "preset.yaml"
+REMEDY = "a directory with write access and free space is required; give another"
 
 
 def paths_in(directory: str) -> tuple[Path, Path]:
-    """Return the paths of launch file and preset. Raises ``UsageError`` if one is there already or cannot be."""
+    """Return the paths of launch file and preset. Raises ``UsageError`` if one is there already or cannot be made."""
     place = expand_path(directory)
     # The directory itself need not exist, and then its nearest parent decides.
     existing = next(path for path in (place, *place.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
+    if not existing.is_dir():
         raise UsageError(f"write: {place}: nothing can be written into {existing}; a directory of yours is required")
+    refuse_unusable_folder(f"write: {place}", place, REMEDY)
     paths = place / LAUNCH, place / PRESET
     for path in paths:
         if path.exists():
@@ -33,14 +34,16 @@ def paths_in(directory: str) -> tuple[Path, Path]:
 
 
 def write(directory: str, command: str, candidate: Candidate, gpus: int, loaded: Loaded[Any]) -> tuple[Path, Path]:
-    """Write both files into ``directory`` and return their paths. Raises ``UsageError`` if one is there already."""
+    """Write both files into ``directory`` and return their paths. Raises ``UsageError`` if it cannot."""
     # Asked again: the search since the first check may have taken minutes.
     launch, preset = paths_in(directory)
-    launch.parent.mkdir(parents=True, exist_ok=True)
     # An argument may have several lines, and each has to stay a comment.
     head = "".join(f"# {line}\n" for line in f"Written by: {command}".splitlines())
-    replace_file(launch, (head + launch_text(candidate.strategy, gpus)).encode())
-    replace_file(preset, (head + tree_text(planned_tree(loaded, candidate))).encode())
+    texts = {launch: launch_text(candidate.strategy, gpus), preset: tree_text(planned_tree(loaded, candidate))}
+    with refuse_unwritable(f"write: {launch.parent}", REMEDY):
+        launch.parent.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            replace_file(path, (head + text).encode())
     return launch, preset
 
 

@@ -13,14 +13,15 @@ from typing import Any
 
 from accel_train.commands.bundled import find_recipe
 from accel_train.commands.launch import Launch, accelerate_settings, launch_environment, read_machine
-from accel_train.config import UsageError
+from accel_train.config import UsageError, refuse_unwritable
+from accel_train.cost_model.scaling import Scaling
 from accel_train.cost_model.steps import timing_of
 from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.launch_files.parents import killed_with_parent
 from accel_train.launch_files.requested import REHEARSAL_VARIABLE
 from accel_train.simulation.flags import DEVICE_TYPE, REPORT, REQUEST, Options
 from accel_train.simulation.refusals import refuse_machine
-from accel_train.simulation.report import Simulated, describe, draw, scaling_of, table
+from accel_train.simulation.report import REMEDY, Simulated, describe, draw, picture_path, scaling_of, table
 
 PORT = 29500
 """A port for the environment of a launch. Nothing listens on it or connects to it."""
@@ -29,32 +30,54 @@ PORT = 29500
 def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
     """Return the output of the command. Raises ``UsageError`` if a start would refuse, or cannot be simulated."""
     timing = None
+    if options.picture is not None:
+        picture_path(options.picture)
     if options.device is not None:
         # Refused before a simulation that takes its time.
         timing = timing_of(options.device, options.link, options.gpus_per_machine)
         if options.device_type is None and timing.is_cpu:
             options = replace(options, device_type="cpu")
     found: list[Simulated] = []
-    for number in options.num_processes:
-        request = Launch(
-            options.config_file,
-            recipe,
-            tuple(arguments),
-            num_processes=number,
-            main_process_port=PORT,
-        )
+    requests = _requests(recipe, arguments, options)
+    if timing is not None and options.link is not None:
+        timing.machines.refuse_idle([read_machine(request)[1].num_processes or 1 for request in requests])
+    for request in requests:
         simulated = _simulate_one(request, options)
         if timing is not None:
             simulated = replace(simulated, timed=timing.of(simulated.counted))
         found.append(simulated)
     scaling = scaling_of(found, is_weak=options.micro_batches is not None)
+    text = _text(found, scaling, options)
     if options.picture is not None:
-        draw(found[-1], scaling, Path(options.picture))
+        _draw(found[-1], scaling, options.picture, text)
+    return text
+
+
+def _requests(recipe: str, arguments: Sequence[str], options: Options) -> list[Launch]:
+    """Return a launch for each number of processes."""
+    words = tuple(arguments)
+    return [
+        Launch(options.config_file, recipe, words, num_processes=number, main_process_port=PORT)
+        for number in options.num_processes
+    ]
+
+
+def _text(found: Sequence[Simulated], scaling: Scaling | None, options: Options) -> str:
     if options.as_json:
         return json.dumps([simulated.as_json(scaling) for simulated in found], indent=2)
     if len(found) == 1:
         return describe(found[0])
     return table(found, scaling)
+
+
+def _draw(simulated: Simulated, scaling: Scaling | None, picture: str, text: str) -> None:
+    """Draw ``--picture``. ``text``, which is known by now, is printed before an error."""
+    try:
+        with refuse_unwritable(f"picture: {picture}", REMEDY):
+            draw(simulated, scaling, picture_path(picture))
+    except UsageError:
+        print(text, flush=True)
+        raise
 
 
 def _simulate_one(request: Launch, options: Options) -> Simulated:

@@ -30,6 +30,11 @@ def refuse_machine(machine: MachineConfig) -> None:
 
 def refuse_config(config: Any) -> None:
     """Refuse options of the experiment whose memory or collectives torch does not show operator by operator."""
+    if config.evaluate_only:
+        raise UsageError(
+            "evaluate_only: true: a simulation is of a training step, and such a start makes none; false is required. "
+            "Leave it out, or give --evaluate_only false"
+        )
     distributed = config.distributed
     limits = (
         Limit("compile.mode", config.compile.mode, ("off",), "a compiler decides by itself what it keeps"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_train.config import UsageError, expand_path, refuse_unusable_folder
 from accel_train.cost_model.report import EXACT, MODELLED, source_lines, time_lines
 from accel_train.cost_model.scaling import Point, Scaling
 from accel_train.simulation.ledger import BLOCK, CATEGORIES, GRADIENTS
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from accel_train.cost_model.steps import TimedStep
 
 MIB = 2**20
+REMEDY = "a directory with write access and free space is required; give another"
 HELD = ("parameters", "master weights", "buffers", "gradients", "optimizer state", "EMA")
 
 
@@ -217,6 +219,24 @@ def _row(counted: Mapping[str, Any]) -> tuple[str, ...]:
         readable_size(sum(row["sent"] for row in counted["collectives"])),
         f"{counted['flops']:.3g}",
     )
+
+
+def picture_path(text: str) -> Path:
+    """Return the path of ``--picture``. Raises ``UsageError`` unless a picture can be written there."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    path = expand_path(text)
+    endings = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in endings:
+        raise UsageError(
+            f"picture: {text}: a name with the ending of a picture is required: {', '.join(endings)}; give memory.png"
+        )
+    if path.is_dir():
+        raise UsageError(f"picture: {text}: is a directory; give the name of a file, such as {path}/memory.png")
+    if not path.parent.is_dir():
+        raise UsageError(f"picture: {text}: {path.parent} does not exist; make it, or give another file")
+    refuse_unusable_folder(f"picture: {text}", path.parent, REMEDY)
+    return path
 
 
 def draw(simulated: Simulated, scaling: Scaling | None, path: Path) -> None:

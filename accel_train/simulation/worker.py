@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     request = json.loads((folder / REQUEST).read_text())
     report: dict[str, Any]
     try:
-        found, notes = simulate_recipe(**request)
+        found, notes = simulate_recipe(**request, place=folder)
         report = {"counted": dataclasses.asdict(found.counted), "curve": curve(found.ledger), "notes": notes}
     except UsageError as error:
         report = {"refused": str(error)}
@@ -62,11 +62,13 @@ def simulate_recipe(
     micro_batches: int | None = None,
     device_type: DeviceType = "cuda",
     largest: int | None = None,
+    place: Path | None = None,
 ) -> tuple[StepCounted, list[str]]:
     """Run the recipe's ``main`` on fake tensors until a step is counted, as rank 0 of ``WORLD_SIZE``.
 
     ``step`` None is the middle of the run. With ``micro_batches`` the global batch follows the number of processes.
-    With ``largest`` no more than so many micro-batches of the step are run, those of most bytes.
+    With ``largest`` no more than so many micro-batches of the step are run, those of most bytes. The run directory is a
+    temporary one in ``place``, which a command deletes even if this process was killed.
     Returns the counts, and notes on differences from a real start.
     """
     module = import_recipe(find_recipe(recipe))
@@ -78,15 +80,12 @@ def simulate_recipe(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     # Of a launch with one process, set for DeepSpeed alone.
     if "WORLD_SIZE" in os.environ:
-        # Registers the backend as it is imported.
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        _connect(world_size)
     flags, notes = _global_batch(loaded.config, world_size, micro_batches)
-    with tempfile.TemporaryDirectory(prefix="accel-train-simulate-") as directory:
+    with tempfile.TemporaryDirectory(prefix="accel-train-simulate-", dir=place) as directory:
         # Nothing of the real run is touched or resumed.
         # Behind the user's own flags, because the last of equal ones wins.
-        words = [*arguments, *flags, "--output_dir", directory]
+        words = [*arguments, *flags, "--output_dir", directory, *_without_resume(loaded.config.resume, notes)]
         try:
             fake = FakeStep(step, device_type, largest=largest)
             with connecting(), simulating(fake), _samples_repeated(bool(flags)):
@@ -96,9 +95,24 @@ def simulate_recipe(
                 notes.append(OFFLOADED)
             return found, notes
     raise UsageError(
-        f"recipe {recipe!r}: its main ended before the first step (evaluate_only, or an option that only prepares); a "
+        f"recipe {recipe!r}: its main ended before the first step (an option that only prepares); a "
         "start that trains is required. Leave that option out"
     )
+
+
+def _connect(world_size: int) -> None:
+    # Registers the backend as it is imported.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+def _without_resume(resume: str, notes: list[str]) -> list[str]:
+    """Return flags in place of ``resume``, and note it: there is no run in the simulation's own directory."""
+    if resume == "auto":
+        return []
+    notes.append(f"resume: {resume}: left out, since a simulation reads no run and no checkpoint")
+    return ["--resume", "auto"]
 
 
 def _global_batch(config: Any, processes: int, micro_batches: int | None) -> tuple[list[str], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
@@ -10,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from accel_train.calibration import measuring, program, report
 from accel_train.calibration.flags import Options
+from accel_train.config import UsageError
 from accel_train.cost_model import record
+from accel_train.runtime import threads
 from tests import zygote
+from tests.calibration.made_up import made_up
 from tests.distributed.launching import ROOT, environment
 from tests.waiting import PATIENCE_SECONDS
 
@@ -65,6 +70,8 @@ def test_two_processes_measure_their_links(tmp_path: Path) -> None:
         (["--seconds", "0"], "seconds: 0: a number above 0"),
         (["--seconds", "nan"], "seconds: nan"),
         (["--output", "/none/there.json"], "output: /none/there.json: /none is no directory of yours"),
+        (["--output", "/proc/c.json"], r"output: /proc/c.json: cannot be written .*; give another"),
+        (["--output", ""], "output: '': empty text is refused"),
         (["--output", "here.yaml"], "output: .*a name that ends in .json"),
         (["--precision", "fp16"], "precision: fp16: a GPU is required"),
     ],
@@ -88,6 +95,20 @@ def test_a_foreign_file_is_refused_before_anything_is_measured(tmp_path: Path) -
     assert done.returncode == 2
     assert "exists and is no file of accel-train calibrate" in done.stderr
     assert json.loads(file.read_text()) == {"name": "mine"}
+
+
+def test_a_measurement_is_printed_if_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(measuring, "measure", lambda *_: made_up())
+    monkeypatch.setattr(threads, "resolve_threads", lambda _: "threads: 1")
+    monkeypatch.setattr(record, "write", fail)
+    with pytest.raises(UsageError, match=r"output: .*c\.json: cannot be written \(No space left on device\)"):
+        program.run(Options(tmp_path / "c.json"))
+    assert report.describe(made_up()) in capsys.readouterr().out
 
 
 def test_another_process_gets_the_same_options(tmp_path: Path) -> None:

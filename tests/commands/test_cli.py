@@ -42,6 +42,29 @@ def test_only_what_is_required_is_asked_for(words: list[str], missing: str, caps
 
 
 @pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["plan", "mmdit", "--gpus", "1", "--vram_gib", "24", "--write", ""], "write"),
+        (["simulate", "--picture", "", "mmdit"], "picture"),
+        (["simulate", "mmdit", "--config_file", ""], "config_file"),
+        (["drill", "mmdit", "--receipt", ""], "receipt"),
+        (["better", "a", "b", "--recipe", ""], "recipe"),
+        (["launch", "--config_file", "", "mmdit"], "config_file"),
+        (["run", "--anywhere", "--config_file", "", "mmdit"], "config_files"),
+        (["compare", "mmdit", "demo", "smoke", "--output", ""], "output"),
+        (["verify", "--output", "", "mmdit"], "output"),
+        (["report", "runs", "--output", ""], "output"),
+        (["report", ""], "runs"),
+        (["init", ""], "directory"),
+    ],
+    ids=" ".join,
+)
+def test_empty_text_is_refused(words: list[str], name: str) -> None:
+    with pytest.raises(UsageError, match=f"^{name}: '': empty text is refused, .*; give a value, or leave it out$"):
+        call(*words)
+
+
+@pytest.mark.parametrize(
     ("words", "meant"),
     [
         ("blam runs/x", "blame"),

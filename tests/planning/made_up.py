@@ -9,7 +9,7 @@ from accel_train.cost_model.work import Work
 from accel_train.planning.candidates import MODES, OFFLOADS, Candidate, Space, divisors
 from accel_train.planning.memory import GIB
 from accel_train.planning.probe import Probe
-from accel_train.simulation.ledger import CATEGORIES
+from accel_train.simulation.ledger import CATEGORIES, PARAMETERS, UNREDUCED
 
 STATES = {"single": 8.0, "ddp": 8.0, "fsdp2": 2.0, "zero2_offload": 1.5, "zero3_offload": 0.5}
 """GiB."""
@@ -42,10 +42,9 @@ def made_up(candidate: Candidate, micro_batches: int, held: Mapping[str, int] | 
     # Each block that is not checkpointed keeps what it keeps without.
     kept = part * KEPT[candidate.mode] + (1 - part) * KEPT["none"]
     recomputed = part * RECOMPUTED[candidate.mode] + (1 - part) * RECOMPUTED["none"]
-    gib = STATES[strategy] + kept * size
-    if micro_batches > 1 and strategy not in OFFLOADS:
-        # Gradients beside the activations of the next micro-batch.
-        gib += 2.0
+    # Gradients beside the activations of the next micro-batch.
+    unreduced = 2.0 if micro_batches > 1 and strategy not in OFFLOADS else 0.0
+    gib = STATES[strategy] + kept * size + unreduced
     passes = 1 if strategy in ("single", "ddp") else micro_batches
     seconds = recomputed * size * micro_batches / 64 + LAUNCHED * micro_batches
     states = round(STATES[strategy] * GIB)
@@ -56,7 +55,7 @@ def made_up(candidate: Candidate, micro_batches: int, held: Mapping[str, int] | 
         candidate=candidate,
         micro_batches=micro_batches,
         simulated=min(micro_batches, 3),
-        by_category=dict.fromkeys(CATEGORIES, 0) | {"parameters": states},
+        by_category=dict.fromkeys(CATEGORIES, 0) | {PARAMETERS: states, UNREDUCED: round(unreduced * GIB)},
         tensors=round(gib * GIB),
         place="backward of it",
         work=Work(copied=on_host, on_host=on_host),

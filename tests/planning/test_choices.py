@@ -161,6 +161,26 @@ def test_nothing_fits_says_the_smallest_and_what_helps() -> None:
     assert "--precision bf16" in text
 
 
+def test_nothing_fits_where_the_rules_alone_exceed_the_memory() -> None:
+    with pytest.raises(UsageError) as error:
+        made_plan(0.3, gpus=1)
+    text = str(error.value)
+    assert "CUDA context 0.50, workspaces 0.06, fragmentation 0.51" in text
+    assert re.search(r"What helps: a GPU of [0-9.]+ GiB$", text)
+
+
+def test_more_gpus_are_proposed_only_where_they_can_help() -> None:
+    # One sample has 0.125 GiB, and several processes have NCCL's buffers. A single micro-batch adds up no gradients.
+    enough = 0.125 * 1.05 + 1.0625
+    for limit, helps in ((enough - 0.01, False), (enough + 0.01, True)):
+        with pytest.raises(UsageError) as error:
+            made_plan(limit, gpus=1)
+        assert ("more --gpus than 1" in str(error.value)) == helps
+    with pytest.raises(UsageError) as error:
+        made_plan(2.0, gpus=8, batch=8)
+    assert "more --gpus" not in str(error.value), "each GPU has one sample already"
+
+
 @pytest.mark.parametrize(("margin", "goal"), [(None, "speed"), (0.5, "speed"), (None, "balanced")])
 def test_the_gpu_that_helps_is_large_enough(margin: float | None, goal: Goal) -> None:
     given = space(8, 512)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,15 @@ from accel_train.launch_files.machine_config import read_machine_config
 from accel_train.metrics.records import read_metrics
 from accel_train.options.loading import Loaded, config_of
 from accel_train.options.tree import flatten, to_tree
+from accel_train.planning import command, writing
 from accel_train.planning.candidates import LAUNCH_FILES, Candidate
+from accel_train.planning.flags import Options
 from accel_train.planning.simulator import Simulator
 from accel_train.planning.writing import LAUNCH, PRESET, paths_in, write
 from recipes import mmdit
 from tests import zygote
 from tests.distributed.launching import PRESETS, RECIPE, ROOT, SMALL, environment
+from tests.planning.made_up import made_up
 from tests.waiting import PATIENCE_SECONDS
 
 ARGUMENTS = [*SMALL, "--max_steps", "2", "--schedule.warmup_steps", "1", "--evaluation.every", "2"]
@@ -130,13 +135,33 @@ def test_written_files_are_read_as_they_were_meant(strategy: str, tmp_path: Path
         write(str(tmp_path), "accel-train plan", Candidate(strategy, "full", 2), gpus, loaded)
 
 
+def test_a_plan_is_printed_if_its_files_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Simulator, "read_config", lambda _: read(["demo", *CHOSEN]))
+    monkeypatch.setattr(command, "_reporting", lambda *_: lambda candidate: made_up(candidate, 1))
+    monkeypatch.setattr(writing, "replace_file", fail)
+    options = Options(gpus=1, vram_gib=80.0, write=str(tmp_path / "planned"))
+    with pytest.raises(UsageError, match=r"write: .*planned: cannot be written \(No space left on device\)"):
+        command.plan("mmdit", CHOSEN, options)
+    assert capsys.readouterr().out == command.plan("mmdit", CHOSEN, replace(options, write=None)) + "\n"
+
+
 def test_a_place_that_takes_no_files_is_refused_before_the_search(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     for place in (file, file / "below"):
         with pytest.raises(UsageError, match=r"write: .*nothing can be written into .*file"):
             paths_in(str(place))
+    # Permissions say that a superuser may write there.
+    for place in ("/proc/x", "/proc"):
+        with pytest.raises(UsageError, match=f"write: {place}: cannot be written .*; give another"):
+            paths_in(place)
     assert paths_in(str(tmp_path / "a" / "b"))[0] == tmp_path / "a" / "b" / LAUNCH
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "the trial has left something"
 
 
 # Slow: ten seconds for the imports of a launcher; the files are read and trained from above.

@@ -176,9 +176,9 @@ def test_without_deepspeed_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert given.strategies == ("fsdp2", "ddp")
     (reason,) = (reason for name, reason in given.not_considered().items() if "ZeRO" in name)
     assert reason == "DeepSpeed is not installed: pip install 'accel-train[deepspeed]'"
-    chains, _ = searched(given, Budget(1.0, 0.0, 2))
+    chains, _ = searched(given, Budget(2.0, 0.0, 2))
     with pytest.raises(UsageError, match=r"pip install 'accel-train\[deepspeed\]', for zero2_offload"):
-        make_plan("mmdit", "speed", given, Budget(1.0, 0.0, 2), chains, config())
+        make_plan("mmdit", "speed", given, Budget(2.0, 0.0, 2), chains, config())
 
 
 def lines_of(text: str, *beginnings: str) -> Sequence[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,6 +35,7 @@ from tests.waiting import PATIENCE_SECONDS, until
 def options(**changed: Any) -> SimpleNamespace:
     """What the refusals read of a config, at the defaults."""
     values: dict[str, Any] = {
+        "evaluate_only": False,
         "compile": SimpleNamespace(mode="off"),
         "precision": "bf16",
         "offload_frozen": False,
@@ -73,6 +77,63 @@ def test_a_worker_ends_with_a_command_that_is_killed(words: list[str]) -> None:
     process.kill()
     process.wait()
     until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+
+
+def listens(program: psutil.Process) -> bool:
+    """Whether a calibration has taken SIGTERM from Python, which leaves it to the kernel."""
+    if not any(word.endswith("program.py") for word in program.cmdline()):
+        return False
+    (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{program.pid}/status").read_text())
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "begun"),
+    [
+        pytest.param(
+            ["plan", "mmdit", "base", "--gpus", "8", "--vram_gib", "24"],
+            signal.SIGINT,
+            "accel-train-plan-*/accel-train-simulate-*",
+            id="plan",
+        ),
+        pytest.param(
+            ["simulate", "mmdit", "base"],
+            signal.SIGTERM,
+            "accel-train-simulate-*/accel-train-simulate-*",
+            id="simulate",
+        ),
+        pytest.param(["calibrate", "--seconds", "60"], signal.SIGINT, "accel-train-*", id="calibrate"),
+    ],
+)
+def test_a_stopped_command_says_one_line_and_leaves_nothing(
+    words: list[str], number: signal.Signals, begun: str, tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    log = tmp_path / "log.txt"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "accel_train.cli", *words],
+            env=environment(TMPDIR=str(scratch), PYTHONPATH=str(ROOT)),
+            cwd=tmp_path,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            # A shell that runs the tests in the background ignores it, and so would this process.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+    until(lambda: process.poll() is not None or list(scratch.glob(begun)), log.read_text)
+    if words[0] == "calibrate":
+        until(lambda: any(map(listens, psutil.Process(process.pid).children())), log.read_text)
+    # As a terminal does, to the process and all that it has started.
+    os.killpg(process.pid, number)
+    assert process.wait(PATIENCE_SECONDS) == 128 + number, log.read_text()
+    said = log.read_text()
+    assert said.endswith("stopped; nothing was written\n")
+    assert said.count("stopped; ") == 1
+    assert "Traceback" not in said
+    assert not list(scratch.glob("accel-train-*"))
+    assert not list(tmp_path.glob("*.json"))
 
 
 def test_flags_may_stand_behind_the_recipe() -> None:
@@ -126,6 +187,12 @@ def test_numbers_of_processes_are_whole(text: str) -> None:
             "--device h200 --link roce-100 --num_processes 8,20",
             r"gpus_per_machine: 8: 20 processes do not fill .*give --gpus_per_machine 5, or --num_processes 16",
         ),
+        (
+            "--device h200 --link roce-100 --num_processes 4,8",
+            r"link: roce-100: 8 process\(es\) are within one machine of 8 GPUs.*leave --link out, give more "
+            "--num_processes than 8",
+        ),
+        ("--device h200 --link roce-100", r"link: roce-100: 1 process\(es\) are within one machine"),
         ("--device h20 --num_processes 8", r"device: h20: one of the table is required.*did you mean 'h200'\?"),
     ],
 )
@@ -147,6 +214,7 @@ def test_link_and_gpus_of_a_machine_are_read_on_both_sides() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"evaluate_only": True}, "evaluate_only: true: a simulation is of a training step.*Leave it out"),
         ({"precision": "fp16"}, "precision: fp16: .*fp32 or bf16 is required"),
         ({"compile": SimpleNamespace(mode="default")}, "compile.mode: default: .*off is required"),
         ({"offload_frozen": True}, "offload_frozen: true: .*Give --offload_frozen false"),
@@ -204,6 +272,12 @@ def test_steps_are_counted_from_one_as_in_log_lines(tmp_path: Path) -> None:
     assert refused.startswith("step: 4: the run has steps 1 to 3; ")
 
 
+def test_a_simulation_resumes_nothing(tmp_path: Path) -> None:
+    """Its run directory is a temporary one, without the checkpoint that the option demands."""
+    found = simulated(Layout("single", 1), tmp_path, "--resume", "must")
+    assert found["notes"] == ["resume: must: left out, since a simulation reads no run and no checkpoint"]
+
+
 def test_more_processes_than_samples_are_simulated_with_a_note(tmp_path: Path) -> None:
     """The data has fewer samples than the enlarged batch."""
     found = simulated(Layout("ddp", 512), tmp_path)
@@ -235,7 +309,30 @@ def test_casts_are_those_of_the_device_type(tmp_path: Path) -> None:
     assert peaks["cuda"] > peaks["cpu"]
 
 
-def test_the_command_prints_a_table_and_the_same_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("x.txt", r"picture: x\.txt: .*ending of a picture is required: .*png, .*; give memory\.png"),
+        ("x", "picture: x: .*ending of a picture"),
+        ("{}/none/x.png", "picture: .*/none does not exist; make it"),
+        ("{}", "picture: .*is a directory; give .*/memory.png"),
+        ("/proc/x.png", "picture: /proc/x.png: cannot be written"),
+    ],
+)
+def test_a_place_that_takes_no_picture_is_refused_before_the_simulation(
+    place: str, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    # The recipe, which there is not, would be refused as soon as a simulation is prepared.
+    with pytest.raises(UsageError, match=message):
+        simulate("none", [], replace(ANYTHING, picture=place.format(folder)))
+    assert list(folder.iterdir()) == []
+
+
+def test_the_command_prints_a_table_and_the_same_as_json(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     @cache
     def one(request: Any, options: Options) -> Any:
         folder = tmp_path / str(request.num_processes)
@@ -253,6 +350,15 @@ def test_the_command_prints_a_table_and_the_same_as_json(monkeypatch: pytest.Mon
     assert lines[1].split()[-1] == "FLOPs"
     assert [line.split()[:2] for line in lines[2:4]] == [["2", "16"], ["16", "16"]]
     height = height_of(picture)
+    assert capsys.readouterr().out == ""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full, pytest.raises(UsageError, match=r"picture: .*\(No space left on device\)"):
+        full.setattr(command, "draw", fail)
+        simulate("mmdit", SMALL, asked)
+    assert capsys.readouterr().out.splitlines() == lines
     assert "time" not in json.loads(simulate("mmdit", SMALL, replace(asked, as_json=True)))[0]
 
     named = replace(asked, device="h100-sxm", link="infiniband-ndr")
