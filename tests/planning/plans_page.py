@@ -158,7 +158,7 @@ TABLES = (
         "base",
         "The same where DeepSpeed is installed, on machines that need its [offload](planning.md#offload).",
         gpus=(1,),
-        gib=(6, 8, 12, 16, 24),
+        gib=(6, 8, 12),
         deepspeed=True,
     ),
     Table(
