@@ -251,7 +251,10 @@ class ExperimentConfig:
         notices: list[str] = []
         for option, origin in replaced_options(self).items():
             *_, flag = origin.rpartition(" --")
-            notices.append(f"{option}: {origin} {values[flag]}" if flag in values else f"{option}: {origin}")
+            notice = f"{option}: {origin}"
+            if flag in values:
+                notice += f" {values[flag]}"
+            notices.append(notice)
         return notices
 
     @classmethod

@@ -101,7 +101,9 @@ class Supervisor:
         self.segments = record.load(self.directory)
         while True:
             count = self._wait_for_devices()
-            layout = None if self.stops.requested else self._choose(count)
+            if self.stops.requested:
+                return self._stopped()
+            layout = self._choose(count)
             if layout is None:
                 return self._stopped()
             ended = self._start(layout)

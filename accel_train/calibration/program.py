@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from accel_train.calibration.flags import REMEDY, STOPPED, Options, add_flags, is_launched, options_of
 from accel_train.config import UsageError, refuse_unwritable
-from accel_train.runtime.exiting import exit_with, stoppable
+from accel_train.runtime.early_stop import stoppable
+from accel_train.runtime.exiting import exit_with
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,8 @@ from accel_train.config import refuse_empty
 from accel_train.drill import command as drilling
 from accel_train.planning import flags as planning
 from accel_train.rerun import arguments as rerun
-from accel_train.runtime.exiting import exit_with, stoppable
+from accel_train.runtime.early_stop import stoppable
+from accel_train.runtime.exiting import exit_with
 from accel_train.simulation.flags import read_arguments
 from accel_train.verification import command as verification
 

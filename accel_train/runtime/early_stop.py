@@ -1,16 +1,20 @@
 """Stop before there is anything to save, while data is prepared or a model is built.
 
-The process ends at once. Nothing is lost, and an interrupted file in a cache is no worse than after a crash.
+The process ends at once. Nothing is lost, and an interrupted file in a cache is no worse than after a crash. Commands
+that train nothing end in the same way (``stoppable``).
 """
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -186,3 +190,43 @@ def listened() -> list[signal.Signals]:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
     return numbers
+
+
+# ------------------------------------------------------------------------------------------- commands without training
+class _Stopped(BaseException):
+    """Raised by a signal, with its number. No ``except Exception`` catches it."""
+
+
+@contextmanager
+def stoppable(text: str) -> Generator[None]:
+    """End at Ctrl-C, SIGTERM or SIGHUP in the body with ``text`` and exit code 128 + signal. Main thread only.
+
+    Every ``finally`` in the body runs first, and so temporary folders are deleted.
+    """
+
+    times = [-math.inf]
+
+    def stop(number: int, _: FrameType | None) -> None:
+        times.append(time.monotonic())
+        # One Ctrl-C may come twice, from terminal and launcher, and must not interrupt the cleanup. A later one counts:
+        # Python drops an exception in a callback, such as those around a fork.
+        if times[-1] - times[-2] > 2:
+            raise _Stopped(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # nohup ignores SIGHUP for the process, and a shell SIGINT for one in the background.
+    before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    except _Stopped as stopped:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        if os.environ.get("RANK", "0") == "0":
+            print(text, file=sys.stderr, flush=True)
+        raise SystemExit(128 + stopped.args[0]) from None
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is stop:
+                signal.signal(number, handler)

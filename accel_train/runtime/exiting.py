@@ -7,17 +7,15 @@ import functools
 import gc
 import json
 import logging
-import math
 import os
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn, TextIO
 
 from accel_train.config import UsageError, requested_output_dir
@@ -188,49 +186,11 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         code = EXIT_PREEMPTED
     if code is None:
         code = 0
-    launcher = _launcher() if code == EXIT_PREEMPTED and not asks_again and _rank() == "0" else None
-    if launcher is not None:
-        print(_ignorable(launcher, "this run has stopped as it was asked to"), file=sys.stderr, flush=True)
+    if code == EXIT_PREEMPTED and not asks_again and _rank() == "0":
+        launcher = _launcher()
+        if launcher is not None:
+            print(_ignorable(launcher, "this run has stopped as it was asked to"), file=sys.stderr, flush=True)
     _leave(int(code), reported=EXIT_AGAIN if asks_again else int(code))
-
-
-class _Stopped(BaseException):
-    """Raised by a signal, with its number. No ``except Exception`` catches it."""
-
-
-@contextmanager
-def stoppable(text: str) -> Generator[None]:
-    """End at Ctrl-C, SIGTERM or SIGHUP in the body with ``text`` and exit code 128 + signal. Main thread only.
-
-    Every ``finally`` in the body runs first, and so temporary folders are deleted.
-    """
-
-    times = [-math.inf]
-
-    def stop(number: int, _: FrameType | None) -> None:
-        times.append(time.monotonic())
-        # One Ctrl-C may come twice, from terminal and launcher, and must not interrupt the cleanup. A later one counts:
-        # Python drops an exception in a callback, such as those around a fork.
-        if times[-1] - times[-2] > 2:
-            raise _Stopped(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    # nohup ignores SIGHUP for the process, and a shell SIGINT for one in the background.
-    before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, stop)
-    try:
-        yield
-    except _Stopped as stopped:
-        for number in before:
-            signal.signal(number, signal.SIG_IGN)
-        if _rank() == "0":
-            print(text, file=sys.stderr, flush=True)
-        raise SystemExit(128 + stopped.args[0]) from None
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is stop:
-                signal.signal(number, handler)
 
 
 def discard_unread_output() -> bool:

@@ -71,7 +71,6 @@ TESTED: Mapping[str, Tested] = {
             "torch._C": "simulation: whether a backward runs; replay --upgrade: its node",
             "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "simulation: operations of attention",
             "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "simulation: the same",
-            "torch.ops.aten._to_copy": "selective checkpointing: casts, which autocast makes once or several times",
             "torch.testing._internal.distributed.fake_pg.FakeStore": "simulation: processes that are not there",
             "torch.utils.cpp_extension._get_build_directory": "DeepSpeed's build: folder of a stale lock",
             "_cdata": "UntypedStorage: its identity",

@@ -91,7 +91,9 @@ class ModeConfig:
 
     def describe(self) -> str:
         """Return the option that decides the modes, with its value."""
-        return f"modes.weights {_as_flag(self.weights)}" if self.mode == "mixed" else f"modes.mode {self.mode}"
+        if self.mode == "mixed":
+            return f"modes.weights {_as_flag(self.weights)}"
+        return f"modes.mode {self.mode}"
 
     def _refuse_unread(self) -> None:
         phases = self.parsed() or [phase_of_step(self, 0)]
