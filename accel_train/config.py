@@ -33,8 +33,12 @@ class WithoutEffectError(UsageError):
         """Their dotted names."""
 
 
+WRITABLE = "a directory with write access and free space is required; give another"
+"""Remedy for a place that cannot be written."""
+
+
 @contextmanager
-def refuse_unwritable(place: str, remedy: str) -> Generator[None]:
+def refuse_unwritable(place: str, remedy: str = WRITABLE) -> Generator[None]:
     """Raise errors of the disk as ``UsageError``. ``place`` is the path, after its option if it has one."""
     try:
         yield
@@ -42,7 +46,7 @@ def refuse_unwritable(place: str, remedy: str) -> Generator[None]:
         raise UsageError(f"{place}: cannot be written ({error.strerror or error}); {remedy}") from None
 
 
-def refuse_unusable_folder(place: str, folder: Path, remedy: str) -> None:
+def refuse_unusable_folder(place: str, folder: Path) -> None:
     """Raise ``UsageError`` unless a file can be made in ``folder``. Leaves nothing behind, nor a parent that it made.
 
     By trial, because a superuser may write everywhere by the permissions, and cannot in /proc or on a full disk.
@@ -50,7 +54,7 @@ def refuse_unusable_folder(place: str, folder: Path, remedy: str) -> None:
     missing: list[Path] = []
     # A name of its own, since several processes may ask at once.
     trial = folder / f".accel-train-trial-{os.getpid()}"
-    with refuse_unwritable(place, remedy):
+    with refuse_unwritable(place):
         try:
             missing += [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)

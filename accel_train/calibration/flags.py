@@ -14,7 +14,6 @@ from accel_train.config import UsageError, expand_path, refuse_unusable_folder
 HELP = "measure the rates of this machine, and write them to a file for accel-train plan --device FILE"
 DEFAULT_OUTPUT = "calibration.json"
 DEFAULT_SECONDS = 20.0
-REMEDY = "a directory with write access and free space is required; give another"
 STOPPED = "stopped; nothing was written"
 LAUNCHED = ("RANK", "WORLD_SIZE")
 """Variables of a process started by torchrun or accelerate launch."""
@@ -72,5 +71,5 @@ def _output(text: str) -> Path:
     # Refused before the measurement. Another calibration may be replaced, and the writing looks whether it is one.
     if path.suffix != ".json":
         raise UsageError(f"output: {path}: a name that ends in .json is required, by which --device knows the file")
-    refuse_unusable_folder(f"output: {path}", folder, REMEDY)
+    refuse_unusable_folder(f"output: {path}", folder)
     return path

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_train.calibration.flags import REMEDY, STOPPED, Options, add_flags, is_launched, options_of
+from accel_train.calibration.flags import STOPPED, Options, add_flags, is_launched, options_of
 from accel_train.config import UsageError, refuse_unwritable
 from accel_train.runtime.early_stop import stoppable
 from accel_train.runtime.exiting import exit_with
@@ -72,7 +72,7 @@ def run(options: Options) -> int:
 def _write(path: Path, found: Calibration) -> None:
     from accel_train.cost_model import record
 
-    with refuse_unwritable(f"output: {path}", REMEDY):
+    with refuse_unwritable(f"output: {path}"):
         record.write(path, found)
     print(f"written: {path}", flush=True)
 

@@ -15,7 +15,6 @@ from accel_train.store.atomic_files import replace_file
 
 LAUNCH = "launch.yaml"
 PRESET = "preset.yaml"
-REMEDY = "a directory with write access and free space is required; give another"
 
 
 def paths_in(directory: str) -> tuple[Path, Path]:
@@ -25,7 +24,7 @@ def paths_in(directory: str) -> tuple[Path, Path]:
     existing = next(path for path in (place, *place.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise UsageError(f"write: {place}: nothing can be written into {existing}; a directory of yours is required")
-    refuse_unusable_folder(f"write: {place}", place, REMEDY)
+    refuse_unusable_folder(f"write: {place}", place)
     paths = place / LAUNCH, place / PRESET
     for path in paths:
         if path.exists():
@@ -40,7 +39,7 @@ def write(directory: str, command: str, candidate: Candidate, gpus: int, loaded:
     # An argument may have several lines, and each has to stay a comment.
     head = "".join(f"# {line}\n" for line in f"Written by: {command}".splitlines())
     texts = {launch: launch_text(candidate.strategy, gpus), preset: tree_text(planned_tree(loaded, candidate))}
-    with refuse_unwritable(f"write: {launch.parent}", REMEDY):
+    with refuse_unwritable(f"write: {launch.parent}"):
         launch.parent.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
             replace_file(path, (head + text).encode())

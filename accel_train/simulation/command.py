@@ -21,7 +21,7 @@ from accel_train.launch_files.parents import killed_with_parent
 from accel_train.launch_files.requested import REHEARSAL_VARIABLE
 from accel_train.simulation.flags import DEVICE_TYPE, REPORT, REQUEST, Options
 from accel_train.simulation.refusals import refuse_machine
-from accel_train.simulation.report import REMEDY, Simulated, describe, draw, picture_path, scaling_of, table
+from accel_train.simulation.report import Simulated, describe, draw, picture_path, scaling_of, table
 
 PORT = 29500
 """A port for the environment of a launch. Nothing listens on it or connects to it."""
@@ -73,7 +73,7 @@ def _text(found: Sequence[Simulated], scaling: Scaling | None, options: Options)
 def _draw(simulated: Simulated, scaling: Scaling | None, picture: str, text: str) -> None:
     """Draw ``--picture``. ``text``, which is known by now, is printed before an error."""
     try:
-        with refuse_unwritable(f"picture: {picture}", REMEDY):
+        with refuse_unwritable(f"picture: {picture}"):
             draw(simulated, scaling, picture_path(picture))
     except UsageError:
         print(text, flush=True)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from accel_train.cost_model.steps import TimedStep
 
 MIB = 2**20
-REMEDY = "a directory with write access and free space is required; give another"
 HELD = ("parameters", "master weights", "buffers", "gradients", "optimizer state", "EMA")
 
 
@@ -235,7 +234,7 @@ def picture_path(text: str) -> Path:
         raise UsageError(f"picture: {text}: is a directory; give the name of a file, such as {path}/memory.png")
     if not path.parent.is_dir():
         raise UsageError(f"picture: {text}: {path.parent} does not exist; make it, or give another file")
-    refuse_unusable_folder(f"picture: {text}", path.parent, REMEDY)
+    refuse_unusable_folder(f"picture: {text}", path.parent)
     return path
 
 

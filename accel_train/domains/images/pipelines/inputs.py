@@ -183,14 +183,14 @@ def prepare_inputs(
     )
     # Before pictures are encoded, so that text encoders and the VAE's activations need not fit together.
     freed = encoding.drop_text_encoders(pipeline)
-    vae = encoding.identity_of_vae(pipeline, base)
+    vae_id = encoding.identity_of_vae(pipeline, base)
     encode = partial(encoding.encode_pictures, pipeline.vae)
 
     def with_latents(data: PictureDataset, masks: Masks | None = None) -> CachedPictures:
         latents = None
         # A crop that is drawn anew each time has no latent to keep.
         if not data.view.random_crop:
-            latents = cached_latents(data, encode, vae, pictures.cache, cap_bytes=config.cap_bytes, filling=filling)
+            latents = cached_latents(data, encode, vae_id, pictures.cache, cap_bytes=config.cap_bytes, filling=filling)
         return CachedPictures(data, latents, texts, masks)
 
     train: Any = with_latents(pictures.train, masks)
