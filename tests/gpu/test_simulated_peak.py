@@ -24,9 +24,10 @@ STEPS, WARM_UP = 16, 3
 """Steps of a run, and those before what is measured of it."""
 SECONDS = 0.15
 """By how much the planned time of a step may differ from the measured one."""
-MODEL = f"--model.depth 6 --max_steps {STEPS} --log.log_every 1 --evaluation.samples 8 --checkpoints.keep_last 1"
+MODEL = f"--model.depth 6 --max_steps {STEPS} --log.log_every 1 --evaluation.samples 8 --checkpoints.no_save_state"
 TEXT = (
-    f"causal_lm_demo --data.packing false --max_steps {STEPS} --log.log_every 1 --evaluation.samples 8 --precision bf16"
+    f"causal_lm_demo --data.packing false --max_steps {STEPS} --log.log_every 1 --evaluation.samples 8 --precision bf16 "
+    "--checkpoints.no_save_state"
 )
 WIDE = f"{TEXT} --model.hidden_size 1024 --model.intermediate_size 2816 --model.num_attention_heads 8"
 CONFIGS = {
