@@ -23,8 +23,8 @@ from accel_train.runtime.accelerator import build_accelerator, log_notices
 from accel_train.runtime.exiting import current_run
 from accel_train.runtime.main_alone import failing_together, place_among_workers
 from accel_train.runtime.strategy import strategy_of
+from accel_train.speed.apply import set_up_device
 from accel_train.speed.attention.selection import check_name
-from accel_train.speed.starting import set_up_device
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

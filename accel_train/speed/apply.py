@@ -19,8 +19,9 @@ from accel_train.speed.attention.table import AttentionNeeds
 from accel_train.speed.compile import CompiledBlocks, apply_compile
 from accel_train.speed.float8 import apply_float8, refuse_float8
 from accel_train.speed.memory.activation_offload import input_offload
+from accel_train.speed.memory.allocator import apply_memory
 from accel_train.speed.model_habits import settle_habits
-from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8
+from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8, MemoryConfig
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,17 @@ class Applied:
     """Run info: the attention kernel by name, and the device kernels behind it. `own` for a model's own attention."""
     compiled: CompiledBlocks
     """Counts compilations during the run."""
+
+
+def set_up_device(
+    device: torch.device, memory: MemoryConfig, float8: Float8, precision: Precision, strategy: str
+) -> list[str]:
+    """Set up the allocator of ``device`` and return notices. Every process calls it, before anything is allocated.
+
+    Raises ``UsageError`` for a device that cannot obey these options.
+    """
+    refuse_float8(float8, device, precision, strategy)
+    return apply_memory(memory, device)
 
 
 def apply_speed_options(

@@ -119,7 +119,7 @@ def apply_compile(
     names = f"{len(blocks)} blocks ({type(blocks[0]).__name__})"
     # One for all blocks, because they share their code: a recompilation belongs to none of them.
     watch = CompiledBlocks(config, len(blocks), f"compile: {names} in place, {backend}, {config.optimize}")
-    _set_torch(config)
+    _set_torch(config, device)
     for block in blocks:
         block.compile(
             backend=backend,
@@ -216,7 +216,7 @@ def _why_no_compiler() -> str | None:
     return None
 
 
-def _set_torch(config: CompileConfig) -> None:
+def _set_torch(config: CompileConfig, device: torch.device) -> None:
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
@@ -224,6 +224,10 @@ def _set_torch(config: CompileConfig) -> None:
     functorch.force_non_lazy_backward_lowering = True
     # With fullgraph=True, torch stops the run at its limit of 8 recompilations.
     dynamo.recompile_limit = max(dynamo.recompile_limit, 64, 4 * config.recompile_budget)
+    if device.type == "cuda":
+        from accel_train.speed.inductor import set_heuristics
+
+        set_heuristics()
 
 
 def _compile_errors() -> tuple[type[BaseException], ...]:

@@ -100,7 +100,8 @@ def test_the_memory_of_all_inputs_but_two_is_free() -> None:
         x = torch.randn(ROWS, WIDTH, device=GPU, dtype=torch.bfloat16)
         output = model(x)
         kept.append(torch.cuda.memory_allocated() - before)
-        del output
+        # Not the one of the other model, which would be there before the next forward.
+        del output, x
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         step(model, 1)

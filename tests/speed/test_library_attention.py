@@ -341,7 +341,8 @@ def test_kernels_of_a_gpu(name: str, kind: str) -> None:
     try:
         found = apply_library_attention(model, name, torch.device("cuda"), torch.bfloat16, run)
     except UsageError as error:
-        if "cannot be imported" in str(error) or "could not be loaded" in str(error):
+        absent = ("cannot be imported", "could not be loaded", "Please install a compatible version")
+        if any(words in str(error) for words in absent):
             pytest.skip(str(error))
         raise
     assert found.name == name

@@ -1,0 +1,51 @@
+"""Heuristics of torch's compiler for GPUs: rows as wide as a model's tokens are reduced in registers.
+
+Imports the compiler, so import it only where something is compiled.
+
+torch keeps a row in registers for a reduction over up to 1024 values, and reads a wider one once for the sum and again
+for what follows, with Welford's update for a variance. And it writes down, in fp32, a value made of more than four
+others that has several readers, as the normalised activations of a backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch._inductor.config as inductor
+from torch._inductor.choices import InductorChoices
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.virtualized import V
+
+ROW = 4096
+"""Values of the longest row that is kept in registers: 16 a thread."""
+READS = 8
+"""Values that are read again sooner than their result is written down."""
+
+
+class RowsInRegisters(InductorChoices):
+    """torch's choices but for reductions of rows: persistent up to `ROW` values."""
+
+    def uuid(self) -> str:
+        """Return what identifies the choices in the cache of compiled code."""
+        return f"accel_train rows of {ROW}"
+
+    @staticmethod
+    def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+        """Return True if a kernel reads a row at once."""
+        if (
+            inductor.triton.persistent_reductions
+            and not cooperative_reduction
+            and features.get_reduction_hint() == ReductionHint.INNER
+            and V.graph.sizevars.statically_known_leq(features.reduction_numel, ROW)
+        ):
+            return True
+        return InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
+
+
+def set_heuristics() -> None:
+    """Set them for this process, unless other choices than torch's are set already."""
+    inductor.realize_reads_threshold = max(inductor.realize_reads_threshold, READS)
+    if inductor.inductor_choices_class is None:
+        inductor.inductor_choices_class = RowsInRegisters
+        # A thread that has compiled before has torch's choices in hand.
+        V.set_choices_handler(RowsInRegisters())
