@@ -13,7 +13,7 @@ from typing import Any
 
 import torch._inductor.config as inductor
 from torch._inductor.choices import InductorChoices
-from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
 
 ROW = 4096
@@ -35,11 +35,20 @@ class RowsInRegisters(InductorChoices):
         if (
             inductor.triton.persistent_reductions
             and not cooperative_reduction
-            and features.get_reduction_hint() == ReductionHint.INNER
             and V.graph.sizevars.statically_known_leq(features.reduction_numel, ROW)
+            and all(map(_reduces_rows, features.reduction_nodes()))
         ):
             return True
         return InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
+
+
+def _reduces_rows(node: Any) -> bool:
+    """Return True if neighbours in memory are added up. torch's own hint wants every operand as long as the result."""
+    return all(
+        isinstance(operand, MemoryDep) and operand.stride1_for_last_dim(result_for_complex_expression=False)
+        for operand in node.read_writes.reads
+        if not isinstance(operand, MemoryDep) or operand.var_names[-1] in operand.index.free_symbols
+    )
 
 
 def set_heuristics() -> None:

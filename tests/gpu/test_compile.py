@@ -1,4 +1,4 @@
-"""CUDA graphs of compiled blocks: replayed in every step, with the numbers of the plain model."""
+"""Compiled blocks on a GPU: graphs that are replayed, layers that are rewritten, rows that are read once."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from accel_train.domains.models.layers import FeedForward
+from accel_train.domains.models.layers import FeedForward, modulated_norm
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.speed.compile import apply_compile
+from accel_train.speed.inductor import set_heuristics
 from accel_train.speed.options import CompileConfig
 from tests.speed.test_compile import batch, loss_of
 
 STEPS = 8
+WIDTH = 1536
 
 
 def losses(model: nn.Module, steps: int) -> list[float]:
@@ -67,3 +69,38 @@ def test_the_compiled_tanh_gelu_is_that_of_torch() -> None:
         assert one.grad is not None
         assert other.grad is not None
         assert (one.grad - other.grad).norm() < 1e-4 * other.grad.norm()
+
+
+class ModulatedNorm(nn.Module):
+    """A gated residual and the norm behind it, as in the middle of SD3-medium's blocks."""
+
+    def forward(self, x: Tensor, added: Tensor, vectors: Tensor) -> Tensor:
+        gate, shift, scale = vectors.chunk(3, dim=-1)
+        return modulated_norm((x + gate * added).float(), shift, scale).to(x.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_rows_of_1536_are_read_once() -> None:
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    torch.manual_seed(0)
+    shapes = ((4, 1024, WIDTH), (4, 1024, WIDTH), (4, 1, 3 * WIDTH))
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    set_heuristics()
+    compiled = torch.compile(ModulatedNorm(), fullgraph=True, dynamic=False)
+    found, codes = run_fw_bw_and_get_code(lambda: compiled(*inputs))
+    forward, backward = codes
+    for code in (forward, backward):
+        assert any("triton_per" in line and "layer_norm" in line for line in code.splitlines())
+        assert not any("triton_red" in line and "layer_norm_backward" in line for line in code.splitlines())
+    gate, shift, scale = exact[2].chunk(3, dim=-1)
+    expected = modulated_norm(exact[0] + gate * exact[1], shift, scale)
+    expected.sum().backward()
+    assert (found.double() - expected).norm() < 1e-2 * expected.norm()
+    for one, other in zip(inputs, exact, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert (one.grad.double() - other.grad).norm() < 2e-2 * other.grad.norm()

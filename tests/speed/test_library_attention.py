@@ -226,6 +226,25 @@ def test_a_choice_that_transformers_refuses_is_refused_with_its_words(monkeypatc
         applied(model, "sdpa", run)
 
 
+def test_a_hub_that_cannot_be_reached_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU without a network: diffusers lets the error through."""
+
+    class ConnectError(Exception):
+        """As httpx has it, which is not among the errors of a kernel."""
+
+    def unreachable(_part: Any, backend: str) -> None:
+        raise ConnectError(f"[Errno -3] no way to {backend}")
+
+    monkeypatch.setattr(library_attention, "why_not", lambda *_: None)
+    model, run, _ = built("flux")
+    monkeypatch.setattr(type(model), "set_attention_backend", unreachable)
+    message = (
+        r"attention flash_hub: diffusers refuses .* for FluxTransformer2DModel: ConnectError: .*no way to.* Use auto"
+    )
+    with pytest.raises(UsageError, match=message):
+        applied(model, "flash_hub", run)
+
+
 def test_the_backend_of_one_model_of_diffusers_is_not_that_of_the_process() -> None:
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
@@ -341,7 +360,7 @@ def test_kernels_of_a_gpu(name: str, kind: str) -> None:
     try:
         found = apply_library_attention(model, name, torch.device("cuda"), torch.bfloat16, run)
     except UsageError as error:
-        absent = ("cannot be imported", "could not be loaded", "Please install a compatible version")
+        absent = ("cannot be imported", "could not be loaded", "Please install a compatible version", "ConnectError")
         if any(words in str(error) for words in absent):
             pytest.skip(str(error))
         raise

@@ -229,7 +229,7 @@ def _set(name: str, parts: Parts) -> None:
                 part.set_attn_implementation(theirs)
             else:
                 _set_backend(part, str(theirs))
-        except CANNOT_RUN as error:
+        except Exception as error:  # diffusers fetches kernels of the Hub, and errors of the network come through
             raise UsageError(
                 f"attention {name}: {library} refuses {theirs} for {type(part).__name__}: {one_line(error)}. Use "
                 f"auto, or another of {', '.join(_known(parts))}."
