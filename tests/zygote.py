@@ -133,6 +133,8 @@ class Zygote:
         outer = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_", "PYTEST_", "PYTHONPATH")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(outer + SET_BY_PACKAGES)}
         kept |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        # Packages ask for GPUs when they are imported. CUDA's own answer would leave it unusable in what is forked.
+        kept["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         if kind == "sharded":
             kept["DS_ACCELERATOR"] = "cpu"
         self._process = subprocess.Popen(
@@ -336,7 +338,9 @@ def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(READ_AT_IMPORT) and not name.startswith(later) and Birth.set_by_imports.get(name) != value
+        if name.startswith(READ_AT_IMPORT)
+        and not name.startswith((*later, *SET_BY_PACKAGES))
+        and Birth.set_by_imports.get(name) != value
     }
 
 

@@ -14,7 +14,8 @@ import torch
 
 from accel_train.planning.candidates import divisors
 from accel_train.planning.memory import GIB, RULES
-from tests.distributed.launching import ROOT, environment
+from tests import zygote
+from tests.distributed.launching import environment
 
 BATCH = 64
 SHORT = f"--global_batch_size {BATCH} --max_steps 3 --log.log_every 1 --evaluation.samples 8 --checkpoints.keep_last 1"
@@ -32,7 +33,7 @@ SHARE_OF_CASES = 0.8
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=500)
+    return zygote.run(words, env=environment(), timeout=500, apart=True)
 
 
 def plan(line: str, gib: float) -> dict[str, Any]:

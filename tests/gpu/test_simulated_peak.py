@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,8 @@ from accel_train.cost_model.devices import DEVICES, rated
 from accel_train.metrics.records import read_metrics
 from accel_train.planning.candidates import Candidate
 from accel_train.planning.probe import probe_of
-from tests.distributed.launching import ROOT, environment
+from tests import zygote
+from tests.distributed.launching import environment
 
 STEPS, WARM_UP = 16, 3
 """Steps of a run, and those before what is measured of it."""
@@ -53,7 +53,7 @@ CONFIGS = {
 
 
 def output(*words: str) -> str:
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=500)
+    done = zygote.run(words, env=environment(), timeout=500, apart=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
