@@ -40,7 +40,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--config_file",
-        dest="config_files",
         action="append",
         default=[],
         metavar="FILE",
@@ -96,12 +95,12 @@ def request_of(arguments: Any) -> Request:
         value = getattr(arguments, name)
         if not value >= low:
             raise UsageError(f"{name}: {value:g}: {low} or more is required; give --{name} {low} or more")
-    if arguments.vram_gib is not None and arguments.config_files:
+    if arguments.vram_gib is not None and arguments.config_file:
         raise UsageError("vram_gib with --config_file: a plan writes its own launch files; leave one of the two out")
     return Request(
         recipe=arguments.recipe,
         arguments=tuple(arguments.arguments),
-        config_files=tuple(arguments.config_files),
+        config_files=tuple(arguments.config_file),
         devices=arguments.devices,
         vram_gib=None if arguments.vram_gib is None else _vram_gib(arguments.vram_gib),
         rehearse=arguments.rehearse,

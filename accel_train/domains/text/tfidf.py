@@ -142,10 +142,12 @@ def fit(texts: Sequence[str], dim: int, normalise: bool) -> TfidfSvdEncoder:
     # Ties are broken by the word: a set of strings has another order in each process.
     most_frequent = sorted(frequency, key=lambda word: (-frequency[word], word))
     words = sorted(most_frequent[:MAX_WORDS])
-    if dim >= min(len(words), len(texts)):
+    largest = min(len(words), len(texts)) - 1
+    if dim > largest:
+        lower = f"Lower it to {largest} at most, or bring more text." if largest > 0 else "Bring more text."
         raise UsageError(
             f"--data.latent_dim {dim}: encoder 'tfidf-svd' needs more training texts and more different words "
-            f"than dimensions; there are {len(texts)} texts and {len(words)} words. Lower it, or bring more text."
+            f"than dimensions; there are {len(texts)} texts and {len(words)} words. {lower}"
         )
     document_frequency = np.array([frequency[word] for word in words], np.float64)
     # As if one more text had every word, as scikit-learn smooths it.

@@ -71,5 +71,5 @@ def test_saved_without_pickle_and_loaded(tmp_path: Path) -> None:
 
 
 def test_too_little_text_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"--data.latent_dim 64: .* there are 3 texts and 6 words"):
+    with pytest.raises(UsageError, match=r"--data.latent_dim 64: .* there are 3 texts and 6 words. Lower it to 2"):
         tfidf.fit(["to be", "or not", "to be that is"], 64, normalise=True)
