@@ -137,6 +137,8 @@ class Zygote:
         kept["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         if kind == "sharded":
             kept["DS_ACCELERATOR"] = "cpu"
+        self._asking = threading.Lock()
+        """Several threads of a test may start commands."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.zygote", kind],
             stdin=subprocess.PIPE,
@@ -149,9 +151,10 @@ class Zygote:
     def ask(self, request: Mapping[str, Any]) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        with self._asking:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -160,14 +163,16 @@ class Zygote:
 
 
 MADE: dict[str, Zygote] = {}
+MAKING = threading.Lock()
 
 
 def zygote(kind: str = "plain") -> Zygote:
     """This process's zygote of a kind of ``IMPORTS``."""
-    if kind not in MADE:
-        MADE[kind] = Zygote(kind)
-        atexit.register(MADE[kind].close)
-    return MADE[kind]
+    with MAKING:
+        if kind not in MADE:
+            MADE[kind] = Zygote(kind)
+            atexit.register(MADE[kind].close)
+        return MADE[kind]
 
 
 def start(

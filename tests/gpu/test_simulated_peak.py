@@ -6,7 +6,6 @@ Times are those of a GPU that does nothing else: run ``-k time`` without other p
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import sys
 from functools import cache
@@ -22,48 +21,18 @@ from accel_train.planning.candidates import Candidate
 from accel_train.planning.probe import probe_of
 from tests import zygote
 from tests.distributed.launching import environment
+from tests.gpu import counted
+from tests.gpu.counted import RUN, SIMULATED, STEPS
 
-STEPS, WARM_UP = 16, 3
-"""Steps of a run, and those before what is measured of it."""
+WARM_UP = 3
+"""Steps of a run before what is measured of it."""
 SECONDS = 0.15
 """By how much the planned time of a step may differ from the measured one."""
-MODEL = f"--model.depth 6 --max_steps {STEPS} --log.log_every 1 --evaluation.samples 8 --checkpoints.no_save_state"
-TEXT = (
-    f"causal_lm_demo --data.packing false --max_steps {STEPS} --log.log_every 1 --evaluation.samples 8 "
-    "--precision bf16 --checkpoints.no_save_state"
-)
-WIDE = f"{TEXT} --model.hidden_size 1024 --model.intermediate_size 2816 --model.num_attention_heads 8"
-CONFIGS = {
-    "16 samples": f"mmdit base {MODEL} --global_batch_size 16 --micro_batch_size 16",
-    "64 samples": f"mmdit base {MODEL} --global_batch_size 64 --micro_batch_size 64",
-    "accumulation": f"mmdit base {MODEL} --global_batch_size 64 --micro_batch_size 16",
-    "full": f"mmdit base {MODEL} --global_batch_size 64 --micro_batch_size 64 --activation_checkpointing.mode full",
-    "selective": f"mmdit base {MODEL} --global_batch_size 64 --micro_batch_size 64 "
-    "--activation_checkpointing.mode selective",
-    "three of six blocks": f"mmdit base {MODEL} --global_batch_size 64 --micro_batch_size 64 "
-    "--activation_checkpointing.mode full --activation_checkpointing.blocks 3",
-    "fp32": f"mmdit base {MODEL} --global_batch_size 32 --micro_batch_size 32 --precision fp32",
-    "without average": f"mmdit base {MODEL} --global_batch_size 32 --micro_batch_size 32 --ema.decay 0",
-    "muon": f"mmdit base {MODEL} --global_batch_size 32 --micro_batch_size 32 --optimizer.name muon",
-    "language model": f"causal_lm {WIDE} --global_batch_size 128 --micro_batch_size 128",
-    "language model, accumulation": f"causal_lm {WIDE} --global_batch_size 128 --micro_batch_size 32",
-    "language model, full": f"causal_lm {WIDE} --global_batch_size 128 --micro_batch_size 128 "
-    "--activation_checkpointing.mode full",
-}
 
 
-def output(*words: str) -> str:
-    done = zygote.run(words, env=environment(), timeout=500, apart=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@cache
 def simulated(name: str) -> dict[str, Any]:
     """Return what is counted in step 3."""
-    simulate = (sys.executable, "-m", "accel_train.cli", "simulate", *CONFIGS[name].split())
-    (found,) = json.loads(output(*simulate, "--num_processes", "1", "--step", "3", "--json"))
-    return found
+    return counted.read()[SIMULATED[name]]
 
 
 def data_sheet(torch_name: str) -> str | None:
@@ -81,8 +50,7 @@ def planned_seconds(found: dict[str, Any], device: str) -> float:
 def calibrated(folder: Path, precision: str) -> str:
     """Return the file of this GPU's own rates."""
     file = folder / f"{precision}.json"
-    calibrate = (sys.executable, "-m", "accel_train.cli", "calibrate")
-    output(*calibrate, "--output", str(file), "--precision", precision, "--seconds", "10")
+    counted.command("calibrate", "--output", str(file), "--precision", precision, "--seconds", "10")
     return str(file)
 
 
@@ -94,9 +62,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def measured(name: str, folder: Path) -> tuple[float, float]:
     """Return the bytes of the peak of a run, by torch's count, and the median of its steps' seconds."""
-    recipe, *flags = CONFIGS[name].split()
+    recipe, *flags = SIMULATED[name].split()
     directory = folder / name.replace(" ", "_")
-    output(sys.executable, f"recipes/{recipe}.py", *flags, "--output_dir", str(directory))
+    words = (sys.executable, f"recipes/{recipe}.py", *flags, *RUN, "--output_dir", str(directory))
+    done = zygote.run(words, env=environment(), timeout=500)
+    assert done.returncode == 0, done.stdout
     lines = [line for line in read_metrics(directory / "metrics.jsonl") if line["event"] == "train"]
     assert len(lines) == STEPS
     # A log line waits for the device, so the time between two of them is that of a step.
@@ -107,7 +77,7 @@ def measured(name: str, folder: Path) -> tuple[float, float]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", SIMULATED)
 def test_the_simulated_peak_is_that_of_a_run(name: str, folder: Path) -> None:
     expected = simulated(name)["peak_in_blocks"]
     found, _ = measured(name, folder)
@@ -118,33 +88,20 @@ def test_the_simulated_peak_is_that_of_a_run(name: str, folder: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", SIMULATED)
 def test_the_planned_time_is_that_of_a_run(name: str, folder: Path) -> None:
-    counted = simulated(name)
+    found = simulated(name)
     _, seconds = measured(name, folder)
     sheet = data_sheet(torch.cuda.get_device_name())
-    by_sheet = planned_seconds(counted, sheet) if sheet else None
-    planned = planned_seconds(counted, calibrated(folder, counted["precision"]))
+    by_sheet = planned_seconds(found, sheet) if sheet else None
+    planned = planned_seconds(found, calibrated(folder, found["precision"]))
     print(f"{name}: planned {planned:.4f} s by calibrate, {by_sheet} by the data sheet, measured {seconds:.4f}")
     assert planned == pytest.approx(seconds, rel=SECONDS)
 
 
-@pytest.mark.slow
-def test_a_simulation_gives_peak_and_time() -> None:
+def test_a_simulation_gives_a_time() -> None:
     """The half of the test above that needs no GPU."""
-    counted = simulated("language model, full")
-    assert counted["peak_in_blocks"] > 0
     name = data_sheet("NVIDIA H200")
     assert name is not None
-    assert 0 < planned_seconds(counted, name) < 1
+    assert 0 < planned_seconds(simulated("language model, full"), name) < 1
     assert data_sheet("an unknown device") is None
-
-
-def test_each_configuration_is_one_that_a_recipe_takes() -> None:
-    """On any machine: an option that was renamed would only show on a GPU."""
-    from accel_train.commands.bundled import find_recipe, import_recipe
-    from accel_train.options.loading import config_of
-
-    for name, line in CONFIGS.items():
-        recipe, *flags = line.split()
-        assert config_of(import_recipe(find_recipe(recipe)).main, flags) is not None, name
