@@ -101,10 +101,11 @@ def apply_compile(
 ) -> CompiledBlocks:
     """Set up every block of `blocks_of(model)` for compilation, in place. It compiles in the first training step.
 
-    Call it on every process, after activation checkpointing and before the optimizer and `prepare`. Sets two options
-    of torch for the process: backwards are compiled with their forward, so that a failure can be handled there, and
-    the recompilation limit is raised above `recompile_budget`. Raises `UsageError` for a missing compiler with mode
-    on, and in any mode for reduce-overhead without a GPU or with accumulation.
+    Call it on every process, after activation checkpointing and before the optimizer and `prepare`. Sets options of
+    torch for the process: backwards are compiled with their forward, so that a failure can be handled there, the
+    recompilation limit is raised above `recompile_budget`, and on a GPU the compiler's heuristics change. Raises
+    `UsageError` for a missing compiler with mode on, and in any mode for reduce-overhead without a GPU or with
+    accumulation.
     """
     _refuse(config, device, accumulation_steps)
     if config.mode == "off":

@@ -17,7 +17,7 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
 
 ROW = 4096
-"""Values of the longest row that is kept in registers: 16 a thread."""
+"""Values of the longest row that is kept in registers: 16 a thread, which spills none of the norms of a block."""
 READS = 8
 """Values that are read again sooner than their result is written down."""
 
@@ -54,7 +54,10 @@ def _reduces_rows(node: Any) -> bool:
 def set_heuristics() -> None:
     """Set them for this process, unless other choices than torch's are set already."""
     inductor.realize_reads_threshold = max(inductor.realize_reads_threshold, READS)
-    if inductor.inductor_choices_class is None:
+    # torch 2.9 has no option for them.
+    if hasattr(inductor, "inductor_choices_class"):
+        if inductor.inductor_choices_class is not None:
+            return
         inductor.inductor_choices_class = RowsInRegisters
-        # A thread that has compiled before has torch's choices in hand.
-        V.set_choices_handler(RowsInRegisters())
+    # A thread that has compiled before has torch's choices in hand.
+    V.set_choices_handler(RowsInRegisters())

@@ -14,7 +14,7 @@ from torch._inductor.dependencies import MemoryDep, StarDep
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
 
-from accel_train.speed import compile
+from accel_train.speed import compile, inductor
 from accel_train.speed.inductor import READS, ROW, RowsInRegisters, set_heuristics
 from accel_train.speed.options import CompileConfig
 
@@ -86,6 +86,14 @@ def test_they_are_set_for_a_gpu_alone() -> None:
     assert type(V.choices) is RowsInRegisters
     # The cache of compiled code knows them from torch's.
     assert str(ROW) in RowsInRegisters().uuid()
+
+
+def test_an_older_torch_has_no_option_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = SimpleNamespace(realize_reads_threshold=4)
+    monkeypatch.setattr(inductor, "inductor", older)
+    set_heuristics()
+    assert type(V.choices) is RowsInRegisters
+    assert vars(older) == {"realize_reads_threshold": READS}
 
 
 def test_choices_that_are_set_already_stay() -> None:
