@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[Model, ...]] = {
         Model(
             "Stable Diffusion XL",
             2_567_463_684,
-            fixed=0.047,
+            fixed=0.046,
             none=Activations(0.067, 7.163),
             selective=Activations(0.004, 5.362),
             full=Activations(0.004, 2.535),
@@ -80,7 +80,7 @@ MODELS: dict[str, tuple[Model, ...]] = {
         Model(
             "Stable Diffusion 3.5 large",
             8_056_627_520,
-            fixed=0.384,
+            fixed=0.383,
             none=Activations(1.276, 15.77),
             selective=Activations(0.838, 10.974),
             full=Activations(0.052, 1.324),
