@@ -27,7 +27,7 @@ from accel_train import experiment, loop, preparation, startup
 from accel_train.checkpoints.run import earlier_assets
 from accel_train.data.loader import StepBatches
 from accel_train.data.sampler import StepSampler
-from accel_train.domains.language import flops, perplexity, pipeline, prepare, pretrained, samples
+from accel_train.domains.language import flops, perplexity, pipeline, prepare, pretrained, row_checks, samples
 from accel_train.domains.models.lora import LoraConfig, describe_lora
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
@@ -161,11 +161,10 @@ def main(argv: Sequence[str]) -> int:
     build = partial(pretrained.build, config.model, shape, load_source=fresh, adapters=config.lora)
     plain = preparation.build_model(opened, build, precision=config.precision, device=accelerator.device)
     logs.info(logger, *describe_lora(plain, config.lora))
-    if config.data.packing:
-        logs.info(logger, pretrained.check_packing(plain))
+    logs.info(logger, *row_checks.check_rows(plain, packing=config.data.packing))
     flops_per_token = flops.training_flops_per_token(plain, config.data.max_length)
     base = pretrained.base_of(config.model, shape, config.lora)
-    example = partial(pretrained.attention_example, packing=config.data.packing)
+    example = partial(row_checks.attention_example, packing=config.data.packing)
     prepared = preparation.prepare(opened, plain, base=base, example=example)
     model = pretrained.LanguageModel(prepared.model, config.data.packing, pretrained.attention_of(plain))
     run_evaluation = partial(evaluate, config, prepared, model, data)

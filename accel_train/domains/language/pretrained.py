@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,7 @@ def _load_config(name: str, revision: str | None = None) -> Any:
 
 def _not_loaded(name: str, error: Exception) -> str:
     return (
-        f"--model.source {name!r} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
+        f"--model.source {name!r} cannot be loaded ({one_line(error)}). "
         "Required is the Hub id or folder of a causal language model with safetensors weights (without a network it "
         "must be in the cache); code from a repository is never run."
     )
@@ -133,7 +132,7 @@ def _from_scratch(options: ModelConfig, tokenizer: Any) -> Any:
         # transformers takes unknown names in silence, so the names are compared with those of the defaults.
         known = AutoConfig.for_model(options.config)
         _refuse_unknown_sizes(options, known)
-        return AutoConfig.for_model(options.config, **values)
+        return _with_sizes(options, lambda: AutoConfig.for_model(options.config, **values))
     if not Path(options.config).exists() and "/" not in options.config:
         raise UsageError(
             f"--model.config {options.config!r}: no model type of a causal language model of transformers"
@@ -141,7 +140,23 @@ def _from_scratch(options: ModelConfig, tokenizer: Any) -> Any:
         )
     known = _load_config(options.config)
     _refuse_unknown_sizes(options, known)
-    return type(known).from_dict({**known.to_dict(), **values})
+    return _with_sizes(options, lambda: type(known).from_dict({**known.to_dict(), **values}))
+
+
+def _with_sizes(options: ModelConfig, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as error:  # some classes check their values, by errors of other packages
+        sizes = ", ".join(f"--model.{name} {value}" for name, value in options.sizes.items())
+        raise UsageError(
+            f"{sizes or '--model.config'}: the config of {options.config} refuses it: {one_line(error)}. Give values "
+            "that fit each other, such as a --model.hidden_size that is a multiple of --model.num_attention_heads."
+        ) from None
+
+
+def one_line(error: Exception) -> str:
+    """Return an error of another package as the end of a sentence."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _refuse_unknown_sizes(options: ModelConfig, known: Any) -> None:
@@ -290,62 +305,6 @@ class LanguageModel:
                 named["position_ids"] = named["position_ids"].reshape(1, -1)
         output = self.module(input_ids=ids, use_cache=False, **named)
         return output.logits.reshape(*shape, -1)
-
-
-def attention_example(model: nn.Module, *, packing: bool) -> Tensor:
-    """Call the model on one row, of two texts with ``packing``, so that its attention can be proven as it is used."""
-    language_model = LanguageModel(model, packing, attention_of(model))
-    return language_model.logits(_two_texts(model))
-
-
-def _two_texts(model: nn.Module) -> dict[str, Tensor]:
-    """A row of a text of 9 tokens and one of 7."""
-    plain: Any = model
-    ids = torch.arange(1, 17, device=plain.device).remainder(plain.config.vocab_size)
-    positions = torch.cat([torch.arange(9), torch.arange(7)]).to(plain.device)
-    return {"input_ids": ids[None], "position_ids": positions[None]}
-
-
-def check_packing(model: nn.Module) -> str:
-    """Prove that texts packed into one row do not see each other, and return a notice with the largest difference.
-
-    Three forwards of two short texts, before the model is sharded, with sdpa or eager, as it was built. Raises
-    ``UsageError`` for a model unable to take them: with a recurrent state, or without position_ids.
-    """
-    name = type(model).__name__
-    remedy = "Set --data.no_packing, and --loader.bucket_by_length to save padding."
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    # Asked before the forwards, because such a model may refuse the arguments with an error that says nothing.
-    if getattr(model, "_is_stateful", False) or not takes_positions:
-        reason = "keeps a state over the whole row" if takes_positions else "takes no position_ids"
-        raise UsageError(f"--data.packing: {name} {reason}, so one text of a row would see another. {remedy}")
-    if simulated.weights_have_no_values():
-        return "packing: not proven, because weights have no values here"
-    apart, together = _forwards(model, **_two_texts(model))
-    # Relative to the largest logit, whose size differs from model to model.
-    error = float((apart - together).abs().max() / apart.abs().max())
-    # Not `error >= 1e-4`, which NaN would pass.
-    if not error < 1e-4:
-        raise UsageError(
-            f"--data.packing: {name}: two texts in one row have other logits than alone, by {error:.1e} of the largest "
-            f"(1e-4 is allowed), so one sees the other. {remedy}"
-        )
-    return f"packing: proven, two texts of one row have the logits that they have alone, within {error:.0e}"
-
-
-@torch.no_grad()
-def _forwards(model: nn.Module, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits of the texts alone, one after the other, and those of the packed row."""
-    training = model.training
-    # Dropout would differ from forward to forward.
-    model.eval()
-    try:
-        first = model(input_ids=input_ids[:, :9], use_cache=False).logits
-        second = model(input_ids=input_ids[:, 9:], use_cache=False).logits
-        together = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-    finally:
-        model.train(training)
-    return torch.cat([first, second], 1), together
 
 
 def save_files(model: nn.Module, tokenizer: Any, directory: Path, source: str | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_train.config import UsageError
-from accel_train.domains.language import packing, perplexity, pretrained, templates
+from accel_train.domains.language import packing, perplexity, pretrained, row_checks, templates
 from accel_train.domains.language.packing import IGNORED, Encoded
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.rows import Row
@@ -146,7 +146,7 @@ def test_rows_one_after_another_have_the_same_logits(tmp_path: Path) -> None:
 
 def test_a_model_that_can_pack_is_proven() -> None:
     model = tiny.model().train()
-    assert "packing: proven" in pretrained.check_packing(model)
+    assert "packing: proven" in row_checks.check_packing(model)
     assert model.training
 
 
@@ -157,7 +157,7 @@ def test_a_model_that_can_pack_is_proven() -> None:
 def test_a_model_that_cannot_pack_is_refused_by_name(config: str, message: str) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1} | ({"num_attention_heads": 4} if config == "bloom" else {})
     with pytest.raises(UsageError, match=rf"--data.packing: .*({message}).* --data.no_packing"):
-        pretrained.check_packing(tiny.model(ModelConfig(config=config, **sizes)))
+        row_checks.check_packing(tiny.model(ModelConfig(config=config, **sizes)))
 
 
 def test_a_model_that_takes_positions_and_does_not_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_a_model_that_takes_positions_and_does_not_mask_is_refused(monkeypatch: 
     real = modeling_llama.create_causal_mask
     monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **named: real(**{**named, "position_ids": None}))
     with pytest.raises(UsageError, match=r"LlamaForCausalLM: two texts in one row have other logits than alone"):
-        pretrained.check_packing(model)
+        row_checks.check_packing(model)
 
 
 def test_attention_is_proven_on_a_packed_row_so_that_a_kernel_that_leaks_is_refused(
@@ -177,7 +177,7 @@ def test_attention_is_proven_on_a_packed_row_so_that_a_kernel_that_leaks_is_refu
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def prove(packing: bool) -> str:
-        example = partial(pretrained.attention_example, packing=packing)
+        example = partial(row_checks.attention_example, packing=packing)
         return apply_library_attention(tiny.model(), "sdpa", torch.device("cpu"), torch.float32, example).notice
 
     assert "attention sdpa of LlamaForCausalLM (as asked): 2 calls" in prove(True)

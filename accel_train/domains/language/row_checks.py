@@ -1,0 +1,120 @@
+"""What a token of a row sees, proven before training: nothing behind it, and no other text of a packed row."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_train import simulated
+from accel_train.config import UsageError
+from accel_train.domains.language.pretrained import LanguageModel, attention_of, one_line
+
+SAME = 1e-4
+"""Of the largest logit: differences of rounding in fp32, of a text alone and in a row."""
+UNSEEN = 1e-5
+"""The same of two rows of one shape. In a small model with random weights a token seen makes 5e-4."""
+
+
+def attention_example(model: nn.Module, *, packing: bool) -> Tensor:
+    """Call the model on one row, of two texts with ``packing``, so that its attention can be proven as it is used."""
+    language_model = LanguageModel(model, packing, attention_of(model))
+    return language_model.logits(_two_texts(model))
+
+
+def _two_texts(model: nn.Module) -> dict[str, Tensor]:
+    """A row of a text of 9 tokens and one of 7."""
+    plain: Any = model
+    ids = torch.arange(1, 17, device=plain.device).remainder(plain.config.vocab_size)
+    positions = torch.cat([torch.arange(9), torch.arange(7)]).to(plain.device)
+    return {"input_ids": ids[None], "position_ids": positions[None]}
+
+
+def check_rows(model: nn.Module, *, packing: bool) -> list[str]:
+    """Prove that no token sees what it is to predict, and return notices. Called before the model is sharded.
+
+    Raises ``UsageError`` for a model whose tokens see later ones, or, with ``packing``, another text of the row.
+    """
+    return [check_causality(model), *([check_packing(model)] if packing else [])]
+
+
+@torch.no_grad()
+def check_causality(model: nn.Module) -> str:
+    """Prove that a token does not see later ones, by two forwards of 16 tokens that differ in the last.
+
+    A model that sees the next token has a loss near zero, and generates nothing.
+    """
+    if simulated.weights_have_no_values():
+        return "causality: not proven, because weights have no values here"
+    name = type(model).__name__
+    ids = _two_texts(model)["input_ids"]
+    other = ids.clone()
+    other[0, -1] = 0
+    training = model.training
+    # Dropout would differ from forward to forward.
+    model.eval()
+    try:
+        first, second = (model(input_ids=each, use_cache=False).logits[:, :-1].float() for each in (ids, other))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise UsageError(
+            f"--model: {name} cannot take a row of 16 tokens: {one_line(error)}. Give sizes that fit each other."
+        ) from None
+    finally:
+        model.train(training)
+    changed = float((first - second).abs().max() / first.abs().max())
+    # Experts round sums of other lengths otherwise, which in bf16 can be seen.
+    allowed = max(UNSEEN, 4 * torch.finfo(next(model.parameters()).dtype).eps)
+    # Not `changed >= allowed`, which NaN would pass.
+    if not changed < allowed:
+        raise UsageError(
+            f"--model: {name}: with another last token the logits before it change, by {changed:.1e} of the largest "
+            f"({allowed:.0e} is allowed), so a token sees the one that it is to predict. A causal language model is "
+            "required, whose tokens see earlier ones alone."
+        )
+    return f"causality: proven, logits before a changed token stay the same, within {changed:.0e}"
+
+
+def check_packing(model: nn.Module) -> str:
+    """Prove that texts packed into one row do not see each other, and return a notice with the largest difference.
+
+    Three forwards of two short texts, before the model is sharded, with sdpa or eager, as it was built. Raises
+    ``UsageError`` for a model unable to take them: with a recurrent state, or without position_ids.
+    """
+    name = type(model).__name__
+    remedy = "Set --data.no_packing, and --loader.bucket_by_length to save padding."
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    # Asked before the forwards, because such a model may refuse the arguments with an error that says nothing.
+    if getattr(model, "_is_stateful", False) or not takes_positions:
+        reason = "keeps a state over the whole row" if takes_positions else "takes no position_ids"
+        raise UsageError(f"--data.packing: {name} {reason}, so one text of a row would see another. {remedy}")
+    if simulated.weights_have_no_values():
+        return "packing: not proven, because weights have no values here"
+    apart, together = _forwards(model, **_two_texts(model))
+    # Relative to the largest logit, whose size differs from model to model.
+    error = float((apart - together).abs().max() / apart.abs().max())
+    # Not `error >= SAME`, which NaN would pass.
+    if not error < SAME:
+        raise UsageError(
+            f"--data.packing: {name}: two texts in one row have other logits than alone, by {error:.1e} of the largest "
+            f"({SAME:.0e} is allowed), so one sees the other. {remedy}"
+        )
+    return f"packing: proven, two texts of one row have the logits that they have alone, within {error:.0e}"
+
+
+@torch.no_grad()
+def _forwards(model: nn.Module, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits of the texts alone, one after the other, and those of the packed row."""
+    training = model.training
+    # Dropout would differ from forward to forward.
+    model.eval()
+    try:
+        first = model(input_ids=input_ids[:, :9], use_cache=False).logits
+        second = model(input_ids=input_ids[:, 9:], use_cache=False).logits
+        together = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+    finally:
+        model.train(training)
+    return torch.cat([first, second], 1), together

@@ -1,0 +1,61 @@
+"""A model whose tokens see later ones is refused, whatever hides it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_train.config import UsageError
+from accel_train.domains.language import row_checks
+from accel_train.domains.language.pretrained import ModelConfig
+from tests import zygote
+from tests.distributed.launching import ROOT, environment
+from tests.domains.language import tiny
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize("config", ["llama", "gpt2", "mamba", "bloom"])
+def test_a_causal_model_is_proven(config: str) -> None:
+    sizes: dict[str, Any] = {} if config in ("llama", "gpt2") else dict(SIZES)
+    sizes |= {"num_attention_heads": 4} if config == "bloom" else {}
+    model = tiny.model(ModelConfig(config=config, **sizes)) if sizes else tiny.model()
+    model.train()
+    assert "causality: proven" in row_checks.check_causality(model)
+    assert model.training
+
+
+def test_bf16_weights_are_proven() -> None:
+    assert "causality: proven" in row_checks.check_causality(tiny.model().to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("config", ["bert", "roberta"])
+def test_a_model_whose_tokens_see_later_ones_is_refused(config: str) -> None:
+    """Their classes for language models look both ways unless the config makes them decoders."""
+    model = tiny.model(ModelConfig(config=config, **SIZES, intermediate_size=64, num_attention_heads=2))
+    with pytest.raises(UsageError, match=r"ert.*: with another last token the logits before it change"):
+        row_checks.check_rows(model, packing=False)
+
+
+def test_sizes_that_do_not_fit_each_other_are_refused(tmp_path: Path) -> None:
+    sizes = {**SIZES, "intermediate_size": 64, "num_attention_heads": 2}
+    with pytest.raises(UsageError, match=r"--model.num_attention_heads 3: the config of llama refuses it: Strict"):
+        tiny.model(ModelConfig(config="llama", **{**sizes, "num_attention_heads": 3}))
+    model = tiny.model(ModelConfig(config="llama", num_key_value_heads=3, **sizes))
+    with pytest.raises(UsageError, match=r"LlamaForCausalLM cannot take a row of 16 tokens: RuntimeError: .* fit each"):
+        row_checks.check_rows(model, packing=True)
+
+
+def test_a_run_of_such_a_model_is_a_usage_error(tmp_path: Path) -> None:
+    flags = "causal_lm_smoke --model.config bert --model.hidden_size 32 --model.intermediate_size 64 "
+    flags += "--model.num_hidden_layers 1 --model.num_attention_heads 2 --data.no_packing --output_dir"
+    words = (sys.executable, str(ROOT / "recipes" / "causal_lm.py"), *flags.split(), str(tmp_path / "run"))
+    done: subprocess.CompletedProcess[str] = zygote.run(words, env=environment(), timeout=300)
+    assert done.returncode == 2, done.stdout
+    assert "a token sees the one that it is to predict" in done.stdout
+    assert not (tmp_path / "run").exists()
