@@ -27,7 +27,16 @@ from accel_train import experiment, loop, preparation, startup
 from accel_train.checkpoints.run import earlier_assets
 from accel_train.data.loader import StepBatches
 from accel_train.data.sampler import StepSampler
-from accel_train.domains.language import flops, perplexity, pipeline, prepare, pretrained, row_checks, samples
+from accel_train.domains.language import (
+    flops,
+    perplexity,
+    pipeline,
+    prepare,
+    pretrained,
+    row_checks,
+    samples,
+    tokenizers,
+)
 from accel_train.domains.models.lora import LoraConfig, describe_lora
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
@@ -156,6 +165,7 @@ def main(argv: Sequence[str]) -> int:
     if opened.finished:
         return experiment.nothing_to_do(opened)
 
+    tokenizers.refuse_other_pieces(data.tokenizer, opened.run.initial_weights)
     # Other weights than those of the source come later, from a checkpoint or from init_from.
     fresh = opened.run.checkpoint is None and opened.run.initial_weights is None
     build = partial(pretrained.build, config.model, shape, load_source=fresh, adapters=config.lora)

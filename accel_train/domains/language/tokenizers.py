@@ -16,6 +16,7 @@ MIN_VOCAB_SIZE = 300
 SAMPLE_TEXTS = 2**17
 SAMPLE_CHARACTERS = 2**26
 BEGIN, END, PAD = "<s>", "</s>", "<pad>"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
@@ -107,6 +108,23 @@ def load_tokenizer(name: str, revision: str | None) -> Any:
             "required, which knows the place of each token in the text. Name a model with a fast tokenizer."
         )
     return tokenizer
+
+
+def refuse_other_pieces(tokenizer: Any, initial_weights: Path | None) -> None:
+    """Raise ``UsageError`` if weights to start from were trained with another vocabulary than ``tokenizer`` has.
+
+    ``initial_weights`` is a checkpoint with its tokenizer, or None.
+    """
+    if initial_weights is None or not (initial_weights / TOKENIZER_FILE).is_file():
+        return
+    trained = load_tokenizer(str(initial_weights), None).get_vocab()
+    given = tokenizer.get_vocab()
+    other = sum(given.get(piece) != number for piece, number in trained.items())
+    if other:
+        raise UsageError(
+            f"--init_from: its weights know {len(trained)} pieces of text by number, and {other} of them have another "
+            f"number, or none, in the tokenizer of these rows. Take theirs: --data.tokenizer {initial_weights}"
+        )
 
 
 def set_pad_token(tokenizer: Any) -> list[str]:
