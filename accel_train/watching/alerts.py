@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from accel_train.metrics.progress import is_term
 from accel_train.watching.event_texts import straggler
 from accel_train.watching.run_files import Record, RunFiles
 from accel_train.watching.run_state import RunState, lines_by_mode
@@ -16,7 +17,7 @@ SLOWER = 0.3
 SPEED_LINES = 10
 """Training lines of a start before its throughput is judged. The first intervals include warm-up."""
 SPIKE_BEFORE = 50
-"""Lines of the same mode to compare a loss with. A tenth of them suffices at the start."""
+"""Lines of the same mode and terms to compare a loss with. A tenth of them suffices at the start."""
 SPIKE_RECENT = 10
 """A spike stands for so many lines of its mode."""
 SPIKE_DEVIATIONS = 8.0
@@ -91,13 +92,16 @@ def _spikes(files: RunFiles) -> list[Alert]:
 
 
 def _highest_spike(name: str, lines: Sequence[Record]) -> list[Alert]:
-    losses = [float(line["loss"]) for line in lines]
     highest: list[Alert] = []
     highest_loss = -math.inf
-    # A median of fewer lines would be chance.
-    first = max(SPIKE_BEFORE // 10, len(lines) - SPIKE_RECENT)
-    for index in range(first, len(lines)):
-        before = losses[max(0, index - SPIKE_BEFORE) : index]
+    # The sum of other terms is another loss: a stage of the training begins with a step of it.
+    kinds = [_terms(line) for line in lines]
+    losses = [float(line["loss"]) for line in lines]
+    for index in range(max(0, len(lines) - SPIKE_RECENT), len(lines)):
+        before = [losses[other] for other in range(index) if kinds[other] == kinds[index]][-SPIKE_BEFORE:]
+        # A median of fewer lines would be chance.
+        if len(before) < SPIKE_BEFORE // 10:
+            continue
         loss = losses[index]
         if loss <= max(highest_loss, _limit(before)):
             continue
@@ -105,6 +109,11 @@ def _highest_spike(name: str, lines: Sequence[Record]) -> list[Alert]:
         text = f"{name} {loss:.4g}, against a median of {median(before):.4g} in the {len(before)} lines before"
         highest = [Alert("loss_spike", text, lines[index]["step"])]
     return highest
+
+
+def _terms(line: Record) -> frozenset[str]:
+    """Return the terms of the loss of a line. Empty where the recipe names none."""
+    return frozenset(name for name in line if is_term(name))
 
 
 def _limit(before: Sequence[float]) -> float:

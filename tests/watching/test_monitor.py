@@ -211,6 +211,27 @@ def test_a_spike_is_an_alert_for_ten_lines_of_its_mode(run: RunDirectory, at: in
             assert f"loss ({'a' if at % 2 else 'b'}) {loss:.4g}, against a median of" in alert.message
 
 
+def test_a_loss_of_other_terms_is_no_spike(run: RunDirectory) -> None:
+    """A stage adds a term, and its loss is compared with those of the stage alone."""
+    run.add("environment", labels=MODES)
+    noise = random.Random(1)
+    for step in range(1, 31):
+        first = 1 + noise.gauss(0, 0.02)
+        run.train(step, loss=first, loss_encoding=first, mode="a")
+        assert kinds(run) == [], step
+    for step in range(31, 61):
+        second = 9 + noise.gauss(0, 0.2)
+        run.train(step, loss=second, loss_encoding=1.0, loss_residual=8.0, mode="a")
+        assert kinds(run) == [], step
+    run.train(61, loss=18.0, loss_encoding=1.0, loss_residual=17.0, mode="a")
+    assert kinds(run) == ["loss_spike"]
+    for step in range(62, 71):
+        run.train(step, loss=1.0, loss_encoding=1.0, mode="a")
+        assert kinds(run) == ["loss_spike"], step
+    run.train(71, loss=1.0, loss_encoding=1.0, mode="a")
+    assert kinds(run) == []  # ten lines of the mode later, whatever their terms
+
+
 def test_a_slower_run_is_an_alert_while_it_trains(run: RunDirectory) -> None:
     run.steps(1, 8)
     run.train(9, samples_per_second=20.0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _TINY = 1e-12
-"""Smallest divisor, for the relative error of a field of zeros."""
+"""Smallest divisor, for the relative error of a field of zeros. Fields are given in `Scale.unit`, of size about 1."""
 
 
 # ------------------------------------------------------------------------------------------------------------ scale
@@ -35,6 +35,20 @@ class Scale:
         """Undo `normalise`."""
         mean, std = self._shaped(values, trailing)
         return values * std + mean
+
+    @property
+    def unit(self) -> float:
+        """A power of two near the largest deviation, in which relative errors are computed.
+
+        In physical units the squares of very small or large fields leave the range of fp32. A power of two changes no
+        digit of a ratio.
+        """
+        _, exponent = math.frexp(max(self.std))
+        return math.ldexp(1.0, exponent)
+
+    def in_units_of(self, unit: float) -> Scale:
+        """Return the scale that denormalises to multiples of `unit`."""
+        return Scale(tuple(mean / unit for mean in self.mean), tuple(std / unit for std in self.std))
 
     def _shaped(self, values: Tensor, trailing: int) -> tuple[Tensor, Tensor]:
         shape = (-1, *[1] * trailing)
@@ -78,7 +92,7 @@ def conservation_gap(fields: Tensor, reference: Tensor) -> Tensor:
     """Compute |integral of fields - integral of reference| / integral of |reference|: (B, C, ...) -> (B,).
 
     The result is the mean over channels. The divisor is the reference's size because the integral of a conserved
-    quantity is often zero. Fields are in physical units: normalisation moves the zero.
+    quantity is often zero. Fields are in physical units or multiples of them: normalisation moves the zero.
     """
     fields = fields.float().flatten(2)
     reference = reference.float().flatten(2)

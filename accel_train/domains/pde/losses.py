@@ -62,8 +62,9 @@ def _spectral(forward: Forward) -> Tensor:
 
 
 def _conservation(forward: Forward) -> Tensor:
-    predicted = forward.task.target.denormalise(forward.predicted, 1)
-    input = forward.task.input.denormalise(forward.inputs["query_input"], 1)
+    input_scale, target_scale = forward.task.common_scales()
+    predicted = target_scale.denormalise(forward.predicted, 1)
+    input = input_scale.denormalise(forward.inputs["query_input"], 1)
     return fields.conservation_gap(predicted, input)
 
 

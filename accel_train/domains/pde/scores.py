@@ -64,15 +64,17 @@ def evaluate_task(
 def row_sums(task: FieldTask, prediction: Tensor, batch: Batch) -> Tensor:
     """Sum the weighted errors of a batch for ``row_metrics``: (6,) float64.
 
-    ``prediction`` (B, C', H, W) and the batch are normalised. Errors are in physical units.
+    ``prediction`` (B, C', H, W) and the batch are normalised. Errors are of physical fields, in ``Scale.unit`` of the
+    target.
     """
     weight = batch["weight"]
-    # In physical units: a normalised field has another zero, and with it another relative error.
-    predicted = task.target.denormalise(prediction.float())
-    target = task.target.denormalise(batch["target"])
+    input_scale, target_scale = task.common_scales()
+    # Of physical fields: a normalised one has another zero, and with it another relative error.
+    predicted = target_scale.denormalise(prediction.float())
+    target = target_scale.denormalise(batch["target"])
     gap = torch.zeros_like(weight)
     if task.conserved:
-        before = task.input.denormalise(batch["input"])
+        before = input_scale.denormalise(batch["input"])
         gap = fields.conservation_gap(predicted, before)
     per_sample = (
         torch.ones_like(weight),
@@ -160,10 +162,12 @@ class Rollouts:
             proposals += [rollout.shifted(step, (0, by)) for by in SHIFTS]
         proposals += [rollout.perturbed(step, scale, seed, sample) for scale in NOISES]
 
+        input_scale, target_scale = self.task.common_scales()
+
         def score(first: Tensor, ahead: Tensor) -> Tensor:
             # The integral of the first fields is known, and the equation keeps it: no truth is needed.
-            reference = self.task.input.denormalise(first)
-            states = self.task.target.denormalise(ahead).unbind(1)
+            reference = input_scale.denormalise(first)
+            states = target_scale.denormalise(ahead).unbind(1)
             gaps = [fields.conservation_gap(state, reference) for state in states]
             return torch.stack(gaps).mean(0)
 
@@ -173,8 +177,9 @@ class Rollouts:
 
     def sums(self, predicted: Tensor) -> Tensor:
         """Sum weight, relative error and conservation gap over the samples, at each time: (3, T - 1) float64."""
-        truth = self.task.target.denormalise(self.truth)
-        states = self.task.target.denormalise(predicted)
+        _, scale = self.task.common_scales()
+        truth = scale.denormalise(self.truth)
+        states = scale.denormalise(predicted)
         errors: list[Tensor] = []
         gaps: list[Tensor] = []
         start = truth[:, 0]
@@ -301,7 +306,8 @@ def row_panels(task: FieldTask, batch: Batch, prediction: Tensor) -> Panels:
 def _error_panel(predicted: Tensor, target: Tensor, down: str = "y (points)") -> Panel:
     """Show the signed error, with the nRMSE of this panel in the title."""
     error = predicted - target
-    size = target.double().norm().clamp_min(1e-12)
+    # Of a target of zeros. Fields may be as small as fp32 holds.
+    size = target.double().norm().clamp_min(torch.finfo(torch.float32).tiny)
     nrmse = float(error.double().norm() / size)
     return Panel(f"error (nRMSE {nrmse:.3g})", error, "e", down, signed=True)
 

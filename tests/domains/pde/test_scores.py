@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +13,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from accel_train.domains.pde import scores
+from accel_train.config import UsageError
+from accel_train.domains.pde import losses, pictures, scores
+from accel_train.domains.pde.data import files
 from accel_train.domains.pde.data.equations import PdeDataConfig
+from accel_train.domains.pde.data.files import FieldHeader
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.rows import FieldData
 from accel_train.domains.pde.options import MOST_CANDIDATES, ConditioningConfig, EvaluationConfig
-from accel_train.domains.pde.pictures import Panel, limits, write_fields
+from accel_train.domains.pde.pictures import Panel, limits
 from accel_train.metrics.early_stopping import EarlyStopping
 from accel_train.metrics.records import LineWriter
 
@@ -103,6 +108,61 @@ def test_rollout_figures(data: FieldData) -> None:
     assert "advection_conditioned_gain" not in scores.rollout_metrics(data.tasks[0], plain, None)
 
 
+def of_size(folder: Path, size: float) -> FieldData:
+    """Prepare random fields of this size, the same but for it."""
+    draws = np.random.default_rng(0)
+    header = FieldHeader("heat", ("a",), input_channels=2, dt=0.1, boundary="periodic", conserved=True)
+    folder.mkdir()
+    for split in ("train", "heldout"):
+        values = (draws.normal(0.3, 1.0, (12, 4, 2, 1, 16)) * [[[1.0]], [[0.1]]]).astype(np.float32)
+        files.write_fields(folder / f"heat_{split}.h5", header, 12, [(values * np.float32(size), np.ones((12, 1)))])
+    return prepare_pde(PdeDataConfig(path=str(folder), tasks=("heat",), cache_dir=str(folder / "cache")))
+
+
+def figures_of(data: FieldData) -> dict[str, float]:
+    (task,), rows = data.tasks, data.heldout["heat"]
+    batch = rows.batch([0, 1, 2, 3]) | {"weight": torch.ones(4)}
+    plain = scores.row_sums(task, wrong(batch["input"]), batch)
+    place = 0, 1, torch.device("cpu")
+    (paths,) = scores.rollout_batches(task, rows, EvaluationConfig(trajectories=5), place)
+    config = ConditioningConfig(candidates=3, beam=2, horizon=2)
+    rolled = [paths.sums(made) for made in (paths.plain(wrong), paths.conditioned(wrong, config, seed=0))]
+    return scores.row_metrics(task, plain) | scores.rollout_metrics(task, *rolled)
+
+
+def wrong(state: Tensor) -> Tensor:
+    """A step that changes the integral, so that the search has something to choose."""
+    return state.roll(1, -1) * 0.9 + 0.1 * state.square()
+
+
+def test_figures_do_not_depend_on_the_unit_of_the_fields(tmp_path: Path) -> None:
+    usual = figures_of(of_size(tmp_path / "one", 1.0))
+    assert usual["heat_nrmse"] > 0.5
+    assert usual["heat_conservation_gap"] > 0.01
+    for size in (2.0**-110, 2.0**-73, 2.0**66, 2.0**110):  # down to 1e-33 and up to 1e33
+        assert figures_of(of_size(tmp_path / f"{size:g}", size)) == usual, size
+    for size in (1e-30, 1e-22, 1e20, 1e30):
+        assert figures_of(of_size(tmp_path / f"{size:g}", size)) == pytest.approx(usual, rel=1e-4), size
+
+
+def test_the_conservation_loss_does_not_depend_on_the_unit_of_the_fields(tmp_path: Path) -> None:
+    found: list[float] = []
+    for size in (1.0, 2.0**-73, 2.0**66):
+        data = of_size(tmp_path / f"{size:g}", size)
+        input = data.train.parts[0].batch([0, 1])["input"].flatten(2)
+        output: Any = SimpleNamespace(prediction=input + 0.5)
+        forward = losses.Forward({"query_input": input, "query_target": input}, data.tasks[0], output)
+        found.append(float(losses.TERMS["conservation"].losses(forward).sum()))
+    assert found[0] > 0.1
+    assert found == [found[0]] * 3
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e37])
+def test_fields_that_fp32_holds_only_in_part_are_refused(tmp_path: Path, size: float) -> None:
+    with pytest.raises(UsageError, match=r"channel 0 of .*heat_train\.h5 has mean .* and standard deviation"):
+        of_size(tmp_path / "x", size)
+
+
 def test_what_needs_no_model_stands_beside_the_model(data: FieldData) -> None:
     others = scores.baseline_metrics(data, 8)
     assert {"advection_persistence_nrmse", "darcy_linear_fit_nrmse", "darcy_training_mean_nrmse"} <= set(others)
@@ -121,7 +181,7 @@ def test_pictures_are_written_whole(tmp_path: Path, data: FieldData) -> None:
     first = data.tasks[0], data.heldout["advection"], EvaluationConfig(trajectories=2)
     figures, panels = scores.evaluate_rollouts(Accelerator(cpu=True), *first, lambda _: exact, 0)
     rows = [("a", panels), ("d", scores.row_panels(task, batch, batch["target"]))]
-    write_fields(tmp_path / "fields.png", rows)
+    pictures.write_fields(tmp_path / "fields.png", rows)
     assert (tmp_path / "fields.png").read_bytes()[:4] == b"\x89PNG"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fields.json", "fields.png"]
     curve = json.loads((tmp_path / "fields.json").read_text())["a"]["rollout: error against time"]
@@ -147,7 +207,7 @@ def test_errors_are_drawn_around_zero_with_their_nrmse(data: FieldData) -> None:
 
 
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_fields(tmp_path / "no" / "report" / "fields.png", [("a", [Panel("t", torch.rand(2, 3), "u")])])
+    pictures.write_fields(tmp_path / "no" / "report" / "fields.png", [("a", [Panel("t", torch.rand(2, 3), "u")])])
     assert "could not be written" in caplog.text
 
 

@@ -48,6 +48,11 @@ class FieldTask:
     logarithmic: tuple[bool, ...] = ()
     """True for each parameter read by its logarithm: positive values with a range above `WIDE`."""
 
+    def common_scales(self) -> tuple[Scale, Scale]:
+        """Return the scales of input and target in `Scale.unit` of the target, for relative errors."""
+        unit = self.target.unit
+        return self.input.in_units_of(unit), self.target.in_units_of(unit)
+
 
 @dataclass(frozen=True)
 class FieldAssets:

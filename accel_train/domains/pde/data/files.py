@@ -29,30 +29,13 @@ from numpy.typing import NDArray
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
 from accel_train.data.tables.block_cache import BlockCache
+from accel_train.domains.pde.data.header import SCHEMA, FieldHeader, finite_parameters, read_header
 from accel_train.domains.pde.data.stored_arrays import StoredArray, hdf5, open_array
 
-SCHEMA = "accel_train/fields-1"
 FACTS_FORMAT = 1
 VALUES_PER_BLOCK = 2**24
 DEFAULT_CACHE_MIB = 256
 Array = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class FieldHeader:
-    """Properties shared by all samples of a file."""
-
-    task: str
-    parameters: tuple[str, ...]
-    """Names of the P parameters."""
-    input_channels: int
-    """Leading channels of the input. Without time, the others are the target."""
-    dt: float
-    """Time from one snapshot to the next. All channels advance. 0: no time, and T = 1."""
-    boundary: str
-    """periodic: points at j / W. Anything else: at the cell centres (j + 1/2) / W."""
-    conserved: bool
-    """True: the integral of every channel is constant."""
 
 
 class FieldPart(NamedTuple):
@@ -136,7 +119,9 @@ class StoredFields(NamedTuple):
                 f"n-th can be taken. Choose a number that divides {width}."
             )
         part = self.part._replace(first=first, samples=count, stride=stride)
-        return self._replace(part=part, parameters=self.parameters[first : first + count])
+        parameters = self.parameters[first : first + count]
+        finite_parameters(self.part.file, self.header, parameters, first)
+        return self._replace(part=part, parameters=parameters)
 
 
 def write_fields(
@@ -177,29 +162,10 @@ def _attributes(header: FieldHeader) -> dict[str, Any]:
 def read_stored(file: Path, content: Any) -> StoredFields:
     """Read header and parameters of an open file of our schema. The fields stay on disk."""
     require(file, content, ("fields", "parameters"))
-    attributes: dict[str, Any] = dict(content.attrs)
-    names = ("schema", *FieldHeader.__dataclass_fields__)
-    missing = [name for name in names if name not in attributes]
-    if missing or attributes["schema"] != SCHEMA:
-        problem = f"no attribute {missing[0]!r}" if missing else f"schema {attributes['schema']!r}"
-        raise UsageError(f"--data.path: {file} has {problem}; {SCHEMA!r} with {', '.join(names)} is required.")
-    shape = content["fields"].shape
     # A few numbers for each sample, which fit into memory where fields do not.
     parameters = content["parameters"][...]
-    header = FieldHeader(
-        str(attributes["task"]),
-        tuple(str(name) for name in attributes["parameters"]),
-        int(attributes["input_channels"]),
-        float(attributes["dt"]),
-        str(attributes["boundary"]),
-        bool(attributes["conserved"]),
-    )
-    required = (shape[0], len(header.parameters))
-    if len(shape) != 5 or parameters.shape != required:
-        raise UsageError(
-            f"--data.path: {file} has fields {shape} and parameters {parameters.shape}; (N, T, C, H, W) and "
-            f"(N, {len(header.parameters)}) are required. Write it again."
-        )
+    shape = content["fields"].shape
+    header = read_header(file, dict(content.attrs), shape, parameters.shape)
     part = FieldPart(file, ("fields",), 0, 0, shape[0])
     return StoredFields(header, part, parameters.astype(np.float32))
 

@@ -32,6 +32,9 @@ from accel_train.domains.pde.data.files import (
 )
 from accel_train.domains.pde.fields import Scale
 
+RANGE = (1e-35, 1e35)
+"""Standard deviations of a channel with room for its values in fp32, which holds 1.2e-38 to 3.4e38 in full."""
+
 
 class Trajectory(NamedTuple):
     """One normalised sample over all times."""
@@ -271,6 +274,7 @@ def _describe(splits: Splits, train: Fields, facts: FieldFacts, time_stride: int
             f"--data.path: channel {facts.std.index(0.0)} of {stored.part.file} is the same number everywhere, so "
             "there is nothing to learn from it. Leave the channel out."
         )
+    _refuse_out_of_range(stored.part.file, facts)
     has_time = header.dt > 0
     input_channels = target_channels = channels
     # With time they are the same fields, and a step must map one scale to itself.
@@ -296,6 +300,18 @@ def _describe(splits: Splits, train: Fields, facts: FieldFacts, time_stride: int
         parameter=parameter,
         logarithmic=logarithmic,
     )
+
+
+def _refuse_out_of_range(file: Path, facts: FieldFacts) -> None:
+    """Refuse channels whose normalisation in fp32 would lose digits or overflow."""
+    smallest, largest = RANGE
+    for channel, (mean, std) in enumerate(zip(facts.mean, facts.std, strict=True)):
+        if not smallest <= std <= largest or abs(mean) > largest:
+            raise UsageError(
+                f"--data.path: channel {channel} of {file} has mean {mean:.3g} and standard deviation {std:.3g}; "
+                f"{smallest:g} to {largest:g} is required of the deviation, and at most {largest:g} of the mean: "
+                "the range of fp32. Write the fields in another unit."
+            )
 
 
 def _refuse_other_kind(stored: StoredFields, train: Fields, heldout: StoredFields) -> None:

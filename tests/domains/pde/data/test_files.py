@@ -213,6 +213,16 @@ def test_the_sample_that_is_not_finite_is_named(tmp_path: Path, wrong: float) ->
         field_facts(fields)
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_the_sample_of_a_parameter_that_is_not_finite_is_named(tmp_path: Path, wrong: float) -> None:
+    stored = read(write(tmp_path / "x.h5"))
+    stored.parameters[7, 1] = wrong
+    chosen: dict[int, int | None] = {1: None, 2: None}
+    with pytest.raises(UsageError, match=rf"sample 7 of .*x\.h5, task heat, has the parameter b {wrong:g}\. Finite"):
+        stored.select("heldout", (5, 11), 6, chosen)
+    assert len(stored.select("train", (0, 7), 7, chosen).parameters) == 7  # the sample is left out
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -221,6 +231,11 @@ def test_the_sample_that_is_not_finite_is_named(tmp_path: Path, wrong: float) ->
         (lambda f: f.pop("parameters"), r"no dataset 'parameters'; it holds fields \(11, 3, 2, 4, 6\)"),
         (lambda f: (f.pop("parameters"), f.update(parameters=PARAMETERS[:5])), r"parameters \(5, 2\); .* \(N, 2\)"),
         (lambda f: (f.pop("fields"), f.update(fields=VALUES[0])), r"fields \(3, 2, 4, 6\)"),
+        (lambda f: f.attrs.update(dt=-0.1), r"x\.h5 has the attribute dt -0\.1; .*finite and above 0"),
+        (lambda f: f.attrs.update(dt=np.nan), r"x\.h5 has the attribute dt nan; .*finite and above 0"),
+        (lambda f: f.attrs.update(dt=np.inf), r"x\.h5 has the attribute dt inf; .*finite and above 0"),
+        (lambda f: f.attrs.update(dt=0.0, input_channels=2), "input_channels 2 of 2 channels; 1 to 1 inputs are req"),
+        (lambda f: f.attrs.update(grid=(1, 32)), r"attribute grid \(1, 32\) and .* its grid is \(4, 6\)"),
     ],
 )
 def test_files_that_are_not_of_the_schema(tmp_path: Path, damage: Any, words: str) -> None:

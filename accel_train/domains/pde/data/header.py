@@ -1,0 +1,99 @@
+"""Properties of all samples of a file of fields, read from its attributes and checked against its arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from accel_train.config import UsageError
+
+SCHEMA = "accel_train/fields-1"
+
+
+@dataclass(frozen=True)
+class FieldHeader:
+    """Properties shared by all samples of a file."""
+
+    task: str
+    parameters: tuple[str, ...]
+    """Names of the P parameters."""
+    input_channels: int
+    """Leading channels of the input. Without time, the others are the target."""
+    dt: float
+    """Time from one snapshot to the next. All channels advance. 0: no time, and T = 1."""
+    boundary: str
+    """periodic: points at j / W. Anything else: at the cell centres (j + 1/2) / W."""
+    conserved: bool
+    """True: the integral of every channel is constant."""
+
+
+def read_header(
+    file: Path, attributes: Mapping[str, Any], fields: tuple[int, ...], parameters: tuple[int, ...]
+) -> FieldHeader:
+    """Read the header from the attributes of a file of our schema, for arrays of these shapes.
+
+    Raises `UsageError` for attributes that are missing, impossible, or contradict the shapes.
+    """
+    names = ("schema", *FieldHeader.__dataclass_fields__)
+    missing = [name for name in names if name not in attributes]
+    if missing or attributes["schema"] != SCHEMA:
+        problem = f"no attribute {missing[0]!r}" if missing else f"schema {attributes['schema']!r}"
+        raise UsageError(f"--data.path: {file} has {problem}; {SCHEMA!r} with {', '.join(names)} is required.")
+    header = FieldHeader(
+        str(attributes["task"]),
+        tuple(str(name) for name in attributes["parameters"]),
+        int(attributes["input_channels"]),
+        float(attributes["dt"]),
+        str(attributes["boundary"]),
+        bool(attributes["conserved"]),
+    )
+    required = (fields[0], len(header.parameters))
+    if len(fields) != 5 or parameters != required:
+        raise UsageError(
+            f"--data.path: {file} has fields {fields} and parameters {parameters}; (N, T, C, H, W) and "
+            f"(N, {len(header.parameters)}) are required. Write it again."
+        )
+    _check_time(file, header, fields)
+    # Files written by hand may lack it: the shape tells the same.
+    grid = tuple(int(points) for points in np.ravel(attributes.get("grid", fields[3:])))
+    if grid != fields[3:]:
+        raise UsageError(
+            f"--data.path: {file} has the attribute grid {grid} and fields {fields}, (N, T, C, H, W): its grid is "
+            f"{fields[3:]}. Correct the one that is wrong."
+        )
+    return header
+
+
+def _check_time(file: Path, header: FieldHeader, fields: tuple[int, ...]) -> None:
+    """Refuse a time step that is none, and a steady equation without a target."""
+    if not math.isfinite(header.dt) or header.dt < 0:
+        raise UsageError(
+            f"--data.path: {file} has the attribute dt {header.dt:g}; the time from one snapshot to the next is "
+            "required, finite and above 0, or 0 for an equation without time. Correct it in the files of both splits."
+        )
+    channels = fields[2]
+    if header.dt == 0 and not 0 < header.input_channels < channels:
+        raise UsageError(
+            f"--data.path: {file} has the attributes dt 0, without time, and input_channels {header.input_channels} of "
+            f"{channels} channels; 1 to {channels - 1} inputs are required, because the other channels are the target. "
+            "Correct input_channels, or dt if the fields have a time step."
+        )
+
+
+def finite_parameters(file: Path, header: FieldHeader, parameters: NDArray[Any], first: int) -> None:
+    """Refuse NaN and infinity in the parameters (N, P) of the samples from number ``first`` of a file on."""
+    finite = np.isfinite(parameters)
+    if finite.all():
+        return
+    row, column = (int(place) for place in np.argwhere(~finite)[0])
+    raise UsageError(
+        f"--data.path: sample {first + row} of {file}, task {header.task}, has the parameter "
+        f"{header.parameters[column]} {parameters[row, column]:g}. Finite parameters are required, because they are "
+        "inputs of the model: write the file again, or leave the sample out."
+    )
