@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Interval
 
 
 class UsageError(ValueError):
@@ -79,8 +79,9 @@ def refuse_empty(arguments: Mapping[str, object]) -> None:
 
 
 # Infinite upper bounds are exclusive, so .inf is refused.
-PositiveInt = Annotated[int, Gt(0)]
-NonNegativeInt = Annotated[int, Ge(0)]
+# No count is above the integers that a float has exactly, such as those of JSON in other programs.
+PositiveInt = Annotated[int, Interval(gt=0, le=2**53)]
+NonNegativeInt = Annotated[int, Interval(ge=0, le=2**53)]
 PositiveFloat = Annotated[float, Interval(gt=0, lt=float("inf"))]
 NonNegativeFloat = Annotated[float, Interval(ge=0, lt=float("inf"))]
 Fraction = Annotated[float, Interval(ge=0, le=1)]

@@ -330,6 +330,22 @@ FILES = [
         "I43-code", "{}/c.yaml", r"unsupported tag", prepare=write("c.yaml", "seed: !!python/object/apply:os.getpid []")
     ),
     Row("I43-no-file", "{}/none.yaml", r"there is no such file .*none\.yaml.*; give a preset or a YAML file"),
+    Row(
+        "I43-folder", "{}/c.yaml", r"c\.yaml': is a directory \(.*c\.yaml\)", prepare=lambda at: (at / "c.yaml").mkdir()
+    ),
+    Row(
+        "I32-nul",
+        "{}/c.yaml",
+        r"c\.yaml:1:1: output_dir: 'a\\x00b' is refused: text without the character NUL is required; .*--output_dir",
+        prepare=write("c.yaml", 'output_dir: "a\\0b"'),
+    ),
+    Row(
+        "I32-long",
+        "{}/c.yaml",
+        r"c\.yaml:1:1: output_dir: 'n{40}'\.\.\. \(300 characters\) is refused: a path is required .*255 bytes",
+        prepare=write("c.yaml", f"output_dir: {'n' * 300}"),
+    ),
+    Row("I32-long-data", f"--data.path {'n' * 300}.txt", r"data\.path: 'n{40}'\.\.\. \(304 characters\) is refused"),
     Row("I32-file", "--output_dir {}/texts.jsonl", r"output_dir.*texts\.jsonl.*give another --output_dir"),
     Row("I32-below-a-file", "--output_dir {}/texts.jsonl/run", r"output_dir.*give another --output_dir"),
 ]

@@ -71,6 +71,11 @@ def _source(source: str) -> Path:
     path = expand_path(source)
     if path.is_file() and weights.is_pickle(path):
         raise weights.pickle_error([path])
+    if path.is_file() and path.suffix == ".safetensors":
+        raise UsageError(
+            f"{path}: is a file; a directory is required, whose config.json is taken along: give {path.parent} with "
+            f"--stem {shlex.quote(path.stem)}"
+        )
     if not path.is_dir():
         places.find_place(source)  # raises with a list of what is there
     if (path / "manifest.json").is_file() or (path / "run.json").is_file():

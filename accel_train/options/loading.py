@@ -236,7 +236,10 @@ def find_source(
     # A bare name is a preset, even where a file or folder of that name lies in the working directory.
     if expanded.suffix in {".yaml", ".yml"} or os.sep in source:
         if not expanded.is_file():
-            raise UsageError(f"config {source!r}: there is no such file ({expanded}); give a preset or a YAML file")
+            wrong = "there is no such file"
+            if expanded.is_dir():
+                wrong = "is a directory"
+            raise UsageError(f"config {source!r}: {wrong} ({expanded}); give a preset or a YAML file")
         return expanded
     if (presets / f"{source}.yaml").is_file():
         return presets / f"{source}.yaml"
@@ -314,7 +317,7 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
     for key, value in flatten(tree).items():
         if key not in kinds:
             continue
-        reason = refusal(kinds[key], value)
+        reason = refusal(kinds[key], value) or refusals.impossible_text(key, value)
         # As a path it would be the working directory.
         if not reason and value == "" and key not in MAY_BE_EMPTY and flatten(defaults_tree(cls)).get(key) != "":
             reason = "'' is refused: a value is required, and a shell variable that is not set gives none"

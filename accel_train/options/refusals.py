@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +17,32 @@ from accel_train.options.flags import refusal
 from accel_train.options.tree import INVOCATION_OPTIONS, Tree, defaults_tree, flatten
 
 OUTPUT_DIR = "output_dir"
+
+
+def impossible_text(key: str, value: object) -> str | None:
+    """Return why no file system takes the text of an option as a path, with the requirement. None if one may."""
+    if not isinstance(value, str):
+        return None
+    if "\0" in value:
+        return f"{_cut(value)} is refused: text without the character NUL is required"
+    if not key.endswith(("path", "_dir")):
+        return None
+    try:
+        os.lstat(expand_path(value))
+    except OSError as error:
+        # All others may be mended by making what is missing.
+        if error.errno == errno.ENAMETOOLONG:
+            return (
+                f"{_cut(value)} is refused: a path is required that the file system takes, mostly up to 255 bytes a "
+                "name and 4095 in all"
+            )
+    return None
+
+
+def _cut(text: str, limit: int = 40) -> str:
+    if len(text) <= limit:
+        return repr(text)
+    return f"{text[:limit]!r}... ({len(text)} characters)"
 
 
 def defaults_of(cls: type) -> dict[str, Any]:

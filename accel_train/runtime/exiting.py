@@ -283,10 +283,12 @@ def _log(text: str) -> None:
     if not directory:
         return
     path = directory / "logs" / f"rank_{_rank()}.log"
-    if path.is_file():
-        when = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime())
-        with suppress(OSError), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            print(f"{when} ERROR {__name__}: {text}", file=file)
+    when = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime())
+    # The directory may be what was refused, for a name that no file system takes.
+    with suppress(OSError, ValueError):
+        if path.is_file():
+            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                print(f"{when} ERROR {__name__}: {text}", file=file)
 
 
 def report_exit_code(code: int) -> None:

@@ -845,6 +845,14 @@ def test_what_only_a_pickle_holds_is_refused_with_a_way_out(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_file_of_weights_is_refused_with_what_converts_it(tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", stem="model.bf16", x=torch.ones(2))
+    with pytest.raises(UsageError, match=r"is a file; a directory .*: give \S*/in with --stem model\.bf16$"):
+        call("convert", folder / "model.bf16.safetensors", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert_same(converted(folder, tmp_path / "out", "--stem", "model.bf16"), {"x": torch.ones(2)})
+
+
 def test_a_conversion_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     cases = {
         "nan": ({"x": torch.tensor([math.nan])}, "x holds 1 value"),

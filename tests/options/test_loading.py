@@ -309,6 +309,11 @@ def test_a_wrong_file_is_refused_with_the_place_and_the_remedy(text: str, messag
             "demo --optimizer.learning_rate 1",
             r"--optimizer\.learning_rate is a name of other.*--optimizer\.lr",
         ),
+        ("demo --steps 0", r"steps: 0 is refused: .*greater than 0"),
+        (
+            "demo --steps 100000000000000000000",
+            r"steps: 1\d+ is refused: .*less than or equal to 9007199254740992",
+        ),
         ("demo --seed=-1", r"command line: seed: -1 is refused"),
         ("demo --seed -1", r"command line: seed: -1 is refused"),
         ("demo --optimizer.lr .inf", r"optimizer\.lr: inf is refused: .*finite"),

@@ -154,6 +154,10 @@ def test_a_wrong_usage_is_in_the_log_of_the_run_where_there_is_one(
         "an earlier start",
         "accel_train.runtime.exiting: error (wrong usage, exit code 2): --seed fast",
     )
+    # The directory itself may be what is refused.
+    for name in ("n" * 300, "a\0b"):
+        monkeypatch.setattr(exiting, "requested_output_dir", lambda name=name: tmp_path / name)
+        exiting._log("error (wrong usage, exit code 2): output_dir")
 
 
 def test_one_run_alone_knows_that_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:

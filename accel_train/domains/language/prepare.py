@@ -159,7 +159,7 @@ def prepare_data(
     train = _prepare(sources, sources.train, tokenizer, layout, bad)
     # Every process has what it reads, or the error of another one.
     barrier()
-    _refuse_one_side(config, train, heldout)
+    _refuse_one_side(sources, train, heldout)
     pad_id = tokenizer.pad_token_id
     train_data = TokenDataset(train.train, config.max_length, pad_id, train.lease)
     if heldout is None:
@@ -331,13 +331,22 @@ def _prepare(sources: _Sources, source: RowBlocks, tokenizer: Any, layout: Layou
     return cache.prepared(source, encoder, bad)
 
 
-def _refuse_one_side(config: DataConfig, train: PreparedTokens, heldout: PreparedTokens | None) -> None:
+def _refuse_one_side(sources: _Sources, train: PreparedTokens, heldout: PreparedTokens | None) -> None:
     """Refuse data that leave nothing to train or to evaluate on."""
+    config = sources.config
     held_out = train.heldout if heldout is None else heldout.train
     if train.train and held_out:
         return
     rows_read = train.counts["train"] + train.counts["heldout"]
     if not rows_read and (heldout is None or held_out):
+        # Rows of the held-out source are left out before they are counted.
+        if held_out and any(True for _ in encoding.contents(sources.train, config.text_column)):
+            raise UsageError(
+                f"--data.path {config.path!r}: all of its rows are held out, as --data.heldout_path "
+                f"{config.heldout_path!r} has them too. Rows that are not held out are required: give another file to "
+                "one of the two, or leave --data.heldout_path out to hold out a share of the rows "
+                "(--data.heldout_fraction)."
+            )
         raise UsageError(
             f"--data.path {config.path!r} holds no usable row ({train.counts['bad']} bad rows). At least one row with "
             f"messages, with prompt and completion, or with text in {config.text_column!r} is required: check the "

@@ -63,13 +63,17 @@ def parsed(found: Iterable[tuple[str, Mapping[str, Any] | str]], text_column: st
 def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
     """Return the row, or its fault."""
     # Tables fill the columns that a row does not have with None.
+    null = [name for name, value in fields.items() if value is None]
     fields = {name: value for name, value in fields.items() if value is not None}
     tools = fields.get("tools")
     # A chat first: such rows often have a plain text of the same chat beside it.
     if "messages" in fields:
-        return _messages_fault(fields["messages"]) or Row(place, messages=fields["messages"], tools=tools)
+        fault = _messages_fault(fields["messages"]) or _unpaired_fault("tools", tools)
+        return fault or Row(place, messages=fields["messages"], tools=tools)
     if "prompt" in fields and "completion" in fields:
         return _pair(place, fields["prompt"], fields["completion"], tools)
+    if text_column in null or (null and not fields):
+        return f"null in {null}; text in {text_column!r}, or 'messages', or 'prompt' and 'completion', is required"
     if text_column not in fields:
         # A name to try, even if none is alike: most files have one column of text.
         near = nearest(text_column, fields) or next(iter(fields), None)
@@ -81,14 +85,16 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
 def _pair(place: str, prompt: Any, completion: Any, tools: Any) -> Row | str:
     if isinstance(prompt, str) and isinstance(completion, str):
         # A prompt may be empty, and the space between the two belongs to one of them.
-        return _text_fault("completion", completion) or Row(place, prompt=prompt, completion=completion)
+        fault = _text_fault("completion", completion) or _unpaired_fault("prompt", prompt)
+        return fault or Row(place, prompt=prompt, completion=completion)
     if not (isinstance(prompt, list) and isinstance(completion, list)):
         return (
             f"'prompt' is {type(prompt).__name__} and 'completion' is {type(completion).__name__}; two texts or two "
             "lists of messages are required"
         )
     messages = [*prompt, *completion]
-    return _messages_fault(messages) or Row(place, messages=messages, first_trained=len(prompt), tools=tools)
+    fault = _messages_fault(messages) or _unpaired_fault("tools", tools)
+    return fault or Row(place, messages=messages, first_trained=len(prompt), tools=tools)
 
 
 def _text_fault(name: str, text: object) -> str | None:
@@ -96,7 +102,30 @@ def _text_fault(name: str, text: object) -> str | None:
         return f"{name!r} is {type(text).__name__}, text is required"
     if not text.strip():
         return f"{name!r} is empty"
+    return _unpaired_fault(name, text)
+
+
+def _unpaired_fault(name: str, value: Any) -> str | None:
+    """Return a fault if any text within ``value`` has no UTF-8. No tokenizer takes such a text."""
+    try:
+        for text in _texts(value):
+            text.encode()
+    except UnicodeEncodeError:
+        return f"{name!r} holds half of a surrogate pair, which is no character"
     return None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every string of a JSON value, at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield name
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
 
 
 def _messages_fault(messages: Any) -> str | None:
@@ -107,7 +136,7 @@ def _messages_fault(messages: Any) -> str | None:
             return f"message {number} is {message!r}; an object with 'role' and 'content' is required"
     if not any(message["role"] == "assistant" for message in messages):
         return "no message has the role 'assistant', so there is nothing to learn"
-    return None
+    return _unpaired_fault("messages", messages)
 
 
 def is_hub_id(path: str) -> bool:

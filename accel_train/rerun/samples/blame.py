@@ -184,26 +184,41 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 def report(found: Blame, top: int) -> list[str]:
     """Return the table of the samples furthest out, and the step with and without the suspects, as lines."""
-    middle = suspects.median([sample.grad_norm for sample in found.samples])
+    norms = [sample.grad_norm for sample in found.samples]
+    middle = suspects.median(norms)
     lines = [f"{'sample':>10}  {'loss':>11}  {'grad_norm':>11}  {'of the median':>13}  {'distance':>8}"]
     for sample in found.samples[:top]:
         part = f"{sample.grad_norm / middle:.3g} x"
         mark = "  <- suspect" if sample.sample in found.suspects else ""
+        distance = f"{sample.distance:.3g}"
+        if sample.distance == -math.inf:
+            # Without a gradient, or without enough samples for a spread.
+            distance = "-"
         lines.append(
             f"{sample.sample:>10}  {sample.values['loss']:>11.5g}  {sample.grad_norm:>11.5g}  {part:>13}  "
-            f"{sample.distance:>8.3g}{mark}"
+            f"{distance:>8}{mark}"
         )
     if len(found.samples) > top:
         lines.append(f"{'...':>10}  {len(found.samples) - top} sample(s) not shown; --top N shows more")
-    lines.append(
-        f"distance: of the log gradient norm from the median {middle:.4g} of {len(found.samples)} samples, in units of "
-        f"{suspects.NORMAL} MAD; a suspect is beyond {found.limit:g}"
-    )
+    usual = len(suspects.comparable(norms))
+    nothing = "no suspects: no sample of this step stands out by its gradient"
+    if usual < suspects.FEWEST:
+        few = (
+            f"distances need at least {suspects.FEWEST} samples with a finite gradient above 0, and step {found.step} "
+            f"has {usual}"
+        )
+        lines.append(f"no distance: {few}")
+        nothing = f"no suspects can be told: {few}"
+    else:
+        lines.append(
+            f"distance: of the log gradient norm from the median {middle:.4g} of {len(found.samples)} samples, in "
+            f"units of {suspects.NORMAL} MAD; a suspect is beyond {found.limit:g}"
+        )
     if found.as_recorded:
         lines.append("loss and gradient norm of the whole step have the bits that the run logged")
     lines += _comparison(found)
     if not found.suspects:
-        return [*lines, "no suspects: no sample of this step stands out by its gradient"]
+        return [*lines, nothing]
     # At the end, to be copied into the next command.
     return [*lines, f"suspects: {' '.join(map(str, found.suspects))}"]
 

@@ -40,7 +40,12 @@ def distances(norms: Sequence[float]) -> list[float]:
     return found.tolist()
 
 
+def comparable(norms: Sequence[float]) -> list[float]:
+    """Return the finite norms above 0. Fewer than ``FEWEST`` have no distances."""
+    return [norm for norm in norms if math.isfinite(norm) and norm > 0]
+
+
 def median(norms: Sequence[float]) -> float:
     """Return the median of the finite norms above 0, NaN for none."""
-    usual = [norm for norm in norms if math.isfinite(norm) and norm > 0]
+    usual = comparable(norms)
     return float(np.median(usual)) if usual else math.nan

@@ -72,6 +72,18 @@ def test_heldout_rows_of_another_file_are_not_trained_on(tmp_path: Path) -> None
     assert (data.train.texts, data.heldout.texts) == (len(LINES) - 7, 7)
 
 
+def test_a_source_that_is_held_out_as_a_whole_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "held.txt").write_text("\n".join(LINES))
+    held = str(tmp_path / "held.txt")
+    with pytest.raises(
+        UsageError, match=r"--data\.path .*: all of its rows are held out, as --data\.heldout_path '.*held"
+    ):
+        prepared(tmp_path, heldout_path=held, heldout_fraction=0)
+    # Bad rows are no held-out rows.
+    with pytest.raises(UsageError, match=r"--data\.path .* holds no usable row \(1 bad rows\)"):
+        prepared(tmp_path, {"text": 3}, heldout_path=held, heldout_fraction=0, max_bad_rows=1)
+
+
 def test_the_tokenizer_is_that_of_the_model_or_another(tmp_path: Path) -> None:
     tiny.save(tmp_path / "model", template=tiny.CHATML)
     model = ModelConfig(source=str(tmp_path / "model"))

@@ -90,6 +90,19 @@ def test_a_saved_dataset_and_a_table_are_read(tmp_path: Path) -> None:
         ({"messages": []}, "a list of messages is required"),
         ({"messages": [{"content": "x"}]}, "message 1 is .* an object with 'role' and 'content' is required"),
         ({"messages": [USER]}, "no message has the role 'assistant', so there is nothing to learn"),
+        # The escapes of JSON can spell half a pair, as an emoji cut in two.
+        ({"text": "\ud83d lone"}, "'text' holds half of a surrogate pair, which is no character"),
+        ({"prompt": "\ud83d", "completion": "x"}, "'prompt' holds half of a surrogate pair"),
+        ({"prompt": "x", "completion": "\ud83d"}, "'completion' holds half of a surrogate pair"),
+        ({"messages": [USER, {**ANSWER, "content": "\ud83d"}]}, "'messages' holds half of a surrogate pair"),
+        ({"prompt": [{**USER, "content": "\ud83d"}], "completion": [ANSWER]}, "'messages' holds half of a surrogate"),
+        ({"messages": [USER, ANSWER], "tools": [{"a": {"\ud83d": 1}}]}, "'tools' holds half of a surrogate pair"),
+        (
+            {"text": None},
+            r"null in \['text'\]; text in 'text', or 'messages', or 'prompt' and 'completion', is required",
+        ),
+        ({"text": None, "n": 1}, r"null in \['text'\]; text in 'text'"),
+        ({"messages": None}, r"null in \['messages'\]; text in 'text', or 'messages'"),
         ([1], "a JSON list, not an object"),
     ],
 )

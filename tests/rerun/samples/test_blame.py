@@ -126,9 +126,25 @@ def test_a_run_that_cannot_be_written_to_is_measured_all_the_same(
     if as_json:
         assert strict_json.parse(printed.out.encode())["samples"][0]["sample"] == 8
     else:
-        assert "no suspects: no sample of this step stands out" in printed.out
+        assert "no suspects can be told: distances need at least 10 samples" in printed.out
     assert "receipt" not in printed.out
     assert printed.err == f"no receipt: {tmp_path}/report/blame-step-1.json cannot be written (File exists)\n"
+
+
+def test_a_step_of_few_samples_says_that_it_has_no_distances() -> None:
+    norms = [1.0, 1.0, 100.0, 0.0]
+    samples = [
+        blame.Sample(number, number, {"loss": 2.0, "grad_norm": norm}, distance)
+        for number, (norm, distance) in enumerate(zip(norms, suspects.distances(norms), strict=True))
+    ]
+    found = blame.Blame(7, 6.0, None, {"loss": 2.0, "grad_norm": 3.0}, samples, [], None)
+    lines = blame.report(found, 8)
+    text = "\n".join(lines)
+    assert "inf" not in text
+    needed = "distances need at least 10 samples with a finite gradient above 0, and step 7 has 3"
+    assert f"no distance: {needed}" in lines
+    assert lines[-1] == f"no suspects can be told: {needed}"
+    assert "stands out" not in text
 
 
 def test_distances_are_those_of_the_median_and_its_deviations() -> None:
