@@ -50,7 +50,7 @@ def test_only_what_is_required_is_asked_for(words: list[str], missing: str, caps
         (["drill", "mmdit", "--receipt", ""], "receipt"),
         (["better", "a", "b", "--recipe", ""], "recipe"),
         (["launch", "--config_file", "", "mmdit"], "config_file"),
-        (["run", "--anywhere", "--config_file", "", "mmdit"], "config_files"),
+        (["run", "--anywhere", "--config_file", "", "mmdit"], "config_file"),
         (["compare", "mmdit", "demo", "smoke", "--output", ""], "output"),
         (["verify", "--output", "", "mmdit"], "output"),
         (["report", "runs", "--output", ""], "output"),

@@ -184,14 +184,14 @@ TABLES = (
             "encoders are tiny here: add those of your base that stay in memory, and see the [settings by "
             "memory](lora.md#settings-by-memory) for bases in 8 and 4 bits.",
             goals=("speed", "memory"),
-            gpus=(1,),
+            gpus=gpus,
             gib=gib,
             arguments=arguments,
             model=model,
         )
-        for model, gib, arguments in (
-            ("Stable Diffusion XL", (8, 12, 16, 24), stable_diffusion_xl),
-            ("FLUX.1-dev", (32, 48, 80), flux_1),
+        for model, gpus, gib, arguments in (
+            ("Stable Diffusion XL", (1, 2, 4), (8, 12, 16, 24), stable_diffusion_xl),
+            ("FLUX.1-dev", (1, 2), (32, 48, 80), flux_1),
         )
     ),
 )
