@@ -17,7 +17,7 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
 
 ROW = 4096
-"""Values of the longest row that is kept in registers: 16 a thread, which spills none of the norms of a block."""
+"""Values of the longest row that is kept in registers: 16 a thread, at which no norm of a block spills."""
 READS = 8
 """Values that are read again sooner than their result is written down."""
 

@@ -41,8 +41,9 @@ SIMULATED = {
     "language model, accumulation": f"{TEXT} --global_batch_size 128 --micro_batch_size 32",
     "language model, full": f"{TEXT} --global_batch_size 128 --micro_batch_size 128 {FULL}",
 }
-"""A recipe with its flags, by name, whose runs also have these."""
+"""A recipe with its flags, by name."""
 RUN = f"--max_steps {STEPS} --checkpoints.no_save_state".split()
+"""Further flags of the runs that are compared with these."""
 PLANNED_BATCH = 64
 SHORT = f"--global_batch_size {PLANNED_BATCH} --max_steps 3 --activation_checkpointing.mode none"
 PLANNED = [

@@ -49,15 +49,17 @@ def check_causality(model: nn.Module) -> str:
     if simulated.weights_have_no_values():
         return "causality: not proven, because weights have no values here"
     name = type(model).__name__
+    plain: Any = model
     ids = _two_texts(model)["input_ids"]
     other = ids.clone()
-    other[0, -1] = 0
+    # Another one whatever the size of the vocabulary.
+    other[0, -1] = (ids[0, -1] + 1).remainder(plain.config.vocab_size)
     training = model.training
     # Dropout would differ from forward to forward.
     model.eval()
     try:
         first, second = (model(input_ids=each, use_cache=False).logits[:, :-1].float() for each in (ids, other))
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:
         raise UsageError(
@@ -66,8 +68,10 @@ def check_causality(model: nn.Module) -> str:
     finally:
         model.train(training)
     changed = float((first - second).abs().max() / first.abs().max())
-    # Experts round sums of other lengths otherwise, which in bf16 can be seen.
-    allowed = max(UNSEEN, 4 * torch.finfo(next(model.parameters()).dtype).eps)
+    # Experts round sums of other lengths otherwise, which can be seen if any weights are in bf16.
+    computed = {p.dtype for p in model.parameters() if p.dtype.is_floating_point and p.itemsize > 1}
+    coarsest = max(torch.finfo(dtype).eps for dtype in computed)
+    allowed = max(UNSEEN, 4 * coarsest)
     # Not `changed >= allowed`, which NaN would pass.
     if not changed < allowed:
         raise UsageError(

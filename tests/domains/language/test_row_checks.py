@@ -22,10 +22,9 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 1}
 
 @pytest.mark.parametrize("config", ["llama", "gpt2", "mamba", "bloom"])
 def test_a_causal_model_is_proven(config: str) -> None:
-    sizes: dict[str, Any] = {} if config in ("llama", "gpt2") else dict(SIZES)
-    sizes |= {"num_attention_heads": 4} if config == "bloom" else {}
-    model = tiny.model(ModelConfig(config=config, **sizes)) if sizes else tiny.model()
-    model.train()
+    sizes: dict[str, Any] = {} if config == "mamba" else {"num_attention_heads": 4}
+    model = tiny.model(ModelConfig(config=config, **SIZES, **sizes)).train()
+    assert model.config.model_type == config
     assert "causality: proven" in row_checks.check_causality(model)
     assert model.training
 
@@ -34,15 +33,27 @@ def test_bf16_weights_are_proven() -> None:
     assert "causality: proven" in row_checks.check_causality(tiny.model().to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("config", ["bert", "roberta"])
-def test_a_model_whose_tokens_see_later_ones_is_refused(config: str) -> None:
+@pytest.mark.parametrize(("config", "name"), [("bert", "BertLMHeadModel"), ("roberta", "RobertaForCausalLM")])
+def test_a_model_whose_tokens_see_later_ones_is_refused(config: str, name: str) -> None:
     """Their classes for language models look both ways unless the config makes them decoders."""
     model = tiny.model(ModelConfig(config=config, **SIZES, intermediate_size=64, num_attention_heads=2))
-    with pytest.raises(UsageError, match=r"ert.*: with another last token the logits before it change"):
+    with pytest.raises(UsageError, match=f"{name}: with another last token the logits before it change"):
         row_checks.check_rows(model, packing=False)
 
 
-def test_sizes_that_do_not_fit_each_other_are_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_of_any_size_has_another_token() -> None:
+    """The two rows must differ, or every model would pass."""
+    seen: list[torch.Tensor] = []
+    for vocabulary in (2, 3, 5, 15, 16, 17):
+        model = tiny.model()
+        model.config.vocab_size = vocabulary
+        model.register_forward_pre_hook(lambda *given: seen.append(given[2]["input_ids"]), with_kwargs=True)
+        row_checks.check_causality(model)
+        assert not torch.equal(*seen[-2:]), vocabulary
+        assert int(torch.stack(seen[-2:]).max()) < vocabulary
+
+
+def test_sizes_that_do_not_fit_each_other_are_refused() -> None:
     sizes = {**SIZES, "intermediate_size": 64, "num_attention_heads": 2}
     with pytest.raises(UsageError, match=r"--model.num_attention_heads 3: the config of llama refuses it: Strict"):
         tiny.model(ModelConfig(config="llama", **{**sizes, "num_attention_heads": 3}))
