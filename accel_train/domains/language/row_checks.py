@@ -68,10 +68,8 @@ def check_causality(model: nn.Module) -> str:
     finally:
         model.train(training)
     changed = float((first - second).abs().max() / first.abs().max())
-    # Experts round sums of other lengths otherwise, which can be seen if any weights are in bf16.
-    computed = {p.dtype for p in model.parameters() if p.dtype.is_floating_point and p.itemsize > 1}
-    coarsest = max(torch.finfo(dtype).eps for dtype in computed)
-    allowed = max(UNSEEN, 4 * coarsest)
+    # Experts round sums of other lengths otherwise.
+    allowed = max(UNSEEN, _rounding(model))
     # Not `changed >= allowed`, which NaN would pass.
     if not changed < allowed:
         raise UsageError(
@@ -80,6 +78,12 @@ def check_causality(model: nn.Module) -> str:
             "required, whose tokens see earlier ones alone."
         )
     return f"causality: proven, logits before a changed token stay the same, within {changed:.0e}"
+
+
+def _rounding(model: nn.Module) -> float:
+    """Return how far logits may differ, relative to the largest, by the coarsest weights: a frozen base may be bf16."""
+    computed = {p.dtype for p in model.parameters() if p.dtype.is_floating_point and p.itemsize > 1}
+    return max(4 * torch.finfo(dtype).eps for dtype in computed)
 
 
 def check_packing(model: nn.Module) -> str:
@@ -100,11 +104,12 @@ def check_packing(model: nn.Module) -> str:
     apart, together = _forwards(model, **_two_texts(model))
     # Relative to the largest logit, whose size differs from model to model.
     error = float((apart - together).abs().max() / apart.abs().max())
-    # Not `error >= SAME`, which NaN would pass.
-    if not error < SAME:
+    allowed = max(SAME, _rounding(model))
+    # Not `error >= allowed`, which NaN would pass.
+    if not error < allowed:
         raise UsageError(
             f"--data.packing: {name}: two texts in one row have other logits than alone, by {error:.1e} of the largest "
-            f"({SAME:.0e} is allowed), so one sees the other. {remedy}"
+            f"({allowed:.0e} is allowed), so one sees the other. {remedy}"
         )
     return f"packing: proven, two texts of one row have the logits that they have alone, within {error:.0e}"
 

@@ -160,11 +160,14 @@ def test_a_model_that_cannot_pack_is_refused_by_name(config: str, message: str) 
         row_checks.check_packing(tiny.model(ModelConfig(config=config, **sizes)))
 
 
-def test_a_model_that_takes_positions_and_does_not_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_takes_positions_and_does_not_mask_is_refused(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As one of a new architecture would be whose attention does not ask for the mask of packed texts."""
     from transformers.models.llama import modeling_llama
 
-    model = tiny.model()
+    model = tiny.model().to(dtype)
     real = modeling_llama.create_causal_mask
     monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **named: real(**{**named, "position_ids": None}))
     with pytest.raises(UsageError, match=r"LlamaForCausalLM: two texts in one row have other logits than alone"):
