@@ -54,6 +54,25 @@ def no_save_before_the_end(facts: Facts) -> Finding | None:
     )
 
 
+def no_epoch_before_the_end(facts: Facts) -> Finding | None:
+    """With `save_every_epochs`, saves by the clock are off. More epochs than the run has save at its end alone, and a
+    crash loses everything.
+    """
+    every = facts.number("checkpoints.save_every_epochs")
+    other = facts.number("checkpoints.save_every_minutes") or 0 < _save_every(facts) <= (facts.steps or 0)
+    if facts.steps is None or not facts.dataset_size or facts.is_trial or other:
+        return None
+    epochs = facts.steps * facts.samples_per_step / facts.dataset_size
+    if every <= epochs:
+        return None
+    return Finding(
+        option="checkpoints.save_every_epochs",
+        value=every,
+        reason=f"the run has {epochs:.3g} epochs, so a crash in the last step loses all of them",
+        remedy=f"give {epochs / 10:.2g}, or leave it out: then a save is due every 10 minutes",
+    )
+
+
 def many_saves(facts: Facts) -> Finding | None:
     """Each save copies weights, EMA and optimizer state from the device, and waits for the write of the one before."""
     count = _saves(facts)
@@ -308,6 +327,7 @@ PAGE = "docs/checkpoints.md"
 RELIABILITY = "docs/reliability.md"
 SAVING_RULES = (
     Rule("no-save-before-the-end", "warning", PAGE, no_save_before_the_end),
+    Rule("no-epoch-before-the-end", "warning", PAGE, no_epoch_before_the_end, "data"),
     Rule("many-saves", "warning", "docs/performance.md", many_saves),
     Rule("waiting-saves", "warning", "accelerate#4099", waiting_saves),
     Rule("one-checkpoint", "warning", PAGE, one_checkpoint),

@@ -291,6 +291,11 @@ SAVING = {
         given({"checkpoints.save_every": 10_001}),
         given({"checkpoints.save_every": 10_000}),
     ),
+    # 10,000 steps of 64 samples are 6.4 epochs of 100,000 samples.
+    "no-epoch-before-the-end": (
+        given({"global_batch_size": 64, "checkpoints.save_every_epochs": 6.5}, dataset_size=100_000),
+        given({"global_batch_size": 64, "checkpoints.save_every_epochs": 6.4}, dataset_size=100_000),
+    ),
     "many-saves": (given({"checkpoints.save_every": 9}), given({"checkpoints.save_every": 10})),
     "waiting-saves": (
         given({"checkpoints.save_every": 1000, "checkpoints.asynchronous": False}),
