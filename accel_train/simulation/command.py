@@ -14,8 +14,9 @@ from typing import Any
 from accel_train.commands.bundled import find_recipe
 from accel_train.commands.launch import Launch, accelerate_settings, launch_environment, read_machine
 from accel_train.config import UsageError, refuse_unwritable
+from accel_train.cost_model.networks import GPUS_PER_MACHINE
 from accel_train.cost_model.scaling import Scaling
-from accel_train.cost_model.steps import timing_of
+from accel_train.cost_model.steps import Timing, timing_of
 from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.launch_files.parents import killed_with_parent
 from accel_train.launch_files.requested import REHEARSAL_VARIABLE
@@ -29,18 +30,14 @@ PORT = 29500
 
 def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
     """Return the output of the command. Raises ``UsageError`` if a start would refuse, or cannot be simulated."""
-    timing = None
     if options.picture is not None:
         picture_path(options.picture)
-    if options.device is not None:
-        # Refused before a simulation that takes its time.
-        timing = timing_of(options.device, options.link, options.gpus_per_machine)
-        if options.device_type is None and timing.is_cpu:
-            options = replace(options, device_type="cpu")
-    found: list[Simulated] = []
     requests = _requests(recipe, arguments, options)
-    if timing is not None and options.link is not None:
-        timing.machines.refuse_idle([read_machine(request)[1].num_processes or 1 for request in requests])
+    # Refused before a simulation that takes its time.
+    timing = _timing(requests, options)
+    if timing is not None and options.device_type is None and timing.is_cpu:
+        options = replace(options, device_type="cpu")
+    found: list[Simulated] = []
     for request in requests:
         simulated = _simulate_one(request, options)
         if timing is not None:
@@ -60,6 +57,28 @@ def _requests(recipe: str, arguments: Sequence[str], options: Options) -> list[L
         Launch(options.config_file, recipe, words, num_processes=number, main_process_port=PORT)
         for number in options.num_processes
     ]
+
+
+def _timing(requests: Sequence[Launch], options: Options) -> Timing | None:
+    """Return the device and the machines, None without ``--device``. Raises ``UsageError``."""
+    if options.device is None:
+        return None
+    gpus = options.gpus_per_machine or _gpus_of_file(requests[0]) or GPUS_PER_MACHINE
+    timing = timing_of(options.device, options.link, gpus)
+    numbers = [read_machine(request)[1].num_processes or 1 for request in requests]
+    for number in numbers:
+        timing.machines.refuse(number)
+    if options.link is not None:
+        timing.machines.refuse_idle(numbers)
+    return timing
+
+
+def _gpus_of_file(request: Launch) -> int | None:
+    """Return the GPUs of a machine in a launch file for several, whatever number of processes is asked for."""
+    machine = read_machine(replace(request, num_processes=None))[1]
+    if machine.num_machines == 1 or machine.num_processes is None:
+        return None
+    return machine.num_processes // machine.num_machines
 
 
 def _text(found: Sequence[Simulated], scaling: Scaling | None, options: Options) -> str:

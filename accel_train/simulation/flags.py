@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from accel_train.config import UsageError, refuse_empty
-from accel_train.cost_model.networks import GPUS_PER_MACHINE, NETWORKS, Machines, machines_of
+from accel_train.cost_model.networks import GPUS_PER_MACHINE, NETWORKS, machines_of
 
 REQUEST = "request.json"
 REPORT = "report.json"
@@ -37,7 +37,8 @@ class Options:
     """Whose rates give a step time. None: there is none."""
     link: str | None = None
     """Between machines."""
-    gpus_per_machine: int = GPUS_PER_MACHINE
+    gpus_per_machine: int | None = None
+    """None: those of a launch file for several machines, else ``GPUS_PER_MACHINE``."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +67,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus_per_machine",
         type=int,
-        help=f"GPUs of a machine, which its own link connects; with --device; default: {GPUS_PER_MACHINE}",
+        help="GPUs of a machine, which its own link connects; with --device; default: those of a launch file for "
+        f"several machines, else {GPUS_PER_MACHINE}",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON, with the curve of memory")
     parser.add_argument("--picture", metavar="FILE.png", help="draw the memory by category over the step; efficiency")
@@ -82,11 +84,7 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
     counts = (None,) if flags.num_processes is None else _numbers(flags.num_processes)
     if flags.micro_batches is not None and flags.micro_batches < 1:
         raise UsageError(f"micro_batches: {flags.micro_batches}: at least 1 is required; give --micro_batches 1")
-    machines = _machines(flags.device, flags.link, flags.gpus_per_machine)
-    if flags.device is not None:
-        for number in counts:
-            # Unknown until the launch file is read: refused behind the simulation.
-            machines.refuse(number or 1)
+    _refuse_machines(flags.device, flags.link, flags.gpus_per_machine)
     return rest, Options(
         config_file=flags.config_file,
         num_processes=counts,
@@ -97,12 +95,12 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
         device_type=flags.device_type,
         device=flags.device,
         link=flags.link,
-        gpus_per_machine=machines.gpus,
+        gpus_per_machine=flags.gpus_per_machine,
     )
 
 
-def _machines(device: str | None, link: str | None, gpus: int | None) -> Machines:
-    """Return the machines that the flags name. Raises ``UsageError``."""
+def _refuse_machines(device: str | None, link: str | None, gpus: int | None) -> None:
+    """Raise ``UsageError`` for flags without a device, no GPUs, or an unknown link."""
     for name, value in (("link", link), ("gpus_per_machine", gpus)):
         if value is not None and device is None:
             raise UsageError(
@@ -111,7 +109,7 @@ def _machines(device: str | None, link: str | None, gpus: int | None) -> Machine
             )
     if gpus is not None and gpus < 1:
         raise UsageError(f"gpus_per_machine: {gpus}: at least 1 is required; give --gpus_per_machine 8")
-    return machines_of(link, gpus or GPUS_PER_MACHINE)
+    machines_of(link, gpus or GPUS_PER_MACHINE)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -208,7 +208,24 @@ def test_link_and_gpus_of_a_machine_are_read_on_both_sides() -> None:
     rest, found = read_arguments(words, argparse.Namespace(**vars(before_the_recipe("16")), link="roce-100"))
     assert rest == ["base"]
     assert (found.device, found.link, found.gpus_per_machine) == ("h200", "roce-100", 4)
-    assert Options(None, (1,), None, None, False, None).gpus_per_machine == 8
+    assert Options(None, (1,), None, None, False, None).gpus_per_machine is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "h200"], "link: not given: 8 processes are 2 machines of 4 GPUs"),
+        (["--device", "h200", "--num_processes", "10"], "10 processes do not fill machines of 4 GPUs"),
+        (["--device", "h200", "--gpus_per_machine", "8", "--link", "roce-100"], "within one machine of 8 GPUs"),
+    ],
+)
+def test_gpus_of_a_machine_are_those_of_the_launch_file(tmp_path: Path, words: list[str], message: str) -> None:
+    file = tmp_path / "two.yaml"
+    text = (ROOT / "accelerate_configs" / "multi_node.yaml").read_text()
+    file.write_text(text.replace("num_processes: 16", "num_processes: 8"))
+    rest, options = read_arguments(["demo", "--config_file", str(file), *words], argparse.Namespace())
+    with pytest.raises(UsageError, match=message):
+        simulate("mmdit", rest, options)
 
 
 @pytest.mark.parametrize(
