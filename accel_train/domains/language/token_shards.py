@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import weakref
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict
@@ -59,9 +60,10 @@ class ShardFile:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._descriptor = -1
         try:
             self._descriptor = os.open(file, os.O_RDONLY)
+            # Not by __del__, which at the end of Python may find no os any more.
+            self._finalizer = weakref.finalize(self, os.close, self._descriptor)
             # The header of safetensors: its length in 8 bytes, then JSON with the place of each tensor.
             length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
             self._fields: dict[str, Any] = json.loads(os.pread(self._descriptor, length, 8))
@@ -95,12 +97,9 @@ class ShardFile:
         return tokens
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        self.close()
+        self._finalizer()
+        # A later file may get the number of this one.
+        self._descriptor = -1
 
     def _damaged(self, reason: str) -> DamagedEntryError:
         return DamagedEntryError(
