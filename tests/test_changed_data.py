@@ -92,7 +92,7 @@ def photos(folder: Path) -> tuple[list[str], Callable[[], object]]:
     [
         pytest.param("causal_lm", language, "tokenizer.json", marks=pytest.mark.slow),
         ("pde", fields, "assets/fields.json"),
-        ("lora", photos, None),
+        pytest.param("lora", photos, None, marks=pytest.mark.slow),
     ],
     ids=["causal_lm", "pde", "lora"],
 )

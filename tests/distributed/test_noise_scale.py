@@ -111,6 +111,7 @@ def test_lines_and_checkpoints_tell_the_sizes(references: dict[str, Finished]) -
     assert "32 samples per step from here on" in run.output
 
 
+@pytest.mark.slow  # tests/distributed/test_batch_schedule.py has fixed schedules every day
 def test_a_schedule_of_the_same_sizes_is_the_same_training(references: dict[str, Finished], tmp_path: Path) -> None:
     fixed = "--batch_schedule.noise_factor 0 --batch_schedule.noise_steps 500 --batch_schedule.noise_every 10".split()
     fixed += "--batch_schedule.max_size null --batch_schedule.steps 4 8 --batch_schedule.sizes 32 50".split()
@@ -134,6 +135,7 @@ def test_a_resume_has_the_same_bits(saved: int, references: dict[str, Finished],
     assert state(again) == state(whole)
 
 
+@pytest.mark.slow  # a resume, which is a quick test, reads the same parts of a checkpoint
 def test_a_new_run_from_a_checkpoint_goes_on_alike(references: dict[str, Finished], tmp_path: Path) -> None:
     whole = references["mmdit"]
     start = ("--resume", str(whole.checkpoint(6)), "--micro_batch_size", "64")

@@ -165,6 +165,7 @@ GROUPS = 2
 """With and without weight decay."""
 
 
+@pytest.mark.slow  # that of its offload is a quick test
 @pytest.mark.parametrize("processes", SIZES)
 def test_zero_2_follows_its_closed_forms(processes: int, tmp_path: Path) -> None:
     batch = 2 * max(8, processes)
