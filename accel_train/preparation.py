@@ -23,6 +23,7 @@ from accel_train.runtime.strategy import (
     device_of_updates,
     embeddings_optional,
     name_wrapped_classes,
+    refuse_unshardable,
     strategy_of,
     verify_prepared,
 )
@@ -120,6 +121,7 @@ def prepare(
     # The sharded module no longer takes a file with whole tensors, and float8 must find the weights in place.
     load_initial_weights(model, opened.run, reference)
     notices = [*base_notices, *_trained_in_fp32(model), *name_wrapped_classes(accelerator, model)]
+    refuse_unshardable(accelerator, model)
     applied = _apply_speed_options(opened, model, needs, example)
     # Accelerate points the optimizer's groups to the sharded parameters, so it must hold the whole ones before.
     optimizer, optimizer_reason = _build_optimizer(opened, model, freezable)
