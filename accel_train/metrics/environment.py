@@ -34,6 +34,7 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
     """
     import torch
 
+    from accel_train.runtime.exiting import recipe_file
     from accel_train.runtime.strategy import strategy_of
 
     if accelerator.device.type == "cuda":
@@ -43,6 +44,7 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
         cuda_version = None
         device_name = cpu_name()
     precision = accelerator.mixed_precision
+    recipe = recipe_file()
     return {
         "versions": package_versions(),
         "python": platform.python_version(),
@@ -56,6 +58,8 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
         "strategy": strategy_of(accelerator),
         "precision": "fp32" if precision == "no" else precision,
         "command": command_line(sys.argv),
+        # The command names it as it was typed, which depends on a directory that may not be the reader's.
+        "recipe": None if recipe is None else str(recipe),
         "git_commit": git_commit(Path(sys.argv[0]).resolve().parent),
     }
 
