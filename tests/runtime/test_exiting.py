@@ -176,7 +176,11 @@ def test_a_run_knows_its_recipe_by_a_path_that_holds_anywhere(tmp_path: Path) ->
     (tmp_path / "r.py").write_text(text)
     (tmp_path / "caller.py").write_text("import r\nfrom accel_train.runtime.exiting import recipe_file\nr.main([])\n")
     in_a_cell = "exec(compile(open('r.py').read(), '<cell>', 'exec'))"
-    for words, expected in ((["r.py"], tmp_path / "r.py"), (["caller.py"], tmp_path / "r.py"), (["-c", in_a_cell], None)):
+    for words, expected in (
+        (["r.py"], tmp_path / "r.py"),
+        (["caller.py"], tmp_path / "r.py"),
+        (["-c", in_a_cell], None),
+    ):
         done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
         assert done.stdout == f"{expected}\n"
 
