@@ -162,9 +162,7 @@ def test_a_run_says_which_recipe_but_not_which_file_is_executed(run: Finished, t
         with pytest.raises(UsageError, match="differs from the bundled recipe"):
             recorded.recipe_of(of_run, None)
     # A log of an earlier version has the command as it was typed, in a directory that nobody knows.
-    with pytest.raises(
-        UsageError, match=r"by my_recipe\.py, .* where it lies is not in this log: give its file with --re"
-    ):
+    with pytest.raises(UsageError, match=r"by my_recipe\.py, .* where it lies is not in this log: give its file"):
         recorded.recipe_of(named("my_recipe.py demo"), None)
     assert recorded.recipe_of(named("my_recipe.py demo"), str(mine)) == mine
 
