@@ -137,7 +137,8 @@ def prepare(
     guard, guard_reason = _build_guard(opened, optimizer, on_cpu=simulation is not None)
     # The EMA of a fresh start begins at these weights. A restore then overwrites both.
     ema = average_of(config.ema, weights, guard, optimizer)
-    restore(opened.run, accelerator, weights, ema, config.run_options().free_to_change)
+    free = config.run_options().free_to_change
+    restore(opened.run, accelerator, weights, ema, free, has_other_data=opened.history.has_changed)
     wrapped = verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
     prefetch = apply_fsdp2_prefetch(config.distributed, model)
     _, sync_reason = resolve_sync(config.sync, accelerator)
