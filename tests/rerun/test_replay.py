@@ -300,6 +300,10 @@ def test_reasons_for_other_bits() -> None:
         "torch version 2.13 -> 2.14"
     ]
     assert agreement.reasons_for_other_bits([start()], start({"micro_batch_size": 2})) == ["micro_batch_size 4 -> 2"]
+    bf16 = start(precision="bf16", attention="sdpa_flash", attention_kernels=["flash"], world_size=2)
+    asked = agreement.reasons_for_other_bits([start(precision="fp32", attention="sdpa_math")], bf16, {"precision"})
+    # What the change brings is of the change.
+    assert asked == ["world_size 1 -> 2"]
     assert "CUDA" in str(agreement.reasons_for_other_bits([start(device="cuda")], start(device="cuda")))
 
 
