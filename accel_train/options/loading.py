@@ -248,10 +248,10 @@ def find_source(
     if owners:
         raise UsageError(_preset_of(owners, source, names))
     offered = names()
-    known = f"presets are {', '.join(offered)}" if offered else f"there are none in {presets}"
+    known = ", ".join(offered) or f"none in {presets}"
     raise UsageError(
-        f"preset {source!r} does not exist{did_you_mean(nearest(source, offered))}; {known}. A file is recognised by "
-        "its .yaml ending."
+        f"preset {source!r} does not exist{did_you_mean(nearest(source, offered))}; presets are {known}. "
+        "A file is recognised by its .yaml ending."
     )
 
 

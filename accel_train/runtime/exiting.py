@@ -57,7 +57,7 @@ def started_again() -> bool:
     return _continues
 
 
-def recipe_file() -> Path | None:
+def recipe_file() -> str | None:
     """Return the absolute path of the file with the ``main`` of ``one_run``, else of this process's script.
 
     None where there is no file: in a cell of a notebook.
@@ -65,7 +65,7 @@ def recipe_file() -> Path | None:
     found = _recipe or getattr(sys.modules.get("__main__"), "__file__", None)
     if found is None or not Path(found).is_file():
         return None
-    return Path(found)
+    return found
 
 
 def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
@@ -76,8 +76,7 @@ def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
     """
 
     # Now: the path may be relative, and the recipe may change its directory.
-    code = getattr(inspect.unwrap(main), "__code__", None)
-    file = None if code is None else os.path.abspath(code.co_filename)
+    file = _file_of(main)
 
     @functools.wraps(main)
     def run(argv: Sequence[str]) -> int:
@@ -99,6 +98,13 @@ def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
             _recipe = None
 
     return run
+
+
+def _file_of(main: Callable[..., object]) -> str | None:
+    code = getattr(inspect.unwrap(main), "__code__", None)
+    if code is None:
+        return None
+    return os.path.abspath(code.co_filename)
 
 
 def _run_once(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int | None:

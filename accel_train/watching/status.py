@@ -53,10 +53,13 @@ def condition_of(files: RunFiles) -> Condition:
 def _unrecorded(files: RunFiles) -> Condition:
     """Return the condition of a run whose script writes no records. Its end leaves no trace, so none is guessed."""
     reason = f"no {METRICS_FILE}: its script has no Recorder, so only the checkpoints tell of it"
-    alive = None if files.process is None else files.process.alive
+    # Unknown for a process on another host, and for one that has not written its name yet.
+    alive = getattr(files.process, "alive", None)
     if files.checkpoint is None and alive is not False:
         return Condition("starting", "no record and no checkpoint yet")
-    return Condition("training" if alive else "unrecorded", reason)
+    if alive:
+        return Condition("training", reason)
+    return Condition("unrecorded", reason)
 
 
 def _begins_again(files: RunFiles) -> bool:

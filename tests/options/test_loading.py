@@ -127,7 +127,7 @@ def test_a_recipe_without_another_preset_offers_none(presets: Path) -> None:
         load(presets)
     assert "Presets of this recipe" not in str(refused.value)
     (presets / "demo.yaml").unlink()
-    with pytest.raises(UsageError, match=r"preset 'mine' does not exist; there are none in .*/presets\. A file is"):
+    with pytest.raises(UsageError, match=r"preset 'mine' does not exist; presets are none in .*/presets\. A file is"):
         load(presets, "mine")
 
 

@@ -155,12 +155,13 @@ def variant(kind: str) -> Model:
         model.blocks[1] = first
     elif kind == "nested units":
         model._no_split_modules = ["Block", "Outer"]
-        model.blocks[1] = Outer()
-        tie(model.blocks[1].inner.first, model.blocks[1].own)
+        outer = model.blocks[1] = Outer()
+        tie(outer.inner.first, outer.own)
     elif kind == "one unit around both":
         model._no_split_modules = ["Outer"]
-        model.blocks = nn.ModuleList([Outer(), Outer()])
-        tie(model.blocks[1].inner.first, model.blocks[1].own)
+        outer = Outer()
+        model.blocks = nn.ModuleList([Outer(), outer])
+        tie(outer.inner.first, outer.own)
     elif kind == "scalar":
         model.extra = nn.Parameter(torch.tensor(1.0))
     elif kind == "strides":
