@@ -23,6 +23,7 @@ from accel_train.runtime.strategy import (
     device_of_updates,
     embeddings_optional,
     name_wrapped_classes,
+    refuse_unshardable,
     strategy_of,
     verify_prepared,
 )
@@ -120,6 +121,7 @@ def prepare(
     # The sharded module no longer takes a file with whole tensors, and float8 must find the weights in place.
     load_initial_weights(model, opened.run, reference)
     notices = [*base_notices, *_trained_in_fp32(model), *name_wrapped_classes(accelerator, model)]
+    refuse_unshardable(accelerator, model)
     applied = _apply_speed_options(opened, model, needs, example)
     # Accelerate points the optimizer's groups to the sharded parameters, so it must hold the whole ones before.
     optimizer, optimizer_reason = _build_optimizer(opened, model, freezable)
@@ -135,7 +137,8 @@ def prepare(
     guard, guard_reason = _build_guard(opened, optimizer, on_cpu=simulation is not None)
     # The EMA of a fresh start begins at these weights. A restore then overwrites both.
     ema = average_of(config.ema, weights, guard, optimizer)
-    restore(opened.run, accelerator, weights, ema, config.run_options().free_to_change)
+    free = config.run_options().free_to_change
+    restore(opened.run, accelerator, weights, ema, free, has_other_data=opened.history.has_changed)
     wrapped = verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
     prefetch = apply_fsdp2_prefetch(config.distributed, model)
     _, sync_reason = resolve_sync(config.sync, accelerator)

@@ -112,10 +112,15 @@ def test_a_recipe_goes_on_with_changed_data_if_allowed(
     # The same data are no change, whether or not one is allowed.
     same = train(3, "--data.changed", "allow")
     assert read_ledger(same / "assets") == read_ledger(before / "assets")
+    log = tmp_path / "run" / "logs" / "rank_0.log"
+    said = "bit-exact: the same layout as when it was saved"
+    assert f"{said}\n" in log.read_text()
     change()
     with pytest.raises(UsageError, match="data_fingerprint"):
         train(4)
     after = train(4, "--data.changed", "allow")
+    # As for a change by `--allow`: what follows is not what the run would have done.
+    assert f"{said}; from here on with another data_fingerprint\n" in log.read_text()
     first, second = read_ledger(after / "assets")
     assert (first.from_step, second.from_step) == (0, 3)
     assert first.samples != second.samples

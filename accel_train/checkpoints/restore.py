@@ -20,6 +20,7 @@ from accel_train.config import UsageError
 from accel_train.runtime.strategy import layout_of
 from accel_train.store import manifest, pretrained_base, weights
 from accel_train.store.manifest import Checkpoint
+from accel_train.store.names import DATA_FINGERPRINT
 from accel_train.store.run_file import is_covered
 from accel_train.store.strict_json import Json
 from accel_train.training.ema import Ema
@@ -64,12 +65,19 @@ def _load_into(
 
 
 def restore(
-    run: Run, accelerator: Accelerator, shards: Shards, ema: Ema | None, free_to_change: Sequence[str] = ()
+    run: Run,
+    accelerator: Accelerator,
+    shards: Shards,
+    ema: Ema | None,
+    free_to_change: Sequence[str] = (),
+    *,
+    has_other_data: bool = False,
 ) -> int:
     """Restore fp32 masters, optimizer and EMA after ``prepare``. Returns the number of steps done. All ranks.
 
     ``free_to_change`` names options, or groups of them, without effect on the trajectory: the notice of differences
-    leaves them out. Does nothing for a fresh start. Call ``load_initial_weights`` before ``prepare``.
+    leaves them out. ``has_other_data`` says that the data have changed since the checkpoint, although the run keeps the
+    fingerprint of its first ones. Does nothing for a fresh start. Call ``load_initial_weights`` before ``prepare``.
     """
     checkpoint = run.checkpoint
     if checkpoint is None:
@@ -77,7 +85,10 @@ def restore(
     with run.loading(last=True):
         _restore(checkpoint, accelerator, shards, ema)
     # After the load, which has succeeded on any layout: what is left are notices.
-    _compare_layouts(checkpoint, accelerator, run.saved["experiment"], free_to_change)
+    experiment: Json = dict(run.saved["experiment"])
+    if has_other_data:
+        experiment[DATA_FINGERPRINT] = None
+    _compare_layouts(checkpoint, accelerator, experiment, free_to_change)
     return checkpoint.step
 
 

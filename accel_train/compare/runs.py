@@ -40,7 +40,7 @@ OPTION = re.compile(r"(?P<name>[A-Za-z_][\w.]*): (?P<value>.*\S) *  # .*")
 USAGE_ERROR = re.compile(r".*error \(wrong usage, exit code 2\): ", re.DOTALL)
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 # Fields of an environment line that differ from run to run.
-NOT_HARDWARE = ("event", "time", "elapsed_seconds", "processor_seconds", "command")
+NOT_HARDWARE = ("event", "time", "elapsed_seconds", "processor_seconds", "command", "recipe")
 # If this process is killed, it cannot end its run, so the kernel has to. A program that execs the command, not a
 # preexec_fn: that is unsafe in a process with threads, and numpy starts some.
 END_WITH_PARENT = """

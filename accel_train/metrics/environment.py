@@ -34,6 +34,7 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
     """
     import torch
 
+    from accel_train.runtime.exiting import recipe_file
     from accel_train.runtime.strategy import strategy_of
 
     if accelerator.device.type == "cuda":
@@ -56,6 +57,8 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
         "strategy": strategy_of(accelerator),
         "precision": "fp32" if precision == "no" else precision,
         "command": command_line(sys.argv),
+        # The command names it as it was typed, which depends on a directory that may not be the reader's.
+        "recipe": recipe_file(),
         "git_commit": git_commit(Path(sys.argv[0]).resolve().parent),
     }
 

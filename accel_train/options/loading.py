@@ -30,6 +30,7 @@ from accel_train.options import completion, help_cache, help_text, other_recipes
 from accel_train.options.flags import FlagError, read_flags, refusal, stray
 from accel_train.options.keys import MAY_BE_EMPTY, NOWHERE, check_keys, invalid_keys, without_former
 from accel_train.options.tree import Tree, defaults_tree, flatten, option_names, option_types, to_tree
+from accel_train.options.words import words_of
 from accel_train.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.wording import did_you_mean, nearest
 
@@ -61,13 +62,13 @@ class Loaded(Generic[C]):
         return "\n".join(f"{text:<{width}}  # {self.origins[key]}" for key, text in shown.items())
 
 
-def load_config(cls: type[C], argv: Sequence[str], *, presets: Path, default_preset: str = "demo") -> Loaded[C]:
+def load_config(cls: type[C], argv: Sequence[object], *, presets: Path, default_preset: str = "demo") -> Loaded[C]:
     """Read ``[PRESET | FILE.yaml] [--flag value ...]``. Every process reads the same by itself.
 
     With ``--smoke``, ``smoke_values`` of the config override the file or preset, and flags override both. Raises
     ``UsageError``. Exits with code 0 after ``--help [GROUP]``, ``--print_config`` or ``--print_completion SHELL``.
     """
-    arguments = list(argv)
+    arguments = words_of(argv)
     source = default_preset
     if arguments and not arguments[0].startswith("-"):
         source = arguments.pop(0)
@@ -247,8 +248,9 @@ def find_source(
     if owners:
         raise UsageError(_preset_of(owners, source, names))
     offered = names()
+    known = ", ".join(offered) or f"none in {presets}"
     raise UsageError(
-        f"preset {source!r} does not exist{did_you_mean(nearest(source, offered))}; presets are {', '.join(offered)}. "
+        f"preset {source!r} does not exist{did_you_mean(nearest(source, offered))}; presets are {known}. "
         "A file is recognised by its .yaml ending."
     )
 
@@ -286,7 +288,9 @@ def _preset_of(owners: Sequence[Path], preset: str, names: Callable[[], Sequence
 
 
 def _offered(names: Callable[[], Sequence[str]]) -> str:
-    return f". Presets of this recipe are {', '.join(names())}"
+    # None where the only preset of a recipe is the one that is refused.
+    offered = ", ".join(names())
+    return f". Presets of this recipe are {offered}" if offered else ""
 
 
 _LAUNCH_FILE_KEYS = {"distributed_type", "compute_environment", "num_machines"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,11 @@ SURROUNDINGS = (
     *("attention", "attention_kernels"),
 )
 """Fields of an environment line with an effect on the order of floating-point sums."""
+CONSEQUENCES: Mapping[str, Sequence[str]] = {
+    "attention": ("attention_kernels",),
+    "precision": ("attention", "attention_kernels"),
+}
+"""Option -> fields of an environment line that it decides, besides that of its own name."""
 TOLERANCE = 1e-5
 """Largest difference by reduction order, relative to the recorded loss, gradient norm or norm of all weights.
 Measured over 15 steps in fp32, one process against two: 3e-7, 3.4e-7 and 6.4e-8."""
@@ -106,15 +111,19 @@ def _numbers(line: Line) -> dict[str, float]:
     return found
 
 
-def reasons_for_other_bits(recorded: Sequence[Start], replayed: Start) -> list[str]:
-    """List the reasons for other bits in two trainings: another layout, machine, version or order of sums."""
+def reasons_for_other_bits(recorded: Sequence[Start], replayed: Start, asked: Collection[str] = ()) -> list[str]:
+    """List the reasons for other bits in two trainings: another layout, machine, version or order of sums.
+
+    Options in ``asked``, and what follows from them, are left out: they were to change the training.
+    """
+    expected = {*asked, *(name for option in asked for name in CONSEQUENCES.get(option, ()))}
     # A dict, because a run of several starts would give the same reason for each.
     found: dict[str, None] = {}
     for start in recorded:
         before = _surroundings(start)
         now = _surroundings(replayed)
         for name in now:
-            if before.get(name) != now[name]:
+            if before.get(name) != now[name] and name not in expected:
                 found[f"{name} {before.get(name)} -> {now[name]}"] = None
     # Whether deterministic kernels were switched on is not in the log.
     if replayed.environment.get("device") == "cuda":

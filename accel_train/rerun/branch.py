@@ -109,7 +109,8 @@ def branch(place: str, arguments: Sequence[str]) -> int:
     made = recorded.open_run(str(directory))
     rows = branch_report.differences(control, made, fork.checkpoint.step, fork.last)
     print("\n".join(branch_report.table(rows, fork.checkpoint.step, fork.last)), flush=True)
-    reasons = reasons_for_other_bits(control.starts(fork.checkpoint.step + 1, fork.last), made.last_start())
+    starts = control.starts(fork.checkpoint.step + 1, fork.last)
+    reasons = reasons_for_other_bits(starts, made.last_start(), fork.changed)
     if reasons:
         print(f"not of the change, but of the order of sums, are differences in the last digits: {'; '.join(reasons)}")
     # In the branch, since nothing is written to the run itself.

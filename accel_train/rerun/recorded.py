@@ -11,7 +11,7 @@ from typing import Any
 
 from accel_train.commands.bundled import find_recipe, folder, recipe_names
 from accel_train.commands.places import find_run
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError
 from accel_train.metrics.records import last_pass, read_metrics
 from accel_train.options.keys import in_present_terms
 from accel_train.options.tree import Tree
@@ -207,14 +207,13 @@ def recipe_of(run: RecordedRun, given: str | None) -> Path:
     """
     if given is not None:
         return find_recipe(given)
-    commands = [str(record.get("command", "")) for record in run.records if record.get("event") == "environment"]
-    if not commands:
+    starts = [record for record in run.records if record.get("event") == "environment"]
+    if not starts:
         raise UsageError(f"{run.place}: does not record its recipe; name it with --recipe, a file or a bundled name")
     # The last start, because a run may have been moved to another recipe's path.
-    words = shlex.split(commands[-1])
-    named = expand_path(words[0]) if words else Path()
+    named = _trained_by(starts[-1])
     if named.stem not in recipe_names():
-        raise UsageError(f"{run.place}: was trained by {named}, which is none of this package; give --recipe {named}")
+        raise UsageError(f"{run.place}: was trained by {named}, which is none of this package; {_remedy(named)}")
     # Compared by content: `accel-train init` copies recipes to be changed under the same name.
     bundled = folder("recipes") / named.name
     if named.is_file() and named.read_bytes() != bundled.read_bytes():
@@ -223,6 +222,26 @@ def recipe_of(run: RecordedRun, given: str | None) -> Path:
             f"to run with --recipe {named} or --recipe {named.stem}"
         )
     return bundled
+
+
+def _trained_by(environment: Line) -> Path:
+    """Return the file that trained a start. Relative if the log is of an earlier version, which kept only the command.
+
+    A relative one is relative to a directory that nobody knows any more.
+    """
+    recorded = environment.get("recipe")
+    if recorded is not None:
+        return Path(str(recorded))
+    words = shlex.split(str(environment.get("command", "")))
+    return Path(*words[:1]).expanduser()
+
+
+def _remedy(named: Path) -> str:
+    if not named.is_absolute():
+        return "where it lies is not in this log: give its file with --recipe"
+    if named.is_file():
+        return f"give --recipe {named}"
+    return "the file is no longer there: give the file that it is now with --recipe"
 
 
 def name_of(recipe: Path) -> str:

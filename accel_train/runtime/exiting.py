@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import json
 import logging
 import os
@@ -40,6 +41,8 @@ _imports = ExitStack()
 """Callbacks for the end of a recipe's imports."""
 _continues = False
 """The run in this process continues an earlier start of the same command."""
+_recipe: str | None = None
+"""File of the ``main`` of the run in this process."""
 
 
 class StartAgain(RuntimeError):
@@ -54,6 +57,17 @@ def started_again() -> bool:
     return _continues
 
 
+def recipe_file() -> str | None:
+    """Return the absolute path of the file with the ``main`` of ``one_run``, else of this process's script.
+
+    None where there is no file: in a cell of a notebook.
+    """
+    found = _recipe or getattr(sys.modules.get("__main__"), "__file__", None)
+    if found is None or not Path(found).is_file():
+        return None
+    return found
+
+
 def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
     """Decorate a recipe's ``main``: release the process-wide state of the run, even after an error.
 
@@ -61,9 +75,13 @@ def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
     a sweep may then call ``main`` again. A failure has been logged before. Several processes keep their process group.
     """
 
+    # Now: the path may be relative, and the recipe may change its directory.
+    file = _file_of(main)
+
     @functools.wraps(main)
     def run(argv: Sequence[str]) -> int:
-        global _continues
+        global _continues, _recipe
+        _recipe = file
         # It is said of this run alone: neither of a process that it starts, nor of the next run in this one.
         _continues = os.environ.pop(STARTED_AGAIN_VARIABLE, None) is not None
         try:
@@ -77,8 +95,16 @@ def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
                 _continues = True
         finally:
             _continues = False
+            _recipe = None
 
     return run
+
+
+def _file_of(main: Callable[..., object]) -> str | None:
+    code = getattr(inspect.unwrap(main), "__code__", None)
+    if code is None:
+        return None
+    return os.path.abspath(code.co_filename)
 
 
 def _run_once(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int | None:

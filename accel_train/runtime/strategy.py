@@ -16,6 +16,8 @@ from accel_train.config import UsageError
 from accel_train.runtime.distributed_options import DistributedConfig, verify_ddp
 
 Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
+EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
+"""Methods by which Accelerate asks a model for the modules that FSDP2 shards apart from the rest."""
 
 
 def strategy_of(accelerator: Accelerator) -> Strategy:
@@ -77,7 +79,7 @@ def embeddings_optional(model: torch.nn.Module) -> Generator[None]:
     None, and could not be sharded.
     """
     hidden: list[str] = []
-    for name in ("get_input_embeddings", "get_output_embeddings"):
+    for name in EMBEDDINGS:
         try:
             getattr(model, name, lambda: None)()
         except NotImplementedError:
@@ -126,6 +128,68 @@ def name_wrapped_classes(accelerator: Accelerator, model: torch.nn.Module) -> li
     if not absent:
         return [f"fsdp2: shards {name} by the classes of its parts: {', '.join(present)}"]
     return [f"fsdp2: shards {name} by {', '.join(present)}; it names {', '.join(absent)} too, and has none of them"]
+
+
+def refuse_unshardable(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Raise ``UsageError`` for a parameter that FSDP2 refuses in the middle of the preparation or of the first step.
+
+    These are one without dimensions, one that is not contiguous, and one that two units share. Before torch 2.13 a
+    shared one was divided silently into two. Any process may call it, after ``name_wrapped_classes``.
+    """
+    if strategy_of(accelerator) != "fsdp2":
+        return
+    unit_of: dict[str, str] = {}
+    chosen = _units(accelerator, model)
+    first: dict[int, str] = {}
+    # Every name of a shared module or parameter. A module follows the one that holds it.
+    for name, module in model.named_modules(remove_duplicate=False):
+        holder = name.rpartition(".")[0]
+        unit_of[name] = chosen.get(id(module), unit_of.get(holder, ""))
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            full = f"{name}.{leaf}".lstrip(".")
+            _refuse_unshardable_parameter(full, parameter)
+            other = first.setdefault(id(parameter), full)
+            units = [unit_of[each.rpartition(".")[0]] for each in (other, full)]
+            if units[0] != units[1]:
+                raise UsageError(
+                    f"fsdp2: {other} and {full} are one tensor, and {_in_words(units)} are sharded as units of their "
+                    "own: a tied weight has to lie in one unit. Give each its own, tie only what lies outside of the "
+                    "blocks or in the same one, or let _no_split_modules name a class around both; "
+                    "accelerate_configs/ddp.yaml shards nothing"
+                )
+
+
+def _units(accelerator: Accelerator, model: nn.Module) -> dict[int, str]:
+    """Return the name of the unit of each module that begins one, by ``id``, as Accelerate 1.15 forms them."""
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+
+    is_unit = fsdp2_prepare_auto_wrap_policy(accelerator.state.fsdp_plugin, model)
+    names = {id(module): name for name, module in model.named_modules()}
+    units = {id(each): names[id(each)] for each in model.modules() if each is not model and is_unit and is_unit(each)}
+    with embeddings_optional(model):
+        asked: list[Any] = [getattr(model, name, lambda: None)() for name in EMBEDDINGS]
+    weights = [getattr(each, "weight", None) for each in asked]
+    if weights[0] is not None and weights[0] is weights[1]:
+        # Tied to each other, they are sharded together.
+        return {id(each): names.get(id(asked[0]), "") for each in asked} | units
+    return {id(each): names.get(id(each), "") for each in asked if each is not None} | units
+
+
+def _in_words(units: list[str]) -> str:
+    return " and ".join(unit or "what lies outside of the blocks" for unit in units)
+
+
+def _refuse_unshardable_parameter(name: str, parameter: nn.Parameter) -> None:
+    if parameter.dim() == 0:
+        raise UsageError(
+            f"fsdp2: {name} has no dimension, at least one is required to shard it; make it a vector with one element: "
+            "nn.Parameter(torch.tensor([1.0]))"
+        )
+    if not parameter.is_contiguous():
+        raise UsageError(
+            f"fsdp2: {name} of shape {tuple(parameter.shape)} has the strides {parameter.stride()}, contiguous memory "
+            "is required; set its data to .contiguous() after building the model"
+        )
 
 
 def verify_prepared(accelerator: Accelerator, model: torch.nn.Module, max_grad_norm: float) -> str:

@@ -26,7 +26,7 @@ from accel_train.watching.webhook import Webhook
 
 # Apart from 1 and 2, which every command uses for errors and wrong usage.
 EXIT_ALERT = 3
-ENDED = ("finished", "stopped", "crashed")
+ENDED = ("finished", "stopped", "crashed", "unrecorded")
 HOME = "\x1b[H"
 CLEAR = "\x1b[2J"
 REST = 9.0

@@ -45,14 +45,18 @@ def find_directory(text: str) -> Path:
 def read_files(directory: Path, metrics: MetricsFile, now: float) -> RunFiles:
     """Read everything shown of a run on a page. Only the new lines of ``metrics`` are parsed."""
     records = metrics.read()
+    checkpoint = _newest_checkpoint(directory)
+    # A recipe has its log before it takes the lock, and its first record before its first checkpoint.
+    is_beyond_records = checkpoint is not None or not (directory / "logs").is_dir()
     return RunFiles(
         directory=directory,
         records=records,
         options=_options(directory, records),
         process=_process(directory / LOCK_FILE),
-        checkpoint=_newest_checkpoint(directory),
+        checkpoint=checkpoint,
         failed_pushes=HubQueue(directory).failed(),
         now=now,
+        without_records=is_beyond_records and not metrics.path.exists(),
     )
 
 

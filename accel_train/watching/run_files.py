@@ -14,7 +14,7 @@ from accel_train.metrics.records import last_pass, parse_lines
 
 Record = Mapping[str, Any]
 
-Status = Literal["starting", "training", "silent", "finished", "stopped", "crashed"]
+Status = Literal["starting", "training", "silent", "finished", "stopped", "crashed", "unrecorded"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class RunFiles:
     failed_pushes: Mapping[str, str]
     """Reasons of the Hub by the name of the checkpoint."""
     now: float
+    without_records: bool = False
+    """True if its script seems to have no ``Recorder``: no file of records beside a checkpoint, or beside no log."""
 
     @cached_property
     def training(self) -> Sequence[Record]:

@@ -129,6 +129,8 @@ def _eta_seconds(files: RunFiles, line: Record) -> float | None:
 
 def newest_step(files: RunFiles) -> int:
     """Return the step reached by the last start: of its last line, or the one it resumed from."""
+    if files.without_records and files.checkpoint is not None:
+        return files.checkpoint.step
     # Not the highest of all starts: a resume goes back to its checkpoint.
     steps = [record.get("step") for record in files.last_start]
     return max((step for step in steps if isinstance(step, int)), default=0)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from accel_train.metrics.progress import format_seconds
+from accel_train.store.names import METRICS_FILE
 from accel_train.watching.event_texts import out_of_memory, replicas_differ, starts_again
 from accel_train.watching.run_files import Condition, Record, RunFiles, number
 
@@ -24,6 +25,8 @@ UNKNOWN_SECONDS = 1800.0
 def condition_of(files: RunFiles) -> Condition:
     """Return the status of a run and the reason, from its last line, its lock and the time between its lines."""
     process = files.process
+    if files.without_records:
+        return _unrecorded(files)
     begins_again = _begins_again(files)
     half = _starts_again(files)
     if half is not None and not begins_again:
@@ -45,6 +48,18 @@ def condition_of(files: RunFiles) -> Condition:
     if not any(record.get("event") == "train" for record in files.last_start):
         return Condition("starting", "no training line yet")
     return Condition("training")
+
+
+def _unrecorded(files: RunFiles) -> Condition:
+    """Return the condition of a run whose script writes no records. Its end leaves no trace, so none is guessed."""
+    reason = f"no {METRICS_FILE}: its script has no Recorder, so only the checkpoints tell of it"
+    # Unknown for a process on another host, and for one that has not written its name yet.
+    alive = getattr(files.process, "alive", None)
+    if files.checkpoint is None and alive is not False:
+        return Condition("starting", "no record and no checkpoint yet")
+    if alive:
+        return Condition("training", reason)
+    return Condition("unrecorded", reason)
 
 
 def _begins_again(files: RunFiles) -> bool:

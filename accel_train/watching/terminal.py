@@ -25,6 +25,7 @@ STATUS_STYLE = {
     "finished": "green",
     "stopped": "yellow",
     "crashed": "red",
+    "unrecorded": "yellow",
 }
 STYLES = {"bold": "1", "red": "1;31", "green": "1;32", "yellow": "1;33", "dim": "2"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -88,6 +89,46 @@ def presets(tmp_path: Path) -> Path:
 
 def load(presets: Path, *argv: str) -> Loaded[Config]:
     return load_config(Config, argv, presets=presets)
+
+
+def test_a_notebook_may_give_numbers_and_paths(presets: Path) -> None:
+    argv = [presets / "demo.yaml", "--steps", 5, "--optimizer.lr", 2.5e-4, "--verbose", True, "--name", presets]
+    found = load_config(Config, argv, presets=presets)
+    config = found.config
+    assert (config.steps, config.optimizer.lr, config.verbose, config.name) == (5, 2.5e-4, True, str(presets))
+    assert found.origins["steps"] == "command line"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["demo", "--steps", None],
+            r"argument 3 behind --steps is None of type NoneType: text, a number, .*a path is req",
+        ),
+        (
+            ["--optimizer.betas", (0.9, 0.95)],
+            r"argument 2 behind --optimizer.betas is \(0\.9, 0\.95\) of type tuple: text",
+        ),
+        ([["demo"]], r"argument 1 is \['demo'\] of type list: "),
+        ("demo", r"'demo': one text, a list of words is required, as in main\(\['--max_steps', '5'\]\)"),
+    ],
+)
+def test_what_no_command_line_has_is_refused_by_name(presets: Path, argv: Sequence[object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_config(Config, argv, presets=presets)
+
+
+def test_a_recipe_without_another_preset_offers_none(presets: Path) -> None:
+    """Its only one has an unknown option, and the message ended with an empty list."""
+    (presets / "large.yaml").unlink()
+    (presets / "demo.yaml").write_text("modes: 1\n")
+    with pytest.raises(UsageError, match=r"demo\.yaml:1:1: unknown option 'modes': 1") as refused:
+        load(presets)
+    assert "Presets of this recipe" not in str(refused.value)
+    (presets / "demo.yaml").unlink()
+    with pytest.raises(UsageError, match=r"preset 'mine' does not exist; presets are none in .*/presets\. A file is"):
+        load(presets, "mine")
 
 
 def test_empty_text_is_refused_where_it_has_no_meaning(presets: Path) -> None:

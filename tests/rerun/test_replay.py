@@ -154,14 +154,40 @@ def test_a_run_says_which_recipe_but_not_which_file_is_executed(run: Finished, t
     mine = tmp_path / "mmdit.py"
     mine.write_text("raise SystemExit('executed')\n")
 
-    def named(words: str) -> recorded.RecordedRun:
-        return recorded.RecordedRun("run", run.directory, {}, [{"event": "environment", "command": words}], [])
+    def named(words: str, recipe: Path | None = None) -> recorded.RecordedRun:
+        environment = {"event": "environment", "command": words} | ({} if recipe is None else {"recipe": str(recipe)})
+        return recorded.RecordedRun("run", run.directory, {}, [environment], [])
 
-    with pytest.raises(UsageError, match="differs from the bundled recipe"):
-        recorded.recipe_of(named(f"{mine} demo"), None)
-    with pytest.raises(UsageError, match="which is none of this package; give --recipe"):
+    for of_run in (named(f"{mine} demo"), named("mmdit.py demo", mine)):
+        with pytest.raises(UsageError, match="differs from the bundled recipe"):
+            recorded.recipe_of(of_run, None)
+    # A log of an earlier version has the command as it was typed, in a directory that nobody knows.
+    with pytest.raises(UsageError, match=r"by my_recipe\.py, .* where it lies is not in this log: give its file"):
         recorded.recipe_of(named("my_recipe.py demo"), None)
     assert recorded.recipe_of(named("my_recipe.py demo"), str(mine)) == mine
+
+
+def test_a_recipe_is_proposed_where_it_lies_and_only_while_it_is_there(
+    run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    # A file of that name in the directory of the reader has trained nothing.
+    (tmp_path / "elsewhere" / "r.py").write_text("")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    own = tmp_path / "r.py"
+    own.write_text("")
+    environment = {"event": "environment", "command": "r.py demo", "recipe": str(own)}
+    opened = recorded.RecordedRun("run", run.directory, {}, [environment], [])
+    with pytest.raises(UsageError, match=f"was trained by {own}, which is none of this package; give --recipe {own}$"):
+        recorded.recipe_of(opened, None)
+    own.unlink()
+    with pytest.raises(UsageError, match=f"was trained by {own}, .*; the file is no longer there: give the file"):
+        recorded.recipe_of(opened, None)
+
+
+def test_a_run_records_where_its_recipe_lies(run: Finished) -> None:
+    first = recorded.open_run(str(run.directory)).records[0]
+    assert Path(first["recipe"]) == Path(__file__).parents[2] / "recipes" / "mmdit.py"
 
 
 def test_options_are_those_of_the_checkpoint(run: Finished, tmp_path: Path) -> None:
@@ -274,6 +300,10 @@ def test_reasons_for_other_bits() -> None:
         "torch version 2.13 -> 2.14"
     ]
     assert agreement.reasons_for_other_bits([start()], start({"micro_batch_size": 2})) == ["micro_batch_size 4 -> 2"]
+    bf16 = start(precision="bf16", attention="sdpa_flash", attention_kernels=["flash"], world_size=2)
+    asked = agreement.reasons_for_other_bits([start(precision="fp32", attention="sdpa_math")], bf16, {"precision"})
+    # What the change brings is of the change.
+    assert asked == ["world_size 1 -> 2"]
     assert "CUDA" in str(agreement.reasons_for_other_bits([start(device="cuda")], start(device="cuda")))
 
 

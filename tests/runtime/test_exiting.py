@@ -160,6 +160,31 @@ def test_a_wrong_usage_is_in_the_log_of_the_run_where_there_is_one(
         exiting._log("error (wrong usage, exit code 2): output_dir")
 
 
+def test_a_run_knows_its_recipe_by_a_path_that_holds_anywhere(tmp_path: Path) -> None:
+    """Typed as a relative path, and called by another script or a notebook, whose own path says nothing."""
+    text = (
+        "import os, sys\n"
+        "from accel_train.runtime.exiting import one_run, recipe_file\n"
+        "@one_run\n"
+        "def main(argv):\n"
+        "    os.chdir('/')\n"
+        "    print(recipe_file())\n"
+        "    return 0\n"
+        "if __name__ == '__main__':\n"
+        "    main(sys.argv[1:])\n"
+    )
+    (tmp_path / "r.py").write_text(text)
+    (tmp_path / "caller.py").write_text("import r\nfrom accel_train.runtime.exiting import recipe_file\nr.main([])\n")
+    in_a_cell = "exec(compile(open('r.py').read(), '<cell>', 'exec'))"
+    for words, expected in (
+        (["r.py"], tmp_path / "r.py"),
+        (["caller.py"], tmp_path / "r.py"),
+        (["-c", in_a_cell], None),
+    ):
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{expected}\n"
+
+
 def test_one_run_alone_knows_that_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its children nor the next run of a notebook: they would not obey their own ``--overwrite``."""
     seen: list[tuple[bool, bool]] = []

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
-from torch import nn
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, fsdp2_prepare_model
+from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.runtime.strategy import device_of_updates, name_wrapped_classes
+from accel_train.runtime.strategy import device_of_updates, name_wrapped_classes, refuse_unshardable
 from tests.distributed.foreign_models import MODELS
 
 
@@ -75,3 +77,145 @@ def test_a_class_of_the_launch_file_that_a_model_lacks_is_refused() -> None:
     with pytest.raises(UsageError, match=message):
         name_wrapped_classes(machine("MMDiTBlock"), MODELS["llama"]())
     assert name_wrapped_classes(machine("LlamaMLP"), MODELS["llama"]()) == []
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(x))
+
+
+class Model(nn.Module):
+    _no_split_modules: ClassVar = ["Block"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.extra = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.extra
+
+
+class ModelThatNamesItsEmbeddings(Model):
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+class ModelThatNamesItsInputAlone(Model):
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+
+class Outer(nn.Module):
+    """A unit around two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own = Block(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.inner(x))
+
+
+def tie(a: Any, b: Any) -> None:
+    b.weight = a.weight
+
+
+def variant(kind: str) -> Model:
+    kinds = {"named tied head": ModelThatNamesItsEmbeddings, "half named tied head": ModelThatNamesItsInputAlone}
+    model: Any = kinds.get(kind, Model)()
+    first, second = model.blocks
+    if kind.endswith("tied head"):
+        tie(model.embedding, model.head)
+    elif kind == "blocks":
+        tie(first.first, second.first)
+    elif kind == "frozen blocks":
+        tie(first.first, second.first)
+        first.first.weight.requires_grad_(False)
+    elif kind == "embedding and block":
+        tie(model.embedding, first.second)
+    elif kind == "block and head":
+        tie(second.second, model.head)
+    elif kind == "within a block":
+        tie(first.first, first.second)
+    elif kind == "module of two blocks":
+        second.first = first.first
+    elif kind == "one block twice":
+        model.blocks[1] = first
+    elif kind == "nested units":
+        model._no_split_modules = ["Block", "Outer"]
+        outer = model.blocks[1] = Outer()
+        tie(outer.inner.first, outer.own)
+    elif kind == "one unit around both":
+        model._no_split_modules = ["Outer"]
+        outer = Outer()
+        model.blocks = nn.ModuleList([Outer(), outer])
+        tie(outer.inner.first, outer.own)
+    elif kind == "scalar":
+        model.extra = nn.Parameter(torch.tensor(1.0))
+    elif kind == "strides":
+        model.head.weight = nn.Parameter(torch.randn(4, 4).t())
+    return model
+
+
+@pytest.fixture
+def one_process() -> Generator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    dist.destroy_process_group()
+
+
+REFUSED = {
+    "blocks": "blocks.0.first.weight and blocks.1.first.weight are one tensor, and blocks.0 and blocks.1 are sharded",
+    "frozen blocks": "blocks.0.first.weight and blocks.1.first.weight are one tensor",
+    "embedding and block": (
+        "embedding.weight and blocks.0.second.weight are one tensor, and what lies outside of the blocks and blocks.0"
+    ),
+    "block and head": "head.weight and blocks.1.second.weight are one tensor",
+    "module of two blocks": "blocks.0.first.weight and blocks.1.first.weight are one tensor",
+    "half named tied head": "embedding.weight and head.weight are one tensor, and embedding and what lies outside",
+    "nested units": "blocks.1.inner.first.weight and blocks.1.own.weight are one tensor, and blocks.1.inner and",
+    "scalar": "extra has no dimension, at least one is required",
+    "strides": "head.weight of shape (4, 4) has the strides (1, 4), contiguous memory is required",
+}
+TAKEN = ("plain", "tied head", "named tied head", "within a block", "one block twice", "one unit around both")
+
+
+@pytest.mark.parametrize("kind", [*REFUSED, *TAKEN])
+def test_fsdp2_is_given_exactly_the_parameters_that_it_takes(kind: str, one_process: Any) -> None:
+    """The reference is Accelerate's preparation and a step of torch's FSDP2, in which some of them fail."""
+    message = None
+    try:
+        refuse_unshardable(machine(), variant(kind))
+    except UsageError as error:
+        message = str(error)
+    accelerator, model = machine(), variant(kind)
+    accelerator.torch_device_mesh, accelerator.device = one_process, torch.device("cpu")
+    accelerator.parallelism_config = SimpleNamespace(fsdp_dim_names=["shard"])
+    accelerator.mixed_precision, accelerator.is_main_process = "no", True
+    accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
+    if kind in REFUSED:
+        assert message is not None
+        assert message.startswith(f"fsdp2: {REFUSED[kind]}")
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            fsdp2_prepare_model(accelerator, model)(torch.ones(2, 4))
+    else:
+        assert message is None
+        fsdp2_prepare_model(accelerator, model)(torch.ones(2, 4)).sum().backward()
+
+
+def test_the_other_strategies_take_any_parameter() -> None:
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
+    for kind in REFUSED:
+        refuse_unshardable(accelerator, variant(kind))

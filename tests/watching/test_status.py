@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from accel_train.config import UsageError
+from accel_train.watching.alerts import alerts_of
 from accel_train.watching.reading import find_directory, read_files
 from accel_train.watching.run_files import Condition, MetricsFile, RunFiles
+from accel_train.watching.run_state import state_of
 from accel_train.watching.status import SHORTEST_SECONDS, UNKNOWN_SECONDS, allowed_seconds, condition_of
 from tests.watching.run_directory import BEGIN, RunDirectory, pid_of_the_dead
 
@@ -79,6 +81,32 @@ def test_a_save_that_ran_out_of_memory_is_a_crash(run: RunDirectory) -> None:
     assert condition(run) == Condition(
         "crashed", "out of memory at step 10: in the save, process 1; logs/rank_1.log has what can be done"
     )
+
+
+def test_a_run_without_records_is_known_by_its_checkpoints_alone(tmp_path: Path) -> None:
+    """A script that has adopted ``Saver`` and no ``Recorder`` ends well without a line, and is no crash."""
+    run = RunDirectory(tmp_path / "run")
+    run.file.unlink()
+    run.lock(pid_of_the_dead(), at=BEGIN)
+    run.checkpoint(60)
+    found = read(run, 1e6)
+    reason = "no metrics.jsonl: its script has no Recorder, so only the checkpoints tell of it"
+    assert condition_of(found) == Condition("unrecorded", reason)
+    state = state_of(found, condition_of(found))
+    assert (state.step, state.checkpoint_step, alerts_of(found, state)) == (60, 60, [])
+    # Its process is there, however long that takes.
+    run.lock(os.getpid(), at=time.time())
+    assert condition_of(read(run, 1e6)) == Condition("training", reason)
+
+
+def test_a_recipe_that_dies_before_its_first_record_has_crashed(tmp_path: Path) -> None:
+    """It has a log, which a script without ``Recorder`` has only if it sets one up."""
+    run = RunDirectory(tmp_path / "run")
+    run.file.unlink()
+    run.lock(pid_of_the_dead(), at=BEGIN)
+    assert condition(run).status == "unrecorded"
+    (run.path / "logs").mkdir()
+    assert condition(run).status == "crashed"
 
 
 def test_the_end_of_an_earlier_start_is_not_that_of_the_run(run: RunDirectory) -> None:

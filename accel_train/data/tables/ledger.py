@@ -47,9 +47,14 @@ class DataHistory:
         return self.ledger[0].fingerprint if self.ledger else self.contents
 
     @property
+    def has_changed(self) -> bool:
+        """True if the data have changed since the checkpoint."""
+        return bool(self.ledger) and self.ledger[-1].fingerprint != self.contents
+
+    @property
     def notices(self) -> list[str]:
         """A line for the log, if the data have changed since the checkpoint."""
-        if not self.ledger or self.ledger[-1].fingerprint == self.contents:
+        if not self.has_changed:
             return []
         before = self.ledger[-1].samples
         return [f"--data.changed allow: {self.samples:,} samples, other data than the {before:,} of the checkpoint"]
