@@ -143,7 +143,7 @@ def open_experiment(
 
     An epoch has ``dataset_size`` samples. ``fingerprint`` identifies the data. With a ``ledger``, that of the
     checkpoint to resume, they may differ from those that the run began with. ``notices`` are logged first. ``metrics``
-    names everything that an evaluation reports. With None, an unknown metric is found by the first evaluation only.
+    names everything that an evaluation reports. With None, the first one without ``best_metric`` ends the run.
 
     Raises the errors of ``open_run``, and ``UsageError`` for processes with different data, and for a
     ``checkpoints.best_metric`` or a gate of ``accel-train compare`` outside ``metrics``, or steps to profile beyond
@@ -187,6 +187,7 @@ def open_experiment(
         accumulation_steps=sampler.accumulation_steps(*batch_sizes),
         history=history,
         finished=finished,
+        metrics=None if metrics is None else tuple(metrics),
     )
 
 

@@ -250,6 +250,7 @@ class Training:
 
         A pending save is committed first, so that an evaluation that raises, hangs or is killed loses nothing. A stop
         ends it at its next ``stopping_point``, on all processes, and saves. Returns the metrics, empty after a stop.
+        Saves and raises ``UsageError`` if they lack ``checkpoints.best_metric``, by which retention is to choose.
         """
         if self.measure is not None:
             return {}
@@ -274,6 +275,7 @@ class Training:
             with self._apart("save"):
                 self.saver.add_metrics(self.done, metrics)
         self._metrics = metrics
+        self.opened.refuse_unreported(metrics, self._save, self.saver.finish)
         return metrics
 
     def end(self) -> None:
@@ -358,7 +360,8 @@ def heldout_means(
 def evaluate_only(opened: Opened, evaluate: Callable[[], Mapping[str, float]]) -> int:
     """Evaluate the restored checkpoint and write the report, without training. All processes. Returns exit code 0.
 
-    One that a stop had broken off is recorded as part of the run, with its metrics in the checkpoint.
+    One that a stop had broken off is recorded as part of the run, with its metrics in the checkpoint. Raises
+    ``UsageError`` if they lack ``checkpoints.best_metric``.
     """
     step = opened.start_step
     if opened.config.evaluate_only:
@@ -367,8 +370,9 @@ def evaluate_only(opened: Opened, evaluate: Callable[[], Mapping[str, float]]) -
         log_evaluation(step, metrics, own_summary=opened.config.recipe.labels.own_summary)
     else:
         info(logger, f"a stop has broken off the evaluation after the last step, {step}: it is made now")
-        record_owed_evaluation(opened, evaluate)
+        metrics = record_owed_evaluation(opened, evaluate)
     info(logger, f"written: {opened.config.report_directory}")
+    opened.refuse_unreported(metrics)
     return 0
 
 

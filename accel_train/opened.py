@@ -15,7 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from accel_train.checkpoints.run import Run
-from accel_train.config import expand_path
+from accel_train.config import UsageError, expand_path
 from accel_train.data import leaving_out
 from accel_train.data.tables.ledger import DataHistory
 from accel_train.experiment_options import ExperimentConfig
@@ -71,6 +71,8 @@ class Opened:
     """The data of this start and of those before."""
     finished: bool
     """No step is left, and no evaluation."""
+    metrics: tuple[str, ...] | None = None
+    """Names of all that an evaluation reports, None if the recipe does not declare them."""
 
     @property
     def start_step(self) -> int:
@@ -131,6 +133,25 @@ class Opened:
             self.history.save(directory / "assets", self.start_step)
 
         return write
+
+    def refuse_unreported(self, metrics: Mapping[str, float], *before: Callable[[], None]) -> None:
+        """Raise ``UsageError`` if an evaluation lacks ``checkpoints.best_metric``, once it has called ``before``.
+
+        Only where the recipe does not declare its metrics, which are compared at the start. Collective. The main
+        process decides, since a recipe may return metrics there alone.
+        """
+        best_metric = self.config.checkpoints.best_metric
+        if best_metric is None or self.metrics is not None:
+            return
+        # Imported here, because most runs have no use for it.
+        from accel_train.checkpoints.policy import refuse_unknown_metric
+
+        try:
+            on_main(self.accelerator, lambda: refuse_unknown_metric(best_metric, list(metrics)))
+        except UsageError:
+            for act in before:
+                act()
+            raise
 
     def plan_of_save(self, ema: Ema) -> Plan:
         """Return the files of a save and their places in the host memory of all processes, without taking any."""

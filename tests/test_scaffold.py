@@ -75,6 +75,15 @@ def test_two_processes_train_as_one_does_and_micro_batches_change_nothing(begun:
     assert losses(begun, "two") == pytest.approx(losses(begun, "one"), rel=1e-6)
 
 
+def test_a_mistyped_best_metric_is_refused_at_the_start(begun: Path) -> None:
+    best = ["--checkpoints.keep_best", "1", "--checkpoints.best_metric", "heldout_acuracy"]
+    words = [sys.executable, "recipe.py", *SHORT, "--max_steps", "6", *best, "--output_dir", "runs/one"]
+    done = zygote.run(words, cwd=begun, env=environment(PYTHONPATH=str(ROOT)), apart=True)
+    assert done.returncode == 2
+    assert "did you mean 'heldout_accuracy'?" in done.stdout + done.stderr
+    assert not (begun / "runs" / "one" / "run.json").exists()
+
+
 @pytest.mark.distributed
 def test_a_resume_goes_on_bit_for_bit(begun: Path) -> None:
     """The manifest has the hash of every file, of weights, averages and optimizer alike."""

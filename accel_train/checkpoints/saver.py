@@ -104,8 +104,9 @@ class Saver:
         """Return True to save and stop now. Call it after every step on every rank. Never waits for the device.
 
         Requests to stop, the clock and the progress of the write are exchanged, and take effect one step later. Commits
-        a finished write, and raises ``CheckpointWriteError`` on every rank for a failed one.
+        a finished write, and raises ``CheckpointWriteError`` on every rank for a failed one. Refuses an EMA that lags.
         """
+        self._ema.require_update()
         self.begin()
         self._pusher.offer_held()
         self._take_answer(wait=False)

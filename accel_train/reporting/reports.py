@@ -174,14 +174,15 @@ def build_log(opened: Opened, facts: Mapping[str, object]) -> Recorder:
     )
 
 
-def record_owed_evaluation(opened: Opened, evaluate: Callable[[], Mapping[str, float]]) -> None:
-    """Evaluate, record it in a start of its own, and add it to the checkpoint. All processes."""
+def record_owed_evaluation(opened: Opened, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
+    """Evaluate, record it in a start of its own, and add it to the checkpoint. All processes. Returns the metrics."""
     with build_log(opened, {"run_id": opened.run.run_id}) as log:
         metrics = evaluate()
         log.evaluation(opened.start_step, metrics)
     opened.accelerator.end_training()
     if opened.accelerator.is_main_process:
         opened.run.add_owed_evaluation(metrics, opened.config.checkpoints, opened.config.hub)
+    return metrics
 
 
 def build_reports(opened: Opened, prepared: Prepared) -> Reports:

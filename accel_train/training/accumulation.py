@@ -28,9 +28,16 @@ from accel_train.training.gradients.sync import (
     when_to_reduce,
     zero_stage_of,
 )
-from accel_train.training.health.evidence import Evidence
+from accel_train.training.health.evidence import Evidence, of_samples
 from accel_train.training.health.leaving_out import leave_out
-from accel_train.training.parameters import clear_gradients, prepared_parameters, widest, without_gradients
+from accel_train.training.parameters import (
+    clear_gradients,
+    note_taken,
+    prepared_parameters,
+    refuse_taken,
+    widest,
+    without_gradients,
+)
 from accel_train.training.step_guard import GradientNorms, StepGuard, StepResult, read_loss_scale, write_loss_scale
 
 Batch = dict[str, Tensor]
@@ -105,6 +112,7 @@ class GradientWindow:
         self._factors = self._factors_of_terms()
         self._forget_losses()
         self._is_last = False
+        self._is_complete = False
         self._overflows = 0
         self._loss_scale: Mapping[str, Any] | None = None
         """fp16: the loss scale before this step, once it was lowered."""
@@ -123,7 +131,11 @@ class GradientWindow:
         return factors
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield each micro-batch's inputs; the body of the loop runs without reduction until the last."""
+        """Yield each micro-batch's inputs; the body of the loop runs without reduction until the last.
+
+        Raises ``RuntimeError`` if the gradient of the step before was not removed.
+        """
+        refuse_taken(self.model, self.step)
         if _will_rebuild_buckets(self.model, self.accelerator.num_processes):
             yield from self._rehearsal()
         yield from self._attempt()
@@ -131,6 +143,7 @@ class GradientWindow:
             self._overflows += 1
             self._forget_losses()
             yield from self._attempt()
+        self._is_complete = True
 
     def _forget_losses(self) -> None:
         """Begin an attempt at the step without anything of an earlier one."""
@@ -250,8 +263,10 @@ class GradientWindow:
 
         A guard on the host raises ``NonFiniteError`` on every rank, one on the device later, in ``guard.check``. Under
         ZeRO the engine has clipped already, by the same number, and skips a step with a non-finite gradient. If the
-        guard leaves out this step, the optimizer's next ``step`` does nothing.
+        guard leaves out this step, the optimizer's next ``step`` does nothing. Raises ``RuntimeError`` unless
+        ``backward`` was called once for each micro-batch.
         """
+        self._refuse_incomplete()
         norm = self._norm  # fp16 has measured it before the loss scale was decided
         if norm is None:
             norm = self._measure()
@@ -264,6 +279,8 @@ class GradientWindow:
         elif value is not None and 0 < self.guard.max_grad_norm < value and self._zero_stage == 0:
             # With the norm at hand, since `clip_grad_norm_` would measure it a second time.
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self.guard.max_grad_norm, norm)
+        if self._zero_stage == 0:  # ZeRO's engine owns the gradients
+            note_taken(self.model, self._parameters, self._optimizers)
         if self.guard.balance is not None and not self.guard.skips_this_step:
             self.guard.balance.update(self.coefficients, evidence.totals, self.weights, self.guard.weight_of_step)
         return StepResult(
@@ -279,6 +296,17 @@ class GradientWindow:
             all_overflows=self._count_overflows(),
         )
 
+    def _refuse_incomplete(self) -> None:
+        done, required = len(self._sums), len(self.inputs)
+        if done == required and self._is_complete:
+            return
+        left = "" if self._is_complete else ", and the loop over the window was left before its end"
+        raise RuntimeError(
+            f"step {self.step + 1}: window.backward was called {done} times for {required} micro-batches{left}, so the "
+            "gradient is not that of the global batch; iterate over the window to its end, and call window.backward "
+            "once for each micro-batch (an empty one has weight 0)"
+        )
+
     def _count_overflows(self) -> int | None:
         if self.accelerator.scaler is None and self.accelerator.mixed_precision != "fp16":
             return None
@@ -292,7 +320,7 @@ class GradientWindow:
             totals=self._reduce_sums(),
             norm=norm,
             losses=self._losses,
-            rows=[_of_samples(inputs) for inputs in self.inputs],
+            rows=[of_samples(inputs) for inputs in self.inputs],
             precision=str(self.accelerator.mixed_precision),
             weights=self._local_weights,
         )
@@ -346,15 +374,6 @@ def _will_rebuild_buckets(model: Any, processes: int) -> bool:
     if processes <= 2 or not isinstance(model, nn.parallel.DistributedDataParallel):
         return False
     return not model._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage]
-
-
-def _of_samples(inputs: Batch) -> Batch:
-    """Return the inputs with one value per sample. Others may be large, and these are kept until a log point."""
-    if "sample" not in inputs:
-        return {}
-    shape = inputs["sample"].shape
-    found: dict[str, Any] = dict(inputs)  # a recipe may pass on anything
-    return {name: value for name, value in found.items() if isinstance(value, Tensor) and value.shape == shape}
 
 
 def _summed(values: Tensor) -> Tensor:

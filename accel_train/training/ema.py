@@ -48,6 +48,8 @@ class Ema:
             self._fused = shards.optimizer
         self._announced_step = -1
         """Of the weight that the optimizer was last given."""
+        self._owed_step: int | None = None
+        """The announced step whose ``update`` is still to come."""
         self._is_left = False
         """The EMA is in the model, in place of the trained weights, since an error of ``applied``."""
 
@@ -67,6 +69,7 @@ class Ema:
 
     def update(self, step: int) -> None:
         """Move towards the weights after optimizer step ``step`` (0-based)."""
+        self._owed_step = None
         if self.config.decay == 0 or self.guard.skips_this_step:
             return
         if self._fused is None or not self._fused.has_averaged:
@@ -77,14 +80,15 @@ class Ema:
     def announce(self, step: int) -> None:
         """Let an optimizer that can take the averages along do so in its coming step, number ``step``.
 
-        ``update`` still follows it. Without this call, and with any other optimizer, ``update`` moves them. Raises
-        ``RuntimeError`` after an error of ``applied`` that left the EMA in the model.
+        ``update`` must follow it (``require_update``). Without this call, and with any other optimizer, ``update``
+        moves them. Raises ``RuntimeError`` after an error of ``applied`` that left the EMA in the model.
         """
         if self._is_left:
             raise RuntimeError(
                 f"step {step + 1} would train from the EMA: an evaluation has failed, and under ZeRO the trained "
                 "weights come back only on all processes together; let its error end the run, and start it again"
             )
+        self._owed_step = step
         if self._fused is None:
             return
         self._announced_step = step
@@ -92,6 +96,19 @@ class Ema:
             self.view.parameters[name]: shard for name, shard in self._shards.items()
         }
         self._fused.average_next(averages, 1 - decay_at(self.config.decay, step))
+
+    def require_update(self) -> None:
+        """Raise ``RuntimeError`` if ``update`` has not followed the last ``announce``: it is not the EMA of the step.
+
+        Of an EMA that nobody announces steps to, nothing is known, and nothing is required.
+        """
+        if self.is_on and self._owed_step is not None:
+            without = " (or give --ema.decay 0, to train without an EMA)" if self.config.decay > 0 else ""
+            raise RuntimeError(
+                f"step {self._owed_step + 1}: the loop did not call prepared.ema.update, so what is evaluated and "
+                "saved would not be the EMA of this step; call it in every step, after optimizer.step() and before "
+                f"training.save_if_due and training.evaluate{without}"
+            )
 
     def _move(self, step: int) -> None:
         # Asked for in every step, because FSDP2 and DeepSpeed may replace the tensors behind the names.
@@ -119,8 +136,10 @@ class Ema:
         """Run the body with the EMA in the model, on all ranks. The trained weights come back bit for bit.
 
         Not after an error under ZeRO with several processes: the others may not have met it, and this one would wait
-        for them in the collective that brings the weights back, while they wait for it elsewhere.
+        for them in the collective that brings the weights back, while they wait for it elsewhere. Raises
+        ``RuntimeError`` before the body if the EMA lags behind the step (``require_update``).
         """
+        self.require_update()
         if not self.is_on:
             yield
             return
@@ -157,6 +176,7 @@ class OptimizerAverage(Ema):
 
     def update(self, step: int) -> None:
         """Note that the optimizer has stepped. Its average is computed when somebody asks for it."""
+        self._owed_step = None
         self._is_stale = True
 
     @property

@@ -82,7 +82,7 @@ class Config(experiment.ExperimentConfig):
     """Width of the hidden layers."""
 
 
-# Loss and evaluation. CHANGE: the values of each sample, (B,), of which the loss is trained.
+# Loss and evaluation. CHANGE: the values of each sample, (B,), of which the loss is trained. `metrics` has their names.
 def metrics_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     logits = model(batch["place"]).float()
     loss = nn.functional.cross_entropy(logits, batch["ring"], reduction="none")
@@ -95,7 +95,9 @@ def main(argv: Sequence[str]) -> int:
     accelerator = startup.start(config)
     data, heldout = points(4000, "train"), points(1000, "heldout")
     order = sampler.StepSampler(len(data), config.global_batch_size, config.seed)
-    opened = experiment.open_experiment(config, accelerator, dataset_size=len(data), fingerprint="rings-1")
+    opened = experiment.open_experiment(
+        config, accelerator, dataset_size=len(data), fingerprint="rings-1", metrics=["heldout_loss", "heldout_accuracy"]
+    )
     if opened.finished:
         return experiment.nothing_to_do(opened)
 

@@ -179,8 +179,26 @@ def test_an_early_end_saves_its_step_with_its_metrics(trainers: Trainers, out: P
     assert commit.verify(out / "checkpoints" / commit.checkpoint_name(10)).manifest["metrics"]["worst_at_ten"] == 0.0
 
 
-@pytest.mark.parametrize("call", ["report", "save_if_due"])
+@pytest.mark.parametrize("call", ["training.report", "training.save_if_due", "prepared.ema.update"])
 def test_a_call_that_the_loop_forgets_is_named(trainers: Trainers, out: Path, call: str) -> None:
-    run = trainers.run(out, patch=INSTEAD, FORGOTTEN=call)
+    run = trainers.run(out, patch=INSTEAD, FORGOTTEN=call.partition(".")[2])
     assert run.wait() == [1]
-    assert f"step 1: the loop did not call training.{call}" in run.output()
+    assert f"step 1: the loop did not call {call}" in run.output()
+
+
+@pytest.mark.parametrize(("ranks", "save_every"), [(1, "10"), (2, "5")])
+def test_a_best_metric_that_the_first_evaluation_lacks_ends_the_run_with_its_step_saved(
+    trainers: Trainers, out: Path, ranks: int, save_every: str
+) -> None:
+    """The recipe declares no metrics; the evaluation is after step 5, where a save may be due or not."""
+    best = ("--checkpoints.save_every", save_every, "--checkpoints.keep_last", "1", "--checkpoints.keep_best", "1")
+    run = trainers.run(out, *best, "--checkpoints.best_metric", "worst_at_tn", ranks=ranks, patch=INSTEAD)
+    assert set(run.wait()) == {2}, run.output()
+    assert "'worst_at_tn' is not reported by this run's evaluation (did you mean 'worst_at_ten'?)" in run.output()
+    assert checkpoints(out) == [5]
+    manifest = commit.verify(out / "checkpoints" / commit.checkpoint_name(5)).manifest
+    assert manifest["metrics"].keys() == {"distance", "worst_at_ten"}
+    right = (*best, "--checkpoints.best_metric", "worst_at_ten", "--checkpoints.best_mode", "max")
+    again = trainers.run(out, *right, ranks=ranks, patch=INSTEAD)
+    assert set(again.wait()) == {0}, again.output()
+    assert checkpoints(out) == [10, 20]

@@ -195,3 +195,53 @@ def test_a_loss_of_one_term_is_named_by_its_coefficient_alone(accelerator: Accel
     for _ in two:
         with pytest.raises(UsageError, match=r"one tensor for the loss terms \['aux', 'main'\]; give a dict"):
             two.backward(torch.tensor(1.0, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        ("break", r"step 8: window\.backward was called 1 times for 4 micro-batches, and the loop .* left before its"),
+        ("break at the last", r"4 times for 4 micro-batches, and the loop over the window was left before its end"),
+        ("continue", r"called 3 times for 4 micro-batches, so the gradient is not that of the global batch"),
+        ("twice", r"called 5 times for 4 micro-batches, so .* call window\.backward once for each"),
+    ],
+)
+def test_a_step_takes_the_backward_of_each_micro_batch_once(accelerator: Accelerator, mistake: str, says: str) -> None:
+    model = accelerator.prepare(nn.Linear(6, 2))
+    window = window_over(accelerator, model, 4)
+    for i, inputs in enumerate(window):
+        if mistake == "continue" and i == 1:
+            continue
+        for _ in range(2 if mistake == "twice" and i == 1 else 1):
+            window.backward(sums(model, inputs))
+        if (mistake, i) in (("break", 0), ("break at the last", 3)):
+            break
+    with pytest.raises(RuntimeError, match=says):
+        window.finish(1.0)
+
+
+@pytest.mark.parametrize("zeroed", ["never", "to None", "to zero", "by the model", "before the step"])
+def test_a_step_begins_without_the_gradient_of_the_one_before(accelerator: Accelerator, zeroed: str) -> None:
+    model = nn.Linear(6, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+    def train() -> None:
+        window = window_over(accelerator, model, 4)
+        if zeroed == "before the step":
+            optimizer.zero_grad()
+        for inputs in window:
+            window.backward(sums(model, inputs))
+        window.finish(1e-3)  # clips
+        optimizer.step()
+        if zeroed == "by the model":
+            model.zero_grad(set_to_none=False)
+        elif zeroed.startswith("to"):
+            optimizer.zero_grad(set_to_none=zeroed == "to None")
+
+    train()
+    if zeroed == "never":
+        with pytest.raises(RuntimeError, match=r"step 8: the gradient of the step before .* call optimizer\.zero_grad"):
+            train()
+    else:
+        train()
+        train()

@@ -57,12 +57,31 @@ def test_an_error_waits_for_nobody(toy: Toy, monkeypatch: pytest.MonkeyPatch) ->
         fails()
     assert all(torch.equal(view.master(n), t) for n, t in trained.items())
     toy.average.announce(1)
+    toy.average.update(1)
     monkeypatch.setattr(Shards, "shows_alone", False)
     with pytest.raises(RuntimeError, match="alone"):
         fails()
     assert not all(torch.equal(view.master(n), t) for n, t in trained.items())
     with pytest.raises(RuntimeError, match="step 2 would train from the EMA"):
         toy.average.announce(1)
+
+
+def test_a_forgotten_update_is_named_before_it_is_evaluated_or_saved(toy: Toy, tmp_path: Path) -> None:
+    """Only where steps are announced, as ``prepared.window`` does; in every step, so also after a resume."""
+    toy.step(0)
+    with toy.average.applied():  # nobody announces
+        pass
+    for step in (1, 2):
+        toy.average.announce(step)
+        says = rf"step {step + 1}: the loop did not call prepared\.ema\.update.*--ema\.decay 0"
+        with pytest.raises(RuntimeError, match=says), toy.average.applied():
+            pass
+        with toy.saver(CheckpointConfig()) as saver, pytest.raises(RuntimeError, match=says):
+            saver.boundary(step)
+        toy.step(step)
+        toy.average.require_update()
+    off(toy).average.announce(3)
+    toy.average.require_update()
 
 
 def test_switched_off_it_keeps_no_tensor_and_the_average_is_the_weights(toy: Toy) -> None:

@@ -129,9 +129,9 @@ def test_a_norm_beyond_fp32_lowers_the_scale_although_each_value_is_finite() -> 
     hook = model[0].weight.register_hook(
         lambda g: torch.full_like(g, 3e38 if accelerator.scaler.get_scale() > 1 else 1)
     )
+    attempt.inputs = attempt.inputs[:1]  # the hook's value is of each backward, and two would be infinite
     for inputs in attempt:
-        if inputs is attempt.inputs[0]:
-            attempt.backward(sums(model, inputs))
+        attempt.backward(sums(model, inputs))
     hook.remove()
     assert attempt.finish(1.0).overflows == 1
     assert accelerator.scaler.get_scale() == 1.0

@@ -160,3 +160,12 @@ def _of_all_ranks(local: list[int]) -> list[list[int]]:
     by_rank: list[list[int]] = [[] for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(by_rank, local)
     return by_rank
+
+
+def of_samples(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the inputs with one value per sample. Others may be large, and these are kept until a log point."""
+    if "sample" not in inputs:
+        return {}
+    shape = inputs["sample"].shape
+    found: dict[str, Any] = dict(inputs)  # a recipe may pass on anything
+    return {name: value for name, value in found.items() if isinstance(value, Tensor) and value.shape == shape}
