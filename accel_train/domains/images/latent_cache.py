@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,8 @@ from accel_train.domains.images.buckets import Frame, Size, conditioning
 if TYPE_CHECKING:
     from accel_train.domains.images.dataset import PictureDataset
     from accel_train.domains.images.weighting.masks import Masks
+
+logger = logging.getLogger(__name__)
 
 PIXELS = "pixels-1"
 """Version of the pixels of a frame. Change it with the rendering."""
@@ -216,6 +219,9 @@ def _fill(
     # Two samples of one picture and frame are one entry.
     by_key = {job.key: job for job in jobs}
     _leases.append(cache.lease(list(by_key)))
+    damaged = cache.delete_damaged()
+    if damaged:
+        logger.warning("%s: %s damaged entries of the cache are deleted and computed again", label, f"{damaged:,}")
     missing = cache.missing(by_key)
     # Who looks after another has begun to write sees fewer missing, and would take other shares than the rest.
     filling.barrier()
