@@ -173,6 +173,10 @@ def prepare_inputs(
     masks = find_masks(config.mask, masked, reduction(pipeline))
     datasets = [pictures.train, pictures.heldout, *([prior[0]] if prior else [])]
     samples = [sample for data in datasets for sample in data.samples]
+    # By name once: a picture in several resolutions is several samples.
+    named = dict.fromkeys((sample.picture.name, sample.caption) for sample in samples)
+    named |= dict.fromkeys((f"the prompt {prompt[:40]!r}", prompt) for prompt in prompts)
+    cut = encoding.describe_cut(pipeline, base, named)
     texts = cached_texts(
         [*prompts, *(sample.caption for sample in samples)],
         partial(encoding.encode_texts, pipeline, base),
@@ -194,7 +198,7 @@ def prepare_inputs(
         return CachedPictures(data, latents, texts, masks)
 
     train: Any = with_latents(pictures.train, masks)
-    notices = [*pictures.notices, *describe_masks(masks, masked), _about_texts(base, freed)]
+    notices = [*pictures.notices, *describe_masks(masks, masked), *cut, _about_texts(base, freed)]
     if train.latents is None:
         notices.append("pictures are encoded at every step (data.crop random); data.crop centre encodes them once")
     heldout = with_latents(pictures.heldout, masks)
