@@ -96,7 +96,7 @@ class TensorCache:
 
     def _doubt(self) -> None:
         """Let the next start read all entries: a damaged one is seldom alone, and its header passes for whole."""
-        # Of all folders in use: what damaged an embedding has damaged latents as well.
+        # Of all folders in use: what damaged one entry may have damaged those of another encoder.
         in_use = {name.partition("/")[0] for name in live_leases(self.root)}
         for folder in {self.folder.name, *in_use}:
             (self.root / folder / DOUBTED).touch()
