@@ -103,6 +103,9 @@ def _verify(root: Path) -> int:
             damaged += 1
             print(f"damaged, deleted: {entry.file}")
             entry.file.unlink(missing_ok=True)
+    for doubted in root.glob(f"*/{tensor_cache.DOUBTED}"):
+        # The next run need not read all of them once more.
+        doubted.unlink(missing_ok=True)
     print(f"{count:,} entries, {damaged:,} damaged")
     return 1 if damaged else 0
 

@@ -30,11 +30,13 @@ FORMAT = "tensors-1"
 ROOT = "tensors"
 ABOUT = "about.json"
 LEASES = "leases"
+DOUBTED = "damaged"
+"""File in a folder of entries one of which was found damaged: the next run reads all of them before it starts."""
 SUFFIX = ".safetensors"
 
 
-class DamagedEntryError(RuntimeError):
-    """An entry differs from the one written. The message names its file and the remedy."""
+class DamagedEntryError(UsageError):
+    """An entry differs from the one written. The message names its file and the remedy: another start."""
 
 
 class Entry(NamedTuple):
@@ -83,12 +85,38 @@ class TensorCache:
             return _verified(content)
         except (OSError, ValueError) as error:
             if not isinstance(error, OSError):
-                # As long as its header says, it would pass for whole at the next start.
-                file.unlink(missing_ok=True)
+                # The disk may be read-only.
+                with contextlib.suppress(OSError):
+                    file.unlink(missing_ok=True)
+                    self._doubt()
             raise DamagedEntryError(
-                f"{file}: {error}. Start the run again: it computes what is missing (accel-train data cache verify "
-                "reads every entry and deletes the damaged ones)"
+                f"{file}: {error}. Start the run again: it first reads all of its entries, and computes the damaged "
+                "ones again (accel-train data cache verify finds those of all runs at once)"
             ) from None
+
+    def _doubt(self) -> None:
+        """Let the next start read all entries: a damaged one is seldom alone, and its header passes for whole."""
+        # Of all folders in use: what damaged one entry may have damaged those of another encoder.
+        in_use = {name.partition("/")[0] for name in live_leases(self.root)}
+        for folder in {self.folder.name, *in_use}:
+            (self.root / folder / DOUBTED).touch()
+
+    def delete_damaged(self) -> int:
+        """Read all entries if one was found damaged since the last time, and delete the damaged ones.
+
+        Returns their number. One process at a time; those that come later find nothing to do.
+        """
+        doubted = self.folder / DOUBTED
+        if not doubted.exists():
+            return 0
+        with one_at_a_time(self.folder / f".{DOUBTED}.lock"):
+            if not doubted.exists():
+                return 0
+            damaged = [entry for entry in entries(self.root, self.folder.name) if not is_intact(entry.file)]
+            for entry in damaged:
+                entry.file.unlink(missing_ok=True)
+            doubted.unlink(missing_ok=True)
+        return len(damaged)
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> int:
         """Write an entry and return its bytes. Another process may write the same one. Raises ``UsageError``.

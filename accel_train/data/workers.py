@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
+from accel_train.config import UsageError
 from accel_train.data.datasets import Batch
 from accel_train.data.options import LoaderSettings
 from accel_train.data.reading import IDLE, WHOLE_BATCH, LoadingError, Reader
@@ -60,29 +61,31 @@ class Workers:
         if self._settings.num_workers == 0:
             return next(self._batches)
         batch = self._wait(self._batches, number, request)
-        if isinstance(batch, str):
+        if isinstance(batch, LoadingError | UsageError):
             self.close()  # before the error is raised, or the other workers would go on reading
-            raise LoadingError(batch)
+            raise batch
         return batch
 
-    def _wait(self, batches: Iterator[Batch], number: int, request: Request) -> Batch | str:
-        """Return the batch, or the text of an error: the error itself would keep the iterator and its workers alive."""
+    def _wait(self, batches: Iterator[Batch], number: int, request: Request) -> Batch | LoadingError | UsageError:
+        """Return the batch, or a new error: the one raised would keep the iterator and its workers alive."""
         started = time.monotonic()
         while True:
             try:
                 return next(batches)
-            except LoadingError as error:
+            except (LoadingError, UsageError) as error:
                 _clear_frames(error)
-                return str(error).partition("LoadingError: ")[2] or str(error)
+                kind = LoadingError if isinstance(error, LoadingError) else UsageError
+                # torch puts the worker's traceback before the text.
+                return kind(str(error).partition(f"{kind.__name__}: ")[2].rstrip() or str(error))
             except Exception as error:
                 # A dying worker also shows as OSError, EOFError or UnpicklingError.
                 _clear_frames(error)
                 waited = time.monotonic() - started
                 # A timeout is the only error without a dead worker.
                 if "timed out" not in str(error):
-                    return self._explain_death(f"{type(error).__name__}: {error}".strip(), request)
+                    return LoadingError(self._explain_death(f"{type(error).__name__}: {error}".strip(), request))
                 if waited >= self._settings.timeout_seconds:
-                    return self._explain_hang(number % self._settings.num_workers, waited, request)
+                    return LoadingError(self._explain_hang(number % self._settings.num_workers, waited, request))
 
     def _explain_death(self, message: str, request: Request) -> str:
         dead = "".join(f"It was {self._describe(worker)}. " for worker in self._dead_workers())

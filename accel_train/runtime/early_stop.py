@@ -35,6 +35,7 @@ LAUNCHERS = {
     "torch.distributed.run",
     "torch.distributed.launch",
     "accel-train",
+    "accel_train",
     "accel_train.cli",
     "deepspeed",
     "deepspeed.launcher.launch",

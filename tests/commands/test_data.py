@@ -105,6 +105,27 @@ def test_wrong_flags(folder: Path, flags: tuple[str, ...], message: str) -> None
         run("check", folder, *flags, cache=folder.parent / "cache")
 
 
+def test_options_are_refused_before_a_picture_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("read before the options were refused")
+
+    monkeypatch.setattr("accel_train.domains.images.check.read_pictures", read)
+    with pytest.raises(UsageError, match="each resolution must be at least the step"):
+        run("check", folder, "--resolutions", "16", cache=folder.parent / "cache")
+
+
+def test_pictures_that_training_leaves_out_are_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "2.txt").write_text(" ")
+    (folder / "3.txt").unlink()
+    run("check", folder, "--resolutions", "256", cache=folder.parent / "cache")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "6 pictures, 0 left out",
+        "  2 more are left out in training without --data.default_caption",
+    ]
+    assert report(capsys, folder)[1]["without_caption"] == ["2.png", "3.png"]
+
+
 def test_a_folder_without_usable_pictures(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"nothing")
     with pytest.raises(UsageError, match=r"no usable picture: 1 left out, not a picture"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel_train.config import UsageError
 from accel_train.data.datasets import MapDataset
 from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.options import LoaderConfig
@@ -47,6 +48,8 @@ class Faulty:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if index == BAD and self.fault == "raise":
             raise OSError(f"cannot read file {index}.png")
+        if index == BAD and self.fault == "usage":
+            raise UsageError("entry 7: damaged. Start the run again")
         if index == BAD and self.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if index == FIRST and self.fault == "kill first":
@@ -113,6 +116,15 @@ def test_an_exception_names_the_sample(workers):
         assert multiprocessing.active_children() == []  # although the error is still held here
     else:
         assert isinstance(error.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_usage_error_stays_one_and_has_no_traceback(workers):
+    with pytest.raises(UsageError) as error:
+        list(steps_of(Faulty("usage"), num_workers=workers))
+    reader = r"worker 1 \(pid \d+\)" if workers else "the training process"
+    place = rf"sample {BAD} of step 4, micro-batch 2 \(samples [\d, ]+\), in {reader}"
+    assert re.fullmatch(f"{place}: entry 7: damaged. Start the run again", str(error.value)), str(error.value)
 
 
 @pytest.mark.fault(

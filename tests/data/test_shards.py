@@ -237,6 +237,8 @@ def test_what_is_no_shard_is_refused_before_anything_is_read(tmp_path: Path) -> 
     (tmp_path / "bare").mkdir()
     assert re.search(r"bare holds no such file", say(tmp_path / "bare"))
     assert re.search(r"none\.parquet does not exist", say(tmp_path / "none.parquet"))
+    os.mkfifo(tmp_path / "pipe.parquet")
+    assert re.search(r"pipe\.parquet is a named pipe", say(tmp_path / "pipe.parquet"))
     (tmp_path / "a.bin").write_text("")
     assert re.search(r"a\.bin is no shard\. Files ending in \.parquet", say(tmp_path / "a.bin"))
     as_jsonl(folder / "more.jsonl", ROWS[:3])

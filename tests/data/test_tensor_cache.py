@@ -77,6 +77,25 @@ def test_a_damaged_entry_is_never_read(tmp_path: Path, damage: str) -> None:
         assert cache.missing(KEYS[:1]) == KEYS[:1]
 
 
+def test_a_damaged_entry_lets_the_next_start_read_all_that_the_run_uses(tmp_path: Path) -> None:
+    latents, texts, others = (TensorCache(tmp_path, {"kind": kind}) for kind in ("latents", "texts", "others"))
+    for cache in (latents, texts, others):
+        for key in KEYS[:2]:
+            cache.write(key, tensors(0))
+            content = bytearray(cache.file(key).read_bytes())
+            content[-5] ^= 1
+            cache.file(key).write_bytes(bytes(content))
+    leases = [latents.lease(KEYS[:2]), texts.lease(KEYS[:2])]
+    assert texts.delete_damaged() == 0
+    with pytest.raises(DamagedEntryError):
+        texts.read(KEYS[0])
+    for lease in leases:
+        lease.close()
+    assert [cache.delete_damaged() for cache in (latents, texts, others)] == [2, 1, 0]
+    assert latents.missing(KEYS[:2]) == texts.missing(KEYS[:2]) == KEYS[:2]
+    assert latents.delete_damaged() == 0
+
+
 def aged(cache: TensorCache, *numbers: int) -> None:
     """Write entries, the first one used longest ago."""
     for place, number in enumerate(numbers):

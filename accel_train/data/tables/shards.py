@@ -137,6 +137,11 @@ def find_shards(option: str, value: str) -> tuple[list[Path], str]:
         )
     if not found[0].exists():
         raise UsageError(f"{option} {value!r}: {found[0]} does not exist. Give a file, folder or glob that exists.")
+    if found[0].is_fifo():
+        # To open one waits until somebody writes to it.
+        raise UsageError(
+            f"{option} {value!r}: {found[0]} is a named pipe, and blocks are read more than once. Give a file."
+        )
     return found, _format_of(option, value, found)
 
 

@@ -61,6 +61,15 @@ class CheckConfig:
     cache_dir: str | None = None
     """Cache of what was read before. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
 
+    def __post_init__(self) -> None:
+        # Refused with the options, and not after an hour of reading.
+        _ = self.buckets
+
+    @property
+    def buckets(self) -> Buckets:
+        """The sizes that training scales pictures to."""
+        return Buckets(self.resolutions, self.bucket_step, self.max_aspect)
+
 
 class Row(NamedTuple):
     """One picture."""
@@ -114,6 +123,11 @@ class Report:
         return used / max(1, every)
 
     @property
+    def without_caption(self) -> list[str]:
+        """Names of the pictures whose caption is missing or empty."""
+        return [row.picture.name for row in self.rows if not row.picture.caption]
+
+    @property
     def duplicates(self) -> float:
         """Share of pictures similar to an earlier one."""
         return sum(len(group) - 1 for group in self.near) / max(1, len(self.rows))
@@ -141,7 +155,7 @@ def check(path: str, config: CheckConfig, cache: Path) -> Report:
     if not found.pictures:
         reasons = "; ".join(left_out_notices(found.left_out))
         raise UsageError(f"data check {path!r}: no usable picture: {reasons}. At least 1 is required.")
-    buckets = Buckets(config.resolutions, config.bucket_step, config.max_aspect)
+    buckets = config.buckets
 
     def row(picture: Picture) -> Row:
         measures = quality.measure(decode_picture(picture.bytes.read()))
@@ -180,6 +194,9 @@ def render(report: Report) -> list[str]:
     rows = report.rows
     lines = [f"{len(rows):,} pictures, {len(report.found.left_out):,} left out"]
     lines += [f"  {notice}" for notice in report.found.notices]
+    if report.without_caption:
+        # Not a fault of this check: their captions may be given there.
+        lines.append(f"  {len(report.without_caption):,} more are left out in training without --data.default_caption")
     lines += ["", "sizes (min, median, max)"]
     for name in ("width", "height"):
         lines.append(f"  {name}: {_three([getattr(row.picture, name) for row in rows])}")
@@ -263,6 +280,7 @@ def as_tree(report: Report) -> dict[str, Any]:
         "usable": report.usable,
         "duplicates": report.duplicates,
         "config": asdict(report.config),
+        "without_caption": report.without_caption,
         "left_out": [item._asdict() for item in report.found.left_out],
         "buckets": [{"width": width, "height": height, "pictures": n} for (height, width), n in counts.items()],
         "exact_duplicates": [report.names(group) for group in report.exact],

@@ -228,7 +228,7 @@ def _samples(found: Pictures, config: PictureDataConfig, named: str) -> tuple[li
             f"--data.max_left_out {config.max_left_out:g} of them may be left out: {reasons}. Correct them, or raise "
             "the share."
         )
-    return samples, Pictures(found.pictures, left_out, found.animated).notices
+    return samples, replace(found, left_out=left_out).notices
 
 
 def _target_sizes(original: Size, config: PictureDataConfig) -> list[Size]:

@@ -8,11 +8,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from accel_train.config import UsageError
-from accel_train.domains.images.sources import Entry, FileBytes, LeftOut, Listing, Source, caption_of_row
+from accel_train.domains.images.sources import (
+    SHOWN_NAMES,
+    Entry,
+    FileBytes,
+    LeftOut,
+    Listing,
+    Source,
+    caption_of_row,
+    choice_notices,
+    read_regular,
+)
 from accel_train.wording import shortened
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -33,8 +44,8 @@ def list_folder(folder: Path, source: Source) -> Listing:
     caption of ``a.png`` is the text of ``a`` + `source.caption_extension`. Files such as ``a.mask.png`` are masks and
     no pictures. Raises ``UsageError`` for a folder without pictures.
     """
-    # The order of a listing differs between file systems, and the order of samples must not.
-    files = sorted(_files(folder))
+    tree = _walk(folder)
+    files = tree.files
     pictures = [file for file in files if file.suffix.lower() in SUFFIXES and not is_mask(file)]
     if not pictures:
         others = sorted({file.suffix for file in files})
@@ -47,13 +58,17 @@ def list_folder(folder: Path, source: Source) -> Listing:
         for file in files
         if file.suffix.lower() in OTHER_PICTURES
     ]
-    if (folder / METADATA).is_file():
+    if os.path.lexists(folder / METADATA):
         listed = _by_metadata(folder, pictures, source)
     else:
         _refuse_columns(folder, source)
         captions = [file for file in files if file.suffix == source.caption_extension]
         listed = _by_name(folder, pictures, captions)
-    return Listing(listed.entries, [*listed.left_out, *unread])
+    notices = [*listed.notices]
+    if tree.repeated:
+        names = shortened(tree.repeated, SHOWN_NAMES)
+        notices.append(f"{len(tree.repeated):,} links to folders that are read already, or hold this one: {names}")
+    return Listing(listed.entries, [*listed.left_out, *unread, *tree.unreadable], notices)
 
 
 def _refuse_columns(folder: Path, source: Source) -> None:
@@ -66,21 +81,54 @@ def _refuse_columns(folder: Path, source: Source) -> None:
             )
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder and of the folders below it. Links to folders are followed, but not in circles."""
-    seen: set[tuple[int, int]] = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        kept: list[str] = []
-        for name in folders:
-            status = (Path(parent) / name).stat()
-            # By what it is, not by its path: a circle of links has endless paths to one folder.
-            key = (status.st_dev, status.st_ino)
-            if not name.startswith(".") and key not in seen:
-                seen.add(key)
-                kept.append(name)
-        # In place, which is how os.walk is told where not to go.
-        folders[:] = kept
-        yield from (Path(parent) / name for name in names if not name.startswith("."))
+@dataclass
+class _Tree:
+    """The files of a folder and of the folders below it, and the links that are not followed."""
+
+    files: list[Path] = field(default_factory=list[Path])
+    repeated: list[str] = field(default_factory=list[str])
+    """Links to folders whose files are read under another name, or that hold the folder itself."""
+    unreadable: list[LeftOut] = field(default_factory=list[LeftOut])
+    """Folders without permission."""
+
+
+def _walk(folder: Path) -> _Tree:
+    """Find all files but hidden ones. Links to folders are followed, unless that would read a file twice."""
+    tree = _Tree()
+    # By what it is, not by its path: a circle of links has endless paths to one folder.
+    seen = {_identity(parent) for parent in (folder.resolve(), *folder.resolve().parents)}
+    # Folders first: with a link before the folder that it leads to, the names would be those of the link.
+    links: list[Path] = []
+    folders = [folder]
+    while folders or links:
+        current = folders.pop() if folders else links.pop(0)
+        if current != folder:
+            identity = _identity(current)
+            if identity in seen:
+                tree.repeated.append(_name(current, folder))
+                continue
+            seen.add(identity)
+        try:
+            # The order of a listing differs between file systems, and the order of samples must not.
+            names = sorted(name for name in os.listdir(current) if not name.startswith("."))
+        except OSError as error:
+            tree.unreadable.append(LeftOut(_name(current, folder), "the folder cannot be read", error.strerror or ""))
+            continue
+        for path in (current / name for name in names):
+            # os.path: a link that leads to itself is no folder, and no error.
+            if not os.path.isdir(path):
+                tree.files.append(path)
+            elif path.is_symlink():
+                links.append(path)
+            else:
+                folders.append(path)
+    tree.files.sort()
+    return tree
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 def _name(file: Path, folder: Path) -> str:
@@ -118,7 +166,7 @@ def _by_name(folder: Path, pictures: Sequence[Path], captions: Sequence[Path]) -
 
 def _read_caption(file: Path) -> str:
     # utf-8-sig takes the byte-order mark of some editors away.
-    return " ".join(file.read_text("utf-8-sig").split())
+    return " ".join(read_regular(file).decode("utf-8-sig").split())
 
 
 def _by_metadata(folder: Path, pictures: Sequence[Path], source: Source) -> Listing:
@@ -127,7 +175,15 @@ def _by_metadata(folder: Path, pictures: Sequence[Path], source: Source) -> List
     entries: list[Entry] = []
     left_out: list[LeftOut] = []
     used: set[str] = set()
-    for place, row in _rows(folder / METADATA, left_out):
+    fields: set[str] = set()
+    try:
+        content = read_regular(folder / METADATA)
+    except OSError as error:
+        raise UsageError(
+            f"{source.named}: {folder / METADATA} cannot be read: {error}. Correct or remove it."
+        ) from None
+    for place, row in _rows(content, left_out):
+        fields |= row.keys()
         name = _file_name(row, place, source)
         if not _is_inside(name):
             left_out.append(LeftOut(place, "file_name leaves the folder", repr(name)[:80]))
@@ -136,18 +192,21 @@ def _by_metadata(folder: Path, pictures: Sequence[Path], source: Source) -> List
         else:
             used.add(name)
             caption = caption_of_row(row, source.caption_column, place)
-            entries.append(Entry(name, caption, FileBytes(known[name])))
+            if isinstance(caption, LeftOut):
+                left_out.append(caption)
+            else:
+                entries.append(Entry(name, caption, FileBytes(known[name])))
     unnamed = [name for name in known if name not in used]
     left_out += [LeftOut(name, f"not named in {METADATA}") for name in unnamed]
-    return Listing(entries, left_out)
+    return Listing(entries, left_out, choice_notices(fields, source.caption_column))
 
 
-def _rows(file: Path, left_out: list[LeftOut]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(content: bytes, left_out: list[LeftOut]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (file:line, row). Lines other than JSON objects are left out."""
-    for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
         if not line.strip():
             continue
-        place = f"{file.name}:{number}"
+        place = f"{METADATA}:{number}"
         try:
             row: Any = json.loads(line)
         # Also UnicodeDecodeError, which is a ValueError. A long line of brackets exhausts the stack.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,8 @@ from accel_train.domains.images.buckets import Frame, Size, conditioning
 if TYPE_CHECKING:
     from accel_train.domains.images.dataset import PictureDataset
     from accel_train.domains.images.weighting.masks import Masks
+
+logger = logging.getLogger(__name__)
 
 PIXELS = "pixels-1"
 """Version of the pixels of a frame. Change it with the rendering."""
@@ -136,7 +139,7 @@ def cached_latents(
 ) -> TensorCache:
     """Compute the missing latents of every sample and, with flips, of its mirror image.
 
-    Every process calls it (three barriers). Process r first encodes each world_size-th missing entry, then all entries
+    Every process calls it (four barriers). Process r first encodes each world_size-th missing entry, then all entries
     still missing on its host. The entries are leased for the life of the process. Raises ``UsageError`` for random
     crops (their latents cannot be computed ahead), for non-finite latents, for a full disk, and for a cap below the
     needs of the run.
@@ -187,7 +190,7 @@ def cached_texts(
 ) -> TensorCache:
     """Compute the missing outputs of text encoders, including the empty text for dropped captions.
 
-    Every process calls it (three barriers), as `cached_latents`.
+    Every process calls it (four barriers), as `cached_latents`.
     """
     cache = TensorCache(root, identity.about("texts"), cap_bytes)
     # Each once and in order: a set would give every process other shares.
@@ -216,6 +219,12 @@ def _fill(
     # Two samples of one picture and frame are one entry.
     by_key = {job.key: job for job in jobs}
     _leases.append(cache.lease(list(by_key)))
+    # The main process first, whose log is read. Then the others, whose disk may be another one.
+    damaged = cache.delete_damaged() if filling.rank == 0 else 0
+    filling.barrier()
+    damaged += cache.delete_damaged()
+    if damaged:
+        logger.warning("%s: %s damaged entries of the cache are deleted and computed again", label, f"{damaged:,}")
     missing = cache.missing(by_key)
     # Who looks after another has begun to write sees fewer missing, and would take other shares than the rest.
     filling.barrier()

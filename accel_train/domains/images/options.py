@@ -45,11 +45,15 @@ class PriorConfig:
     """Denoising steps of a picture that is drawn."""
 
     def __post_init__(self) -> None:
-        given = (self.weight != 1.0, self.caption is not None, self.count > 0, self.steps != DRAWING_STEPS)
-        if self.path is None and any(given):
+        values = {name: getattr(self, name) for name in ("weight", "caption", "count", "steps")}
+        given = [
+            f"data.prior.{name} {value!r}" for name, value in values.items() if value != getattr(PriorConfig, name)
+        ]
+        if self.path is None and given:
+            verb = "has" if len(given) == 1 else "have"
             raise UsageError(
-                "data.prior: weight, caption, count and steps have no effect without data.prior.path; give it the "
-                "pictures of the class, or leave them out"
+                f"{' and '.join(given)} {verb} no effect without data.prior.path; give it the pictures of the class, "
+                f"or leave {'it' if len(given) == 1 else 'them'} out"
             )
         if self.count and not (self.caption and self.caption.strip()):
             raise UsageError(

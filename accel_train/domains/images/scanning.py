@@ -68,11 +68,13 @@ class Pictures:
     left_out: Sequence[LeftOut]
     animated: int = 0
     """Pictures with several frames. The first one is taken."""
+    about_source: Sequence[str] = ()
+    """Lines about the source itself."""
 
     @property
     def notices(self) -> list[str]:
         """Lines for the log: omissions and their reasons."""
-        lines = left_out_notices(self.left_out)
+        lines = [*left_out_notices(self.left_out), *self.about_source]
         if self.animated:
             lines.append(f"the first frame is taken of {self.animated:,} pictures with several")
         return lines
@@ -115,7 +117,7 @@ def read_pictures(
             continue
         animated += scan.frames > 1
         pictures.append(Picture(entry.name, entry.caption, scan.content, scan.width, scan.height, entry.content))
-    return Pictures(pictures, left_out, animated)
+    return Pictures(pictures, left_out, animated, listing.notices)
 
 
 def list_pictures(source: Source, cache: Path) -> Listing:

@@ -5,8 +5,10 @@ A listing has read no picture. ``scanning`` reads each file once and leaves out 
 
 from __future__ import annotations
 
+import math
+import stat
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +20,16 @@ CAPTION_COLUMNS = ("text", "caption")
 
 SHOWN_NAMES = 3
 """Names in a notice of omissions."""
+KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object", bytes: "bytes"}
+"""Values of rows that are no text, in words."""
+NOT_REGULAR = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+"""What is no regular file, in words."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,7 @@ class FileBytes:
 
     def read(self) -> bytes:
         """Read the file. Raises ``OSError``."""
-        return self.path.read_bytes()
+        return read_regular(self.path)
 
 
 class Entry(NamedTuple):
@@ -84,19 +96,44 @@ class Listing:
 
     entries: Sequence[Entry]
     left_out: Sequence[LeftOut] = ()
+    notices: Sequence[str] = ()
+    """Further lines for the log."""
 
 
-def caption_of_row(row: Mapping[str, Any], column: str | None, place: str) -> str | None:
-    """Return the caption of a row in `column`, or with None in ``text`` or ``caption``. None if it has no text.
+def read_regular(path: Path) -> bytes:
+    """Read a regular file. Raises ``OSError``, also for a named pipe: to open one waits until somebody writes to it."""
+    kind = stat.S_IFMT(path.stat().st_mode)
+    if kind != stat.S_IFREG:
+        raise OSError(f"{NOT_REGULAR.get(kind, 'something else')}, and a regular file is required")
+    return path.read_bytes()
 
+
+def caption_of_row(row: Mapping[str, Any], column: str | None, place: str) -> str | LeftOut | None:
+    """Return the caption of a row in `column`, or with None in ``text`` or ``caption``.
+
+    None without one: the value is null, or NaN as tables write a missing text. ``LeftOut`` for a value that is no text.
     Raises ``UsageError`` for a `column` missing from the row.
     """
     if column is not None and column not in row:
         hint = did_you_mean(nearest(column, row))
         raise UsageError(f"caption_column {column!r}: {place} has the fields {sorted(row)}{hint}. Name one of them.")
     columns = CAPTION_COLUMNS if column is None else (column,)
-    texts = [row[name] for name in columns if isinstance(row.get(name), str)]
-    return " ".join(texts[0].split()) if texts else None
+    for name in columns:
+        value = row.get(name)
+        if isinstance(value, str):
+            return " ".join(value.split())
+        if value is not None and not (isinstance(value, float) and math.isnan(value)):
+            kind = KINDS.get(type(value), f"a {type(value).__name__}")
+            return LeftOut(place, "its caption is no text", f"{name!r} is {kind}, text is required")
+    return None
+
+
+def choice_notices(fields: Collection[str], column: str | None) -> list[str]:
+    """Return a line if two `fields` may hold captions and no `column` is chosen."""
+    found = [name for name in CAPTION_COLUMNS if name in fields]
+    if column is not None or len(found) < 2:
+        return []
+    return [f"captions are those of {found[0]!r}, which comes before {found[1]!r}; caption_column chooses another"]
 
 
 def is_saved_dataset(folder: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +10,18 @@ from typing import Any, cast
 from accel_train.config import UsageError, expand_path
 from accel_train.data.tables.sharded_table import ShardedTable
 from accel_train.data.tables.shards import ShardIndex, index_shards
-from accel_train.domains.images.sources import CAPTION_COLUMNS, Entry, Listing, Source, caption_of_row, is_saved_dataset
+from accel_train.domains.images.sources import (
+    CAPTION_COLUMNS,
+    Bytes,
+    Entry,
+    LeftOut,
+    Listing,
+    Source,
+    caption_of_row,
+    choice_notices,
+    is_saved_dataset,
+    read_regular,
+)
 from accel_train.wording import did_you_mean, nearest
 
 CACHE_BYTES = 2**28
@@ -63,27 +74,45 @@ def list_shards(source: Source, cache: Path) -> Listing:
     columns = index.types[0]
     image_column = source.image_column or _only_picture_column(columns, source)
     _require_column("image_column", image_column, columns, source)
-    captions = _captions(index, columns, source)
     table = ShardedTable(index, [image_column], CACHE_BYTES)
+    places = [table.place(row) for row in range(len(table))]
+    captions = _captions(index, columns, source, places)
     folder = index.files[0].parent
-    entries = [
-        Entry(table.place(row), captions[row], ShardBytes(table, row, image_column, folder))
-        for row in range(len(table))
-    ]
-    return Listing(entries)
+    contents = [ShardBytes(table, row, image_column, folder) for row in range(len(table))]
+    return _listing(places, captions, contents, choice_notices(columns, source.caption_column))
 
 
-def _captions(index: ShardIndex, columns: Mapping[str, str], source: Source) -> list[str | None]:
+def _listing(
+    places: Sequence[str],
+    captions: Sequence[str | LeftOut | None],
+    contents: Sequence[Bytes],
+    notices: Sequence[str],
+) -> Listing:
+    """List the rows. Those whose caption is no text are left out."""
+    entries: list[Entry] = []
+    left_out: list[LeftOut] = []
+    for place, caption, content in zip(places, captions, contents, strict=True):
+        if isinstance(caption, LeftOut):
+            left_out.append(caption)
+        else:
+            entries.append(Entry(place, caption, content))
+    return Listing(entries, left_out, notices)
+
+
+def _captions(
+    index: ShardIndex, columns: Mapping[str, str], source: Source, places: Sequence[str]
+) -> list[str | LeftOut | None]:
     """Read the captions of all rows."""
     name = source.caption_column or next((column for column in CAPTION_COLUMNS if column in columns), None)
     if name is None:
         return [None] * sum(block.rows for block in index.blocks)
     _require_column("caption_column", name, columns, source)
     table = ShardedTable(index, [name], CACHE_BYTES)
-    captions: list[str | None] = []
+    captions: list[str | LeftOut | None] = []
     for start in range(0, len(table), CAPTIONS_AT_ONCE):
         rows = range(start, min(start + CAPTIONS_AT_ONCE, len(table)))
-        captions += [caption_of_row({name: text}, name, "") for text in table.take(name, rows)]
+        texts = table.take(name, rows)
+        captions += [caption_of_row({name: text}, name, places[row]) for row, text in zip(rows, texts, strict=True)]
     return captions
 
 
@@ -102,12 +131,11 @@ def list_dataset(source: Source) -> Listing:
         # The bytes of the file: `datasets` would decode it without turning it upright.
         dataset = dataset.cast_column(image_column, datasets.Image(decode=False))
     pictures = dataset.select_columns([image_column])
-    entries: list[Entry] = []
-    for row, fields in enumerate(captions if captions.column_names else [{}] * len(dataset)):
-        name = f"row {row}"
-        caption = caption_of_row(fields, source.caption_column, name)
-        entries.append(Entry(name, caption, RowBytes(pictures, row, image_column)))
-    return Listing(entries)
+    rows = captions if captions.column_names else [{}] * len(dataset)
+    places = [f"row {row}" for row in range(len(dataset))]
+    found = [caption_of_row(fields, source.caption_column, place) for fields, place in zip(rows, places, strict=True)]
+    contents = [RowBytes(pictures, row, image_column) for row in range(len(dataset))]
+    return _listing(places, found, contents, choice_notices(types, source.caption_column))
 
 
 def _load(source: Source) -> Any:
@@ -158,7 +186,7 @@ def _content(value: Any, folder: Path) -> bytes:
         fields = cast("Mapping[str, Any]", value)
         content, path = fields.get("bytes"), fields.get("path")
         if content is None and path is not None:
-            return (folder / path).read_bytes()
+            return read_regular(folder / path)
         value = content
     if not isinstance(value, bytes):
         raise OSError(f"the row holds {type(value).__name__}, no bytes of a picture")

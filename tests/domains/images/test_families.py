@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -254,3 +255,37 @@ def test_memory_falls_by_the_size_of_the_text_encoder_when_it_is_dropped(tmp_pat
     assert before - after >= 0.9 * freed
     assert loaded.text_encoder is None
     assert embeddings
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_long_captions_are_named_and_not_printed(name: str, bases: dict[str, Base]) -> None:
+    found = bases[name]
+    length = tiny.LENGTH if found.family.prompt_tokens else None
+    base = find_base(replace(found.config, prompt_tokens=length))
+    pipeline = base.components(torch.device("cpu"))
+    captions = {"short.png": "a red flag", "book.png": "zebra " * 500}
+    heard = Heard()
+    # Without propagation: diffusers has a handler of its own.
+    logging.getLogger("diffusers").addHandler(heard)
+    try:
+        encoding.encode_texts(pipeline, base, list(captions.values()))
+        silent = list(heard.texts)
+        base.family.encode(pipeline, list(captions.values()), length)
+    finally:
+        logging.getLogger("diffusers").removeHandler(heard)
+    assert not [text for text in silent if "zebra" in text]
+    if "CLIPTokenizer" in str(pipeline.config):
+        # As diffusers says it otherwise, and afterwards.
+        assert [text for text in heard.texts if "zebra" in text]
+    notices = encoding.describe_cut(pipeline, base, captions.items())
+    assert notices
+    assert all("1 captions are longer than" in notice and notice.endswith(": book.png") for notice in notices)

@@ -159,6 +159,25 @@ def test_a_damaged_latent_is_computed_again(folder: Path, tmp_path: Path) -> Non
     assert all(len(cached[index]["mean"]) for index in range(len(cached)))
 
 
+def test_one_start_computes_all_damaged_entries_again(folder: Path, tmp_path: Path) -> None:
+    encoder = Encoder()
+    cache = cached_latents(dataset(folder), encoder, encoder.identity, tmp_path)
+    files = sorted(cache.folder.glob("??/*.safetensors"))
+    for file in files:
+        damaged = bytearray(file.read_bytes())
+        damaged[-1] ^= 1
+        file.write_bytes(damaged)
+    encoder.encoded = 0
+    # Their headers are whole, so a start cannot tell before one of them is read.
+    cached = CachedPictures(dataset(folder), cached_latents(dataset(folder), encoder, encoder.identity, tmp_path))
+    assert encoder.encoded == 0
+    with pytest.raises(UsageError, match=r"damaged .*Start the run again: .*accel-train data cache verify"):
+        cached[0]
+    cached_latents(dataset(folder), encoder, encoder.identity, tmp_path)
+    assert encoder.encoded == len(files) > 2
+    assert all(len(cached[index]["mean"]) for index in range(len(cached)))
+
+
 def test_random_crops_cannot_be_cached(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--data.crop random: .* Set crop to centre"):
         cached_latents(dataset(folder, crop="random"), Encoder(), Encoder().identity, tmp_path)

@@ -338,3 +338,100 @@ def test_a_second_start_decodes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     again = read(folder, tmp_path / "cache")
     assert sum(decoded.values()) == 1
     assert again.pictures[1].width == 40
+
+
+# ------------------------------------------------------------------------------------- captions of other types, pipes
+def test_captions_that_are_no_text_are_left_out_by_name(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", *[(16 + 4 * number, 16) for number in range(8)])
+    values = ["ok", None, 5, ["a", "b"], {"x": 1}, True, float("nan"), 0.5]
+    metadata(folder, *({"file_name": f"{number:03d}.png", "text": value} for number, value in enumerate(values)))
+    found = read(folder, tmp_path / "cache")
+    # NaN is a missing text in the tables of pandas.
+    assert captions(found) == {"000.png": "ok", "001.png": None, "006.png": None}
+    assert {item.reason for item in found.left_out} == {"its caption is no text"}
+    assert {item.name: item.detail for item in found.left_out} == {
+        "metadata.jsonl:3": "'text' is a number, text is required",
+        "metadata.jsonl:4": "'text' is a list, text is required",
+        "metadata.jsonl:5": "'text' is an object, text is required",
+        "metadata.jsonl:6": "'text' is true or false, text is required",
+        "metadata.jsonl:8": "'text' is a number, text is required",
+    }
+
+
+@pytest.mark.parametrize(("values", "kind"), [([1, 2, 3], "a number"), ([["a", "b"]] * 3, "a list")])
+def test_columns_of_a_table_that_are_no_text_are_left_out_by_name(tmp_path: Path, values: Any, kind: str) -> None:
+    found = read(table_of(tmp_path / "data", 3, text=values), tmp_path / "cache")
+    assert not found.pictures
+    assert all(item.detail == f"'text' is {kind}, text is required" for item in found.left_out)
+    # Two row groups.
+    assert [item.name.rpartition(" ")[2] for item in found.left_out] == ["0", "1", "0"]
+
+
+def test_captions_of_a_saved_dataset_that_are_no_text(tmp_path: Path) -> None:
+    import datasets
+
+    files = [str(folder_of(tmp_path / "pictures", (48, 32)) / "000.png")]
+    made = datasets.Dataset.from_dict({"image": files, "caption": [[1, 2]]})
+    made.cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
+    found = read(tmp_path / "saved", tmp_path / "cache")
+    assert [tuple(item) for item in found.left_out] == [
+        ("row 0", "its caption is no text", "'caption' is a list, text is required")
+    ]
+
+
+def test_the_choice_between_two_columns_of_captions_is_said(tmp_path: Path) -> None:
+    said = ["captions are those of 'text', which comes before 'caption'; caption_column chooses another"]
+    table = table_of(tmp_path / "table", 2, caption=["b", "b"])
+    assert read(table, tmp_path / "cache").notices == said
+    assert not read(table, tmp_path / "cache", caption_column="caption").notices
+    folder = metadata(folder_of(tmp_path / "data", (48, 32)), {"file_name": "000.png", "text": "a", "caption": "b"})
+    found = read(folder, tmp_path / "cache")
+    assert (found.notices, captions(found)) == (said, {"000.png": "a"})
+
+
+# To open a pipe without a writer waits for one: a scan that does so never ends, so this would fail by its time limit.
+def test_named_pipes_are_left_out_and_not_waited_for(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    os.mkfifo(folder / "z.png")
+    (folder / "001.txt").unlink()
+    os.mkfifo(folder / "001.txt")
+    os.mkfifo(folder / "unrelated")
+    found = read(folder, tmp_path / "cache")
+    assert list(captions(found)) == ["000.png"]
+    detail = "a named pipe, and a regular file is required"
+    assert sorted(tuple(item) for item in found.left_out) == [
+        ("001.txt", "caption is not readable text", detail),
+        ("z.png", "cannot be read", detail),
+    ]
+    os.mkfifo(folder / "metadata.jsonl")
+    with pytest.raises(UsageError, match=r"metadata.jsonl cannot be read: a named pipe.*Correct or remove it"):
+        read(folder, tmp_path / "cache")
+
+
+def test_pictures_behind_links_to_folders_are_read_once(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "all" / "data", (48, 32))
+    below = folder_of(folder / "z", (20, 20))
+    elsewhere = folder_of(tmp_path / "elsewhere", (24, 24))
+    # To the folder itself, to one that holds it, to one inside that comes later, and to one outside.
+    for name, target in {"again": folder, "up": tmp_path / "all", "twin": below, "other": elsewhere}.items():
+        (folder / name).symlink_to(target)
+    (folder / "circle").symlink_to(folder / "circle")
+    found = read(folder, tmp_path / "cache")
+    assert list(captions(found)) == ["000.png", "other/000.png", "z/000.png"]
+    assert found.notices == ["3 links to folders that are read already, or hold this one: again, twin, up"]
+
+
+def test_a_folder_without_permission_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32))
+    folder_of(folder / "closed", (20, 20))
+    list_all = os.listdir
+
+    def refusing(path: Path) -> list[str]:
+        # The superuser, whom containers test as, may read every folder.
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied")
+        return list_all(path)
+
+    monkeypatch.setattr(os, "listdir", refusing)
+    found = read(folder, tmp_path / "cache")
+    assert [tuple(item) for item in found.left_out] == [("closed", "the folder cannot be read", "Permission denied")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,10 @@ def test_masks_that_cannot_be_used(tmp_path: Path) -> None:
         masks.find_masks(MaskConfig("files"), [found], 4)
     (tmp_path / "photos" / "a.mask.png").write_bytes(b"no picture")
     with pytest.raises(UsageError, match=r"the mask of a.png cannot be used: not a picture"):
+        masks.find_masks(MaskConfig("files"), [found], 4)
+    (tmp_path / "photos" / "a.mask.png").unlink()
+    os.mkfifo(tmp_path / "photos" / "a.mask.png")
+    with pytest.raises(UsageError, match=r"the mask of a.png cannot be used: a named pipe"):
         masks.find_masks(MaskConfig("files"), [found], 4)
     row: Any = object()
     with pytest.raises(UsageError, match=r"is a row of a table, and masks are files"):

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 from pathlib import Path
 
@@ -111,7 +112,11 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("raise SystemExit")
     (tmp_path / "weights.pkl").write_bytes(b"")
     (tmp_path / "nothing.txt").write_text("\n \n")
+    for name in ("pipe.jsonl", "pipe.parquet"):
+        os.mkfifo(tmp_path / name)
     for path, message in {
+        "pipe.jsonl": "is a named pipe",
+        "pipe.parquet": "is a named pipe",
         "missing.jsonl": "does not exist",
         "loop.txt": "loop of symbolic links",
         "empty": "is no source of text",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,11 @@ from torch import Tensor
 
 from accel_train.domains.images.latent_cache import EncoderIdentity, Latents, weights_hash
 from accel_train.domains.images.pipelines.loading import Base, DiffusersBase, text_encoders
+from accel_train.domains.images.sources import SHOWN_NAMES
+from accel_train.wording import shortened
+
+TRUNCATED = "The following part of your input was truncated"
+"""Beginning of diffusers' warning, which repeats the rest of a caption: megabytes if a caption is a whole book."""
 
 
 @torch.no_grad()
@@ -22,7 +29,8 @@ def encode_texts(pipeline: Any, base: Base, captions: Sequence[str]) -> dict[str
     Prompts with a mask are padded with zeros to the longest allowed, so all captions have one shape.
     """
     length = base.prompt_tokens
-    encoded = base.family.encode(pipeline, captions, length)
+    with _without_truncated(pipeline):
+        encoded = base.family.encode(pipeline, captions, length)
     if "prompt_mask" in encoded:
         assert length is not None, "families with a mask have a default length"
         # Pipelines pad to the longest prompt of a call, and cached rows need one length.
@@ -30,6 +38,47 @@ def encode_texts(pipeline: Any, base: Base, captions: Sequence[str]) -> dict[str
         encoded["prompt"] = F.pad(encoded["prompt"], (0, 0, 0, missing))
         encoded["prompt_mask"] = F.pad(encoded["prompt_mask"], (0, missing))
     return {name: values.cpu() for name, values in encoded.items()}
+
+
+@contextmanager
+def _without_truncated(pipeline: Any) -> Generator[None]:
+    """Suppress the pipeline's warnings with the cut part of a caption; ``describe_cut`` names the captions."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return TRUNCATED not in str(record.msg)
+
+    with ExitStack() as after:
+        # A logger for each module: a pipeline may inherit the method from another one.
+        for module in {kind.__module__ for kind in type(pipeline).__mro__}:
+            logger = logging.getLogger(module)
+            logger.addFilter(wanted)
+            after.callback(logger.removeFilter, wanted)
+        yield
+
+
+def describe_cut(pipeline: Any, base: Base, captions: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a notice for each length at which a pipeline of diffusers cuts any of the captions, (name, text)."""
+    tokenizers = {name: getattr(pipeline, name) for name in pipeline.components if name.startswith("tokenizer")}
+    by_length: dict[int, tuple[str, Any]] = {}
+    for component, tokenizer in tokenizers.items():
+        is_clip = type(tokenizer).__name__.startswith("CLIP")
+        longest = tokenizer.model_max_length if is_clip else base.prompt_tokens
+        if longest is not None:
+            by_length.setdefault(longest, (component, tokenizer))
+    captions = list(captions)
+    notices: list[str] = []
+    for longest, (component, tokenizer) in by_length.items():
+        cut: list[str] = []
+        for name, caption in captions:
+            # A token has at least one byte, so most captions need not be tokenised.
+            is_short = len(caption.encode("utf-8", "replace")) < longest - 2
+            if not is_short and len(tokenizer(caption, verbose=False).input_ids) > longest:
+                cut.append(name)
+        if cut:
+            which = f" by {component}" if len(by_length) > 1 else ""
+            names = shortened(cut, SHOWN_NAMES)
+            notices.append(f"{len(cut):,} captions are longer than {longest} tokens and are cut{which}: {names}")
+    return notices
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from accel_train.data.tables.ledger import Ledger, earlier_ledger
 from accel_train.data.tensor_cache import TensorCache
 from accel_train.domains.diffusion.noise_levels import NoiseLevels
 from accel_train.domains.diffusion.timesteps import TimeConfig
-from accel_train.domains.images.dataset import PictureDataset, prepare_pictures, refuse_unread
+from accel_train.domains.images.dataset import PictureDataset, Sample, prepare_pictures, refuse_unread
 from accel_train.domains.images.latent_cache import CachedPictures, Filling, cached_latents, cached_texts, text_key
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
@@ -173,6 +173,7 @@ def prepare_inputs(
     masks = find_masks(config.mask, masked, reduction(pipeline))
     datasets = [pictures.train, pictures.heldout, *([prior[0]] if prior else [])]
     samples = [sample for data in datasets for sample in data.samples]
+    cut = _describe_cut(pipeline, base, samples, prompts)
     texts = cached_texts(
         [*prompts, *(sample.caption for sample in samples)],
         partial(encoding.encode_texts, pipeline, base),
@@ -194,9 +195,7 @@ def prepare_inputs(
         return CachedPictures(data, latents, texts, masks)
 
     train: Any = with_latents(pictures.train, masks)
-    notices = [*pictures.notices, *describe_masks(masks, masked), _about_texts(base, freed)]
-    if train.latents is None:
-        notices.append("pictures are encoded at every step (data.crop random); data.crop centre encodes them once")
+    notices = [*pictures.notices, *describe_masks(masks, masked), *cut, *_about_encoding(base, freed, train)]
     heldout = with_latents(pictures.heldout, masks)
     fingerprint = pictures.fingerprint
     if masks is not None:
@@ -220,11 +219,21 @@ def _prior(
     return None if found is None else (found[0], [*drawn, *found[1]])
 
 
-def _about_texts(base: Base, freed: int) -> str:
+def _describe_cut(pipeline: Any, base: Base, samples: Sequence[Sample], prompts: Sequence[str]) -> list[str]:
+    # Each once: a picture in several resolutions is several samples.
+    named = dict.fromkeys((sample.picture.name, sample.caption) for sample in samples)
+    named |= dict.fromkeys((f"the prompt {prompt[:40]!r}", prompt) for prompt in prompts)
+    return encoding.describe_cut(pipeline, base, named)
+
+
+def _about_encoding(base: Base, freed: int, train: CachedPictures) -> list[str]:
+    notices = [f"captions are encoded; the text encoders, {freed / (1 << 30):.2f} GiB, are dropped"]
     if isinstance(base, DiffusersBase) and base.trained_text:
         names = " and ".join(base.trained_text)
-        return f"captions are tokenised, and no embedding is cached: {names} change with every step"
-    return f"captions are encoded; the text encoders, {freed / (1 << 30):.2f} GiB, are dropped"
+        notices = [f"captions are tokenised, and no embedding is cached: {names} change with every step"]
+    if train.latents is None:
+        notices.append("pictures are encoded at every step (data.crop random); data.crop centre encodes them once")
+    return notices
 
 
 def _both(one: str, other: str) -> str:

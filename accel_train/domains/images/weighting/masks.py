@@ -17,7 +17,7 @@ from accel_train.domains.images.decoding import PictureError, decode_alpha, deco
 from accel_train.domains.images.folders import SUFFIXES, is_mask
 from accel_train.domains.images.options import MaskConfig
 from accel_train.domains.images.scanning import Picture
-from accel_train.domains.images.sources import FileBytes
+from accel_train.domains.images.sources import FileBytes, read_regular
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -120,15 +120,15 @@ def _file_beside(picture: Picture) -> Path | None:
     path = picture.bytes.path
     found = [path.with_name(f"{path.stem}.mask{suffix}") for suffix in SUFFIXES]
     # A mask may be of another format than its picture: JPEG has no sharp edges.
-    return next((file for file in found if is_mask(file) and file.is_file()), None)
+    return next((file for file in found if is_mask(file) and file.exists()), None)
 
 
 def _checked(path: Path, picture: Picture) -> str:
     """Refuse a mask of another size than its picture, and return its sha256."""
-    content = path.read_bytes()
     try:
+        content = read_regular(path)
         width, height = decode_picture(content).size
-    except PictureError as error:
+    except (OSError, PictureError) as error:
         raise UsageError(f"{path}: the mask of {picture.name} cannot be used: {error}. Write it again") from None
     if (width, height) != (picture.width, picture.height):
         raise UsageError(

@@ -83,6 +83,9 @@ def _pdebench_files(config: PdeDataConfig, task: str, folder: Path) -> list[Path
 
 def _open(file: Path, task: str) -> StoredFields:
     try:
+        # To open one waits until somebody writes to it.
+        if file.is_fifo():
+            raise OSError("a named pipe")
         # Closed at once: rows are read by loader workers, which cannot share an open HDF5 file.
         with open_fields(file) as content:
             stored = read_stored(file, content) if "fields" in content else _read_pdebench(file, content, task)

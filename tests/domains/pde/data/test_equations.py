@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -552,6 +553,10 @@ def test_a_folder_without_the_task(tmp_path: Path) -> None:
         prepare_pde(PdeDataConfig(path=str(tmp_path / "nowhere"), cache_dir=str(tmp_path)))
     (tmp_path / "1D_Burgers_Sols_Nu1.hdf5").write_bytes(b"no HDF5")
     with pytest.raises(UsageError, match=r"Nu1.hdf5 cannot be read"):
+        files(tmp_path, "burgers")
+    (tmp_path / "1D_Burgers_Sols_Nu1.hdf5").unlink()
+    os.mkfifo(tmp_path / "1D_Burgers_Sols_Nu1.hdf5")
+    with pytest.raises(UsageError, match=r"Nu1.hdf5 cannot be read \(a named pipe\)"):
         files(tmp_path, "burgers")
 
 
