@@ -50,7 +50,6 @@ ROWS = (
     {"planning"},
     {"anywhere"},
     {"cli", "recipes", "__init__"},
-    {"__main__"},
 )
 """Packages from the ground up. A package imports from rows below its own; along a row only as the next table says."""
 

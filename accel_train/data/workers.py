@@ -74,7 +74,7 @@ class Workers:
                 return next(batches)
             except (LoadingError, UsageError) as error:
                 _clear_frames(error)
-                kind = LoadingError if isinstance(error, LoadingError) else UsageError
+                kind = type(error)
                 # torch puts the worker's traceback before the text.
                 return kind(str(error).partition(f"{kind.__name__}: ")[2].rstrip() or str(error))
             except Exception as error:

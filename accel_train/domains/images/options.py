@@ -50,10 +50,9 @@ class PriorConfig:
             f"data.prior.{name} {value!r}" for name, value in values.items() if value != getattr(PriorConfig, name)
         ]
         if self.path is None and given:
-            verb = "has" if len(given) == 1 else "have"
             raise UsageError(
-                f"{' and '.join(given)} {verb} no effect without data.prior.path; give it the pictures of the class, "
-                f"or leave {'it' if len(given) == 1 else 'them'} out"
+                f"{', '.join(given)}: no effect without data.prior.path; give it the pictures of the class, or leave "
+                "this out"
             )
         if self.count and not (self.caption and self.caption.strip()):
             raise UsageError(

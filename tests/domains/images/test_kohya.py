@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from accel_train.config import UsageError
 from accel_train.domains.diffusion.noise_levels import levels_of
 from accel_train.domains.images.kohya.metadata import kohya_facts
-from accel_train.domains.images.pipelines import adapter_files, loading
+from accel_train.domains.images.pipelines import adapter_files
+from accel_train.domains.images.pipelines.quiet import quiet
 from tests.domains.images import tiny_pipelines as tiny
 
 diffusers = pytest.importorskip("diffusers")
@@ -101,7 +102,7 @@ def test_diffusers_reads_every_layer(name: str, tmp_path: Path, monkeypatch: pyt
     if name == "flux":
         converter = of_other_widths(getattr(lora_pipeline, FLUX_CONVERTER), 32)
         monkeypatch.setattr(lora_pipeline, FLUX_CONVERTER, converter)
-    with loading.quiet():
+    with quiet():
         pipeline.load_lora_weights(tmp_path, weight_name=adapter_files.KOHYA_FILE)
     loaded: dict[str, Tensor] = {}
     for path, layer in denoiser_of(pipeline).named_modules():

@@ -21,6 +21,7 @@ from accel_train.domains.images.kohya.metadata import kohya_facts
 from accel_train.domains.images.pipelines import adapter_files, encoding, loading
 from accel_train.domains.images.pipelines.adapter_files import PREFIX
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig
+from accel_train.domains.images.pipelines.quiet import quiet
 from accel_train.domains.images.trained_text import adapters
 from accel_train.domains.images.trained_text.adapters import TextEncoderConfig, with_frozen_text, with_trained_text
 from accel_train.domains.images.trained_text.joint import DenoiserWithText
@@ -237,7 +238,7 @@ def test_diffusers_reads_every_layer_of_every_encoder(name: str, variant: str, t
         files.append(adapter_files.KOHYA_FILE)
     for file in files:
         pipeline = with_frozen_text(base).pipeline(CPU)
-        with loading.quiet():
+        with quiet():
             pipeline.load_lora_weights(tmp_path, weight_name=file)
         for part in ("unet", *ENCODERS[name]):
             expected = changes_of(model.get_submodule(part))

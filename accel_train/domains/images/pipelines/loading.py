@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from accel_train.config import PositiveFloat, PositiveInt, UsageError, expand_pa
 from accel_train.domains.diffusion.noise_levels import NoiseLevels, levels_of
 from accel_train.domains.images.pipelines import flow_transformers, unets
 from accel_train.domains.images.pipelines.family import Family
+from accel_train.domains.images.pipelines.quiet import quiet
 from accel_train.domains.models.input_dtypes import cast_inputs
 from accel_train.precision import Precision, dtype_of
 from accel_train.speed.memory.frozen_offload import offload_frozen_blocks
@@ -214,7 +214,8 @@ class DiffusersBase:
         return [name for name, kind in index.items() if name.startswith("text_encoder") and kind[0] is not None]
 
     def _load(self, replaced: dict[str, Any], device: torch.device) -> Any:
-        from diffusers import DiffusionPipeline
+        with quiet():
+            from diffusers import DiffusionPipeline
 
         _build_whole()
         index = _index(self.directory)
@@ -273,24 +274,6 @@ def _take_any_dtype(vae: Any) -> None:
         return decode(latents.to(vae.dtype), *rest, **named)
 
     vae.decode = cast
-
-
-@contextmanager
-def quiet() -> Generator[None]:
-    """Silence diffusers and transformers: no progress bars, no notices of omissions."""
-    from diffusers.utils import logging as of_diffusers
-    from transformers.utils import logging as of_transformers
-
-    level = of_diffusers.get_verbosity()
-    of_diffusers.set_verbosity_error()
-    of_diffusers.disable_progress_bar()
-    of_transformers.disable_progress_bar()
-    try:
-        yield
-    finally:
-        of_diffusers.set_verbosity(level)
-        of_diffusers.enable_progress_bar()
-        of_transformers.enable_progress_bar()
 
 
 def find_base(config: BaseConfig) -> Base:

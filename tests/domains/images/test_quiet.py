@@ -1,0 +1,35 @@
+"""The first lines of a run are its own."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from accel_train.domains.images.pipelines.quiet import OF_OPTIONAL_PACKAGES, quiet
+
+
+@pytest.mark.parametrize("name", [*OF_OPTIONAL_PACKAGES, "torchao.kernel.intmm", "bitsandbytes.backends.cpu.ops"])
+def test_optional_packages_are_not_named_and_errors_are(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger(name)
+    level = logger.getEffectiveLevel()
+    with quiet():
+        logger.warning("a kernel is missing")
+        logger.error("a failure")
+    assert caplog.messages == ["a failure"]
+    assert logger.getEffectiveLevel() == level
+
+
+def test_an_import_of_diffusers_writes_nothing() -> None:
+    code = """
+import logging
+logging.basicConfig(level=logging.WARNING)
+from accel_train.domains.images.pipelines.quiet import quiet
+with quiet():
+    from diffusers import DiffusionPipeline
+"""
+    # Not forked: diffusers may be imported there.
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
