@@ -44,6 +44,7 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
         cuda_version = None
         device_name = cpu_name()
     precision = accelerator.mixed_precision
+    recipe = recipe_file()
     return {
         "versions": package_versions(),
         "python": platform.python_version(),
@@ -58,8 +59,9 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
         "precision": "fp32" if precision == "no" else precision,
         "command": command_line(sys.argv),
         # The command names it as it was typed, which depends on a directory that may not be the reader's.
-        "recipe": recipe_file(),
-        "git_commit": git_commit(Path(sys.argv[0]).resolve().parent),
+        "recipe": recipe,
+        # A cell of a notebook has no file. It runs in the notebook's directory.
+        "git_commit": git_commit(Path(recipe or "cell").resolve().parent),
     }
 
 

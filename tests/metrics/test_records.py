@@ -36,6 +36,7 @@ from accel_train.metrics.progress import LogConfig
 from accel_train.metrics.recorder import Recorder
 from accel_train.metrics.records import LineWriter, encode, read_metrics, repair_metrics, write_json
 from accel_train.metrics.throughput import Throughput
+from accel_train.runtime import exiting
 from accel_train.wording import FILE_ONLY
 from tests import compiling
 from tests.waiting import PATIENCE_SECONDS, free_port
@@ -293,6 +294,16 @@ def test_git_commit_of_the_script(tmp_path: Path) -> None:
     assert environment.git_commit(tmp_path) == commit
     (tmp_path / "a.py").write_text("2")
     assert environment.git_commit(tmp_path) == f"{commit}-dirty"
+
+
+def test_git_commit_is_that_of_the_recipe(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the program that runs it: a notebook's is none of the user's."""
+    asked: list[Path] = []
+    monkeypatch.setattr(environment, "git_commit", asked.append)
+    for recipe in ("/somewhere/recipes/r.py", None):
+        monkeypatch.setattr(exiting, "recipe_file", lambda recipe=recipe: recipe)
+        environment.describe_environment(accelerator)
+    assert asked == [Path("/somewhere/recipes"), Path.cwd()]
 
 
 def test_the_schema_is_documented(accelerator: Accelerator) -> None:
