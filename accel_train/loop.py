@@ -30,10 +30,9 @@ from accel_train.reporting.reports import Reports, build_reports, record_owed_ev
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED
 from accel_train.speed.out_of_memory import Part, ran_out
-from accel_train.training.step_guard import NonFiniteError, StepGuard, StepResult
+from accel_train.training.step_guard import NonFiniteError, StepResult
 
 logger = logging.getLogger(__name__)
-CALLS = ("report", "save_if_due")
 SAMPLES = "samples"
 """Name of the sum of the weights, the denominator of the other sums."""
 
@@ -85,7 +84,7 @@ def training(
         made.order = without_left_out(opened, prepared, sampler.scheduled(order, opened.batch_schedule))
         return _read(made, dataset)
 
-    made = Training(opened, first, reports, saver, iter(()), prepared.guard)
+    made = Training(opened, first, reports, saver, iter(()), prepared)
     made.steps = steps = reports.watched(_growing(made, read(made), read))
     observation = nullcontext() if _observe is None else _observe(made, prepared, dataset)
     # Left from the right: the saver's last commit is still recorded in the log.
@@ -159,7 +158,7 @@ class Training:
     reports: Reports
     saver: Saver
     steps: Iterator[StepBatches]
-    guard: StepGuard
+    prepared: Prepared
     done: int = field(init=False)
     """Optimizer steps done, including those of earlier starts."""
     stopped: bool = False
@@ -176,7 +175,6 @@ class Training:
     """Metrics of an evaluation after the current step."""
     _saved: int | None = None
     """The step of the last save."""
-    _called: set[str] = field(default_factory=set[str])
 
     def __post_init__(self) -> None:
         self.done = self.opened.start_step
@@ -184,26 +182,26 @@ class Training:
     def __iter__(self) -> Iterator[StepBatches]:
         """Yield the micro-batches of each step.
 
-        Raises ``RuntimeError`` if the previous step was not reported or saved.
+        Raises ``RuntimeError`` if a call was missing in the previous step (``StepCalls``).
         """
         self.reports.throughput.start()
         for batches in self.steps:
-            self._called = set()
+            self.prepared.calls.begin()
             self._metrics = {}
             self.done = batches.done
             if self.measure is None:
                 self.reports.begin_step(batches.done)
             # Without any weight the gradient is 0, but momentum and weight decay would still move the weights.
             has_no_weight = leaving_out.has_no_weight(self.order, batches.step)
-            self.guard.leaves_out = self.measure is not None or has_no_weight
+            guard = self.prepared.guard
+            guard.leaves_out = self.measure is not None or has_no_weight
             # What is measured is not part of the run, and counts nowhere.
             if self.measure is None and has_no_weight:
-                self.guard.history.leave_out()
+                guard.history.leave_out()
             yield batches
             # Checked when the loop asks for the next step, after everything that it does with this one.
-            for name in CALLS:
-                if name not in self._called:
-                    raise RuntimeError(f"step {batches.done}: the loop did not call training.{name}; add the call")
+            updates = self.measure is None and not guard.skips_this_step
+            self.prepared.calls.require(batches.done, updates=updates)
             if self._ended and not self.stopped:
                 self._save()
             if self.stopped or self._ended:
@@ -227,7 +225,7 @@ class Training:
         They are summed over the processes at the log point. ``Throughput.update`` defines each. ``fields`` are added to
         the line unchanged.
         """
-        self._called.add("report")
+        self.prepared.calls.note("training.report")
         if self.measure is not None:
             self.measure(result)
             return
@@ -237,7 +235,7 @@ class Training:
 
     def save_if_due(self, result: StepResult) -> None:
         """Save if a save is due or a stop was requested. All processes learn of it at the same step."""
-        self._called.add("save_if_due")
+        self.prepared.calls.note("training.save_if_due")
         self._result = result
         if self.measure is not None:
             return

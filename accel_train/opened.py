@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from accel_train.store.planning import Plan
     from accel_train.training.feedback.noise_scale import NoiseScale
     from accel_train.training.feedback.plateau import Plateau
+    from accel_train.training.step_calls import StepCalls
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +192,14 @@ class Prepared:
     def times(self) -> StepTimes:
         """The clock of the parts of a step, which its windows mark and the log points read."""
         return StepTimes(self.accelerator.device)
+
+    @cached_property
+    def calls(self) -> StepCalls:
+        """The calls of the loop in the present step, from the first use on."""
+        # Imported here, because a simulation checks no loop.
+        from accel_train.training.step_calls import StepCalls
+
+        return StepCalls(self.optimizer)
 
     def window(
         self,

@@ -30,14 +30,8 @@ from accel_train.training.gradients.sync import (
 )
 from accel_train.training.health.evidence import Evidence, of_samples
 from accel_train.training.health.leaving_out import leave_out
-from accel_train.training.parameters import (
-    clear_gradients,
-    note_taken,
-    prepared_parameters,
-    refuse_taken,
-    widest,
-    without_gradients,
-)
+from accel_train.training.parameters import clear_gradients, prepared_parameters, widest, without_gradients
+from accel_train.training.step_calls import note_taken, refuse_taken
 from accel_train.training.step_guard import GradientNorms, StepGuard, StepResult, read_loss_scale, write_loss_scale
 
 Batch = dict[str, Tensor]

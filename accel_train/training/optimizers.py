@@ -28,6 +28,7 @@ from accel_train.training.optimizer_classes.offload import HostAdamW
 from accel_train.training.optimizer_classes.trial import one_pass_obstacle
 from accel_train.training.parameters import Kind, ParamGroup, kinds, mark_part
 from accel_train.training.shards import OWN_KEY
+from accel_train.training.step_calls import note_learning_rates
 
 _FUSED_DEVICES = ("cuda", "xpu", "mps", "cpu")
 
@@ -226,6 +227,7 @@ def set_learning_rate(optimizer: HasParameterGroups, factor: float) -> None:
     """Set lr = base_lr * factor in every group, 0 in frozen ones. Does not wait for the device."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0 if group["frozen"] else group["base_lr"] * factor
+    note_learning_rates(optimizer)
 
 
 def set_frozen(optimizer: HasParameterGroups, parts: Collection[str]) -> None:

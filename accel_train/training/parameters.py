@@ -180,39 +180,6 @@ def prepared_parameters(accelerator: Accelerator, model: nn.Module) -> list[nn.P
     return _PARAMETERS[model]
 
 
-_TAKEN = "_accel_train_taken"
-_WITNESSES: WeakKeyDictionary[nn.Module, nn.Parameter] = WeakKeyDictionary()
-"""By model, a parameter that the optimizer steps and that has a gradient: one tells what became of all."""
-
-
-def note_taken(model: nn.Module, parameters: Iterable[nn.Parameter], optimizers: Iterable[Any]) -> None:
-    """Note that the gradients of ``parameters`` are complete, and belong to the coming step of ``optimizers``."""
-    if model not in _WITNESSES:
-        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        found = next((p for p in parameters if p.grad is not None and id(p) in stepped), None)
-        if found is None:
-            return
-        _WITNESSES[model] = found
-    gradient = _WITNESSES[model].grad
-    if gradient is not None:
-        setattr(gradient, _TAKEN, gradient._version)
-
-
-def refuse_taken(model: nn.Module, step: int) -> None:
-    """Raise ``RuntimeError`` if the gradients of the step before are still there: those of ``step`` would be added.
-
-    The version of one tensor tells it, without its values, so it is the same on every process. Zeros of
-    ``zero_grad(set_to_none=False)`` are a change and pass, as does any other change in place.
-    """
-    witness = _WITNESSES.get(model)
-    gradient = None if witness is None else witness.grad
-    if gradient is not None and getattr(gradient, _TAKEN, None) == gradient._version:
-        raise RuntimeError(
-            f"step {step + 1}: the gradient of the step before is still there, and this one would be added to it; call "
-            "optimizer.zero_grad() after every optimizer.step()"
-        )
-
-
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that FSDP2 has sharded, and any other tensor itself."""
     sharded: Any = tensor

@@ -80,21 +80,26 @@ def main(argv: Sequence[str]) -> int:
     model, optimizer = prepared.model, prepared.optimizer
     if opened.only_evaluates:
         return loop.evaluate_only(opened, partial(evaluate, config, prepared, opened.start_step))
+    forgotten = os.environ.get("FORGOTTEN")
     with loop.training(opened, prepared, data, order, lambda _: None) as training:
         for batches in training:
-            optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(batches.step))
+            if forgotten != "set_learning_rate":
+                optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(batches.step))
             weighed = [(batch, batch["weight"].sum()) for batch in batches.micro_batches]
             window = prepared.window(weighed, {"main": 1.0}, batches.step)
             for batch in window:
                 window.backward((model(batch["x"]).square()[:, 0] * batch["weight"]).sum())
             result = window.finish(1.0)
-            optimizer.step()
+            if forgotten != "optimizer.step":
+                optimizer.step()
+            if forgotten == "second optimizer.step":
+                optimizer.step()
             optimizer.zero_grad()
-            if os.environ.get("FORGOTTEN") != "ema.update":
+            if forgotten != "prepared.ema.update":
                 prepared.ema.update(batches.step)
-            if os.environ.get("FORGOTTEN") != "report":
+            if forgotten != "training.report":
                 training.report(batches, result)
-            if os.environ.get("FORGOTTEN") != "save_if_due":
+            if forgotten != "training.save_if_due":
                 training.save_if_due(result)
             if batches.done % config.evaluate_every == 0 or batches.done == opened.max_steps:
                 training.evaluate(partial(evaluate, config, prepared, batches.done))

@@ -179,11 +179,21 @@ def test_an_early_end_saves_its_step_with_its_metrics(trainers: Trainers, out: P
     assert commit.verify(out / "checkpoints" / commit.checkpoint_name(10)).manifest["metrics"]["worst_at_ten"] == 0.0
 
 
-@pytest.mark.parametrize("call", ["training.report", "training.save_if_due", "prepared.ema.update"])
-def test_a_call_that_the_loop_forgets_is_named(trainers: Trainers, out: Path, call: str) -> None:
-    run = trainers.run(out, patch=INSTEAD, FORGOTTEN=call.partition(".")[2])
+CALLS = ("set_learning_rate", "training.report", "training.save_if_due", "prepared.ema.update")
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        *((call, f"the loop did not call {call}") for call in CALLS),
+        ("optimizer.step", "optimizer.step was called 0 times"),
+        ("second optimizer.step", "optimizer.step was called 2 times"),
+    ],
+)
+def test_a_call_that_the_loop_forgets_is_named(trainers: Trainers, out: Path, call: str, says: str) -> None:
+    run = trainers.run(out, patch=INSTEAD, FORGOTTEN=call)
     assert run.wait() == [1]
-    assert f"step 1: the loop did not call {call}" in run.output()
+    assert f"step 1: {says}" in run.output()
 
 
 @pytest.mark.parametrize(("ranks", "save_every"), [(1, "10"), (2, "5")])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from accel_train.training.accumulation import GradientWindow
 from accel_train.training.gradients.sync import no_sync, resolve_sync
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen
 from accel_train.training.step_guard import NonFiniteError
+from tests import zygote
 
 WEIGHTS = {"main": 1.0, "aux": 0.3}
 
@@ -220,10 +223,20 @@ def test_a_step_takes_the_backward_of_each_micro_batch_once(accelerator: Acceler
         window.finish(1.0)
 
 
+class InItsGradients(torch.optim.SGD):
+    """Keeps values of its own in the gradients, as those without a schedule do. Its base class has hooks as well."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            torch._foreach_mul_([p.grad for p in group["params"]], 0.5)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, InItsGradients])
 @pytest.mark.parametrize("zeroed", ["never", "to None", "to zero", "by the model", "before the step"])
-def test_a_step_begins_without_the_gradient_of_the_one_before(accelerator: Accelerator, zeroed: str) -> None:
+def test_a_step_begins_without_the_gradient_of_the_one_before(accelerator: Accelerator, zeroed: str, kind: Any) -> None:
     model = nn.Linear(6, 2)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    model, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=1e-3))
 
     def train() -> None:
         window = window_over(accelerator, model, 4)
@@ -245,3 +258,37 @@ def test_a_step_begins_without_the_gradient_of_the_one_before(accelerator: Accel
     else:
         train()
         train()
+
+
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from accel_train.training.step_calls import note_taken, refuse_taken
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = nn.Linear(4, 4)
+fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+# One operator on a list of tensors, which tells only their local parts of the change.
+optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+for zeroes in (True, True, False):
+    refuse_taken(model, 0)
+    model(torch.ones(2, 4)).sum().backward()
+    note_taken(model, list(model.parameters()), [optimizer])
+    optimizer.step()
+    if zeroes:
+        optimizer.zero_grad(set_to_none=False)
+try:
+    refuse_taken(model, 0)
+except RuntimeError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+def test_sharded_gradients_may_be_set_to_zero() -> None:
+    done = zygote.run([sys.executable, "-c", SHARDED])
+    assert done.returncode == 0, done.stdout
+    assert "step 1: the gradient of the step before is still there" in done.stdout

@@ -177,7 +177,6 @@ FAULTS = {
         said="AssertionError: only one process is expected",
         also="learning_rate clip reductions",
     ),
-    "optimizer never stepped": _fault("first_step", ("            optimizer.step()\n", ""), also="gradient_paths"),
     "gradients cleared before the step": _fault(
         "first_step",
         ("            optimizer.step()\n            optimizer.zero_grad()\n",
