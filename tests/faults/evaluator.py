@@ -1,6 +1,6 @@
 """A small recipe whose evaluation raises or does not end. Run by ``trainers`` in place of the trainer: ``FAULT_PATCH``
 is ``INSTEAD``. The environment says what goes wrong: RAISE_AT, LAST_AT and END_AT name a step, RAISE_RANK a rank,
-FORGOTTEN a call of the loop."""
+FORGOTTEN a call of the loop. With BASELINE an evaluation precedes the first step."""
 
 from __future__ import annotations
 
@@ -81,6 +81,8 @@ def main(argv: Sequence[str]) -> int:
     if opened.only_evaluates:
         return loop.evaluate_only(opened, partial(evaluate, config, prepared, opened.start_step))
     with loop.training(opened, prepared, data, order, lambda _: None) as training:
+        if "BASELINE" in os.environ:
+            training.evaluate(partial(evaluate, config, prepared, training.done))
         for batches in training:
             optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(batches.step))
             weighed = [(batch, batch["weight"].sum()) for batch in batches.micro_batches]
