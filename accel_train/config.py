@@ -21,6 +21,10 @@ class UsageError(ValueError):
     """
 
 
+class MendedError(UsageError):
+    """A defect that the next start of the same command mends: an end with exit code 75, not 2."""
+
+
 class WithoutEffectError(UsageError):
     """Error for options that another one leaves without effect, such as parts of something switched off.
 

@@ -294,7 +294,8 @@ class Training:
             self.opened.run.owe_evaluation(self.done)
 
     def _save(self) -> None:
-        assert self._result is not None, "save_if_due comes first"
+        if self._result is None:
+            return  # an evaluation before the first step of this start: nothing is new
         self._result.check()  # raises after a step that ends the run, which no checkpoint may follow
         with self._apart("save"):
             with self.reports.throughput.pause():

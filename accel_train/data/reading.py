@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
 from accel_train import rng
-from accel_train.config import UsageError
+from accel_train.config import MendedError, UsageError
 from accel_train.data.datasets import Batch, BatchDataset, Collate, MapDataset, VariableLengthDataset
 from accel_train.data.sampler import Draw, Request
 from accel_train.rng import preserve_random_states, seed_generators
@@ -86,9 +86,10 @@ class Reader:
         except Exception as error:
             activities = {IDLE: "collating", WHOLE_BATCH: "reading"}
             activity = activities.get(int(row[2]), f"sample {row[2]}")
-            if isinstance(error, UsageError):
-                # It has the remedy and needs no traceback.
-                raise UsageError(f"{activity} of {request}, in {reader}: {error}") from None
+            for kind in (MendedError, UsageError):
+                if isinstance(error, kind):
+                    # It has the remedy and needs no traceback.
+                    raise kind(f"{activity} of {request}, in {reader}: {error}") from None
             text = f"{activity} of {request}, in {reader}: {type(error).__name__}: {error}"
             if get_worker_info() is None:
                 raise LoadingError(text) from error

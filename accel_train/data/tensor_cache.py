@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel_train.config import UsageError
+from accel_train.config import MendedError, UsageError
 from accel_train.data.artifacts import one_at_a_time
 
 FORMAT = "tensors-1"
@@ -37,6 +37,10 @@ SUFFIX = ".safetensors"
 
 class DamagedEntryError(UsageError):
     """An entry differs from the one written. The message names its file and the remedy: another start."""
+
+
+class DeletedEntryError(DamagedEntryError, MendedError):
+    """The entry is deleted, or another process has deleted it: the next start computes it again."""
 
 
 class Entry(NamedTuple):
@@ -78,18 +82,24 @@ class TensorCache:
         return [key for key in dict.fromkeys(keys) if not _is_whole(self.file(key))]
 
     def read(self, key: str) -> dict[str, Tensor]:
-        """Read and verify an entry. Raises ``DamagedEntryError`` for one that is absent, or damaged and now deleted."""
+        """Read and verify an entry. Raises ``DeletedEntryError`` for one that is absent, or damaged and now deleted.
+
+        Raises another ``DamagedEntryError`` where it can be neither read nor deleted.
+        """
         file = self.file(key)
         try:
             content = file.read_bytes()
             return _verified(content)
         except (OSError, ValueError) as error:
+            kind = DamagedEntryError
             if not isinstance(error, OSError):
                 # The disk may be read-only.
                 with contextlib.suppress(OSError):
                     file.unlink(missing_ok=True)
                     self._doubt()
-            raise DamagedEntryError(
+            if not os.path.lexists(file):
+                kind = DeletedEntryError
+            raise kind(
                 f"{file}: {error}. Start the run again: it first reads all of its entries, and computes the damaged "
                 "ones again (accel-train data cache verify finds those of all runs at once)"
             ) from None

@@ -162,9 +162,8 @@ def misleading_variables(environment: Mapping[str, str]) -> list[str]:
 SET_BY_NOTEBOOK_LAUNCHER = {"NPROC", "NODE_RANK", "MIXED_PRECISION"}
 
 
-def _in_its_place(precision: str) -> str:
-    """Return the flags of the experiment for a precision of the launcher."""
-    return "--float8 rowwise --precision bf16" if precision == "fp8" else f"--precision {precision}"
+IN_ITS_PLACE = {"bf16": "--precision bf16", "fp16": "--precision fp16", "fp8": "--float8 rowwise --precision bf16"}
+"""Flags of the experiment, by precision of the launcher. Of any other, none has the effect."""
 
 
 def refuse_experiment_settings(requested: Requested, environment: Mapping[str, str], precision: str) -> None:
@@ -182,10 +181,12 @@ def refuse_experiment_settings(requested: Requested, environment: Mapping[str, s
         allowed.add(precision)
     for named in precisions:
         if named not in allowed:
+            remedy = "choose one with --precision"
+            if named in IN_ITS_PLACE:
+                remedy = f"give {IN_ITS_PLACE[named]} if that is what you want"
             raise UsageError(
                 f"mixed_precision: {named} in {requested.source} contradicts precision: {precision} of the experiment; "
-                f"precision belongs to the experiment: remove it from the launch file and give {_in_its_place(named)} "
-                "if that is what you want (fp32, bf16 and fp16 exist)"
+                f"precision belongs to the experiment: remove it there and {remedy} (fp32, bf16 and fp16 exist)"
             )
     backend = "no"
     if requested.machine is not None:

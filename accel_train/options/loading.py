@@ -69,17 +69,19 @@ def load_config(cls: type[C], argv: Sequence[object], *, presets: Path, default_
     ``UsageError``. Exits with code 0 after ``--help [GROUP]``, ``--print_config`` or ``--print_completion SHELL``.
     """
     arguments = words_of(argv)
-    source = default_preset
+    # Called where a message or a help text lists them, because it reads every preset: 0.1 s of CPU.
+    names = partial(preset_names, cls, presets)
     if arguments and not arguments[0].startswith("-"):
         source = arguments.pop(0)
+    else:
+        source = default_preset
+        refusals.missing_default(source, presets, names)
     prints_config = "--print_config" in arguments
     arguments = [word for word in arguments if word != "--print_config"]
     # Left among the arguments of a recipe without smoke values, where it is refused as unknown.
     is_smoke = hasattr(cls, "smoke_values") and "--smoke" in arguments
     if is_smoke:
         arguments = [word for word in arguments if word != "--smoke"]
-    # Called where a message or a help text lists them, because it reads every preset: 0.1 s of CPU.
-    names = partial(preset_names, cls, presets)
     path = find_source(source, presets, names, option_names(cls), arguments)
     tree, places = _read_source(path, source)
     _check_keys_of_source(cls, tree, path, places, presets, names)
@@ -379,12 +381,7 @@ def _overlay(tree: Tree, flags: Mapping[str, Any]) -> Tree:
     return tree
 
 
-def _origins(
-    tree: Tree,
-    source: str,
-    config: object,
-    flags: Mapping[str, Any],
-) -> dict[str, str]:
+def _origins(tree: Tree, source: str, config: object, flags: Mapping[str, Any]) -> dict[str, str]:
     in_file = flatten(tree)
     # A preset with the name of another origin is shown with its ending.
     if source in (_DEFAULT, "command line"):

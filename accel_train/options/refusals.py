@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,22 @@ def _cut(text: str, limit: int = 40) -> str:
     if len(text) <= limit:
         return repr(text)
     return f"{text[:limit]!r}... ({len(text)} characters)"
+
+
+def missing_default(preset: str, presets: Path, names: Callable[[], Sequence[str]]) -> None:
+    """Raise ``UsageError`` if the preset that stands in for one on the command line is not there."""
+    path = presets / f"{preset}.yaml"
+    # A path to a file is read as on the command line.
+    if path.is_file() or Path(preset).name != preset or Path(preset).suffix:
+        return
+    offered = names()
+    choice = "start with a YAML file of the options"
+    if offered:
+        choice = f"start with one of {', '.join(offered)}"
+    raise UsageError(
+        f"{path}: no such file, and without a preset on the command line it is read; write it, {choice}, or name "
+        "another one in the recipe: load_config(default_preset=...)"
+    )
 
 
 def defaults_of(cls: type) -> dict[str, Any]:

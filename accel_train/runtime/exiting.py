@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from accel_train.config import UsageError, requested_output_dir
+from accel_train.config import MendedError, UsageError, requested_output_dir
 
 SECONDS_TO_BE_HEARD = 5
 """Delay of the other local ranks after a usage error. torchrun ends all of them when the first one exits."""
@@ -183,8 +183,14 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     the same error, and torchrun ends all when the first one exits: local rank 0 reports first, the others wait.
     """
     asks_again = False
+    is_first = STARTED_AGAIN_VARIABLE not in os.environ
     try:
         code = main(sys.argv[1:])
+    except MendedError as error:
+        _report(f"error (exit code {EXIT_PREEMPTED}: start the same command again): {error}")
+        code = EXIT_PREEMPTED
+        # Once: a disk that damages what is written has no end.
+        asks_again = is_first
     except UsageError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0" and not _processes_are_connected():
             # Long enough for local rank 0 to be heard first, and short beside any start.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -76,13 +77,13 @@ def embeddings_optional(model: torch.nn.Module) -> Generator[None]:
     """Run ``accelerator.prepare`` in the body. Accelerate 1.15 asks a model for its embeddings to shard them apart.
 
     Models of transformers without any, such as those of images, raise ``NotImplementedError`` instead of returning
-    None, and could not be sharded.
+    None, and could not be sharded. Nor could those whose embeddings share a parameter with further modules, as T5 and
+    BERT do: a shared one has to lie in one unit, so they are sharded with what lies outside of the blocks.
     """
     hidden: list[str] = []
+    shared = _embeddings_shared_further(model)
     for name in EMBEDDINGS:
-        try:
-            getattr(model, name, lambda: None)()
-        except NotImplementedError:
+        if shared or _asked(model, name) is None:
             # On the instance, so that deleting it uncovers the method of the class again.
             setattr(model, name, lambda: None)
             hidden.append(name)
@@ -91,6 +92,31 @@ def embeddings_optional(model: torch.nn.Module) -> Generator[None]:
     finally:
         for name in hidden:
             delattr(model, name)
+
+
+def _asked(model: nn.Module, name: str) -> Any:
+    """Return the embedding that a model names, or None."""
+    try:
+        return getattr(model, name, lambda: None)()
+    except NotImplementedError:
+        return None
+
+
+def _embeddings_shared_further(model: nn.Module) -> bool:
+    """Return True if a parameter of an embedding is one of a module that Accelerate 1.15 shards in another unit."""
+    asked = [each for each in (_asked(model, name) for name in EMBEDDINGS) if isinstance(each, nn.Module)]
+    units = [{*each.modules()} for each in asked]
+    if len({id(getattr(each, "weight", each)) for each in asked}) == 1:
+        # Tied to each other, they are one unit.
+        units = [set[nn.Module]().union(*units)]
+    return any(_shares(model, unit) for unit in units)
+
+
+def _shares(model: nn.Module, unit: set[nn.Module]) -> bool:
+    """Return True if modules in ``unit`` have a parameter in common with modules outside of it."""
+    inside = {id(parameter) for module in unit for parameter in module.parameters(recurse=False)}
+    outside = (module for module in model.modules() if module not in unit)
+    return any(id(parameter) in inside for module in outside for parameter in module.parameters(recurse=False))
 
 
 def name_wrapped_classes(accelerator: Accelerator, model: torch.nn.Module) -> list[str]:
@@ -111,23 +137,50 @@ def name_wrapped_classes(accelerator: Accelerator, model: torch.nn.Module) -> li
     name = type(model).__name__
     there = {type(module).__name__ for module in model.modules()}
     wanted = sorted({each for part in model.modules() for each in getattr(part, "_no_split_modules", None) or ()})
-    present = [each for each in wanted if each in there]
+    around = _classes_around_embeddings(model, wanted)
+    present = [each for each in wanted if each in there and each not in around]
     given = plugin.transformer_cls_names_to_wrap
     if given is not None:
-        lacking = [each for each in given if each not in there]
-        if lacking:
-            raise UsageError(
-                f"fsdp_transformer_layer_cls_to_wrap: {', '.join(lacking)}: {name} has no module of that class; it "
-                f"names {', '.join(present) or 'none'} itself. Correct the launch file, or delete the line"
-            )
+        _refuse_lacking(given, there, name, present)
         return []
     absent = [each for each in wanted if each not in there]
     if not absent and set(present) == set(getattr(model, "_no_split_modules", None) or ()):
         return []
     setattr(model, "_no_split_modules", present)  # noqa: B010  a module's own __setattr__ is typed for tensors
+    return [f"fsdp2: shards {name} by {_in_notice(present, absent, around)}"]
+
+
+def _in_notice(present: Sequence[str], absent: Sequence[str], around: Sequence[str]) -> str:
+    by = ", ".join(present)
+    if around:
+        return f"{by}, not by {', '.join(around)}: its embedding is sharded apart from the blocks"
     if not absent:
-        return [f"fsdp2: shards {name} by the classes of its parts: {', '.join(present)}"]
-    return [f"fsdp2: shards {name} by {', '.join(present)}; it names {', '.join(absent)} too, and has none of them"]
+        return f"the classes of its parts: {by}"
+    return f"{by}; it names {', '.join(absent)} too, and has none of them"
+
+
+def _refuse_lacking(given: Sequence[str], there: set[str], name: str, present: Sequence[str]) -> None:
+    lacking = [each for each in given if each not in there]
+    if lacking:
+        raise UsageError(
+            f"fsdp_transformer_layer_cls_to_wrap: {', '.join(lacking)}: {name} has no module of that class; it "
+            f"names {', '.join(present) or 'none'} itself. Correct the launch file, or delete the line"
+        )
+
+
+def _classes_around_embeddings(model: nn.Module, wanted: Sequence[str]) -> list[str]:
+    """Return those ``wanted`` whose only module holds an embedding, as in BERT. None if no other would be left.
+
+    Accelerate 1.15 shards such an embedding a second time, and the first step would fail.
+    """
+    asked = {_asked(model, name) for name in EMBEDDINGS}
+    count = Counter(type(module).__name__ for module in model.modules())
+    inside = (module for module in model.modules() if module is not model and not asked.isdisjoint(module.modules()))
+    found = {type(module).__name__ for module in inside}
+    around = [name for name in wanted if name in found and count[name] == 1]
+    if len(around) == len(wanted):
+        return []
+    return around
 
 
 def refuse_unshardable(accelerator: Accelerator, model: torch.nn.Module) -> None:
@@ -155,7 +208,7 @@ def refuse_unshardable(accelerator: Accelerator, model: torch.nn.Module) -> None
                     f"fsdp2: {other} and {full} are one tensor, and {_in_words(units)} are sharded as units of their "
                     "own: a tied weight has to lie in one unit. Give each its own, tie only what lies outside of the "
                     "blocks or in the same one, or let _no_split_modules name a class around both; "
-                    "accelerate_configs/ddp.yaml shards nothing"
+                    "accelerate_configs/ddp.yaml and zero2_offload.yaml take it as it is"
                 )
 
 
@@ -166,13 +219,20 @@ def _units(accelerator: Accelerator, model: nn.Module) -> dict[int, str]:
     is_unit = fsdp2_prepare_auto_wrap_policy(accelerator.state.fsdp_plugin, model)
     names = {id(module): name for name, module in model.named_modules()}
     units = {id(each): names[id(each)] for each in model.modules() if each is not model and is_unit and is_unit(each)}
-    with embeddings_optional(model):
-        asked: list[Any] = [getattr(model, name, lambda: None)() for name in EMBEDDINGS]
-    weights = [getattr(each, "weight", None) for each in asked]
-    if weights[0] is not None and weights[0] is weights[1]:
+    own = _embeddings_apart(model, units)
+    weights = {id(getattr(each, "weight", each)) for each in own}
+    if len(weights) == 1:
         # Tied to each other, they are sharded together.
-        return {id(each): names.get(id(asked[0]), "") for each in asked} | units
-    return {id(each): names.get(id(each), "") for each in asked if each is not None} | units
+        return dict.fromkeys(map(id, own), names.get(id(own[0]), "")) | units
+    return {id(each): names.get(id(each), "") for each in own} | units
+
+
+def _embeddings_apart(model: nn.Module, units: Mapping[int, str]) -> list[nn.Module]:
+    """Return the embeddings that Accelerate shards apart from the rest, without those within one of ``units``."""
+    with embeddings_optional(model):
+        asked = [_asked(model, name) for name in EMBEDDINGS]
+    taken = {id(inner) for module in model.modules() if id(module) in units for inner in module.modules()}
+    return [each for each in asked if each is not None and id(each) not in taken]
 
 
 def _in_words(units: list[str]) -> str:

@@ -32,6 +32,8 @@ def find_directory(text: str) -> Path:
             kind = "is a file"
         raise UsageError(f"{path}: {kind}; give the directory of a run, with {METRICS_FILE} in it")
     metrics = path / METRICS_FILE
+    if metrics.exists() and not metrics.is_file():
+        raise UsageError(f"{metrics}: is not a file; a run writes one there: move this away")
     if metrics.exists() and not os.access(metrics, os.R_OK):
         raise UsageError(f"{metrics}: may not be read by this user; watch as a user with read access")
     # Any one is enough: a start writes them one after another.

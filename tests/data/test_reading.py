@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel_train.config import UsageError
+from accel_train.config import MendedError, UsageError
 from accel_train.data.datasets import MapDataset
 from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.options import LoaderConfig
@@ -50,6 +50,8 @@ class Faulty:
             raise OSError(f"cannot read file {index}.png")
         if index == BAD and self.fault == "usage":
             raise UsageError("entry 7: damaged. Start the run again")
+        if index == BAD and self.fault == "mended":
+            raise MendedError("entry 7: damaged and deleted. Start the run again")
         if index == BAD and self.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if index == FIRST and self.fault == "kill first":
@@ -125,6 +127,12 @@ def test_a_usage_error_stays_one_and_has_no_traceback(workers):
     reader = r"worker 1 \(pid \d+\)" if workers else "the training process"
     place = rf"sample {BAD} of step 4, micro-batch 2 \(samples [\d, ]+\), in {reader}"
     assert re.fullmatch(f"{place}: entry 7: damaged. Start the run again", str(error.value)), str(error.value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_defect_that_the_next_start_mends_is_still_known_as_one(workers):
+    with pytest.raises(MendedError, match=f"sample {BAD} of step 4.*: entry 7: damaged and deleted"):
+        list(steps_of(Faulty("mended"), num_workers=workers))
 
 
 @pytest.mark.fault(

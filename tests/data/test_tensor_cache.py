@@ -14,9 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel_train.config import UsageError
+from accel_train.config import MendedError, UsageError
 from accel_train.data import tensor_cache
-from accel_train.data.tensor_cache import DamagedEntryError, TensorCache, entries, is_intact, live_leases
+from accel_train.data.tensor_cache import (
+    DamagedEntryError,
+    DeletedEntryError,
+    TensorCache,
+    entries,
+    is_intact,
+    live_leases,
+)
 from tests import zygote
 from tests.waiting import PATIENCE_SECONDS, until
 
@@ -70,11 +77,19 @@ def test_a_damaged_entry_is_never_read(tmp_path: Path, damage: str) -> None:
         content[-5] ^= 1 if damage == "flip" else 0
         content[20] ^= 1 if damage == "header" else 0
         file.write_bytes({"cut": content[:-9], "empty": b""}.get(damage, bytes(content)))
-    with pytest.raises(DamagedEntryError, match="Start the run again"):
+    with pytest.raises(DeletedEntryError, match="Start the run again"):
         cache.read(KEYS[0])
     assert not is_intact(file)
     if damage in ("cut", "empty", "gone"):
         assert cache.missing(KEYS[:1]) == KEYS[:1]
+
+
+def test_an_entry_that_stays_is_not_left_to_the_next_start(tmp_path: Path) -> None:
+    cache = TensorCache(tmp_path, ABOUT)
+    cache.file(KEYS[0]).mkdir(parents=True)
+    with pytest.raises(DamagedEntryError) as error:
+        cache.read(KEYS[0])
+    assert not isinstance(error.value, MendedError)
 
 
 def test_a_damaged_entry_lets_the_next_start_read_all_that_the_run_uses(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models of other libraries with frozen parts, trained like a recipe: a Llama, an SD3 transformer, a ResNet, a GPT.
+"""Models of other libraries with frozen or tied parts, trained like a recipe: a Llama, an SD3 transformer, a T5.
 
 ``--kind`` selects the model. With ``--base DIR`` its weights come from DIR/model.safetensors, which checkpoints name.
 """
@@ -25,7 +25,7 @@ from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.training import optimizers
 
 VOCABULARY, LENGTH, ROWS = 61, 12, 48
-Kind = Literal["llama", "sd3", "resnet", "gpt", "unet"]
+Kind = Literal["llama", "sd3", "resnet", "gpt", "unet", "t5", "bert"]
 
 
 def llama() -> nn.Module:
@@ -50,6 +50,31 @@ def gpt() -> nn.Module:
     model = GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, **no_ends))
     assert model.lm_head.weight is model.transformer.wte.weight
     model.transformer.h[1].requires_grad_(False)
+    return model
+
+
+def t5() -> nn.Module:
+    """The embeddings of encoder and decoder and the head are one tensor; the first block is frozen."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes: Any = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
+    ends: Any = {"pad_token_id": 0, "decoder_start_token_id": 0, "dropout_rate": 0.0, "attn_implementation": "eager"}
+    model: Any = T5ForConditionalGeneration(T5Config(**sizes, **ends))
+    assert model.lm_head.weight is model.encoder.embed_tokens.weight is model.decoder.embed_tokens.weight
+    model.encoder.block[0].requires_grad_(False)
+    return model
+
+
+def bert() -> nn.Module:
+    """Embedding and head are one tensor, as are two biases, and the class around the embedding is named as a block."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes: Any = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    dropout: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "eager"}
+    model: Any = BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, **sizes, **dropout))
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
+    model.bert.encoder.layer[1].requires_grad_(False)
     return model
 
 
@@ -106,7 +131,16 @@ def unet() -> nn.Module:
     return model
 
 
-MODELS: dict[Kind, Callable[[], nn.Module]] = {"llama": llama, "sd3": sd3, "resnet": resnet, "gpt": gpt, "unet": unet}
+MODELS: dict[Kind, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "sd3": sd3,
+    "resnet": resnet,
+    "gpt": gpt,
+    "unet": unet,
+    "t5": t5,
+    "bert": bert,
+}
+OF_TEXT = ("llama", "gpt", "t5", "bert")
 
 
 def rows(kind: Kind) -> list[dict[str, Tensor]]:
@@ -114,7 +148,7 @@ def rows(kind: Kind) -> list[dict[str, Tensor]]:
     draw = partial(torch.randn, generator=generator)
     found: list[dict[str, Tensor]] = []
     for _ in range(ROWS):
-        if kind in ("llama", "gpt"):
+        if kind in OF_TEXT:
             found.append({"tokens": torch.randint(VOCABULARY, (LENGTH,), generator=generator)})
         elif kind == "resnet":
             found.append({"image": draw(3, 32, 32), "label": torch.randint(5, (), generator=generator)})
@@ -128,6 +162,13 @@ def losses(model: nn.Module, kind: Kind, batch: dict[str, Tensor]) -> Tensor:
     if kind in ("llama", "gpt"):
         logits = model(input_ids=batch["tokens"], use_cache=False).logits[:, :-1].float()
         return F.cross_entropy(logits.transpose(1, 2), batch["tokens"][:, 1:], reduction="none").mean(1)
+    if kind == "t5":
+        tokens = batch["tokens"]
+        logits = model(input_ids=tokens, labels=tokens, use_cache=False).logits.float()
+        return F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none").mean(1)
+    if kind == "bert":
+        logits = model(input_ids=batch["tokens"]).logits.float()
+        return F.cross_entropy(logits.transpose(1, 2), batch["tokens"].flip(1), reduction="none").mean(1)
     if kind == "resnet":
         return F.cross_entropy(model(batch["image"]).logits.float(), batch["label"], reduction="none")
     time = torch.full((len(batch["latent"]),), 500.0)

@@ -21,7 +21,7 @@ from tests.distributed.launching import Finished, Layout, command, fork
 pytestmark = pytest.mark.distributed
 RECIPE = Path(foreign_models.__file__)
 STEPS = 12
-KINDS: list[Kind] = ["llama", "sd3", "resnet", "gpt", "unet"]
+KINDS: list[Kind] = ["llama", "sd3", "resnet", "gpt", "unet", "t5", "bert"]
 STRATEGIES = ["single", "ddp", "fsdp2", "zero2", "zero3"]
 QUICK = {("resnet", "fsdp2"), ("gpt", "ddp"), ("llama", "zero2")}
 """Statistics under sharding, a tied weight, and a frozen block in ZeRO's flat groups."""

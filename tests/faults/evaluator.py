@@ -1,6 +1,6 @@
 """A small recipe whose evaluation raises or does not end. Run by ``trainers`` in place of the trainer: ``FAULT_PATCH``
 is ``INSTEAD``. The environment says what goes wrong: RAISE_AT, LAST_AT and END_AT name a step, RAISE_RANK a rank,
-FORGOTTEN a call of the loop."""
+FORGOTTEN a call of the loop. With BASELINE an evaluation precedes the first step."""
 
 from __future__ import annotations
 
@@ -82,6 +82,8 @@ def main(argv: Sequence[str]) -> int:
         return loop.evaluate_only(opened, partial(evaluate, config, prepared, opened.start_step))
     forgotten = os.environ.get("FORGOTTEN")
     with loop.training(opened, prepared, data, order, lambda _: None) as training:
+        if "BASELINE" in os.environ:
+            training.evaluate(partial(evaluate, config, prepared, training.done))
         for batches in training:
             if forgotten != "set_learning_rate":
                 optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(batches.step))

@@ -212,3 +212,18 @@ def test_a_best_metric_that_the_first_evaluation_lacks_ends_the_run_with_its_ste
     again = trainers.run(out, *right, ranks=ranks, patch=INSTEAD)
     assert set(again.wait()) == {0}, again.output()
     assert checkpoints(out) == [10, 20]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_best_metric_that_an_evaluation_before_the_first_step_lacks_saves_nothing(
+    trainers: Trainers, out: Path, ranks: int
+) -> None:
+    lacking = ("--checkpoints.best_metric", "worst_at_tn", "--checkpoints.keep_best", "1")
+    run = trainers.run(out, *lacking, ranks=ranks, patch=INSTEAD, BASELINE="1")
+    assert set(run.wait()) == {2}, run.output()
+    assert "Traceback" not in run.output()
+    assert "'worst_at_tn' is not reported by this run's evaluation" in run.output()
+    assert checkpoints(out) == []
+    again = trainers.run(out, ranks=ranks, patch=INSTEAD, BASELINE="1")
+    assert set(again.wait()) == {0}, again.output()
+    assert evaluated(out) == [0, 0, 5, 10, 15, 20]

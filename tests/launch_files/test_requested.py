@@ -170,6 +170,13 @@ def test_the_remedy_for_fp8_is_an_option_that_exists() -> None:
         refuse_experiment_settings(NOTHING, {"ACCELERATE_MIXED_PRECISION": "fp8"}, "fp32")
 
 
+@pytest.mark.parametrize("named", ["foo", "fp32"])
+def test_the_remedy_for_an_unknown_precision_is_not_to_give_it(named: str) -> None:
+    with pytest.raises(UsageError, match=r"choose one with --precision \(fp32, bf16 and fp16 exist\)") as error:
+        refuse_experiment_settings(NOTHING, {"ACCELERATE_MIXED_PRECISION": named}, "bf16")
+    assert f"--precision {named}" not in str(error.value)
+
+
 def test_a_precision_of_the_notebook_launcher_is_not_lost() -> None:
     """It sets names that Accelerate does not read. One of them alone may be anybody's."""
     launched = {"NPROC": "2", "NODE_RANK": "0"}

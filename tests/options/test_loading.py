@@ -131,6 +131,19 @@ def test_a_recipe_without_another_preset_offers_none(presets: Path) -> None:
         load(presets, "mine")
 
 
+def test_a_default_preset_that_is_not_there_is_named(presets: Path) -> None:
+    """Not as the preset of a bundled recipe that has the same name."""
+    (presets / "demo.yaml").unlink()
+    said = r"/presets/demo\.yaml: no such file, .*; write it, {}, or name .* load_config\(default_preset=\.\.\.\)"
+    with pytest.raises(UsageError, match=said.format("start with one of large")):
+        load(presets, "--max_steps", "1")
+    (presets / "large.yaml").unlink()
+    with pytest.raises(UsageError, match=said.format("start with a YAML file of the options")):
+        load(presets)
+    with pytest.raises(UsageError, match="demo is a preset of"):
+        load(presets, "demo")
+
+
 def test_empty_text_is_refused_where_it_has_no_meaning(presets: Path) -> None:
     """A shell variable that is not set gives it, and as a path it is the working directory."""
     (presets / "empty.yaml").write_text("name: ''\n")

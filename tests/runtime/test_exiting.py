@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 MAIN = """
 import atexit, hashlib, os, sys, time
 from pathlib import Path
-from accel_train.config import UsageError
+from accel_train.config import MendedError, UsageError
 from accel_train.runtime.early_stop import look_for_stop_file
 from accel_train.runtime.exiting import run_main
 
@@ -28,6 +28,8 @@ def ready():
     os.write(1, b"ready\\n")
 
 def main(argv):
+    if argv == ["mended"]:
+        raise MendedError("x.safetensors: damaged and deleted")
     if argv == ["usage"]:
         raise UsageError("--x 1: must be 2; write 2")
     if argv == ["exit"]:
@@ -99,6 +101,12 @@ def environment(**more: str) -> dict[str, str]:
         ("0", 0, "0 1\n0 0\n", ""),
         ("75", 75, "0 1\n0 75\n", ""),
         ("usage", 2, "0 1\n0 2\n", "error (wrong usage, exit code 2): --x 1: must be 2; write 2\n"),
+        (
+            "mended",
+            75,
+            "0 1\n0 76\n",
+            "error (exit code 75: start the same command again): x.safetensors: damaged and deleted\n",
+        ),
         ("exit", 2, "0 1\n0 2\n", ""),
         ("words", 1, "0 1\n", "words\n"),
         ("fork", 40 + signal.SIGTERM, "0 1\n0 55\n", "ready\n"),
@@ -118,6 +126,15 @@ def test_the_exit_code_leaves_the_process_and_reaches_the_launcher(
     )
     assert (done.returncode, done.stdout + done.stderr) == (code, printed)
     assert file.read_text() == reported
+
+
+def test_a_defect_that_the_next_start_mends_is_left_to_the_launcher_once(script: Path, tmp_path: Path) -> None:
+    """A disk that damages whatever is written has no end."""
+    file = tmp_path / "codes"
+    again = environment(ACCEL_TRAIN_EXIT_CODE_FILE=str(file), **{STARTED_AGAIN_VARIABLE: "1"})
+    done = subprocess.run([sys.executable, str(script), "mended"], env=again, capture_output=True, check=False)
+    assert done.returncode == 75
+    assert file.read_text() == "0 1\n0 75\n"
 
 
 @pytest.mark.parametrize("length", [10, 1 << 20])  # less and more than a pipe holds

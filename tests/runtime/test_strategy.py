@@ -14,7 +14,12 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, fsdp2_pr
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.runtime.strategy import device_of_updates, name_wrapped_classes, refuse_unshardable
+from accel_train.runtime.strategy import (
+    device_of_updates,
+    embeddings_optional,
+    name_wrapped_classes,
+    refuse_unshardable,
+)
 from tests.distributed.foreign_models import MODELS
 
 
@@ -117,6 +122,44 @@ class ModelThatNamesItsInputAlone(Model):
         return self.embedding
 
 
+class Embeddings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class ModelWithAClassOfEmbeddings(Model):
+    """Names the class around its embedding, as BERT does."""
+
+    _no_split_modules: ClassVar = ["Block", "Embeddings"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding: Any = Embeddings()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding.linear
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_a_class_around_an_embedding_is_left_out_and_said() -> None:
+    accelerator, model = machine(), ModelWithAClassOfEmbeddings()
+    tie(model.embedding.linear, model.head)
+    (notice,) = name_wrapped_classes(accelerator, model)
+    assert notice.endswith("by Block, not by Embeddings: its embedding is sharded apart from the blocks")
+    assert sharded_classes(accelerator, model) == {"Block"}
+    # A launch file that names it is obeyed, and then refused.
+    named = machine("Block", "Embeddings")
+    assert name_wrapped_classes(named, model) == []
+    with pytest.raises(UsageError, match=r"head\.weight are one tensor, .* zero2_offload\.yaml take it as it is"):
+        refuse_unshardable(named, model)
+
+
 class Outer(nn.Module):
     """A unit around two others."""
 
@@ -133,10 +176,23 @@ def tie(a: Any, b: Any) -> None:
 
 
 def variant(kind: str) -> Model:
-    kinds = {"named tied head": ModelThatNamesItsEmbeddings, "half named tied head": ModelThatNamesItsInputAlone}
+    kinds = {
+        "named tied head": ModelThatNamesItsEmbeddings,
+        "named head tied further": ModelThatNamesItsEmbeddings,
+        "embedding within a class": ModelWithAClassOfEmbeddings,
+        "tied embedding within a class": ModelWithAClassOfEmbeddings,
+        "half named tied head": ModelThatNamesItsInputAlone,
+    }
     model: Any = kinds.get(kind, Model)()
     first, second = model.blocks
-    if kind.endswith("tied head"):
+    if kind == "named head tied further":
+        # As T5's encoder and decoder share an embedding with the head.
+        model.third = nn.Linear(4, 4)
+        tie(model.embedding, model.head)
+        tie(model.embedding, model.third)
+    elif kind == "tied embedding within a class":
+        tie(model.embedding.linear, model.head)
+    elif kind.endswith("tied head"):
         tie(model.embedding, model.head)
     elif kind == "blocks":
         tie(first.first, second.first)
@@ -184,12 +240,22 @@ REFUSED = {
     ),
     "block and head": "head.weight and blocks.1.second.weight are one tensor",
     "module of two blocks": "blocks.0.first.weight and blocks.1.first.weight are one tensor",
-    "half named tied head": "embedding.weight and head.weight are one tensor, and embedding and what lies outside",
     "nested units": "blocks.1.inner.first.weight and blocks.1.own.weight are one tensor, and blocks.1.inner and",
     "scalar": "extra has no dimension, at least one is required",
     "strides": "head.weight of shape (4, 4) has the strides (1, 4), contiguous memory is required",
 }
-TAKEN = ("plain", "tied head", "named tied head", "within a block", "one block twice", "one unit around both")
+TAKEN = (
+    "plain",
+    "tied head",
+    "named tied head",
+    "half named tied head",
+    "named head tied further",
+    "embedding within a class",
+    "tied embedding within a class",
+    "within a block",
+    "one block twice",
+    "one unit around both",
+)
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, *TAKEN])
@@ -197,10 +263,13 @@ def test_fsdp2_is_given_exactly_the_parameters_that_it_takes(kind: str, one_proc
     """The reference is Accelerate's preparation and a step of torch's FSDP2, in which some of them fail."""
     message = None
     try:
-        refuse_unshardable(machine(), variant(kind))
+        model = variant(kind)
+        name_wrapped_classes(machine(), model)
+        refuse_unshardable(machine(), model)
     except UsageError as error:
         message = str(error)
     accelerator, model = machine(), variant(kind)
+    name_wrapped_classes(accelerator, model)
     accelerator.torch_device_mesh, accelerator.device = one_process, torch.device("cpu")
     accelerator.parallelism_config = SimpleNamespace(fsdp_dim_names=["shard"])
     accelerator.mixed_precision, accelerator.is_main_process = "no", True
@@ -209,10 +278,14 @@ def test_fsdp2_is_given_exactly_the_parameters_that_it_takes(kind: str, one_proc
         assert message is not None
         assert message.startswith(f"fsdp2: {REFUSED[kind]}")
         with pytest.raises((ValueError, TypeError, RuntimeError)):
-            fsdp2_prepare_model(accelerator, model)(torch.ones(2, 4))
+            with embeddings_optional(model):
+                prepared = fsdp2_prepare_model(accelerator, model)
+            prepared(torch.ones(2, 4))
     else:
         assert message is None
-        fsdp2_prepare_model(accelerator, model)(torch.ones(2, 4)).sum().backward()
+        with embeddings_optional(model):
+            prepared = fsdp2_prepare_model(accelerator, model)
+        prepared(torch.ones(2, 4)).sum().backward()
 
 
 def test_the_other_strategies_take_any_parameter() -> None:

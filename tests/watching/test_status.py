@@ -237,6 +237,12 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
             find_directory(str(tmp_path / place))
 
 
+def test_a_directory_in_place_of_the_log_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UsageError, match=r"metrics\.jsonl: is not a file; a run writes one there: move this away"):
+        find_directory(str(tmp_path))
+
+
 def test_the_length_of_a_run_in_epochs_is_that_of_its_start(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run", max_steps=None, max_epochs=3.0)
     assert read(run).max_steps() is None
