@@ -157,8 +157,8 @@ TABLES = (
         "mmdit",
         "base",
         "The same where DeepSpeed is installed, on machines that need its [offload](planning.md#offload).",
-        gpus=(1,),
-        gib=(6, 8, 12),
+        gpus=(1, 2),
+        gib=(6, 8, 12, 16),
         deepspeed=True,
     ),
     Table(
