@@ -31,7 +31,7 @@ from accel_train.training.gradients.sync import (
 from accel_train.training.health.evidence import Evidence, of_samples
 from accel_train.training.health.leaving_out import leave_out
 from accel_train.training.parameters import clear_gradients, prepared_parameters, widest, without_gradients
-from accel_train.training.step_calls import note_taken, refuse_taken
+from accel_train.training.step_calls import leftovers_of
 from accel_train.training.step_guard import GradientNorms, StepGuard, StepResult, read_loss_scale, write_loss_scale
 
 Batch = dict[str, Tensor]
@@ -85,6 +85,7 @@ class GradientWindow:
         self.accelerator = accelerator
         self.model = model
         self._parameters = prepared_parameters(accelerator, model)
+        self._leftovers = leftovers_of(model)
         self._optimizers: list[Any] = accelerator._optimizers  # pyright: ignore[reportPrivateUsage]
         self.step = step
         self.guard = guard or StepGuard()
@@ -129,7 +130,7 @@ class GradientWindow:
 
         Raises ``RuntimeError`` if the gradient of the step before was not removed.
         """
-        refuse_taken(self.model, self.step)
+        self._leftovers.refuse(self.step)
         if _will_rebuild_buckets(self.model, self.accelerator.num_processes):
             yield from self._rehearsal()
         yield from self._attempt()
@@ -274,7 +275,7 @@ class GradientWindow:
             # With the norm at hand, since `clip_grad_norm_` would measure it a second time.
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self.guard.max_grad_norm, norm)
         if self._zero_stage == 0:  # ZeRO's engine owns the gradients
-            note_taken(self.model, self._parameters, self._optimizers)
+            self._leftovers.choose(self._parameters, self._optimizers)
         if self.guard.balance is not None and not self.guard.skips_this_step:
             self.guard.balance.update(self.coefficients, evidence.totals, self.weights, self.guard.weight_of_step)
         return StepResult(

@@ -174,10 +174,11 @@ _PARAMETERS: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionar
 
 def prepared_parameters(accelerator: Accelerator, model: nn.Module) -> list[nn.Parameter]:
     """Parameters of a prepared module. Raises ``TypeError`` for another."""
-    if model not in _PARAMETERS:
+    found = _PARAMETERS.get(model)
+    if found is None:
         require_prepared(accelerator, model)
-        _PARAMETERS[model] = list(model.parameters())
-    return _PARAMETERS[model]
+        found = _PARAMETERS[model] = list(model.parameters())
+    return found
 
 
 def local_of(tensor: Tensor) -> Tensor:

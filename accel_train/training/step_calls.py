@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -12,8 +12,8 @@ from accel_train.training.parameters import local_of
 
 REQUIRED = ("training.report", "training.save_if_due")
 
-_RATED: WeakSet[Any] = WeakSet()
-"""Optimizers whose learning rates were set since their last step."""
+_RATED = "_accel_train_learning_rates_set"
+"""Attribute of an optimizer whose learning rates were set in the present step."""
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -23,7 +23,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 def note_learning_rates(optimizer: Any) -> None:
     """Note that ``set_learning_rate`` was called for the coming step of ``optimizer``."""
-    _RATED.add(unwrapped(optimizer))
+    setattr(unwrapped(optimizer), _RATED, True)
 
 
 class StepCalls:
@@ -55,7 +55,7 @@ class StepCalls:
         """Forget the calls of the step before."""
         self._called.clear()
         self._steps = 0
-        _RATED.discard(self._optimizer)
+        setattr(self._optimizer, _RATED, False)
 
     def note(self, name: str) -> None:
         """Note one of ``REQUIRED``."""
@@ -69,7 +69,7 @@ class StepCalls:
         for name in REQUIRED:
             if name not in self._called:
                 raise RuntimeError(f"step {step}: the loop did not call {name}; add the call")
-        if self._optimizer not in _RATED:
+        if not getattr(self._optimizer, _RATED, False):
             raise RuntimeError(
                 f"step {step}: the loop did not call set_learning_rate, so --schedule has no effect on it; call "
                 "set_learning_rate(prepared.optimizer, opened.learning_rate_factor(batches.step)) before "
@@ -82,43 +82,59 @@ class StepCalls:
             )
 
 
-_TAKEN = "_accel_train_taken"
-_WITNESSES: WeakKeyDictionary[nn.Module, nn.Parameter] = WeakKeyDictionary()
-"""By model, a parameter that the optimizer steps and that has a gradient: one tells what became of all."""
+class Leftovers:
+    """Finds gradients that a loop has not removed after a step: those of the next one would be added to them."""
 
+    def __init__(self) -> None:
+        self._witness: nn.Parameter | None = None
+        self._optimizers: list[Any] = []
+        self._sees_zeros = False
 
-def note_taken(model: nn.Module, parameters: list[nn.Parameter], optimizers: list[Any]) -> None:
-    """Note that the gradients of ``parameters`` are complete, and belong to the coming step of ``optimizers``."""
-    if model not in _WITNESSES:
-        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        found = next((p for p in parameters if p.grad is not None and id(p) in stepped), None)
-        if found is None:
+    def choose(self, parameters: list[nn.Parameter], optimizers: list[Any]) -> None:
+        """Choose a parameter that has a gradient and is stepped, unless there is one: it tells what became of all."""
+        if self._witness is not None:
             return
-        _WITNESSES[model] = found
-        for optimizer in map(unwrapped, optimizers):
-            if isinstance(optimizer, torch.optim.Optimizer):
-                # Once more behind the step: some optimizers use the gradient as memory for their own values.
-                optimizer.register_step_post_hook(lambda *_: _mark(found))
-    _mark(_WITNESSES[model])
+        self._optimizers = [unwrapped(optimizer) for optimizer in optimizers]
+        stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        self._witness = next((p for p in parameters if p.grad is not None and id(p) in stepped), None)
+
+    def refuse(self, step: int) -> None:
+        """Raise ``RuntimeError`` if the gradients of the step before ``step`` are still there.
+
+        Costs nothing where they are removed. Zeros of ``zero_grad(set_to_none=False)`` pass. To see them a device is
+        waited for, in the first steps of such a loop: later, a change since the optimizer's step tells of them.
+        """
+        if self._witness is None or self._witness.grad is None:
+            return
+        gradient = self._witness.grad
+        if self._sees_zeros and getattr(gradient, _STEPPED, None) not in (None, gradient._version):
+            return
+        # Operators on lists of sharded tensors, and those on `.data`, change values and no version.
+        if bool(local_of(gradient).any()):
+            raise RuntimeError(
+                f"step {step + 1}: the gradient of the step before is still there, and this one would be added to it; "
+                "call optimizer.zero_grad() after every optimizer.step()"
+            )
+        if not self._sees_zeros:
+            self._sees_zeros = True
+            for optimizer in self._optimizers:
+                if isinstance(optimizer, torch.optim.Optimizer):
+                    # Behind the step: some optimizers use the gradient as memory for their own values.
+                    optimizer.register_step_post_hook(self._note_version)
+
+    def _note_version(self, *_: object) -> None:
+        assert self._witness is not None
+        if self._witness.grad is not None:
+            setattr(self._witness.grad, _STEPPED, self._witness.grad._version)
 
 
-def _mark(witness: nn.Parameter) -> None:
-    if witness.grad is not None:
-        setattr(witness.grad, _TAKEN, witness.grad._version)
+_STEPPED = "_accel_train_version_when_stepped"
+_LEFTOVERS: WeakKeyDictionary[nn.Module, Leftovers] = WeakKeyDictionary()
 
 
-def refuse_taken(model: nn.Module, step: int) -> None:
-    """Raise ``RuntimeError`` if the gradients of the step before are still there: those of ``step`` would be added.
-
-    The version of one tensor tells it without its values, for which a device is waited for. Zeros of
-    ``zero_grad(set_to_none=False)`` are a change and pass, as does any other change in place behind the step.
-    """
-    witness = _WITNESSES.get(model)
-    if witness is None or witness.grad is None or getattr(witness.grad, _TAKEN, None) != witness.grad._version:
-        return
-    # Operators on lists of sharded tensors, and those on `.data`, change values and no version.
-    if bool(local_of(witness.grad).any()):
-        raise RuntimeError(
-            f"step {step + 1}: the gradient of the step before is still there, and this one would be added to it; call "
-            "optimizer.zero_grad() after every optimizer.step()"
-        )
+def leftovers_of(model: nn.Module) -> Leftovers:
+    """Return that of a model, whose windows share it."""
+    found = _LEFTOVERS.get(model)
+    if found is None:
+        found = _LEFTOVERS[model] = Leftovers()
+    return found

@@ -266,22 +266,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from accel_train.training.step_calls import note_taken, refuse_taken
+from accel_train.training.step_calls import leftovers_of
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = nn.Linear(4, 4)
 fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
 # One operator on a list of tensors, which tells only their local parts of the change.
 optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+leftovers = leftovers_of(model)
 for zeroes in (True, True, False):
-    refuse_taken(model, 0)
+    leftovers.refuse(0)
     model(torch.ones(2, 4)).sum().backward()
-    note_taken(model, list(model.parameters()), [optimizer])
+    leftovers.choose(list(model.parameters()), [optimizer])
     optimizer.step()
     if zeroes:
         optimizer.zero_grad(set_to_none=False)
 try:
-    refuse_taken(model, 0)
+    leftovers.refuse(0)
 except RuntimeError as error:
     print(error)
 dist.destroy_process_group()
