@@ -45,6 +45,10 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
         device_name = cpu_name()
     precision = accelerator.mixed_precision
     recipe = recipe_file()
+    # A cell of a notebook has no file, and runs in the notebook's directory.
+    directory = Path.cwd()
+    if recipe is not None:
+        directory = Path(recipe).resolve().parent
     return {
         "versions": package_versions(),
         "python": platform.python_version(),
@@ -60,8 +64,7 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
         "command": command_line(sys.argv),
         # The command names it as it was typed, which depends on a directory that may not be the reader's.
         "recipe": recipe,
-        # A cell of a notebook has no file. It runs in the notebook's directory.
-        "git_commit": git_commit(Path(recipe or "cell").resolve().parent),
+        "git_commit": git_commit(directory),
     }
 
 

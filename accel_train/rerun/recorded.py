@@ -233,7 +233,9 @@ def _trained_by(environment: Line) -> Path:
     if recorded is not None:
         return Path(str(recorded))
     words = shlex.split(str(environment.get("command", "")))
-    return Path(*words[:1]).expanduser()
+    if not words:
+        return Path()
+    return Path(words[0]).expanduser()
 
 
 def _remedy(named: Path) -> str:

@@ -54,7 +54,9 @@ def _unrecorded(files: RunFiles) -> Condition:
     """Return the condition of a run whose script writes no records. Its end leaves no trace, so none is guessed."""
     reason = f"no {METRICS_FILE}: its script has no Recorder, so only the checkpoints tell of it"
     # Unknown for a process on another host, and for one that has not written its name yet.
-    alive = getattr(files.process, "alive", None)
+    alive: bool | None = None
+    if files.process is not None:
+        alive = files.process.alive
     if files.checkpoint is None and alive is not False:
         return Condition("starting", "no record and no checkpoint yet")
     if alive:
