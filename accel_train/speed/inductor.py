@@ -4,7 +4,8 @@ Imports the compiler, so import it only where something is compiled.
 
 torch keeps a row in registers for a reduction over up to 1024 values, and reads a wider one once for the sum and again
 for what follows, with Welford's update for a variance. And it writes down, in fp32, a value made of more than four
-others that has several readers, as the normalised activations of a backward.
+others that has several readers, as the normalised activations of a backward, and any value made of more than eight, as
+the gradient of a norm's input, where it could wait for the sum that is needed, in bf16.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch._inductor.virtualized import V
 ROW = 4096
 """Values of the longest row that is kept in registers: 16 a thread, at which no norm of a block spills."""
 READS = 8
-"""Values that are read again sooner than their result is written down."""
+"""Values that are read again sooner than their result is written down, where it has several readers."""
+CHAIN = 16
+"""Values that are read before an intermediate result is written down. A norm's backward reads 11 up to its end."""
 
 
 class RowsInRegisters(InductorChoices):
@@ -54,6 +57,8 @@ def _reduces_rows(node: Any) -> bool:
 def set_heuristics() -> None:
     """Set them for this process, unless other choices than torch's are set already."""
     inductor.realize_reads_threshold = max(inductor.realize_reads_threshold, READS)
+    # From torch 2.13, None stands for eight.
+    inductor.realize_acc_reads_threshold = max(inductor.realize_acc_reads_threshold or 0, CHAIN)
     # torch 2.9 has no option for them.
     if hasattr(inductor, "inductor_choices_class"):
         if inductor.inductor_choices_class is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from accel_train.domains.models.layers import FeedForward, modulated_norm
-from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
+from accel_train.domains.models.mmdit import MMDiTBlock, MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.speed.compile import apply_compile
 from accel_train.speed.inductor import set_heuristics
 from accel_train.speed.options import CompileConfig
@@ -104,3 +105,29 @@ def test_rows_of_1536_are_read_once() -> None:
         assert one.grad is not None
         assert other.grad is not None
         assert (one.grad.double() - other.grad).norm() < 2e-2 * other.grad.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_block_writes_down_no_activation_in_fp32() -> None:
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    rows, lengths = 5, (1024, 154)
+    set_heuristics()
+    config = MMDiTConfig(width=WIDTH, depth=24, heads=24, qk_norm=False, bias=True, tanh_gelu=True)
+    with torch.device("cuda"):
+        block = MMDiTBlock(config)
+        vector = torch.randn(rows, WIDTH, dtype=torch.bfloat16)
+        streams = [torch.randn(rows, n, WIDTH, dtype=torch.bfloat16, requires_grad=True) for n in lengths]
+    block.compile(fullgraph=True, dynamic=False)
+
+    def output() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return torch.cat(block(streams, vector, None), dim=1)
+
+    _, codes = run_fw_bw_and_get_code(output)
+    shapes = "|".join(f"{rows}, {n}|{rows * n}" for n in lengths)
+    for code in codes:
+        assert "empty_strided_cuda" in code
+        assert not re.findall(rf"empty_strided_cuda\(\((?:{shapes}), {WIDTH}\), .*torch.float32\)", code)

@@ -15,7 +15,7 @@ from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
 
 from accel_train.speed import compile, inductor
-from accel_train.speed.inductor import READS, ROW, RowsInRegisters, set_heuristics
+from accel_train.speed.inductor import CHAIN, READS, ROW, RowsInRegisters, set_heuristics
 from accel_train.speed.options import CompileConfig
 
 TOKEN, CHANNEL = sympy.symbols("token channel", integer=True, nonnegative=True)
@@ -26,7 +26,7 @@ TOKENS, ROWS = 32768, 1024
 def heuristics() -> Any:
     """Those of torch, before and after."""
     before = V.choices
-    with settings.patch(inductor_choices_class=None, realize_reads_threshold=4):
+    with settings.patch(inductor_choices_class=None, realize_reads_threshold=4, realize_acc_reads_threshold=8):
         yield
     V.set_choices_handler(before)
 
@@ -83,24 +83,33 @@ def test_they_are_set_for_a_gpu_alone() -> None:
     compile._set_torch(CompileConfig("on"), torch.device("cuda"))
     assert settings.inductor_choices_class is RowsInRegisters
     assert settings.realize_reads_threshold == READS
+    assert settings.realize_acc_reads_threshold == CHAIN
     assert type(V.choices) is RowsInRegisters
     # The cache of compiled code knows them from torch's.
     assert str(ROW) in RowsInRegisters().uuid()
 
 
 def test_an_older_torch_has_no_option_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = SimpleNamespace(realize_reads_threshold=4)
+    older = SimpleNamespace(realize_reads_threshold=4, realize_acc_reads_threshold=8)
     monkeypatch.setattr(inductor, "inductor", older)
     set_heuristics()
     assert type(V.choices) is RowsInRegisters
-    assert vars(older) == {"realize_reads_threshold": READS}
+    assert vars(older) == {"realize_reads_threshold": READS, "realize_acc_reads_threshold": CHAIN}
+
+
+def test_a_newer_torch_has_its_own_limit_by_device() -> None:
+    with settings.patch(realize_acc_reads_threshold=None):
+        set_heuristics()
+        assert settings.realize_acc_reads_threshold == CHAIN
 
 
 def test_choices_that_are_set_already_stay() -> None:
     class Own(InductorChoices):
         pass
 
-    with settings.patch(inductor_choices_class=Own, realize_reads_threshold=20):
+    own = {"inductor_choices_class": Own, "realize_reads_threshold": 20, "realize_acc_reads_threshold": 30}
+    with settings.patch(own):
         set_heuristics()
         assert settings.inductor_choices_class is Own
         assert settings.realize_reads_threshold == 20
+        assert settings.realize_acc_reads_threshold == 30
