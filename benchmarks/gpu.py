@@ -41,7 +41,7 @@ class Part:
 PARTS = {
     "ceilings": Part("G0: ceilings of the device", gpu_parts.g0, 20.0),
     "large": Part("G1 and G2: a step of 2 B parameters", gpu_training.g1_large, 120.0),
-    "trace": Part("G1: where the time of the large step goes", gpu_training.trace, 60.0),
+    "trace": Part("G1: where the time of the large step goes", gpu_training.trace, 110.0),
     "small": Part("G1 and G2: a launch-bound step", gpu_training.g1_small, 60.0),
     "optimizer": Part("G5: the optimizer", gpu_parts.g5, 20.0),
     "checkpointing": Part("G4: activation checkpointing", gpu_training.g4, 40.0),

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import unittest.mock
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -182,24 +184,15 @@ KERNELS = {
 """Kinds of kernels, by words of their names. The first that fits counts."""
 
 
+TRACED_STEPS = 2
+
+
 def trace(machine: Machine, rate: float, found: Found) -> None:
-    """Where the time of G1's large step goes, by kind of kernel."""
+    """Where the time of G1's large step goes, by kind of kernel, and what our heuristics of the compiler gain."""
     if machine.device.type != "cuda":
         found.absent["trace"] = "kernels are those of a GPU"
         return
-    shape, steps = machine.large(), 2
-    ours = Ours(shape, machine, Options())
-    seconds = machine.seconds(ours.step, 8, warm_up=5)
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        for _ in range(steps):
-            ours.step()
-        machine.wait()
-    kernels: dict[str, float] = {}
-    for event in profile.events():
-        # A "#" names a stretch of the host's program, which the trace repeats for the device.
-        if event.device_type == torch.autograd.DeviceType.CUDA and "#" not in event.name:
-            kernels[event.name] = kernels.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3 / steps
+    seconds, kernels = traced(machine)
     kinds = dict.fromkeys([*KERNELS, "other kernels"], 0.0)
     for name, milliseconds in kernels.items():
         kinds[kind_of(name)] += milliseconds
@@ -207,8 +200,55 @@ def trace(machine: Machine, rate: float, found: Found) -> None:
         found.add("G1", f"large step: {kind}", milliseconds, "ms")
     idle = 1e3 * sorted(seconds)[len(seconds) // 2] - sum(kinds.values())
     found.add("G1", "large step: the rest, no kernel runs", idle, "ms")
-    longest = sorted(kernels.items(), key=lambda item: -item[1])[:40]
-    found.details |= {"seconds": seconds, "kernels": {name[:200]: ms for name, ms in longest}}
+    found.details |= {"seconds": seconds, "kernels": longest(kernels)}
+    machine.release()
+    with torch_heuristics():
+        theirs, their_kernels = traced(machine)
+    found.add("G1", "large step with torch's own heuristics of the compiler, over ours", ratios(theirs, seconds))
+    reductions = "compiled reductions"
+    milliseconds = sum(ms for name, ms in their_kernels.items() if kind_of(name) == reductions)
+    found.add("G1", f"large step with torch's own heuristics: {reductions}", milliseconds, "ms")
+    found.details["with torch's own heuristics"] = {"seconds": theirs, "kernels": longest(their_kernels)}
+
+
+def traced(machine: Machine) -> tuple[list[float], dict[str, float]]:
+    """Return the seconds of eight steps, and the milliseconds of each kernel in a step of those that follow."""
+    ours = Ours(machine.large(), machine, Options())
+    seconds = machine.seconds(ours.step, 8, warm_up=5)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        for _ in range(TRACED_STEPS):
+            ours.step()
+        machine.wait()
+    kernels: dict[str, float] = {}
+    for event in profile.events():
+        # A "#" names a stretch of the host's program, which the trace repeats for the device.
+        if event.device_type == torch.autograd.DeviceType.CUDA and "#" not in event.name:
+            kernels[event.name] = kernels.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3 / TRACED_STEPS
+    return seconds, kernels
+
+
+def longest(kernels: dict[str, float]) -> dict[str, float]:
+    """Return those that take most of a step, by their names' beginning."""
+    return {name[:200]: ms for name, ms in sorted(kernels.items(), key=lambda item: -item[1])[:40]}
+
+
+@contextmanager
+def torch_heuristics() -> Generator[None]:
+    """Compile as torch does without `accel_train.speed.inductor`."""
+    import torch._inductor.config as settings
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.virtualized import V
+
+    before = V.choices
+    # torch's own defaults.
+    own = {"realize_reads_threshold": 4, "realize_acc_reads_threshold": 8, "inductor_choices_class": None}
+    with settings.patch(own), unittest.mock.patch("accel_train.speed.inductor.set_heuristics"):
+        V.set_choices_handler(InductorChoices())
+        try:
+            yield
+        finally:
+            V.set_choices_handler(before)
 
 
 def kind_of(kernel: str) -> str:

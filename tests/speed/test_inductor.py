@@ -17,6 +17,7 @@ from torch._inductor.virtualized import V
 from accel_train.speed import compile, inductor
 from accel_train.speed.inductor import CHAIN, READS, ROW, RowsInRegisters, set_heuristics
 from accel_train.speed.options import CompileConfig
+from benchmarks.gpu_training import torch_heuristics
 
 TOKEN, CHANNEL = sympy.symbols("token channel", integer=True, nonnegative=True)
 TOKENS, ROWS = 32768, 1024
@@ -87,6 +88,18 @@ def test_they_are_set_for_a_gpu_alone() -> None:
     assert type(V.choices) is RowsInRegisters
     # The cache of compiled code knows them from torch's.
     assert str(ROW) in RowsInRegisters().uuid()
+
+
+def test_a_benchmark_compiles_with_those_of_torch() -> None:
+    def are_set() -> tuple[Any, ...]:
+        compile._set_torch(CompileConfig("on"), torch.device("cuda"))
+        names = ("inductor_choices_class", "realize_reads_threshold", "realize_acc_reads_threshold")
+        return type(V.choices), *(getattr(settings, name) for name in names)
+
+    ours = are_set()
+    with torch_heuristics():
+        assert are_set() == (InductorChoices, None, 4, 8)
+    assert are_set() == ours == (RowsInRegisters, RowsInRegisters, READS, CHAIN)
 
 
 def test_an_older_torch_has_no_option_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
