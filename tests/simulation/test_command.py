@@ -351,15 +351,14 @@ def test_the_command_prints_a_table_and_the_same_as_json(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @cache
-    def one(request: Any, options: Options) -> Any:
-        folder = tmp_path / str(request.num_processes)
-        folder.mkdir(exist_ok=True)
-        layout = Layout("ddp", request.num_processes)
-        report = simulated(layout, folder)
+    def of(processes: int) -> Any:
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        report = simulated(Layout("ddp", processes), folder)
         return command.Simulated(report["counted"], report["curve"], ())
 
     # Forked like other test processes: a new one spends seconds on its imports.
-    monkeypatch.setattr(command, "_simulate_one", one)
+    monkeypatch.setattr(command, "_simulate_one", lambda request, _: of(request.num_processes))
     picture = tmp_path / "memory.png"
     asked = Options(None, (2, 16), None, None, False, str(picture))
     lines = simulate("mmdit", SMALL, asked).splitlines()
