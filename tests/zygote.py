@@ -13,8 +13,9 @@ Where a child would differ from a new process, it becomes one (``execve``): unde
 are not those of the zygote, for several hosts, for options of the interpreter. What is left: all children share one
 hash seed, and their parent's command line names this module.
 
-One pytest process has up to two zygotes, each started when first needed: where weights are sharded, Accelerate and our
-launcher import DeepSpeed, which takes as long as all the rest; elsewhere it stays out.
+One pytest process has up to four zygotes, each started when first needed: where weights are sharded, Accelerate and our
+launcher import DeepSpeed, which takes as long as all the rest, and so does diffusers for pictures; elsewhere they stay
+out.
 """
 
 from __future__ import annotations
@@ -69,8 +70,16 @@ IMPORTS = {
         "torch.utils.cpp_extension",
         "transformers.integrations",
     ),
+    "pictures": (
+        "scipy.stats",
+        "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+        "peft",
+        "recipes.lora",
+    ),
 }
-"""What takes long to import, by kind of zygote; the second imports the first's as well, and may lack its own."""
+"""What takes long to import, by the words of a zygote's kind; all but the first may be missing."""
+OF_PICTURES = "lora.py"
+"""A recipe whose processes are forked from a zygote of ``pictures``."""
 READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH", "PYTORCH_", "DS_", "LD_")
 READ_AT_IMPORT += ("PYTHON", "MPL", "HOME", "XDG_", "LC_", "LANG", "TZ", "NUMBA_", "OPENBLAS_", "GLIBC_", "MALLOC_")
 SET_BY_PACKAGES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTORCH_NVML_BASED_CUDA_CHECK")
@@ -135,7 +144,7 @@ class Zygote:
         kept |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         # Packages ask for GPUs when they are imported. CUDA's own answer would leave it unusable in what is forked.
         kept["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        if kind == "sharded":
+        if "sharded" in kind:
             kept["DS_ACCELERATOR"] = "cpu"
         self._asking = threading.Lock()
         """Several threads of a test may start commands."""
@@ -167,7 +176,7 @@ MAKING = threading.Lock()
 
 
 def zygote(kind: str = "plain") -> Zygote:
-    """This process's zygote of a kind of ``IMPORTS``."""
+    """This process's zygote of a kind: words of ``IMPORTS``."""
     with MAKING:
         if kind not in MADE:
             MADE[kind] = Zygote(kind)
@@ -200,7 +209,8 @@ def start(
         "errors": str(errors or output),
         "group": group,
     }
-    made = zygote(kind)
+    pictures = any(word.endswith(OF_PICTURES) for word in request["command"])
+    made = zygote(f"{kind} pictures" if pictures else kind)
     return Child(made.ask(request), made)
 
 
@@ -276,9 +286,10 @@ def serve(kind: str) -> None:
     Birth.path = sys.path[1:]
     for name in IMPORTS["plain"]:
         importlib.import_module(name)
-    for name in IMPORTS[kind] if kind != "plain" else ():
-        with contextlib.suppress(ImportError):  # of an extra
-            importlib.import_module(name)
+    for word in kind.split():
+        for name in IMPORTS[word] if word != "plain" else ():
+            with contextlib.suppress(ImportError):  # of an extra
+                importlib.import_module(name)
     Birth.set_by_imports = {k: v for k, v in os.environ.items() if Birth.environment.get(k) != v}
     running: set[int] = set()
     for line in requests:
