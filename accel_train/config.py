@@ -5,11 +5,12 @@ Every package imports this module, so it imports none of them. ``options`` reads
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeGuard
 
 from annotated_types import Interval
 
@@ -70,16 +71,48 @@ def refuse_unusable_folder(place: str, folder: Path) -> None:
                     path.rmdir()
 
 
-def refuse_empty(arguments: Mapping[str, object]) -> None:
-    """Raise ``UsageError`` for an argument of a command that is empty text. Those of a recipe are its own matter."""
+def refuse_impossible(arguments: Mapping[str, object]) -> None:
+    """Raise ``UsageError`` for an argument of a command that is empty text, or longer than a path can be.
+
+    Those of a recipe are its own matter, and a URL may be long.
+    """
     for name, value in arguments.items():
+        if name in ("arguments", "common", "webhook"):
+            continue
         values = value if isinstance(value, list) else [value]
-        # The recipe's own, of which some may be empty.
-        if name not in ("arguments", "common") and "" in values:
+        if "" in values:
             raise UsageError(
                 f"{name}: '': empty text is refused, as it mostly comes of a variable that is not set; give a value, "
                 "or leave it out"
             )
+        for text in filter(_is_text, values):
+            if reason := too_long(text):
+                raise UsageError(f"{name}: {reason}")
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    return isinstance(value, str)
+
+
+def too_long(path: str) -> str | None:
+    """Return why the file system takes no such path, with the requirement. None if it may."""
+    try:
+        os.lstat(expand_path(path))
+    except OSError as error:
+        # All others may be mended by making what is missing.
+        if error.errno == errno.ENAMETOOLONG:
+            return (
+                f"{cut(path)} is refused: a path is required that the file system takes, mostly up to 255 bytes a "
+                "name and 4095 in all"
+            )
+    return None
+
+
+def cut(text: str, limit: int = 40) -> str:
+    """Return the beginning of a text in quotes, with its length if it is longer."""
+    if len(text) <= limit:
+        return repr(text)
+    return f"{text[:limit]!r}... ({len(text)} characters)"
 
 
 # Infinite upper bounds are exclusive, so .inf is refused.

@@ -9,7 +9,7 @@ from accel_train.anywhere import flags as anywhere
 from accel_train.calibration import command as calibration
 from accel_train.calibration.flags import STOPPED
 from accel_train.cli.arguments import build_parser
-from accel_train.config import refuse_empty
+from accel_train.config import refuse_impossible
 from accel_train.drill import command as drilling
 from accel_train.planning import flags as planning
 from accel_train.rerun import arguments as rerun
@@ -27,7 +27,7 @@ def main() -> None:
 def _main(argv: Sequence[str]) -> int:
     # Without the options of recipes, whose imports take a second. Completion alone asks for them.
     arguments = build_parser().parse_args(argv)
-    refuse_empty(vars(arguments))
+    refuse_impossible(vars(arguments))
     if arguments.command == "doctor":
         return _doctor(arguments)
     if arguments.command == "checkpoints":

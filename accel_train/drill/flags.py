@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accel_train.config import UsageError, refuse_empty
+from accel_train.config import UsageError, refuse_impossible
 
 HELP = "faults injected into short runs of a recipe: does it resume exactly, and what is lost? Exit code 1 if not"
 FEWEST_STEPS = 6
@@ -63,7 +63,7 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
     parser = argparse.ArgumentParser(prog="accel-train drill", allow_abbrev=False, add_help=False)
     add_flags(parser, behind=True)
     flags, rest = parser.parse_known_args(list(words), earlier)
-    refuse_empty(vars(flags))
+    refuse_impossible(vars(flags))
     if flags.steps < FEWEST_STEPS:
         raise UsageError(
             f"--steps {flags.steps}: at least {FEWEST_STEPS} are required, for two saves with steps between and behind "

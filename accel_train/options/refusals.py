@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
-import os
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from accel_train.config import GIVES_WAY, UsageError, WithoutEffectError, expand_path
+from accel_train.config import GIVES_WAY, UsageError, WithoutEffectError, cut, expand_path, too_long
 from accel_train.options.flags import refusal
 from accel_train.options.tree import INVOCATION_OPTIONS, Tree, defaults_tree, flatten
 
@@ -24,25 +22,10 @@ def impossible_text(key: str, value: object) -> str | None:
     if not isinstance(value, str):
         return None
     if "\0" in value:
-        return f"{_cut(value)} is refused: text without the character NUL is required"
+        return f"{cut(value)} is refused: text without the character NUL is required"
     if not key.endswith(("path", "_dir")):
         return None
-    try:
-        os.lstat(expand_path(value))
-    except OSError as error:
-        # All others may be mended by making what is missing.
-        if error.errno == errno.ENAMETOOLONG:
-            return (
-                f"{_cut(value)} is refused: a path is required that the file system takes, mostly up to 255 bytes a "
-                "name and 4095 in all"
-            )
-    return None
-
-
-def _cut(text: str, limit: int = 40) -> str:
-    if len(text) <= limit:
-        return repr(text)
-    return f"{text[:limit]!r}... ({len(text)} characters)"
+    return too_long(value)
 
 
 def missing_default(preset: str, presets: Path, names: Callable[[], Sequence[str]]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_train.config import UsageError, refuse_empty
+from accel_train.config import UsageError, refuse_impossible
 
 Goal = Literal["speed", "memory", "balanced"]
 GOALS: tuple[Goal, ...] = ("speed", "memory", "balanced")
@@ -63,7 +63,7 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
     add_flags(parser)
     # Into the values read before the recipe: defaults replace none of them, and a flag behind the recipe wins.
     flags, rest = parser.parse_known_args(list(words), earlier)
-    refuse_empty(vars(flags))
+    refuse_impossible(vars(flags))
     # Not argparse's `required`, which would ask for the flag on one side of the recipe.
     _require("gpus", flags.gpus, "the number of GPUs", "--gpus 8")
     _require("vram_gib", flags.vram_gib, "the memory of one GPU in GiB", "--vram_gib 80")

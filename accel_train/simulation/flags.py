@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from accel_train.config import UsageError, refuse_empty
+from accel_train.config import UsageError, refuse_impossible
 from accel_train.cost_model.networks import GPUS_PER_MACHINE, NETWORKS, machines_of
 
 REQUEST = "request.json"
@@ -80,7 +80,7 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
     parser = argparse.ArgumentParser(prog="accel-train simulate", allow_abbrev=False, add_help=False)
     add_flags(parser)
     flags, rest = parser.parse_known_args(list(words), earlier)
-    refuse_empty(vars(flags))
+    refuse_impossible(vars(flags))
     counts = (None,) if flags.num_processes is None else _numbers(flags.num_processes)
     if flags.micro_batches is not None and flags.micro_batches < 1:
         raise UsageError(f"micro_batches: {flags.micro_batches}: at least 1 is required; give --micro_batches 1")

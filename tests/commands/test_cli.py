@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from accel_train import __version__, cli
 from accel_train.commands import doctor
-from accel_train.config import UsageError
+from accel_train.config import UsageError, refuse_impossible
 from accel_train.options.loading import load_config
 from accel_train.options.tree import flatten, to_tree
 from accel_train.speed.attention import table as attention_table
@@ -62,6 +62,22 @@ def test_only_what_is_required_is_asked_for(words: list[str], missing: str, caps
 def test_empty_text_is_refused(words: list[str], name: str) -> None:
     with pytest.raises(UsageError, match=f"^{name}: '': empty text is refused, .*; give a value, or leave it out$"):
         call(*words)
+
+
+def test_a_path_that_no_file_system_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NAMED", "x" * 300)
+    for name, words in {
+        "place": ["checkpoints", "ls"],
+        "runs": ["monitor", "here"],
+        "output": ["report", "here", "--output"],
+        "b": ["better", "here"],
+        "write": ["plan", "mmdit", "base", "--gpus", "1", "--vram_gib", "24", "--write"],
+    }.items():
+        for place in (f"/tmp/{'x' * 300}", "x/" * 2500, "$NAMED"):
+            with pytest.raises(UsageError, match=f"^{name}: .* is refused: a path is required that the file system"):
+                call(*words, place)
+    # A URL may be long.
+    refuse_impossible({"webhook": f"https://host/{'x' * 300}", "arguments": ["x" * 300], "place": "x" * 255})
 
 
 @pytest.mark.parametrize(

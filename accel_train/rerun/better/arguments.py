@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from accel_train.config import refuse_empty
+from accel_train.config import refuse_impossible
 
 HELP = "which of two checkpoints is better on the same held-out samples: paired intervals; exit code 3 if not resolved"
 
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     parser = argparse.ArgumentParser(prog="accel-train better A B", allow_abbrev=False)
     _add_flags(parser)
     flags, rest = parser.parse_known_args(arguments.arguments, arguments)
-    refuse_empty(vars(flags))
+    refuse_impossible(vars(flags))
     from accel_train.rerun.better.better import Request, better
 
     request = Request(
