@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, NoReturn
 
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError, expand_path, refuse_unwritable
 from accel_train.metrics.gates import GATES_VARIABLE
 from accel_train.metrics.records import NON_FINITE, last_pass, read_metrics
 from accel_train.store.names import EVALUATION_FILE, REPORT
@@ -138,9 +138,14 @@ def folder_for_runs(kept: str | None, option: str, command: str) -> AbstractCont
         # A run that is being killed may still create files while they are deleted.
         return tempfile.TemporaryDirectory(prefix=f"accel-train-{command}-", ignore_cleanup_errors=True)
     path = expand_path(kept)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"--{option} {path} is not empty; give another directory, or delete it first")
-    path.mkdir(parents=True, exist_ok=True)
+    place = f"--{option} {path}"
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{place} is a file; give a directory that does not exist or is empty")
+    with refuse_unwritable(place):
+        path.mkdir(parents=True, exist_ok=True)
+        taken = any(path.iterdir())
+    if taken:
+        raise UsageError(f"{place} is not empty; give another directory, or delete it first")
     return nullcontext(str(path))
 
 

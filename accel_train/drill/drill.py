@@ -19,12 +19,13 @@ from accel_train.compare.runs import (
     read_config,
     stop_signals_raise,
 )
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError
 from accel_train.drill import faults, layout, report
 from accel_train.drill.faults import Fault, Sizes
 from accel_train.drill.flags import Options
 from accel_train.drill.interval import HOUR, Costs, Present, Recommendation
 from accel_train.drill.trials import Trials, Undisturbed
+from accel_train.rerun.receipt import receipt_file
 
 if TYPE_CHECKING:
     from accel_train.drill.judging import Result
@@ -57,6 +58,7 @@ def _drill(recipe: Path, named: str, arguments: Sequence[str], options: Options,
             f"recipe {named!r}: it has no option {absent[0]}; a drill needs the options of every recipe, so let its "
             "Config extend accel_train.experiment.ExperimentConfig"
         )
+    path = receipt_file(options.receipt, f"drill-{recipe.stem}.json")
     with folder_for_runs(options.keep, "keep", "drill") as folder:
         place = layout.choose_layout(named, options, Path(folder))
         for fault in chosen:
@@ -77,15 +79,14 @@ def _drill(recipe: Path, named: str, arguments: Sequence[str], options: Options,
             "save_every": trials.sizes.save_every,
         }
         content = report.as_json(results, facts, found, measured)
-        receipt = expand_path(options.receipt or f"drill-{recipe.stem}.json")
-        report.write_receipt(receipt, recipe, content, results, undisturbed.run.last_start())
+        report.write_receipt(path, recipe, content, results, undisturbed.run.last_start())
     if options.as_json:
         print(json.dumps(content, indent=1), flush=True)
     else:
         head = f"{facts['command']}: {options.steps} steps, a save every {facts['save_every']}, {place.description}"
         table = report.text(results, found.costs.step_seconds)
         advice = report.advice(found, measured)
-        lines = [head, "", *table, "", *advice, f"receipt: {receipt}"]
+        lines = [head, "", *table, "", *advice, f"receipt: {path}"]
         print("\n".join(lines), flush=True)
     return 1 if any(result.verdict == "FAILED" for result in results) else 0
 

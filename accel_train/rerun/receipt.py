@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from accel_train.config import UsageError, expand_path, refuse_unusable_folder
 from accel_train.rerun.agreement import SIDES, Row, Verdict, Weights, first_difference
 from accel_train.rerun.starts import Start
 from accel_train.store import atomic_files, commit, manifest, strict_json
 from accel_train.store.manifest import Checkpoint
 
 SCHEMA = 1
+OF_EVERY_RECEIPT = {"schema", "written_at", "recipe", strict_json.SEAL}
 NOTHING_MORE: Mapping[str, Any] = MappingProxyType({})
 # Of an environment line. The command may hold paths, and a receipt is made to be given away.
 ENVIRONMENT = (
@@ -41,6 +44,30 @@ class Result:
     def first_difference(self) -> Row | None:
         """The first row with other bits."""
         return first_difference(self.rows)
+
+
+def receipt_file(given: str | None, default: str) -> Path:
+    """Return the file for a receipt, before anything has run. ``given`` is the value of ``--receipt``.
+
+    Raises ``UsageError`` for a place that takes no file, and for a file that is no receipt: only those are replaced.
+    """
+    path = expand_path(given or default)
+    place = f"--receipt {path}"
+    if path.is_dir():
+        raise UsageError(f"{place}: is a directory; give the name of a file, such as {path / default}")
+    if not path.parent.is_dir():
+        raise UsageError(f"{place}: {path.parent} is no directory; make it, or give another file")
+    if os.path.lexists(path) and not _is_receipt(path):
+        raise UsageError(f"{place}: exists and is no receipt of accel-train; give another file")
+    refuse_unusable_folder(place, path.parent)
+    return path
+
+
+def _is_receipt(path: Path) -> bool:
+    try:
+        return strict_json.read_object(path).keys() >= OF_EVERY_RECEIPT
+    except (OSError, ValueError):
+        return False
 
 
 def write_receipt(

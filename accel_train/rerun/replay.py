@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.compare.runs import InterruptedRunError, RunFailedError, stop_signals_raise
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError
 from accel_train.rerun import agreement, recorded, training, weights
 from accel_train.rerun.agreement import TOLERANCE, Weights
-from accel_train.rerun.receipt import Result, write_receipt
+from accel_train.rerun.receipt import Result, receipt_file, write_receipt
 from accel_train.rerun.recorded import RecordedRun
 from accel_train.rerun.starts import Start
 from accel_train.rerun.training import Machine
@@ -91,10 +91,10 @@ def replay(request: Request) -> int:
         try:
             run = recorded.open_window(request.run, first, last, Path(folder))
             plan, notices = _plan(request, run, first, last)
+            # Not in the directory of the run, which is never changed.
+            path = receipt_file(request.receipt, f"replay-{run.run_id}-{first}-{last}.json")
             print("\n".join([f"run {run.run_id}: {run.directory}", *notices]), flush=True)
             result, starts = _replay(request, plan, Path(folder))
-            # Not in the directory of the run, which is never changed.
-            path = expand_path(request.receipt or f"replay-{run.run_id}-{first}-{last}.json")
             write_receipt(path, run.run_id, plan.recipe, plan.checkpoint, starts, result)
         except RunFailedError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)

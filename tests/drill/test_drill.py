@@ -180,6 +180,10 @@ def test_wrong_usage_is_refused_before_anything_runs(tmp_path: Path) -> None:
     assert "--output_dir" in refused(recipe, "demo", "--output_dir=mine")
     assert "num_machines is 2" in refused("--config_file", str(_two_machines(tmp_path)), recipe)
     assert "is not empty" in refused("--keep", str(tmp_path), recipe)
+    (tmp_path / "file").write_text("")
+    assert "file is a file; give a directory" in refused("--keep", str(tmp_path / "file"), recipe)
+    assert "cannot be written (Not a directory)" in refused("--keep", str(tmp_path / "file" / "runs"), recipe)
+    assert "is a directory; give the name of a file" in refused("--receipt", str(tmp_path), recipe)
     assert not list(Path().iterdir())
 
 

@@ -15,6 +15,7 @@ from accel_train.hub.options import HubConfig
 from accel_train.hub.push_now import push_now
 from accel_train.rerun import agreement, recorded, replay, training
 from accel_train.rerun.agreement import Row, Weights
+from accel_train.rerun.receipt import receipt_file
 from accel_train.rerun.starts import Start
 from accel_train.store import commit, strict_json
 from accel_train.store.run_file import write_run
@@ -146,6 +147,28 @@ def test_what_cannot_be_replayed_is_refused(run: Finished, tmp_path: Path) -> No
     file = damaged.checkpoint(4) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert "refused: " in refusal(damaged.directory, "5:7")
+
+
+def test_a_receipt_replaces_an_earlier_one_and_nothing_else(run: Finished, tmp_path: Path) -> None:
+    before = recording.tree(run.directory)
+    mine = tmp_path / "thesis.txt"
+    mine.write_text("my thesis")
+    for place, reason in {
+        run.directory: "is a directory; give the name of a file, such as",
+        run.checkpoint(4) / "manifest.json": "exists and is no receipt of accel-train",
+        mine: "exists and is no receipt of accel-train",
+        mine / "receipt.json": "thesis.txt is no directory; make it, or give another file",
+        tmp_path / "absent" / "receipt.json": "absent is no directory",
+        Path("/proc/receipt.json"): "cannot be written",
+    }.items():
+        with pytest.raises(UsageError, match=f"^--receipt .*{reason}"):
+            replay.replay(replay.Request(str(run.directory), "8:12", receipt=str(place)))
+    assert recording.tree(run.directory) == before
+    assert mine.read_text() == "my thesis"
+    earlier = tmp_path / "receipt.json"
+    sealed = strict_json.sealed({"schema": 1, "written_at": "2026-01-01T00:00:00Z", "recipe": {}})
+    earlier.write_text(json.dumps(sealed))
+    assert receipt_file(str(earlier), "replay.json") == earlier
 
 
 def test_a_run_says_which_recipe_but_not_which_file_is_executed(run: Finished, tmp_path: Path) -> None:

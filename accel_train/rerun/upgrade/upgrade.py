@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_train.compare.runs import InterruptedRunError, RunFailedError, stop_signals_raise
-from accel_train.config import expand_path
 from accel_train.rerun import agreement, recorded, weights
-from accel_train.rerun.receipt import Result, write_receipt
+from accel_train.rerun.receipt import Result, receipt_file, write_receipt
 from accel_train.rerun.recorded import RecordedRun
 from accel_train.rerun.samples import again
 from accel_train.rerun.samples.again import Beginning
@@ -118,9 +117,9 @@ def upgrade(request: Request, place: str) -> int:
                 Side(side, environment, request.machine, folder / side)
                 for side, environment in zip(NAMES, environments, strict=True)
             ]
+            path = receipt_file(request.receipt, f"upgrade-{run.run_id}-{first}-{last}.json")
             print("\n".join(report.head(sides, beginning, first, last)), flush=True)
             found = _compare(request, _Window(beginning, first, last), sides)
-            path = expand_path(request.receipt or f"upgrade-{run.run_id}-{first}-{last}.json")
             write_receipt(
                 path, run.run_id, recipe, beginning.checkpoint, found.starts, found.result, report.as_json(found)
             )
