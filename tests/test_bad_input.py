@@ -346,6 +346,8 @@ FILES = [
         prepare=write("c.yaml", f"output_dir: {'n' * 300}"),
     ),
     Row("I32-long-data", f"--data.path {'n' * 300}.txt", r"data\.path: 'n{40}'\.\.\. \(304 characters\) is refused"),
+    Row("I32-long-init", f"--init_from {'n' * 300}", r"init_from: 'n{40}'\.\.\. \(300 characters\) is refused"),
+    Row("I32-long-resume", f"--resume {'n' * 300}", r"resume: 'n{40}'\.\.\. \(300 characters\) is refused"),
     Row("I32-file", "--output_dir {}/texts.jsonl", r"output_dir.*texts\.jsonl.*give another --output_dir"),
     Row("I32-below-a-file", "--output_dir {}/texts.jsonl/run", r"output_dir.*give another --output_dir"),
 ]

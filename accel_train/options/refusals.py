@@ -15,6 +15,8 @@ from accel_train.options.flags import refusal
 from accel_train.options.tree import INVOCATION_OPTIONS, Tree, defaults_tree, flatten
 
 OUTPUT_DIR = "output_dir"
+PLACES = ("path", "_dir", "resume", "init_from", ".source")
+"""Ends of the names of options that are paths, or may be."""
 
 
 def impossible_text(key: str, value: object) -> str | None:
@@ -23,7 +25,7 @@ def impossible_text(key: str, value: object) -> str | None:
         return None
     if "\0" in value:
         return f"{cut(value)} is refused: text without the character NUL is required"
-    if not key.endswith(("path", "_dir")):
+    if not key.endswith(PLACES):
         return None
     return too_long(value)
 

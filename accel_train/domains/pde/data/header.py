@@ -24,7 +24,7 @@ class FieldHeader:
     parameters: tuple[str, ...]
     """Names of the P parameters."""
     input_channels: int
-    """Leading channels of the input. Without time, the others are the target."""
+    """Leading channels of the input. Without time, the others are the target. With time it is not read."""
     dt: float
     """Time from one snapshot to the next. All channels advance. 0: no time, and T = 1."""
     boundary: str
@@ -77,7 +77,12 @@ def _check_time(file: Path, header: FieldHeader, fields: tuple[int, ...]) -> Non
             f"--data.path: {file} has the attribute dt {header.dt:g}; the time from one snapshot to the next is "
             "required, finite and above 0, or 0 for an equation without time. Correct it in the files of both splits."
         )
-    channels = fields[2]
+    _, snapshots, channels, _, _ = fields
+    if header.dt == 0 and snapshots > 1:
+        raise UsageError(
+            f"--data.path: {file} has the attribute dt 0, without time, and {snapshots} snapshots of each sample; one "
+            "is required, T = 1. Correct dt in the files of both splits, or write a single snapshot."
+        )
     if header.dt == 0 and not 0 < header.input_channels < channels:
         raise UsageError(
             f"--data.path: {file} has the attributes dt 0, without time, and input_channels {header.input_channels} of "

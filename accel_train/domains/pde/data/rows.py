@@ -205,6 +205,7 @@ def build_field_data(
     tasks: list[FieldTask] = []
     for name, splits in stored.items():
         task = _describe(splits, data[name]["train"], facts[name]["train"], time_stride)
+        _refuse_zeros(splits["heldout"][0].part.file, task, facts[name]["heldout"])
         # The model was trained on its scales. Other data would give others.
         tasks.append(task if saved is None else with_scales_of(saved, task))
     assets = FieldAssets(tuple(tasks))
@@ -312,6 +313,16 @@ def _refuse_out_of_range(file: Path, facts: FieldFacts) -> None:
                 f"{smallest:g} to {largest:g} is required of the deviation, and at most {largest:g} of the mean: "
                 "the range of fp32. Write the fields in another unit."
             )
+
+
+def _refuse_zeros(file: Path, task: FieldTask, heldout: FieldFacts) -> None:
+    """Refuse held-out targets that are 0 everywhere: their relative errors have no size to be relative to."""
+    targets = slice(-task.target_channels, None)
+    if not any(heldout.mean[targets]) and not any(heldout.std[targets]):
+        raise UsageError(
+            f"--data.path: the held-out fields of {file} are 0 everywhere, and nRMSE, the error over the size of the "
+            "fields, is not defined; write held-out fields of the kind that is trained on."
+        )
 
 
 def _refuse_other_kind(stored: StoredFields, train: Fields, heldout: StoredFields) -> None:

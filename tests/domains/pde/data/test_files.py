@@ -234,7 +234,11 @@ def test_the_sample_of_a_parameter_that_is_not_finite_is_named(tmp_path: Path, w
         (lambda f: f.attrs.update(dt=-0.1), r"x\.h5 has the attribute dt -0\.1; .*finite and above 0"),
         (lambda f: f.attrs.update(dt=np.nan), r"x\.h5 has the attribute dt nan; .*finite and above 0"),
         (lambda f: f.attrs.update(dt=np.inf), r"x\.h5 has the attribute dt inf; .*finite and above 0"),
-        (lambda f: f.attrs.update(dt=0.0, input_channels=2), "input_channels 2 of 2 channels; 1 to 1 inputs are req"),
+        (
+            lambda f: (f.attrs.update(dt=0.0, input_channels=2), f.pop("fields"), f.update(fields=VALUES[:, :1])),
+            "input_channels 2 of 2 channels; 1 to 1 inputs are req",
+        ),
+        (lambda f: f.attrs.update(dt=0.0), "dt 0, without time, and 3 snapshots of each sample; one is required"),
         (lambda f: f.attrs.update(grid=(1, 32)), r"attribute grid \(1, 32\) and .* its grid is \(4, 6\)"),
     ],
 )

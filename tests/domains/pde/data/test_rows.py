@@ -167,6 +167,17 @@ def test_a_channel_that_never_changes_is_refused(tmp_path: Path) -> None:
         build({"still": {"train": one, "heldout": one}}, tmp_path)
 
 
+def test_held_out_targets_of_zeros_are_refused(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(2, 1, 2, 4, 4))
+    for name, factor in {"train": 1, "heldout": 0}.items():
+        # The second channel is the target.
+        fields = values * np.array([1, factor])[:, None, None]
+        write_fields(tmp_path / f"{name}.h5", STILL, 2, [(fields, np.ones((2, 1)))])
+    splits = {name: [opened(tmp_path / f"{name}.h5")] for name in ("train", "heldout")}
+    with pytest.raises(UsageError, match=r"held-out fields of .*heldout\.h5 are 0 everywhere, and nRMSE"):
+        build({"still": splits}, tmp_path)
+
+
 def test_assets_are_plain_json(tmp_path: Path) -> None:
     build(two_tasks(tmp_path), tmp_path).assets.save(tmp_path)
     facts = json.loads((tmp_path / "fields.json").read_text())
