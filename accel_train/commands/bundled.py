@@ -31,6 +31,8 @@ def find_recipe(text: str) -> Path:
     A file wins over a name. Raises ``UsageError`` for neither.
     """
     path = expand_path(text)
+    if path.suffix in (".yaml", ".yml", ".json"):
+        raise UsageError(f"recipe {text!r}: is no recipe, a Python file is required; options follow it: RECIPE {text}")
     if path.is_file():
         return path
     names = recipe_names()

@@ -206,10 +206,19 @@ def refuse_unshardable(accelerator: Accelerator, model: torch.nn.Module) -> None
             if units[0] != units[1]:
                 raise UsageError(
                     f"fsdp2: {other} and {full} are one tensor, and {_in_words(units)} are sharded as units of their "
-                    "own: a tied weight has to lie in one unit. Give each its own, tie only what lies outside of the "
-                    "blocks or in the same one, or let _no_split_modules name a class around both; "
-                    "accelerate_configs/ddp.yaml and zero2_offload.yaml take it as it is"
+                    f"own: a tied weight has to lie in one unit. {_remedy_of_tied(accelerator)}, give each its own, "
+                    "or tie only what lies outside of the blocks or in the same one; accelerate_configs/ddp.yaml and "
+                    "zero2_offload.yaml take it as it is"
                 )
+
+
+def _remedy_of_tied(accelerator: Accelerator) -> str:
+    plugin: Any = accelerator.state.fsdp_plugin
+    given = plugin.transformer_cls_names_to_wrap
+    if given is None:
+        return "Let _no_split_modules name a class around both"
+    named = f"fsdp_transformer_layer_cls_to_wrap: {', '.join(given)}"
+    return f"Delete {named} in the launch file, for the model's own blocks, or name a class there around both"
 
 
 def _units(accelerator: Accelerator, model: nn.Module) -> dict[int, str]:

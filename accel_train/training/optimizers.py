@@ -125,9 +125,11 @@ class OptimizerConfig:
             value = getattr(self, field.name)
             if field.name not in ("betas", "eps", "fused") or field.name in keywords:
                 continue
-            if field.name in taken and value != "auto":
+            # Adafactor has a pair of eps.
+            suits = field.name in taken and not (field.name == "eps" and isinstance(taken["eps"].default, tuple))
+            if suits and value != "auto":
                 keywords[field.name] = value
-            elif field.name not in taken and value != field.default:
+            elif not suits and value != field.default:
                 default = field.default
                 words = " ".join(map(str, default)) if isinstance(default, tuple) else default
                 raise UsageError(

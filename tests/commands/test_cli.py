@@ -176,7 +176,12 @@ def test_check_agrees_where_file_and_experiment_say_the_same(tmp_path: Path) -> 
 
 def test_check_refuses_what_is_no_recipe(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("x = 1\n")
-    for name, says in (("none.py", "there is no such file"), ("other.py", "it defines no main")):
+    (tmp_path / "preset.yaml").write_text("seed: 1\n")
+    for name, says in (
+        ("none.py", "there is no such file"),
+        ("other.py", "it defines no main"),
+        ("preset.yaml", "is no recipe, a Python file is required; options follow it: RECIPE .*preset.yaml"),
+    ):
         with pytest.raises(UsageError, match=says):
             call("check", "--config_file", str(PRESETS / "ddp.yaml"), str(tmp_path / name))
 

@@ -288,6 +288,16 @@ def test_fsdp2_is_given_exactly_the_parameters_that_it_takes(kind: str, one_proc
         prepared(torch.ones(2, 4)).sum().backward()
 
 
+def test_classes_of_the_launch_file_are_named_where_they_part_a_tied_weight() -> None:
+    model = variant("nested units")
+    for names, remedy in {
+        (): "Let _no_split_modules name a class around both, give each its own",
+        ("Block", "Outer"): "Delete fsdp_transformer_layer_cls_to_wrap: Block, Outer in the launch file",
+    }.items():
+        with pytest.raises(UsageError, match=f"a tied weight has to lie in one unit. {remedy}"):
+            refuse_unshardable(machine(*names), model)
+
+
 def test_the_other_strategies_take_any_parameter() -> None:
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
     for kind in REFUSED:
