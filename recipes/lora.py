@@ -40,6 +40,7 @@ from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
+from accel_train.options.words import words_of
 from accel_train.runtime.strategy import strategy_of
 from accel_train.training.accumulation import Batch
 from accel_train.training.optimizers import set_learning_rate
@@ -99,9 +100,9 @@ class Config(experiment.ExperimentConfig):
         return self.evaluation.side or self.data.resolutions[0]
 
 
-def preset_without_one(argv: Sequence[str]) -> str:
+def preset_without_one(argv: Sequence[object]) -> str:
     """Return the preset of a command line that names none: that of your own base, or the demo."""
-    has_base = any(word.partition("=")[0] == "--base.source" for word in argv)
+    has_base = any(word.partition("=")[0] == "--base.source" for word in words_of(argv))
     return TUNE_PRESET if has_base else DEFAULT_PRESET
 
 
