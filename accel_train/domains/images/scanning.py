@@ -135,7 +135,7 @@ def list_pictures(source: Source, cache: Path) -> Listing:
     if is_saved_dataset(path):
         return list_dataset(source)
     if path.is_dir():
-        return list_folder(path, source)
+        return list_folder(path, source, cache)
     if path.exists() or path.is_symlink() or path.suffix in (".zip", ".tar", ".json", ".csv", ".txt"):
         raise UsageError(
             f"{source.named}: a folder of pictures, parquet files, a folder of dataset.save_to_disk or a Hub id is "

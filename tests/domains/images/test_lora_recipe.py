@@ -17,6 +17,7 @@ import accel_train
 from accel_train import cli
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
+from accel_train.domains.images.options import PictureDataConfig, PriorConfig
 from accel_train.domains.images.pipelines import adapter_files, validation
 from accel_train.store import commit
 from tests.domains.images import tiny_pipelines as tiny
@@ -166,6 +167,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pictures(folder / "photos")
     settings(folder, "sd1")
     return folder
+
+
+def test_a_run_below_its_pictures_does_not_learn_its_own_report(made: Path, tmp_path: Path) -> None:
+    photos = pictures(tmp_path / "photos")
+    flags = ("--data.path", str(photos), "--data.default_caption", "a curve")
+    run = photos / "run"
+    train(made, str(run), *flags, "--max_steps", "1")
+    assert list(run.glob("report/**/*.png"))
+    # A resume with other data is refused.
+    train(made, str(run), *flags, "--max_steps", "2")
+    assert (run / "checkpoints" / "checkpoint_00000002").is_dir()
+
+
+def test_class_pictures_are_not_drawn_among_those_of_training(tmp_path: Path) -> None:
+    prior = PriorConfig(path=str(tmp_path / "photos" / "class"), caption="a dog", count=4)
+    with pytest.raises(UsageError, match=r"data.prior.path '.*class': is in data.path '.*photos'"):
+        PictureDataConfig(path=str(tmp_path / "photos"), prior=prior)
 
 
 @pytest.mark.slow  # the test above exports the plain variant

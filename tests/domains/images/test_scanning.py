@@ -50,6 +50,40 @@ def test_a_folder_with_text_files(tmp_path: Path) -> None:
     assert not found.notices
 
 
+def as_run(folder: Path) -> Path:
+    """Give a folder what the directory of a run has."""
+    (folder / "report" / "pictures").mkdir(parents=True)
+    for name in ("curves.png", "pictures/step_00000010.png"):
+        (folder / "report" / name).write_bytes(encoded(drawn(32, 32, 7)))
+    (folder / "report" / "samples.txt").write_text("no caption")
+    (folder / "run.json").write_text("{}")
+    (folder / "config.yaml").write_text("max_steps: 3")
+    return folder
+
+
+def test_runs_and_the_cache_below_are_no_pictures(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    cache = folder / "cache"
+    before = read(folder, cache)
+    as_run(folder / "runs" / "one")
+    (folder / "linked").symlink_to(as_run(tmp_path / "two"))
+    (cache / "other").mkdir()
+    (cache / "other" / "a.png").write_bytes(encoded(drawn(32, 32, 8)))
+    found = read(folder, cache)
+    assert captions(found) == captions(before)
+    assert not found.left_out
+    left_out = "2 directories of runs are left out, with the pictures that they drew: runs/one, linked"
+    assert found.notices == [left_out]
+
+
+def test_pictures_in_the_directory_of_their_own_run(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    before = captions(read(folder, tmp_path / "cache"))
+    found = read(as_run(folder), tmp_path / "cache")
+    assert captions(found) == before
+    assert not found.left_out
+
+
 def test_a_content_hash_is_that_of_the_file(tmp_path: Path) -> None:
     first = read(folder_of(tmp_path / "one", (48, 32), (32, 32)), tmp_path / "cache")
     second = read(folder_of(tmp_path / "two", (48, 32), (32, 32)), tmp_path / "cache")

@@ -18,7 +18,7 @@ from accel_train import rng
 from accel_train.config import UsageError, expand_path
 from accel_train.data.progress import Progress
 from accel_train.domains.images.buckets import to_image
-from accel_train.domains.images.folders import METADATA, SUFFIXES, is_mask
+from accel_train.domains.images.folders import METADATA, picture_files
 from accel_train.domains.images.latent_cache import EncodeTexts, Filling
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines.drawing import draw_picture
@@ -77,10 +77,9 @@ def draw_missing(
 
 def _own_pictures(folder: Path) -> int:
     """Count the pictures in the folder not drawn here."""
-    if not folder.exists():
+    if not folder.is_dir():
         return 0
-    files = [file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and not is_mask(file)]
-    return sum(not file.name.startswith(STEM) for file in files)
+    return sum(not file.name.startswith(STEM) for file in picture_files(folder))
 
 
 def _refuse_others(folder: Path, drawn_from: Mapping[str, Any], is_added_to: bool) -> None:
