@@ -181,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
     found = loading.find_base(config.base)
     base = adapters.with_trained_text(found, config.text_encoders, strategy_of(accelerator))
     levels = base.levels()
-    given = (config.data, base, config.evaluation.prompts, accelerator.device)
+    given = (config.data, base, config.evaluation, accelerator.device)
     preparing = partial(prepare_inputs, *given, earlier=earlier_assets(config.run_options()))
     inputs = startup.prepare_data(accelerator, preparing)
     if config.cache_only:

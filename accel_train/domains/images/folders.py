@@ -82,7 +82,7 @@ def list_folder(folder: Path, source: Source, cache: Path) -> Listing:
         notices.append(f"{len(tree.repeated):,} links to folders that are read already, or hold this one: {names}")
     if tree.runs:
         names = shortened(tree.runs, SHOWN_NAMES)
-        notices.append(f"{len(tree.runs):,} directories of runs are left out, with the pictures that they drew: {names}")
+        notices.append(f"{len(tree.runs):,} directories of runs are left out, with their curves and pictures: {names}")
     return Listing(listed.entries, [*listed.left_out, *unread, *tree.unreadable], notices)
 
 

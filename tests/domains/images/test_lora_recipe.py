@@ -32,6 +32,7 @@ STEPS = 10
 PROMPT = "a red flag"
 WITHOUT_EFFECT = {"sd3": ["transformer_blocks.1.attn.add_q_proj.lora_B.default.weight"]}
 """What the last block reads of the prompts is kept, what it answers to them is not."""
+PRIOR = ("--data.prior.path", "/nowhere/class", "--data.prior.caption", "a dog", "--data.prior.count", "2")
 READ_BY_DIFFUSERS = ("sd1", "sd2", "sdxl", "flux2", "qwen_image", "z_image")
 """kohya's file. That of SD3 it does not know, that of Flux only in its real width: test_kohya.py has both."""
 
@@ -158,6 +159,9 @@ def test_a_family_is_trained_resumed_exported_and_loaded(
     assert np.array_equal(mine, np.asarray(accel_train.load(tmp_path / "out")(PROMPT, seed=7)))
     without = np.asarray(loaded(PROMPT, seed=7, adapter="base"), np.float64)
     assert np.abs(mine - without).max() > 3
+    if name == "sd1":
+        with pytest.raises(UsageError, match=r"side 17: .* multiples of 8 \(its VAE reduces by 2\); give 16 or 24"):
+            loaded(PROMPT, side=17)
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +270,10 @@ def test_pictures_of_all_steps_are_in_one_grid(tmp_path: Path) -> None:
         (("--lora.rank", "0"), r"lora.rank is 0"),
         (("--base.source", "None"), r"base.source: adapters need a pretrained pipeline of diffusers"),
         (("--data.bucket_step", "3"), r"data.bucket_step 3: Stable Diffusion 1.x and 2.x takes sides that are mult"),
+        (("--evaluation.side", "17"), r"evaluation.side 17: .* multiples of 8 .*; give 16 or 24"),
+        (("--evaluation.side", "5"), r"evaluation.side 5: .*; give 8$"),
+        (("--evaluation.side", "None", "--data.resolutions", "20"), r"resolutions \[20\]: its first is evaluation.side"),
+        (("--data.resolutions", "20", *PRIOR), r"data.prior.count 2 draws pictures of 20x20: .*; give 16 or 24"),
         (("--times.weighting", "cosmap"), r"times.weighting cosmap: .* predicts epsilon"),
         (("--network_dim", "8"), r"network_dim.*--lora.rank"),
         (("--blocks_to_swap", "8"), r"blocks_to_swap.*--offload_frozen"),

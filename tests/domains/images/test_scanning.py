@@ -72,7 +72,7 @@ def test_runs_and_the_cache_below_are_no_pictures(tmp_path: Path) -> None:
     found = read(folder, cache)
     assert captions(found) == captions(before)
     assert not found.left_out
-    left_out = "2 directories of runs are left out, with the pictures that they drew: runs/one, linked"
+    left_out = "2 directories of runs are left out, with their curves and pictures: runs/one, linked"
     assert found.notices == [left_out]
 
 

@@ -21,8 +21,10 @@ from accel_train.domains.images.dataset import PictureDataset, Sample, prepare_p
 from accel_train.domains.images.latent_cache import CachedPictures, Filling, cached_latents, cached_texts, text_key
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
+from accel_train.domains.images.pipelines.drawing import reduction
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
+from accel_train.domains.images.pipelines.validation import EvaluationConfig
 from accel_train.domains.images.trained_text.adapters import with_frozen_text
 from accel_train.domains.images.weighting.class_pictures import draw_missing
 from accel_train.domains.images.weighting.masks import Masks, describe_masks, find_masks
@@ -150,7 +152,7 @@ def refuse_beside_cache_only(config: StartOptions) -> None:
 def prepare_inputs(
     config: PictureDataConfig,
     base: Base,
-    prompts: Sequence[str],
+    evaluation: EvaluationConfig,
     device: torch.device,
     *,
     rank: int = 0,
@@ -158,14 +160,16 @@ def prepare_inputs(
     barrier: Callable[[], None] = lambda: None,
     earlier: Path | None = None,
 ) -> Inputs:
-    """Read the pictures, encode them, their captions and ``prompts`` once, and drop the text encoders. Collective.
+    """Read the pictures, encode them, their captions and the prompts once, and drop the text encoders. Collective.
 
-    ``earlier``: assets of the checkpoint to resume. Raises ``UsageError``, also for buckets unfit for the base.
+    ``earlier``: assets of the checkpoint to resume. Raises ``UsageError``, also for buckets and sides unfit for the
+    base.
     """
     refuse_unread(config)
     pictures = prepare_pictures(config, rank=rank, world_size=world_size, barrier=barrier)
     pipeline = base.components(device)
     _refuse_step(config, base, pipeline)
+    evaluation.refuse_side(config, pipeline, base.family)
     filling = Filling(rank, world_size, barrier, base.config.encoder_batch_size, progress=True)
     # First, while the pipeline has its text encoders: pictures of the class are drawn from a caption.
     prior = _prior(config, base, pipeline, pictures.train, filling)
@@ -173,9 +177,9 @@ def prepare_inputs(
     masks = find_masks(config.mask, masked, reduction(pipeline))
     datasets = [pictures.train, pictures.heldout, *([prior[0]] if prior else [])]
     samples = [sample for data in datasets for sample in data.samples]
-    cut = _describe_cut(pipeline, base, samples, prompts)
+    cut = _describe_cut(pipeline, base, samples, evaluation.prompts)
     texts = cached_texts(
-        [*prompts, *(sample.caption for sample in samples)],
+        [*evaluation.prompts, *(sample.caption for sample in samples)],
         partial(encoding.encode_texts, pipeline, base),
         encoding.identity_of_texts(pipeline, base),
         pictures.cache,
@@ -260,8 +264,3 @@ def _refuse_step(config: PictureDataConfig, base: Base, pipeline: Any) -> None:
             f"{width}x{height} pixels, and {base.source} draws at most {largest[1]}x{largest[0]}; give "
             f"--data.resolutions {min(largest)} --data.max_aspect 1 --data.bucket_step {needed}"
         )
-
-
-def reduction(pipeline: Any) -> int:
-    """Return how many pixels along a side make one latent."""
-    return int(pipeline.vae_scale_factor)
