@@ -272,7 +272,10 @@ def test_pictures_of_all_steps_are_in_one_grid(tmp_path: Path) -> None:
         (("--data.bucket_step", "3"), r"data.bucket_step 3: Stable Diffusion 1.x and 2.x takes sides that are mult"),
         (("--evaluation.side", "17"), r"evaluation.side 17: .* multiples of 8 .*; give 16 or 24"),
         (("--evaluation.side", "5"), r"evaluation.side 5: .*; give 8$"),
-        (("--evaluation.side", "None", "--data.resolutions", "20"), r"resolutions \[20\]: its first is evaluation.side"),
+        (
+            ("--evaluation.side", "None", "--data.resolutions", "20"),
+            r"resolutions \[20\]: its first is evaluation.side",
+        ),
         (("--data.resolutions", "20", *PRIOR), r"data.prior.count 2 draws pictures of 20x20: .*; give 16 or 24"),
         (("--times.weighting", "cosmap"), r"times.weighting cosmap: .* predicts epsilon"),
         (("--network_dim", "8"), r"network_dim.*--lora.rank"),
