@@ -74,7 +74,9 @@ def list_folder(folder: Path, source: Source, cache: Path) -> Listing:
         listed = _by_metadata(folder, pictures, source)
     else:
         _refuse_columns(folder, source)
-        captions = [file for file in files if file.suffix == source.caption_extension]
+        captions = [file for file in files if file.suffix.lower() == source.caption_extension.lower()]
+        # Last, and so taken, the ones written as the option is: a.txt before a.TXT.
+        captions.sort(key=lambda file: file.suffix == source.caption_extension)
         listed = _by_name(folder, pictures, captions)
     notices = [*listed.notices]
     if tree.repeated:
@@ -91,8 +93,8 @@ def _refuse_columns(folder: Path, source: Source) -> None:
     for name, value in given.items():
         if value is not None:
             raise UsageError(
-                f"{name} {value!r} has no effect with {source.named}: {folder} has no columns and no {METADATA}. Leave "
-                "it out."
+                f"{source.group}{name} {value!r} has no effect with {source.named}: {folder} has no columns and no "
+                f"{METADATA}. Leave it out."
             )
 
 
@@ -220,14 +222,14 @@ def _by_metadata(folder: Path, pictures: Sequence[Path], source: Source) -> List
             left_out.append(LeftOut(place, "caption without a picture", f"no {name[:80]}"))
         else:
             used.add(name)
-            caption = caption_of_row(row, source.caption_column, place)
+            caption = caption_of_row(row, source.caption_column, place, source.group)
             if isinstance(caption, LeftOut):
                 left_out.append(caption)
             else:
                 entries.append(Entry(name, caption, FileBytes(known[name])))
     unnamed = [name for name in known if name not in used]
     left_out += [LeftOut(name, f"not named in {METADATA}") for name in unnamed]
-    return Listing(entries, left_out, choice_notices(fields, source.caption_column))
+    return Listing(entries, left_out, choice_notices(fields, source))
 
 
 def _rows(content: bytes, left_out: list[LeftOut]) -> Iterator[tuple[str, dict[str, Any]]]:

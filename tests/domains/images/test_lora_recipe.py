@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +233,16 @@ def test_adapters_on_a_pipeline_of_diffusers_stand_side_by_side(
     both.attach({"plain": tmp_path / "plain"})
     assert "nothing says which files its base is" in caplog.text
     assert np.array_equal(drawn[1], np.asarray(both(PROMPT, seed=7, adapter="plain")))
+
+
+@pytest.mark.parametrize("scale", ["0", "-0.1", "NaN", "Infinity"])
+def test_a_vae_that_scales_its_latents_away_is_refused(scale: str, made: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(made / "base", base)
+    config = base / "vae" / "config.json"
+    config.write_text(re.sub(r'"scaling_factor": [0-9.]+', f'"scaling_factor": {scale}', config.read_text()))
+    with pytest.raises(UsageError, match=r"base.source .*: the config of its VAE has scaling_factor .* above 0 is"):
+        train(made, "scaled", "--base.source", str(base))
 
 
 def test_the_file_of_diffusers_is_the_one_that_it_would_write(made: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -168,6 +169,7 @@ def prepare_inputs(
     refuse_unread(config)
     pictures = prepare_pictures(config, rank=rank, world_size=world_size, barrier=barrier)
     pipeline = base.components(device)
+    _refuse_scale(base, pipeline)
     _refuse_step(config, base, pipeline)
     evaluation.refuse_side(config, pipeline, base.family)
     filling = Filling(rank, world_size, barrier, base.config.encoder_batch_size, progress=True)
@@ -242,6 +244,17 @@ def _about_encoding(base: Base, freed: int, train: CachedPictures) -> list[str]:
 
 def _both(one: str, other: str) -> str:
     return hashlib.sha256(f"{one} {other}".encode()).hexdigest()
+
+
+def _refuse_scale(base: Base, pipeline: Any) -> None:
+    """Raise ``UsageError`` for a VAE whose latents would all be 0, not finite or of the other sign."""
+    # Patches of our own MMDiT have no config.
+    scale = getattr(getattr(pipeline.vae, "config", None), "scaling_factor", None)
+    if scale is not None and not 0 < scale < math.inf:
+        raise UsageError(
+            f"base.source {base.source}: the config of its VAE has scaling_factor {scale}, by which latents are "
+            "multiplied; a finite number above 0 is required, such as 0.18215 of Stable Diffusion. Correct it"
+        )
 
 
 def _refuse_step(config: PictureDataConfig, base: Base, pipeline: Any) -> None:
