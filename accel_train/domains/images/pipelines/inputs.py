@@ -25,7 +25,6 @@ from accel_train.domains.images.pipelines import encoding
 from accel_train.domains.images.pipelines.drawing import reduction
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
-from accel_train.domains.images.pipelines.validation import EvaluationConfig
 from accel_train.domains.images.trained_text.adapters import with_frozen_text
 from accel_train.domains.images.weighting.class_pictures import draw_missing
 from accel_train.domains.images.weighting.masks import Masks, describe_masks, find_masks
@@ -150,10 +149,18 @@ def refuse_beside_cache_only(config: StartOptions) -> None:
         )
 
 
+class DrawnPrompts(Protocol):
+    """Prompts that an evaluation draws (``validation.EvaluationConfig``)."""
+
+    @property
+    def prompts(self) -> Sequence[str]: ...
+    def refuse_side(self, data: PictureDataConfig, pipeline: Any, family: Any) -> None: ...
+
+
 def prepare_inputs(
     config: PictureDataConfig,
     base: Base,
-    evaluation: EvaluationConfig,
+    evaluation: DrawnPrompts,
     device: torch.device,
     *,
     rank: int = 0,
@@ -169,9 +176,7 @@ def prepare_inputs(
     refuse_unread(config)
     pictures = prepare_pictures(config, rank=rank, world_size=world_size, barrier=barrier)
     pipeline = base.components(device)
-    _refuse_scale(base, pipeline)
-    _refuse_step(config, base, pipeline)
-    evaluation.refuse_side(config, pipeline, base.family)
+    _refuse_unfit(config, base, pipeline, evaluation)
     filling = Filling(rank, world_size, barrier, base.config.encoder_batch_size, progress=True)
     # First, while the pipeline has its text encoders: pictures of the class are drawn from a caption.
     prior = _prior(config, base, pipeline, pictures.train, filling)
@@ -244,6 +249,13 @@ def _about_encoding(base: Base, freed: int, train: CachedPictures) -> list[str]:
 
 def _both(one: str, other: str) -> str:
     return hashlib.sha256(f"{one} {other}".encode()).hexdigest()
+
+
+def _refuse_unfit(config: PictureDataConfig, base: Base, pipeline: Any, evaluation: DrawnPrompts) -> None:
+    """Raise ``UsageError`` for a base that cannot be trained, and for sizes that it does not take."""
+    _refuse_scale(base, pipeline)
+    _refuse_step(config, base, pipeline)
+    evaluation.refuse_side(config, pipeline, base.family)
 
 
 def _refuse_scale(base: Base, pipeline: Any) -> None:
