@@ -75,12 +75,31 @@ def load(
 
     The folder is data: its config.json can name a pipeline of this package and nothing else. For a recipe of your own
     pass its class as ``pipeline``. Raises ``UsageError`` for a place without a model, a damaged file, an unknown
-    pipeline, a base that is gone or another one, and ``HubError`` if the Hub cannot be reached.
+    pipeline, a base that is gone or another one, an absent device, and ``HubError`` if the Hub cannot be reached.
     """
+    refuse_absent(device)
     directory = find(place)
     loaded = (pipeline or pipeline_of(directory)).from_directory(directory, device)
     attach(loaded, adapters or {})
     return loaded
+
+
+def refuse_absent(device: str) -> None:
+    """Raise ``UsageError`` for a name that is no device of torch on this machine, with those that there are."""
+    import torch
+
+    try:
+        # Made there, because torch knows the names of many devices that it cannot use.
+        is_usable = torch.empty(1, device=device).device.type != "meta"
+    except (RuntimeError, AssertionError):
+        is_usable = False
+    if is_usable:
+        return
+    present = ["cpu"]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        present += [f"{kind}:{number}" for number in range(torch.accelerator.device_count())]
+    raise UsageError(f"--device {device}: torch has no such device on this machine; give {' or '.join(present)}")
 
 
 def attach(pipeline: Any, adapters: Mapping[str, Place]) -> None:

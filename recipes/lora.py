@@ -40,6 +40,7 @@ from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
+from accel_train.options.words import words_of
 from accel_train.runtime.strategy import strategy_of
 from accel_train.training.accumulation import Batch
 from accel_train.training.optimizers import set_learning_rate
@@ -99,9 +100,9 @@ class Config(experiment.ExperimentConfig):
         return self.evaluation.side or self.data.resolutions[0]
 
 
-def preset_without_one(argv: Sequence[str]) -> str:
+def preset_without_one(argv: Sequence[object]) -> str:
     """Return the preset of a command line that names none: that of your own base, or the demo."""
-    has_base = any(word.partition("=")[0] == "--base.source" for word in argv)
+    has_base = any(word.partition("=")[0] == "--base.source" for word in words_of(argv))
     return TUNE_PRESET if has_base else DEFAULT_PRESET
 
 
@@ -180,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
     found = loading.find_base(config.base)
     base = adapters.with_trained_text(found, config.text_encoders, strategy_of(accelerator))
     levels = base.levels()
-    given = (config.data, base, config.evaluation.prompts, accelerator.device)
+    given = (config.data, base, config.evaluation, accelerator.device)
     preparing = partial(prepare_inputs, *given, earlier=earlier_assets(config.run_options()))
     inputs = startup.prepare_data(accelerator, preparing)
     if config.cache_only:

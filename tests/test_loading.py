@@ -126,6 +126,12 @@ def test_a_place_without_a_model_is_refused_with_what_it_is(tmp_path: Path) -> N
         settings({"format": 2}, tmp_path)
 
 
+@pytest.mark.parametrize("device", ["tpu", "meta", "xla", "cpux", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"--device {device}: torch has no such device on this machine; give cpu"):
+        accel_train.load(tmp_path, device=device)
+
+
 class Doubler:
     """A pipeline of somebody's own recipe."""
 

@@ -28,6 +28,7 @@ def sample(place: str, arguments: Sequence[str], recipe: str | None = None) -> i
     pipeline = declared or loading.pipeline_of(directory)
     options: Any = read_options(pipeline.options, arguments, f"accel-train sample {place}")
     _refuse_undecodable(options)
+    loading.refuse_absent(options.device)
     # Read first, because a model may take a minute to load.
     adapters = _named(getattr(options, "adapters", ()))
     loaded = pipeline.from_directory(directory, options.device)

@@ -40,7 +40,7 @@ class DamagedEntryError(UsageError):
 
 
 class DeletedEntryError(DamagedEntryError, MendedError):
-    """The entry is deleted, or another process has deleted it: the next start computes it again."""
+    """The entry is deleted, by this or another process, or the next start does so: it computes it again."""
 
 
 class Entry(NamedTuple):
@@ -96,7 +96,7 @@ class TensorCache:
                 # The disk may be read-only.
                 with contextlib.suppress(OSError):
                     file.unlink(missing_ok=True)
-                    self._doubt()
+                self._doubt()
             if not os.path.lexists(file):
                 kind = DeletedEntryError
             raise kind(
@@ -109,7 +109,7 @@ class TensorCache:
         # Of all folders in use: what damaged one entry may have damaged those of another encoder.
         in_use = {name.partition("/")[0] for name in live_leases(self.root)}
         for folder in {self.folder.name, *in_use}:
-            (self.root / folder / DOUBTED).touch()
+            doubt_folder(self.root / folder)
 
     def delete_damaged(self) -> int:
         """Read all entries if one was found damaged since the last time, and delete the damaged ones.
@@ -269,6 +269,15 @@ def clear(root: Path, used_before: float) -> tuple[list[Entry], int]:
                 entry.file.unlink(missing_ok=True)
                 deleted.append(entry)
     return deleted, in_use
+
+
+def doubt_folder(folder: Path) -> bool:
+    """Let the next start read all entries of a folder. False where that cannot be noted: the disk is read-only."""
+    try:
+        (folder / DOUBTED).touch()
+    except OSError:
+        return False
+    return True
 
 
 def is_intact(file: Path) -> bool:

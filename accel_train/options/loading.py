@@ -363,6 +363,8 @@ def _explain(cls: type, error: Any, where: str, places: Places) -> str:
     value = error.get("input")
     if isinstance(value, float) and not math.isfinite(value):
         message = "a finite value is required"
+    if error["type"] in ("tuple_type", "list_type"):
+        message = f"a list is required, as in [{value}]"
     # pydantic speaks of an input, which is an option here.
     message = re.sub(r"^Input should be (.*)", r"a value \1 is required", message)
     # An element such as betas.1 is set with --betas.

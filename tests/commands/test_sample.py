@@ -68,6 +68,8 @@ def test_the_pipeline_of_a_recipe_of_your_own_is_taken_from_its_file(
     assert capsys.readouterr().out == "hello 3\n"
     with pytest.raises(UsageError, match=r"or give `accel-train sample` the file, with --recipe"):
         cli._main(["sample", *words])
+    with pytest.raises(UsageError, match=r"--device tpu: torch has no such device on this machine; give cpu"):
+        cli._main(["sample", "--recipe", str(recipe), *words, "--device", "tpu"])
     silent = tmp_path / "silent.py"
     silent.write_text(RECIPE % "")
     with pytest.raises(UsageError, match="declares no pipeline"):

@@ -119,6 +119,13 @@ def test_what_no_command_line_has_is_refused_by_name(presets: Path, argv: Sequen
         load_config(Config, argv, presets=presets)
 
 
+@pytest.mark.parametrize("value", ["16", "0.9"])
+def test_a_number_in_place_of_a_list_is_told_how_to_write_one(value: str, presets: Path) -> None:
+    (presets / "demo.yaml").write_text(f"optimizer: {{betas: {value}}}\n")
+    with pytest.raises(UsageError, match=rf"betas: {value} is refused: a list is required, as in \[{value}\]; change"):
+        load(presets)
+
+
 def test_a_recipe_without_another_preset_offers_none(presets: Path) -> None:
     """Its only one has an unknown option, and the message ended with an empty list."""
     (presets / "large.yaml").unlink()

@@ -149,7 +149,13 @@ class Report:
 def check(path: str, config: CheckConfig, cache: Path) -> Report:
     """Read and measure every picture of a source. Raises ``UsageError`` for a source without usable pictures."""
     source = Source(
-        path, config.split, config.image_column, config.caption_column, config.caption_extension, option="data check"
+        path,
+        config.split,
+        config.image_column,
+        config.caption_column,
+        config.caption_extension,
+        option="data check",
+        group="--",
     )
     found = read_pictures(source, cache, min_side=config.min_side, progress=not config.json)
     if not found.pictures:

@@ -1,6 +1,6 @@
 """Folders of pictures: captions in text files of the same name, or in ``metadata.jsonl``.
 
-Folders below are read too. Hidden files and folders are skipped.
+Folders below are read too. Hidden files and folders, directories of runs and the cache are skipped.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from accel_train.domains.images.sources import (
     choice_notices,
     read_regular,
 )
+from accel_train.store.names import CONFIG_FILE, REPORT, RUN_FILE
 from accel_train.wording import shortened
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 OTHER_PICTURES = (".heic", ".heif", ".jxl", ".jp2", ".psd", ".svg", ".eps", ".ico", ".tga", ".exr", ".hdr", ".dng")
 """Pictures that are not read. They are counted, and not taken for other files."""
 METADATA = "metadata.jsonl"
+RUN_FOLDERS = ("checkpoints", "logs", REPORT)
+"""Folders in the directory of a run. The report has curves and drawn pictures, which no later start must learn."""
 
 
 def is_mask(file: Path) -> bool:
@@ -37,16 +40,25 @@ def is_mask(file: Path) -> bool:
     return file.stem.endswith(".mask") and file.suffix.lower() in SUFFIXES
 
 
-def list_folder(folder: Path, source: Source) -> Listing:
+def picture_files(folder: Path) -> list[Path]:
+    """Return the pictures of a folder and of those below it, as `list_folder` finds them."""
+    return _pictures_among(_walk(folder, None).files)
+
+
+def _pictures_among(files: Sequence[Path]) -> list[Path]:
+    return [file for file in files if file.suffix.lower() in SUFFIXES and not is_mask(file)]
+
+
+def list_folder(folder: Path, source: Source, cache: Path) -> Listing:
     """List the pictures of a folder with their captions.
 
     With a ``metadata.jsonl`` in the folder its rows are the pictures: ``file_name`` and a caption. Otherwise the
     caption of ``a.png`` is the text of ``a`` + `source.caption_extension`. Files such as ``a.mask.png`` are masks and
-    no pictures. Raises ``UsageError`` for a folder without pictures.
+    no pictures. Directories of runs and ``cache`` are left out. Raises ``UsageError`` for a folder without pictures.
     """
-    tree = _walk(folder)
+    tree = _walk(folder, cache)
     files = tree.files
-    pictures = [file for file in files if file.suffix.lower() in SUFFIXES and not is_mask(file)]
+    pictures = _pictures_among(files)
     if not pictures:
         others = sorted({file.suffix for file in files})
         raise UsageError(
@@ -62,12 +74,17 @@ def list_folder(folder: Path, source: Source) -> Listing:
         listed = _by_metadata(folder, pictures, source)
     else:
         _refuse_columns(folder, source)
-        captions = [file for file in files if file.suffix == source.caption_extension]
+        captions = [file for file in files if file.suffix.lower() == source.caption_extension.lower()]
+        # Last, and so taken, the ones written as the option is: a.txt before a.TXT.
+        captions.sort(key=lambda file: file.suffix == source.caption_extension)
         listed = _by_name(folder, pictures, captions)
     notices = [*listed.notices]
     if tree.repeated:
         names = shortened(tree.repeated, SHOWN_NAMES)
         notices.append(f"{len(tree.repeated):,} links to folders that are read already, or hold this one: {names}")
+    if tree.runs:
+        names = shortened(tree.runs, SHOWN_NAMES)
+        notices.append(f"{len(tree.runs):,} directories of runs are left out, with their curves and pictures: {names}")
     return Listing(listed.entries, [*listed.left_out, *unread, *tree.unreadable], notices)
 
 
@@ -76,8 +93,8 @@ def _refuse_columns(folder: Path, source: Source) -> None:
     for name, value in given.items():
         if value is not None:
             raise UsageError(
-                f"{name} {value!r} has no effect with {source.named}: {folder} has no columns and no {METADATA}. Leave "
-                "it out."
+                f"{source.group}{name} {value!r} has no effect with {source.named}: {folder} has no columns and no "
+                f"{METADATA}. Leave it out."
             )
 
 
@@ -90,13 +107,19 @@ class _Tree:
     """Links to folders whose files are read under another name, or that hold the folder itself."""
     unreadable: list[LeftOut] = field(default_factory=list[LeftOut])
     """Folders without permission."""
+    runs: list[str] = field(default_factory=list[str])
+    """Directories of runs."""
 
 
-def _walk(folder: Path) -> _Tree:
-    """Find all files but hidden ones. Links to folders are followed, unless that would read a file twice."""
+def _walk(folder: Path, cache: Path | None) -> _Tree:
+    """Find all files but hidden ones, those of runs and of the cache.
+
+    Links to folders are followed, unless that would read a file twice.
+    """
     tree = _Tree()
     # By what it is, not by its path: a circle of links has endless paths to one folder.
     seen = {_identity(parent) for parent in (folder.resolve(), *folder.resolve().parents)}
+    cache_identity = _identity(cache) if cache is not None and cache.is_dir() else None
     # Folders first: with a link before the folder that it leads to, the names would be those of the link.
     links: list[Path] = []
     folders = [folder]
@@ -104,6 +127,8 @@ def _walk(folder: Path) -> _Tree:
         current = folders.pop() if folders else links.pop(0)
         if current != folder:
             identity = _identity(current)
+            if identity == cache_identity:
+                continue
             if identity in seen:
                 tree.repeated.append(_name(current, folder))
                 continue
@@ -114,6 +139,12 @@ def _walk(folder: Path) -> _Tree:
         except OSError as error:
             tree.unreadable.append(LeftOut(_name(current, folder), "the folder cannot be read", error.strerror or ""))
             continue
+        if RUN_FILE in names and CONFIG_FILE in names:
+            if current != folder:
+                tree.runs.append(_name(current, folder))
+                continue
+            # Pictures in the directory of the run itself.
+            names = [name for name in names if name not in RUN_FOLDERS]
         for path in (current / name for name in names):
             # os.path: a link that leads to itself is no folder, and no error.
             if not os.path.isdir(path):
@@ -191,14 +222,14 @@ def _by_metadata(folder: Path, pictures: Sequence[Path], source: Source) -> List
             left_out.append(LeftOut(place, "caption without a picture", f"no {name[:80]}"))
         else:
             used.add(name)
-            caption = caption_of_row(row, source.caption_column, place)
+            caption = caption_of_row(row, source.caption_column, place, source.group)
             if isinstance(caption, LeftOut):
                 left_out.append(caption)
             else:
                 entries.append(Entry(name, caption, FileBytes(known[name])))
     unnamed = [name for name in known if name not in used]
     left_out += [LeftOut(name, f"not named in {METADATA}") for name in unnamed]
-    return Listing(entries, left_out, choice_notices(fields, source.caption_column))
+    return Listing(entries, left_out, choice_notices(fields, source))
 
 
 def _rows(content: bytes, left_out: list[LeftOut]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -13,6 +13,7 @@ from accel_train.config import (
     PositiveInt,
     UsageError,
     WithoutEffectError,
+    expand_path,
 )
 from accel_train.data.tables.ledger import Changed
 from accel_train.domains.images import decoding
@@ -156,6 +157,7 @@ class PictureDataConfig:
                 f"{self.heldout_path!r}. Leave it at its default {PictureDataConfig.heldout_fraction:g}, or give 0.",
                 "data.heldout_fraction",
             )
+        self._refuse_prior_below()
         decoding.colour(self.background)
         if len(set(self.resolutions)) < len(self.resolutions):
             raise UsageError(f"--data.resolutions {list(self.resolutions)}: each must be there once.")
@@ -167,6 +169,18 @@ class PictureDataConfig:
         if not self.caption_extension.startswith("."):
             raise UsageError(
                 f"--data.caption_extension {self.caption_extension!r}: must begin with a dot, such as .txt or .caption."
+            )
+
+    def _refuse_prior_below(self) -> None:
+        """Raise ``UsageError`` where the next start would read the drawn pictures of the class as training pictures."""
+        if self.prior.path is None or self.prior.count == 0:
+            return
+        training = expand_path(self.path)
+        drawn = expand_path(self.prior.path)
+        if drawn == training or training in drawn.parents:
+            raise UsageError(
+                f"data.prior.path {self.prior.path!r}: is in data.path {self.path!r}, whose pictures are all learned, "
+                "those too that data.prior.count draws; give a folder outside of it"
             )
 
     @property

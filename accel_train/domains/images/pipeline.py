@@ -20,7 +20,7 @@ from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, 
 from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.images.kohya.metadata import kohya_facts
 from accel_train.domains.images.pipelines import adapter_files
-from accel_train.domains.images.pipelines.drawing import draw_picture
+from accel_train.domains.images.pipelines.drawing import draw_picture, refuse_side
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
 from accel_train.domains.images.trained_mmdit.run_base import ASSETS, MMDiTBase
 from accel_train.domains.images.trained_mmdit.text_to_picture import MMDIT
@@ -205,14 +205,16 @@ class PicturePipeline:
         seed: int = 0,
         adapter: str | None = None,
     ) -> torch.Tensor:
-        """Return the picture of a prompt, (3, H, W) from -1 to 1."""
+        """Return the picture of a prompt, (3, H, W) from -1 to 1. Raises ``UsageError`` for a ``side`` not drawn."""
+        pixels = side or int(self.sampler.get("side", SIDE))
+        refuse_side(f"side {pixels}", pixels, self.pipeline, self.base.family)
         with self.using(adapter):
             return draw_picture(
                 self.pipeline,
                 self.base.family,
                 self._prompts(prompt),
                 seed,
-                side or int(self.sampler.get("side", SIDE)),
+                pixels,
                 steps or int(self.sampler["steps"]),
                 self.sampler.get("guidance") if guidance is None else guidance,
             )

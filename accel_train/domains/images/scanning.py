@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 from accel_train.config import UsageError, expand_path
 from accel_train.cores import usable_cores
 from accel_train.data.progress import Progress
+from accel_train.data.tables.text_sources import HUB_ID
 from accel_train.domains.images import decoding
 from accel_train.domains.images.decoding import PictureError
 from accel_train.domains.images.sources import (
@@ -135,11 +136,17 @@ def list_pictures(source: Source, cache: Path) -> Listing:
     if is_saved_dataset(path):
         return list_dataset(source)
     if path.is_dir():
-        return list_folder(path, source)
+        return list_folder(path, source, cache)
     if path.exists() or path.is_symlink() or path.suffix in (".zip", ".tar", ".json", ".csv", ".txt"):
         raise UsageError(
             f"{source.named}: a folder of pictures, parquet files, a folder of dataset.save_to_disk or a Hub id is "
             "required. Unpack an archive first."
+        )
+    # Of a path the Hub would say what its ids are made of, of which none begins with a dot.
+    if HUB_ID.match(source.path) is None or source.path.startswith("."):
+        raise UsageError(
+            f"{source.named}: there is no {path}; a folder of pictures, parquet files, a folder of "
+            "dataset.save_to_disk or a Hub id (owner/name) is required. Correct the path."
         )
     return list_dataset(source)
 

@@ -48,6 +48,8 @@ class Source:
     """Of the text file beside a picture."""
     option: str = "--data.path"
     """Name of the path in messages."""
+    group: str | None = "--data."
+    """What precedes image_column and caption_column as options, in messages. None: there are none."""
 
     @property
     def named(self) -> str:
@@ -108,7 +110,9 @@ def read_regular(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def caption_of_row(row: Mapping[str, Any], column: str | None, place: str) -> str | LeftOut | None:
+def caption_of_row(
+    row: Mapping[str, Any], column: str | None, place: str, group: str | None = "--data."
+) -> str | LeftOut | None:
     """Return the caption of a row in `column`, or with None in ``text`` or ``caption``.
 
     None without one: the value is null, or NaN as tables write a missing text. ``LeftOut`` for a value that is no text.
@@ -116,7 +120,9 @@ def caption_of_row(row: Mapping[str, Any], column: str | None, place: str) -> st
     """
     if column is not None and column not in row:
         hint = did_you_mean(nearest(column, row))
-        raise UsageError(f"caption_column {column!r}: {place} has the fields {sorted(row)}{hint}. Name one of them.")
+        raise UsageError(
+            f"{group}caption_column {column!r}: {place} has the fields {sorted(row)}{hint}. Name one of them."
+        )
     columns = CAPTION_COLUMNS if column is None else (column,)
     for name in columns:
         value = row.get(name)
@@ -128,12 +134,13 @@ def caption_of_row(row: Mapping[str, Any], column: str | None, place: str) -> st
     return None
 
 
-def choice_notices(fields: Collection[str], column: str | None) -> list[str]:
-    """Return a line if two `fields` may hold captions and no `column` is chosen."""
+def choice_notices(fields: Collection[str], source: Source) -> list[str]:
+    """Return a line if two `fields` may hold captions and no column is chosen."""
     found = [name for name in CAPTION_COLUMNS if name in fields]
-    if column is not None or len(found) < 2:
+    if source.caption_column is not None or len(found) < 2:
         return []
-    return [f"captions are those of {found[0]!r}, which comes before {found[1]!r}; caption_column chooses another"]
+    other = "" if source.group is None else f"; {source.group}caption_column chooses another"
+    return [f"captions are those of {found[0]!r}, which comes before {found[1]!r}{other}"]
 
 
 def is_saved_dataset(folder: Path) -> bool:

@@ -79,7 +79,7 @@ def list_shards(source: Source, cache: Path) -> Listing:
     captions = _captions(index, columns, source, places)
     folder = index.files[0].parent
     contents = [ShardBytes(table, row, image_column, folder) for row in range(len(table))]
-    return _listing(places, captions, contents, choice_notices(columns, source.caption_column))
+    return _listing(places, captions, contents, choice_notices(columns, source))
 
 
 def _listing(
@@ -133,9 +133,10 @@ def list_dataset(source: Source) -> Listing:
     pictures = dataset.select_columns([image_column])
     rows = captions if captions.column_names else [{}] * len(dataset)
     places = [f"row {row}" for row in range(len(dataset))]
-    found = [caption_of_row(fields, source.caption_column, place) for fields, place in zip(rows, places, strict=True)]
+    named = source.caption_column
+    found = [caption_of_row(row, named, place, source.group) for row, place in zip(rows, places, strict=True)]
     contents = [RowBytes(pictures, row, image_column) for row in range(len(dataset))]
-    return _listing(places, found, contents, choice_notices(types, source.caption_column))
+    return _listing(places, found, contents, choice_notices(types, source))
 
 
 def _load(source: Source) -> Any:
@@ -165,9 +166,11 @@ def _only_picture_column(types: Mapping[str, str], source: Source) -> str:
     """Return the only column of pictures. `types` describes each column."""
     found = [name for name, kind in types.items() if kind.startswith(PICTURE_TYPES)]
     if len(found) != 1:
+        remedy = "Give a table with one."
+        if source.group is not None and found:
+            remedy = f"Name it with {source.group}image_column."
         raise UsageError(
-            f"{source.named}: {len(found)} columns of pictures among {dict(types)}; one is required. Name it with "
-            "image_column."
+            f"{source.named}: {len(found)} columns of pictures among {dict(types)}; one is required. {remedy}"
         )
     return found[0]
 
@@ -176,7 +179,8 @@ def _require_column(option: str, name: str, columns: Mapping[str, str], source: 
     if name not in columns:
         hint = did_you_mean(nearest(name, columns))
         raise UsageError(
-            f"{option} {name!r}: {source.named} has the columns {sorted(columns)}{hint}. Name one of them."
+            f"{source.group or ''}{option} {name!r}: {source.named} has the columns {sorted(columns)}{hint}. Name one "
+            "of them."
         )
 
 

@@ -74,10 +74,15 @@ class _Block:
         texts = [row for row, _ in kept if row.text is not None]
         encoded = iter(templates.encode_texts(texts, self._encoder.tokenizer))
         for row, key in kept:
-            if row.text is None:
-                self._add(row, key, templates.encode(row, self._encoder.tokenizer))
-            else:
+            if row.text is not None:
                 self._add(row, key, next(encoded))
+                continue
+            try:
+                found = templates.encode(row, self._encoder.tokenizer)
+            except templates.UnusableRowError as error:
+                self.faults.append(Fault(row.place, error.reason))
+            else:
+                self._add(row, key, found)
 
     def _add(self, row: Row, key: bytes, encoded: templates.Encoded) -> None:
         length = len(encoded.ids)

@@ -74,6 +74,8 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
         return _pair(place, fields["prompt"], fields["completion"], tools)
     if text_column in null or (null and not fields):
         return f"null in {null}; text in {text_column!r}, or 'messages', or 'prompt' and 'completion', is required"
+    if text_column not in fields and "completion" in fields and "prompt" in null:
+        return "'prompt' is null beside 'completion'; text is required, which may be empty, or a list of messages"
     if text_column not in fields:
         # A name to try, even if none is alike: most files have one column of text.
         near = nearest(text_column, fields) or next(iter(fields), None)

@@ -12,12 +12,24 @@ from accel_train.config import UsageError
 from accel_train.domains.language.packing import Encoded
 from accel_train.domains.language.rows import Row
 
+
+class UnusableRowError(UsageError):
+    """A row that the chat template does not take. It is left out, if bad rows may be."""
+
+    def __init__(self, place: str, reason: str) -> None:
+        super().__init__(f"--data.path: {place}: {reason}")
+        self.reason = reason
+
+
 Span = tuple[int, int]
 """First character, and the one after the last."""
 
 
 def encode(row: Row, tokenizer: Any) -> Encoded:
-    """Return the tokens of a row, of any length. Raises ``UsageError`` for messages without a usable template."""
+    """Return the tokens of a row, of any length.
+
+    Raises ``UsageError`` for messages without a usable template, ``UnusableRowError`` for those that it refuses.
+    """
     if row.text is not None:
         return encode_texts([row], tokenizer)[0]
     if row.prompt is not None:
@@ -124,9 +136,12 @@ def _encode_messages(row: Row, tokenizer: Any) -> Encoded:
 
 def _marked_by_template(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Use the template's own marks of the assistant's turns."""
-    found = tokenizer.apply_chat_template(
-        list(row.messages), tools=row.tools, return_dict=True, return_assistant_tokens_mask=True
-    )
+    try:
+        found = tokenizer.apply_chat_template(
+            list(row.messages), tools=row.tools, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except Exception as error:  # as in `_render`
+        raise UnusableRowError(row.place, _refusal(error, None)) from None
     return list(found["input_ids"]), [bool(value) for value in found["assistant_masks"]]
 
 
@@ -136,10 +151,19 @@ def _render(row: Row, tokenizer: Any, count: int | None = None, *, prompt: bool 
     try:
         return tokenizer.apply_chat_template(messages, tools=row.tools, tokenize=False, add_generation_prompt=prompt)
     except Exception as error:  # a template may raise anything: roles out of order, a field that is missing
-        raise UsageError(
-            f"--data.path: {row.place}: the chat template refuses its messages ({type(error).__name__}: {error}). "
-            "Correct the row, or give another --data.chat_template."
-        ) from None
+        raise UnusableRowError(row.place, _refusal(error, count)) from None
+
+
+def _refusal(error: Exception, count: int | None) -> str:
+    """Return why the template does not write the first ``count`` messages of a row, None for all of them."""
+    if count == 0:
+        return (
+            "its first message is the assistant's, and the chat template cannot write the beginning of a turn with no "
+            "message before it, so what the assistant said cannot be found. Begin the chat with a message of the user, "
+            "or mark the assistant's turns in the --data.chat_template with {% generation %}"
+        )
+    raised = f"{type(error).__name__}: {error}"
+    return f"the chat template refuses its messages ({raised}). Another --data.chat_template may take them"
 
 
 def _assistant_spans(row: Row, tokenizer: Any) -> list[Span]:

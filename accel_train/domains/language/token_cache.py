@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,11 +24,13 @@ from accel_train.data.generation import blocks_in_order
 from accel_train.data.progress import Progress
 from accel_train.data.tables.row_blocks import RowBlocks
 from accel_train.data.tables.text_sources import BadRows
-from accel_train.data.tensor_cache import Lease, TensorCache
+from accel_train.data.tensor_cache import Lease, TensorCache, is_intact
 from accel_train.domains.language import packing
 from accel_train.domains.language.packing import COUNTS, EncodedBlock, Ints, Tokens
 from accel_train.domains.language.token_shards import OpenShards, Shard, ShardFile, shard_tensors
 from accel_train.store import atomic_files
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 Encode = Callable[[int], EncodedBlock]
@@ -75,8 +78,10 @@ class TokenCache:
     def prepared(self, source: RowBlocks, encoder: Callable[[], Encode], bad: BadRows) -> PreparedTokens:
         """Return the tokens, computed if the cache lacks them. Bad rows are counted in ``bad``.
 
-        Raises ``UsageError`` for one too many of them, and for a disk without room.
+        Damaged shards are computed again: all of them if a read has met one, and those that a preparation continues
+        from. Raises ``UsageError`` for one too many bad rows, and for a disk without room.
         """
+        self._report_damaged(self.tensors.delete_damaged())
         found = self._load()
         # The encoder is made only if something is missing: it may have to load a tokenizer.
         if found is None:
@@ -90,11 +95,24 @@ class TokenCache:
             # Another process may have computed them meanwhile.
             found = self._load()
             if found is None:
+                self._delete_damaged_shards()
                 preparation = _Preparation(self, encoder(), BadRows(bad_rows_left))
                 preparation.run(source)
                 found = self._load()
         assert found is not None, "it was just computed"
         return found
+
+    def _delete_damaged_shards(self) -> None:
+        """Delete the damaged ones among the shards that a preparation would continue from: it reads their tokens."""
+        kept = [self.file(shard["name"]) for shard in self.read_record()["train"]]
+        damaged = [file for file in kept if not is_intact(file)]
+        for file in damaged:
+            file.unlink(missing_ok=True)
+        self._report_damaged(len(damaged))
+
+    def _report_damaged(self, count: int) -> None:
+        if count:
+            logger.warning("tokens: %s damaged entries of the cache are deleted and computed again", f"{count:,}")
 
     def entry_key(self, name: str) -> str:
         """Return the key of an entry of the cache of tensors."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from accel_train.data.datasets import Batch
-from accel_train.data.tensor_cache import DamagedEntryError, Lease
+from accel_train.data.tensor_cache import DamagedEntryError, DeletedEntryError, Lease, doubt_folder
 from accel_train.domains.language import packing
 from accel_train.domains.language.packing import Ints, PackedTexts, Tokens
 
@@ -56,7 +56,10 @@ def shard_tensors(packed: PackedTexts) -> dict[str, Tensor]:
 
 
 class ShardFile:
-    """Parts of the tensors of one shard. Raises ``DamagedEntryError`` for a missing or truncated file."""
+    """Parts of the tensors of one shard. Raises ``DamagedEntryError`` for a missing, truncated or damaged file.
+
+    The next start then reads all entries, if the folder can be written to.
+    """
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -73,19 +76,27 @@ class ShardFile:
 
     def read(self, name: str, first: int, end: int) -> Any:
         """Return elements ``first`` to ``end`` - 1 of a tensor, in storage order."""
-        field = self._fields[name]
-        dtype = NUMBERS[field["dtype"]]
-        count = (end - first) * dtype.itemsize
-        place = self._start + field["data_offsets"][0] + first * dtype.itemsize
-        # pread has no position to share, so threads may read one file at the same time.
-        content = os.pread(self._descriptor, count, place)
+        try:
+            field = self._fields[name]
+            dtype = NUMBERS[field["dtype"]]
+            count = (end - first) * dtype.itemsize
+            place = self._start + field["data_offsets"][0] + first * dtype.itemsize
+            # pread has no position to share, so threads may read one file at the same time.
+            content = os.pread(self._descriptor, count, place)
+        # A damaged header or table of rows names places that are not there.
+        except (OSError, ValueError, LookupError, TypeError, OverflowError, MemoryError) as error:
+            raise self._damaged(f"{name} cannot be read ({error})") from None
         if len(content) != count:
             raise self._damaged("it is shorter than its header says")
         return np.frombuffer(content, dtype)
 
     def read_all(self, name: str) -> Any:
         """Return a whole tensor, flat."""
-        return self.read(name, 0, math.prod(self._fields[name]["shape"]))
+        try:
+            count = math.prod(self._fields[name]["shape"])
+        except (LookupError, TypeError) as error:
+            raise self._damaged(f"{name} cannot be read ({error})") from None
+        return self.read(name, 0, count)
 
     def row(self, index: int) -> Tokens:
         """Return the marked tokens of a row, compared with their checksum."""
@@ -102,6 +113,11 @@ class ShardFile:
         self._descriptor = -1
 
     def _damaged(self, reason: str) -> DamagedEntryError:
+        if doubt_folder(self.file.parents[1]):
+            return DeletedEntryError(
+                f"{self.file}: {reason}. Start the run again: it first reads all of its entries, and computes the "
+                "damaged ones and the tokens behind them again"
+            )
         return DamagedEntryError(
             f"{self.file}: {reason}. Delete it, or let accel-train data cache verify find all such files, and start "
             "again: the tokens are computed from there on"

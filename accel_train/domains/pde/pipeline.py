@@ -305,7 +305,8 @@ def _read_fields(file: str, shapes: str) -> tuple[Tensor, Tensor | None]:
             # A pickle may run code, and this file may come from anywhere.
             return torch.from_numpy(np.load(path, allow_pickle=False)), None
         tensors = load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
+    # EOFError: an empty .npy file.
+    except (OSError, EOFError, ValueError, SafetensorError) as error:
         raise UsageError(f"input {file}: cannot be read ({error}); a .safetensors or .npy file is required") from None
     if "input" not in tensors:
         names = ", ".join(sorted(tensors)[:6]) or "nothing"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import accel_train
 from accel_train import cli
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
+from accel_train.domains.images.options import PictureDataConfig, PriorConfig
 from accel_train.domains.images.pipelines import adapter_files, validation
 from accel_train.store import commit
 from tests.domains.images import tiny_pipelines as tiny
@@ -31,6 +34,7 @@ STEPS = 10
 PROMPT = "a red flag"
 WITHOUT_EFFECT = {"sd3": ["transformer_blocks.1.attn.add_q_proj.lora_B.default.weight"]}
 """What the last block reads of the prompts is kept, what it answers to them is not."""
+PRIOR = ("--data.prior.path", "/nowhere/class", "--data.prior.caption", "a dog", "--data.prior.count", "2")
 READ_BY_DIFFUSERS = ("sd1", "sd2", "sdxl", "flux2", "qwen_image", "z_image")
 """kohya's file. That of SD3 it does not know, that of Flux only in its real width: test_kohya.py has both."""
 
@@ -157,6 +161,9 @@ def test_a_family_is_trained_resumed_exported_and_loaded(
     assert np.array_equal(mine, np.asarray(accel_train.load(tmp_path / "out")(PROMPT, seed=7)))
     without = np.asarray(loaded(PROMPT, seed=7, adapter="base"), np.float64)
     assert np.abs(mine - without).max() > 3
+    if name == "sd1":
+        with pytest.raises(UsageError, match=r"side 17: .* multiples of 8 \(its VAE reduces by 2\); give 16 or 24"):
+            loaded(PROMPT, side=17)
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +173,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pictures(folder / "photos")
     settings(folder, "sd1")
     return folder
+
+
+def test_a_run_below_its_pictures_does_not_learn_its_own_report(made: Path, tmp_path: Path) -> None:
+    photos = pictures(tmp_path / "photos")
+    flags = ("--data.path", str(photos), "--data.default_caption", "a curve")
+    run = photos / "run"
+    train(made, str(run), *flags, "--max_steps", "1")
+    assert list(run.glob("report/**/*.png"))
+    # A resume with other data is refused.
+    train(made, str(run), *flags, "--max_steps", "2")
+    assert (run / "checkpoints" / "checkpoint_00000002").is_dir()
+
+
+def test_class_pictures_are_not_drawn_among_those_of_training(tmp_path: Path) -> None:
+    prior = PriorConfig(path=str(tmp_path / "photos" / "class"), caption="a dog", count=4)
+    with pytest.raises(UsageError, match=r"data.prior.path '.*class': is in data.path '.*photos'"):
+        PictureDataConfig(path=str(tmp_path / "photos"), prior=prior)
 
 
 @pytest.mark.slow  # the test above exports the plain variant
@@ -211,6 +235,16 @@ def test_adapters_on_a_pipeline_of_diffusers_stand_side_by_side(
     assert np.array_equal(drawn[1], np.asarray(both(PROMPT, seed=7, adapter="plain")))
 
 
+@pytest.mark.parametrize("scale", ["0", "-0.1", "NaN", "Infinity"])
+def test_a_vae_that_scales_its_latents_away_is_refused(scale: str, made: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(made / "base", base)
+    config = base / "vae" / "config.json"
+    config.write_text(re.sub(r'"scaling_factor": [0-9.]+', f'"scaling_factor": {scale}', config.read_text()))
+    with pytest.raises(UsageError, match=r"base.source .*: the config of its VAE has scaling_factor .* above 0 is"):
+        train(made, "scaled", "--base.source", str(base))
+
+
 def test_the_file_of_diffusers_is_the_one_that_it_would_write(made: Path, tmp_path: Path) -> None:
     from diffusers import StableDiffusionPipeline
 
@@ -248,6 +282,13 @@ def test_pictures_of_all_steps_are_in_one_grid(tmp_path: Path) -> None:
         (("--lora.rank", "0"), r"lora.rank is 0"),
         (("--base.source", "None"), r"base.source: adapters need a pretrained pipeline of diffusers"),
         (("--data.bucket_step", "3"), r"data.bucket_step 3: Stable Diffusion 1.x and 2.x takes sides that are mult"),
+        (("--evaluation.side", "17"), r"evaluation.side 17: .* multiples of 8 .*; give 16 or 24"),
+        (("--evaluation.side", "5"), r"evaluation.side 5: .*; give 8$"),
+        (
+            ("--evaluation.side", "None", "--data.resolutions", "20"),
+            r"resolutions \[20\]: its first is evaluation.side",
+        ),
+        (("--data.resolutions", "20", *PRIOR), r"data.prior.count 2 draws pictures of 20x20: .*; give 16 or 24"),
         (("--times.weighting", "cosmap"), r"times.weighting cosmap: .* predicts epsilon"),
         (("--network_dim", "8"), r"network_dim.*--lora.rank"),
         (("--blocks_to_swap", "8"), r"blocks_to_swap.*--offload_frozen"),

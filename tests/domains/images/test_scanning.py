@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import tarfile
 from collections import Counter
 from collections.abc import Mapping
@@ -48,6 +49,56 @@ def test_a_folder_with_text_files(tmp_path: Path) -> None:
     assert [(p.width, p.height) for p in found.pictures] == [(48, 32), (32, 48), (20, 20)]
     assert not found.left_out
     assert not found.notices
+
+
+def as_run(folder: Path) -> Path:
+    """Give a folder what the directory of a run has."""
+    (folder / "report" / "pictures").mkdir(parents=True)
+    for name in ("curves.png", "pictures/step_00000010.png"):
+        (folder / "report" / name).write_bytes(encoded(drawn(32, 32, 7)))
+    (folder / "report" / "samples.txt").write_text("no caption")
+    (folder / "run.json").write_text("{}")
+    (folder / "config.yaml").write_text("max_steps: 3")
+    return folder
+
+
+def test_captions_in_any_case(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    (folder / "000.png").rename(folder / "000.PNG")
+    (folder / "000.txt").rename(folder / "000.TXT")
+    (folder / "001.TXT").write_text("another")
+    expected = {"000.PNG": "picture number 0", "001.png": "picture number 1"}
+    assert captions(read(folder, tmp_path / "cache")) == expected
+    assert captions(read(folder, tmp_path / "cache", caption_extension=".TXT"))["001.png"] == "another"
+
+
+@pytest.mark.parametrize("path", ["~/no such photos", "$HOME/photos", "./photos", "a/b/c"])
+def test_a_folder_that_is_not_there_is_no_id_of_the_hub(path: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"--data\.path '{re.escape(path)}': there is no /.+; a folder of"):
+        read(path, tmp_path / "cache")
+
+
+def test_runs_and_the_cache_below_are_no_pictures(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    cache = folder / "cache"
+    before = read(folder, cache)
+    as_run(folder / "runs" / "one")
+    (folder / "linked").symlink_to(as_run(tmp_path / "two"))
+    (cache / "other").mkdir()
+    (cache / "other" / "a.png").write_bytes(encoded(drawn(32, 32, 8)))
+    found = read(folder, cache)
+    assert captions(found) == captions(before)
+    assert not found.left_out
+    left_out = "2 directories of runs are left out, with their curves and pictures: runs/one, linked"
+    assert found.notices == [left_out]
+
+
+def test_pictures_in_the_directory_of_their_own_run(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    before = captions(read(folder, tmp_path / "cache"))
+    found = read(as_run(folder), tmp_path / "cache")
+    assert captions(found) == before
+    assert not found.left_out
 
 
 def test_a_content_hash_is_that_of_the_file(tmp_path: Path) -> None:
@@ -243,8 +294,11 @@ def test_parquet_as_datasets_writes_it(tmp_path: Path) -> None:
 def test_parquet_with_plain_bytes_and_faults(tmp_path: Path) -> None:
     content = [encoded(drawn(16, 16)), None, b"no picture", encoded(drawn(24, 16))]
     folder = table_of(tmp_path / "data", 4, jpg=content, prompt=["a", "b", "c", None])
-    with pytest.raises(UsageError, match=r"2 columns of pictures.*image_column"):
+    with pytest.raises(UsageError, match=r"2 columns of pictures.*Name it with --data\.image_column"):
         read(folder, tmp_path / "cache")
+    # A recipe without such an option.
+    with pytest.raises(UsageError, match=r"2 columns of pictures.*Give a table with one\.$"):
+        read(folder, tmp_path / "cache", group=None)
     found = read(folder, tmp_path / "cache", image_column="jpg", caption_column="prompt")
     assert list(captions(found).values()) == ["a", None]
     assert [item.reason.split(";")[0] for item in found.left_out] == [
@@ -380,7 +434,7 @@ def test_captions_of_a_saved_dataset_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_the_choice_between_two_columns_of_captions_is_said(tmp_path: Path) -> None:
-    said = ["captions are those of 'text', which comes before 'caption'; caption_column chooses another"]
+    said = ["captions are those of 'text', which comes before 'caption'; --data.caption_column chooses another"]
     table = table_of(tmp_path / "table", 2, caption=["b", "b"])
     assert read(table, tmp_path / "cache").notices == said
     assert not read(table, tmp_path / "cache", caption_column="caption").notices

@@ -447,3 +447,11 @@ def test_the_preset_without_one_is_that_of_the_base() -> None:
     assert recipe.preset_without_one(["--seed", "1"]) == "lora_demo"
     assert recipe.preset_without_one(["--base.source", "x"]) == "lora_tune"
     assert recipe.preset_without_one(["--base.source=x"]) == "lora_tune"
+
+
+def test_a_cell_of_a_notebook_may_have_numbers_and_paths(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe: Any = import_recipe(find_recipe("lora"))
+    with pytest.raises(SystemExit) as ended:
+        recipe.main(["--base.source", Path("x"), "--max_steps", 12, "--print_config"])
+    assert ended.value.code == 0
+    assert "max_steps: 12 " in capsys.readouterr().out

@@ -127,6 +127,35 @@ def test_a_row_of_which_nothing_is_left_to_learn_is_named(tmp_path: Path) -> Non
     assert "1 bad rows left out" in data.notices
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            tiny.CHATML,
+            r"its first message is the assistant's, and the chat template cannot write .*Begin the chat with",
+        ),
+        (
+            tiny.CHATML + "{{ raise_exception('no') if messages[0]['role'] != 'user' }}",
+            r"the chat template refuses its messages .*no",
+        ),
+        (
+            tiny.MARKED + "{{ raise_exception('no') if messages[0]['role'] != 'user' }}",
+            r"the chat template refuses its messages .*no",
+        ),
+    ],
+    ids=["found", "refused", "marked"],
+)
+def test_a_chat_that_the_template_does_not_take_is_a_bad_row(template: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(template)
+    template_file = str(tmp_path / "chat.jinja")
+    chat = {"messages": [{"role": "assistant", "content": "Who is there?"}]}
+    with pytest.raises(UsageError, match=rf"rows.jsonl:101: {message}.*--data.max_bad_rows \(now 0\)") as refused:
+        prepared(tmp_path, *LINES, chat, chat_template=template_file)
+    assert "empty conversation" not in str(refused.value)
+    data = prepared(tmp_path, *LINES, chat, chat_template=template_file, max_bad_rows=1)
+    assert "1 bad rows left out" in data.notices
+
+
 def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]}
     with pytest.raises(UsageError, match=r"rows.jsonl:101 has messages, and the tokenizer has no chat template"):

@@ -102,6 +102,7 @@ def test_a_saved_dataset_and_a_table_are_read(tmp_path: Path) -> None:
             r"null in \['text'\]; text in 'text', or 'messages', or 'prompt' and 'completion', is required",
         ),
         ({"text": None, "n": 1}, r"null in \['text'\]; text in 'text'"),
+        ({"prompt": None, "completion": "x"}, r"'prompt' is null beside 'completion'; text is required"),
         ({"messages": None}, r"null in \['messages'\]; text in 'text', or 'messages'"),
         ([1], "a JSON list, not an object"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from accel_train.config import UsageError
+from accel_train.config import MendedError, UsageError
 from accel_train.data.tables import formats, row_blocks
-from accel_train.data.tensor_cache import DamagedEntryError
+from accel_train.data.tensor_cache import DamagedEntryError, is_intact
 from accel_train.domains.language import encoding, prepare, token_cache
 from accel_train.domains.language.prepare import DataConfig, LanguageData
 from accel_train.domains.language.token_shards import TokenDataset
@@ -206,9 +207,9 @@ def test_one_process_prepares_and_the_others_wait(
 
 
 @pytest.mark.fault(
-    "R8", injected="a bit flipped in cached tokens", outcome="the file is named; computed again once it is deleted"
+    "R8", injected="a bit flipped in cached tokens", outcome="the file is named; the next start computes it again"
 )
-def test_a_damaged_row_is_named_and_a_deleted_shard_computed_again(config: DataConfig) -> None:
+def test_a_damaged_row_is_named_and_computed_again_by_the_next_start(config: DataConfig) -> None:
     found = cached(config)
     file = found.train.shards[2].file
     content = bytearray(file.read_bytes())
@@ -217,15 +218,61 @@ def test_a_damaged_row_is_named_and_a_deleted_shard_computed_again(config: DataC
     content[places[len(places) // 2] if places else len(content) // 2] ^= 1
     file.write_bytes(bytes(content))
     again = cached(config)
-    with pytest.raises(DamagedEntryError, match=rf"{file.name}: row \d+ is not what was written. Delete it"):
+    with pytest.raises(DamagedEntryError, match=rf"{file.name}: row \d+ is not what was written. Start the run again"):
         again.train.batch(list(range(len(again.train))))
-    file.unlink()
-    with pytest.raises(DamagedEntryError, match="No such file"):
-        cached_rows = TokenDataset(found.train.shards, 48, 0)
-        cached_rows.batch(list(range(len(cached_rows))))
     mended = cached(config)
     assert_equal(mended, in_memory.prepare_data(config, tiny.LLAMA, SHARD_TOKENS))
     assert torch.equal(mended.train.batch([len(found.train) - 1])["input_ids"], expected["input_ids"])
+    file.unlink()
+    with pytest.raises(MendedError, match="No such file"):
+        cached_rows = TokenDataset(found.train.shards, 48, 0)
+        cached_rows.batch(list(range(len(cached_rows))))
+    assert_equal(cached(config), in_memory.prepare_data(config, tiny.LLAMA, SHARD_TOKENS))
+
+
+@pytest.mark.fault(
+    "R8", injected="a bit flipped in all cached tokens", outcome="the second start computes all of them again"
+)
+@pytest.mark.parametrize("place", [-3, 20], ids=["content", "header"])
+def test_many_damaged_entries_are_computed_again(config: DataConfig, place: int) -> None:
+    found = cached(config)
+    root = found.train.shards[0].file.parents[1]
+    expected = in_memory.prepare_data(config, tiny.LLAMA, SHARD_TOKENS)
+    files = list(root.glob("??/*.safetensors"))
+    assert len(files) > 3
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[place] ^= 1
+        file.write_bytes(bytes(content))
+    # The counts of targets are read first.
+    with contextlib.suppress(MendedError):
+        cached(config)
+    assert_equal(cached(config), expected)
+    assert all(is_intact(file) for file in root.glob("??/*.safetensors"))
+
+
+def test_a_preparation_continues_from_no_damaged_shard(config: DataConfig) -> None:
+    found = cached(config)
+    file = found.train.shards[2].file
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(bytes(content))
+    # Another entry is deleted, so that nothing has yet been found damaged.
+    assert found.heldout is not None
+    found.heldout.shards[0].file.unlink()
+    assert_equal(cached(config), in_memory.prepare_data(config, tiny.LLAMA, SHARD_TOKENS))
+
+
+@pytest.mark.parametrize("damage", [b'"tokens"', b'"rows"', b'"I32"', b"data_offsets"])
+def test_a_damaged_header_of_a_shard_is_no_traceback(config: DataConfig, damage: bytes) -> None:
+    found = cached(config)
+    file = found.train.shards[0].file
+    content = file.read_bytes()
+    file.write_bytes(content.replace(damage, bytes([damage[0], damage[1] ^ 1]) + damage[2:]))
+    assert file.read_bytes() != content
+    again = TokenDataset(found.train.shards, 48, 0)
+    with pytest.raises(MendedError, match=f"{file.name}: .* cannot be read"):
+        again.batch([0])
 
 
 def test_a_worker_reads_the_same_rows(config: DataConfig) -> None:

@@ -122,3 +122,6 @@ def test_files_that_cannot_be_read_are_refused(run: Path, tmp_path: Path) -> Non
     np.save(tmp_path / "object.npy", np.array([{"a": 1}], dtype=object))  # pickle
     with pytest.raises(UsageError, match=r"object\.npy: cannot be read"):
         sample(run, "--task", "darcy", "--input", tmp_path / "object.npy")
+    (tmp_path / "empty.npy").touch()
+    with pytest.raises(UsageError, match=r"empty\.npy: cannot be read"):
+        sample(run, "--task", "darcy", "--input", tmp_path / "empty.npy")

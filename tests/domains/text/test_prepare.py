@@ -251,6 +251,19 @@ def test_ready_made_latents(tmp_path: Path) -> None:
         prepare_data(replace(config, path=str(tmp_path / "short.jsonl")))
 
 
+@pytest.mark.parametrize("empty", [b"", (120, 0), (120, 0, 5), (120, 2, 0)], ids=str)
+def test_latents_without_values_are_refused(empty: bytes | tuple[int, ...], tmp_path: Path) -> None:
+    rows = write_latents(tmp_path / "latents", LINES[:120], np.ones((120, 5), np.float32))
+    file = tmp_path / "latents" / "shard_0000.npy"
+    if isinstance(empty, bytes):
+        file.write_bytes(empty)
+    else:
+        np.save(file, np.ones(empty, np.float32))
+    config = DataConfig(path=str(rows), latents=str(tmp_path / "latents"), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(UsageError, match=r"--data.latents: .*shard_0000\.npy cannot be read \("):
+        prepare_data(config)
+
+
 def test_texts_without_a_token_are_bad_rows(tmp_path: Path) -> None:
     special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
     tiny_encoders.tokenizer_folder(tmp_path / "tok", list(special.values()), "$A", **special)

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from accel_train.config import UsageError
 from accel_train.domains.images.pipelines.family import Family
+
+
+def reduction(pipeline: Any) -> int:
+    """Return how many pixels along a side make one latent."""
+    return int(pipeline.vae_scale_factor)
+
+
+def refuse_side(given: str, side: int, pipeline: Any, family: Family) -> None:
+    """Raise ``UsageError`` for a side, in pixels, that ``family`` cannot draw. ``given`` is its option with the value.
+
+    Some pipelines end with an error of their own, and others draw a smaller picture.
+    """
+    needed = math.lcm(reduction(pipeline) * family.patch, family.drawn_step)
+    if side % needed == 0:
+        return
+    lower = side // needed * needed
+    nearest = [str(each) for each in (lower, lower + needed) if each > 0]
+    raise UsageError(
+        f"{given}: {family.name} draws sides that are multiples of {needed} (its VAE reduces by "
+        f"{reduction(pipeline)}); give {' or '.join(nearest)}"
+    )
 
 
 def draw_picture(

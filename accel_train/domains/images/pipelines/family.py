@@ -72,6 +72,8 @@ class Family:
     """Default of the longest prompt. None: the text encoders have a fixed length."""
     patch: int = 2
     """Latents along a side must be a multiple of it."""
+    drawn_step: int = 1
+    """Sides of a drawn picture must be a multiple of this many pixels, whatever the VAE."""
     normalise: Callable[[Any, Tensor], Tensor] = _scale
     """(vae, latents as it encodes) -> latents as the denoiser counts them."""
     empty: Callable[[Any, Conditioning], dict[str, Tensor]] = _keep_empty

@@ -236,6 +236,7 @@ SANA = Family(
     guidance_scale=4.5,
     prompt_tokens=300,
     patch=1,
+    drawn_step=32,
     # Binning would draw another size than the one asked for and resize it.
     call={"use_resolution_binning": False},
 )

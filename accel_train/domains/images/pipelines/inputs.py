@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from accel_train.domains.images.dataset import PictureDataset, Sample, prepare_p
 from accel_train.domains.images.latent_cache import CachedPictures, Filling, cached_latents, cached_texts, text_key
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
+from accel_train.domains.images.pipelines.drawing import reduction
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
 from accel_train.domains.images.trained_text.adapters import with_frozen_text
@@ -147,10 +149,18 @@ def refuse_beside_cache_only(config: StartOptions) -> None:
         )
 
 
+class DrawnPrompts(Protocol):
+    """Prompts that an evaluation draws (``validation.EvaluationConfig``)."""
+
+    @property
+    def prompts(self) -> Sequence[str]: ...
+    def refuse_side(self, data: PictureDataConfig, pipeline: Any, family: Any) -> None: ...
+
+
 def prepare_inputs(
     config: PictureDataConfig,
     base: Base,
-    prompts: Sequence[str],
+    evaluation: DrawnPrompts,
     device: torch.device,
     *,
     rank: int = 0,
@@ -158,14 +168,15 @@ def prepare_inputs(
     barrier: Callable[[], None] = lambda: None,
     earlier: Path | None = None,
 ) -> Inputs:
-    """Read the pictures, encode them, their captions and ``prompts`` once, and drop the text encoders. Collective.
+    """Read the pictures, encode them, their captions and the prompts once, and drop the text encoders. Collective.
 
-    ``earlier``: assets of the checkpoint to resume. Raises ``UsageError``, also for buckets unfit for the base.
+    ``earlier``: assets of the checkpoint to resume. Raises ``UsageError``, also for buckets and sides unfit for the
+    base.
     """
     refuse_unread(config)
     pictures = prepare_pictures(config, rank=rank, world_size=world_size, barrier=barrier)
     pipeline = base.components(device)
-    _refuse_step(config, base, pipeline)
+    _refuse_unfit(config, base, pipeline, evaluation)
     filling = Filling(rank, world_size, barrier, base.config.encoder_batch_size, progress=True)
     # First, while the pipeline has its text encoders: pictures of the class are drawn from a caption.
     prior = _prior(config, base, pipeline, pictures.train, filling)
@@ -173,9 +184,9 @@ def prepare_inputs(
     masks = find_masks(config.mask, masked, reduction(pipeline))
     datasets = [pictures.train, pictures.heldout, *([prior[0]] if prior else [])]
     samples = [sample for data in datasets for sample in data.samples]
-    cut = _describe_cut(pipeline, base, samples, prompts)
+    cut = _describe_cut(pipeline, base, samples, evaluation.prompts)
     texts = cached_texts(
-        [*prompts, *(sample.caption for sample in samples)],
+        [*evaluation.prompts, *(sample.caption for sample in samples)],
         partial(encoding.encode_texts, pipeline, base),
         encoding.identity_of_texts(pipeline, base),
         pictures.cache,
@@ -240,6 +251,24 @@ def _both(one: str, other: str) -> str:
     return hashlib.sha256(f"{one} {other}".encode()).hexdigest()
 
 
+def _refuse_unfit(config: PictureDataConfig, base: Base, pipeline: Any, evaluation: DrawnPrompts) -> None:
+    """Raise ``UsageError`` for a base that cannot be trained, and for sizes that it does not take."""
+    _refuse_scale(base, pipeline)
+    _refuse_step(config, base, pipeline)
+    evaluation.refuse_side(config, pipeline, base.family)
+
+
+def _refuse_scale(base: Base, pipeline: Any) -> None:
+    """Raise ``UsageError`` for a VAE whose latents would all be 0, not finite or of the other sign."""
+    # Patches of our own MMDiT have no config.
+    scale = getattr(getattr(pipeline.vae, "config", None), "scaling_factor", None)
+    if scale is not None and not 0 < scale < math.inf:
+        raise UsageError(
+            f"base.source {base.source}: the config of its VAE has scaling_factor {scale}, by which latents are "
+            "multiplied; a finite number above 0 is required, such as 0.18215 of Stable Diffusion. Correct it"
+        )
+
+
 def _refuse_step(config: PictureDataConfig, base: Base, pipeline: Any) -> None:
     """Raise ``UsageError`` for sides that are not whole numbers of latents and patches, or too long."""
     needed = reduction(pipeline) * base.family.patch
@@ -260,8 +289,3 @@ def _refuse_step(config: PictureDataConfig, base: Base, pipeline: Any) -> None:
             f"{width}x{height} pixels, and {base.source} draws at most {largest[1]}x{largest[0]}; give "
             f"--data.resolutions {min(largest)} --data.max_aspect 1 --data.bucket_step {needed}"
         )
-
-
-def reduction(pipeline: Any) -> int:
-    """Return how many pixels along a side make one latent."""
-    return int(pipeline.vae_scale_factor)

@@ -75,6 +75,7 @@ STABLE_DIFFUSION = Family(
     sample=_sample,
     guidance_scale=7.5,
     patch=1,
+    drawn_step=8,
 )
 STABLE_DIFFUSION_XL = Family(
     name="Stable Diffusion XL",
@@ -86,5 +87,6 @@ STABLE_DIFFUSION_XL = Family(
     sample=sample_pooled,
     guidance_scale=5.0,
     patch=1,
+    drawn_step=8,
     empty=empty_as_zeros,
 )

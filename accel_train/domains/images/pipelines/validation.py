@@ -14,7 +14,7 @@ from accel_train import rng
 from accel_train.config import NonNegativeInt, PositiveInt, UsageError, WithoutEffectError
 from accel_train.domains.images.demo.emoji import check_groups
 from accel_train.domains.images.options import PictureDataConfig
-from accel_train.domains.images.pipelines.drawing import draw_picture
+from accel_train.domains.images.pipelines.drawing import draw_picture, refuse_side
 from accel_train.domains.images.pipelines.family import Family
 from accel_train.metrics import evaluation
 
@@ -73,6 +73,16 @@ class EvaluationConfig:
             "evaluation.heldout_prompts",
             *judged,
         )
+
+    def refuse_side(self, data: PictureDataConfig, pipeline: Any, family: Family) -> None:
+        """Raise ``UsageError`` for a side that the base cannot draw, if there is anything to draw."""
+        if not (self.prompts or self.heldout_prompts):
+            return
+        side, given = self.side, f"evaluation.side {self.side}"
+        if side is None:
+            side = data.resolutions[0]
+            given = f"data.resolutions {list(data.resolutions)}: its first is evaluation.side, which is not given"
+        refuse_side(given, side, pipeline, family)
 
     def due(self, done: int, max_steps: int) -> bool:
         """Return True if an evaluation is due after ``done`` steps."""

@@ -18,10 +18,10 @@ from accel_train import rng
 from accel_train.config import UsageError, expand_path
 from accel_train.data.progress import Progress
 from accel_train.domains.images.buckets import to_image
-from accel_train.domains.images.folders import METADATA, SUFFIXES, is_mask
+from accel_train.domains.images.folders import METADATA, picture_files
 from accel_train.domains.images.latent_cache import EncodeTexts, Filling
 from accel_train.domains.images.options import PictureDataConfig
-from accel_train.domains.images.pipelines.drawing import draw_picture
+from accel_train.domains.images.pipelines.drawing import draw_picture, refuse_side
 from accel_train.domains.images.pipelines.loading import Base, text_encoders
 from accel_train.precision import Precision
 from accel_train.store import strict_json
@@ -48,6 +48,11 @@ def draw_missing(
     folder = expand_path(prior.path)
     # Down to a multiple of the step, like the sides of buckets.
     side = config.resolutions[0] // config.bucket_step * config.bucket_step
+    given = (
+        f"data.resolutions {list(config.resolutions)}, data.bucket_step {config.bucket_step}: "
+        f"data.prior.count {prior.count} draws pictures of {side}x{side}"
+    )
+    refuse_side(given, side, pipeline, base.family)
     drawn_from = {"base": base.location, "caption": prior.caption, "steps": prior.steps, "side": side}
     files = [folder / f"{STEM}{number:05d}.png" for number in range(prior.count - _own_pictures(folder))]
     missing = [number for number, file in enumerate(files) if not file.is_file()]
@@ -77,10 +82,9 @@ def draw_missing(
 
 def _own_pictures(folder: Path) -> int:
     """Count the pictures in the folder not drawn here."""
-    if not folder.exists():
+    if not folder.is_dir():
         return 0
-    files = [file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and not is_mask(file)]
-    return sum(not file.name.startswith(STEM) for file in files)
+    return sum(not file.name.startswith(STEM) for file in picture_files(folder))
 
 
 def _refuse_others(folder: Path, drawn_from: Mapping[str, Any], is_added_to: bool) -> None:

@@ -84,6 +84,8 @@ def open_latents(file: Path) -> Tensor:
             latents = shard.get_tensor(name)
     if not latents.is_floating_point() or latents.ndim not in (2, 3):
         raise ValueError(f"{latents.dtype} of shape {tuple(latents.shape)}; floats (rows[, L], Dz) are required")
+    if 0 in latents.shape[1:]:
+        raise ValueError(f"shape {tuple(latents.shape)}; at least one value in each row is required")
     if latents.ndim == 2:
         latents = latents.unsqueeze(1)
     return latents
@@ -94,7 +96,8 @@ def _open_checked(file: Path) -> Tensor:
 
     try:
         return open_latents(file)
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
+    # EOFError: an empty file.
+    except (OSError, EOFError, ValueError, TypeError, SafetensorError) as error:
         raise UsageError(
             f"--data.latents: {file} cannot be read ({error}). A plain {' or '.join(SUFFIXES)} array is required "
             "(pickled objects are refused); write it again."
