@@ -39,6 +39,7 @@ def load_initial_weights(model: nn.Module, run: Run, base: Mapping[str, Any] | N
     """
     if run.checkpoint is not None:
         with run.loading(last=False):
+            _refuse_other_definition(run.checkpoint, base)
             _load_into(model, run.checkpoint.path, run.checkpoint.manifest, base, persistent_buffers(model))
     elif run.initial_weights is not None:
         described: Mapping[str, Any] = {}
@@ -46,6 +47,13 @@ def load_initial_weights(model: nn.Module, run: Run, base: Mapping[str, Any] | N
         with suppress(ValueError):
             described = manifest.read(run.initial_weights)
         _load_into(model, run.initial_weights, described, base)
+
+
+def _refuse_other_definition(checkpoint: Checkpoint, base: Mapping[str, Any] | None) -> None:
+    """Raise ``UsageError`` if the frozen weights would be used in another way than before."""
+    for key in ("base", "embedded_base"):
+        if base is not None and key in checkpoint.manifest:
+            pretrained_base.refuse_other_definition(checkpoint.manifest[key], base, checkpoint.path)
 
 
 def _load_into(
@@ -57,7 +65,8 @@ def _load_into(
 ) -> None:
     elsewhere: set[str] = set()
     if "base" in described:
-        pretrained_base.refuse_other_base(described["base"], base, directory)
+        # Without the definition of the base, in which a new run may differ from the one that it starts from.
+        pretrained_base.refuse_other_weights(described["base"], base, directory)
         # They came with the base, which was just compared by its hashes.
         elsewhere = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     required = {name for name, _ in model.named_parameters()} - elsewhere
