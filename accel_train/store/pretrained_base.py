@@ -1,6 +1,6 @@
 """Pretrained files of a model, by reference: a checkpoint then holds only trained tensors.
 
-Beside the weights, a reference has the hashes of what defines their use, such as configs and tokenizers.
+Beside the weights, a reference has the hashes of what defines their use, such as configs.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class PretrainedBase:
     revision: str | None = None
     """Commit on the Hub."""
     definition: tuple[str, ...] = ()
-    """Names in ``root`` of all other files that the run depends on: configs, noise schedule, tokenizers, and weights
-    that are used but not part of the model."""
+    """Names in ``root`` of all other files that the run depends on, such as configs, and weights that are used but
+    not part of the model."""
     root: Path | None = None
     """None: ``directory``."""
     unread: tuple[str, ...] = ()
@@ -173,9 +173,8 @@ def refuse_other_definition(recorded: Mapping[str, Any], current: Mapping[str, A
         difference = f"has {name}, which it had not"
     else:
         difference = f"has another {name} (sha256 {found[name][:12]}, not {expected[name][:12]})"
-    more = f" and {len(names) - 1} more difference(s)" if len(names) > 1 else ""
     raise UsageError(
-        f"{checkpoint}: its base is {_describe(recorded)}, and {_describe(current)} {difference}{more}; give the base "
+        f"{checkpoint}: its base is {_describe(recorded)}, and {_describe(current)} {difference}; give the base "
         "that it was trained on, with the file as it was, or start a new run from another"
     )
 

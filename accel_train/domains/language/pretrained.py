@@ -116,8 +116,10 @@ def refuse_other_config(options: ModelConfig, config: Any, checkpoint: Checkpoin
 
     The files of a source may change between two starts, and the weights would fit all the same.
     """
-    saved = None if checkpoint is None else _saved_config(checkpoint.path, config)
-    if checkpoint is None or saved is None:
+    if checkpoint is None:
+        return
+    saved = _saved_config(checkpoint.path, config)
+    if saved is None:
         return
     now = _plain(config)
     if saved["model_type"] != config.model_type:
@@ -127,11 +129,10 @@ def refuse_other_config(options: ModelConfig, config: Any, checkpoint: Checkpoin
     if not names:
         return
     name = names[0]
-    more = f" ({len(names) - 1} more differ)" if len(names) > 1 else ""
-    given = f"--model.source {options.source!r}" if options.source else f"--model.config {options.config!r}"
     raise UsageError(
-        f"{checkpoint.path}: its model has {name} {saved.get(name)!r}, and that of {given} has {now.get(name)!r}{more}; "
-        "give the config.json as it was, or start a new run in an unused --output_dir"
+        f"{checkpoint.path}: its model has {name} {saved.get(name)!r}, and the config.json of "
+        f"{options.source or options.config} has {now.get(name)!r} (differences: {len(names)}); give it as it was, or "
+        "start a new run in an unused --output_dir"
     )
 
 
@@ -140,20 +141,23 @@ def _saved_config(directory: Path, config: Any) -> dict[str, Any] | None:
 
     Read like ``config``, so that both have the names and defaults of this version of transformers.
     """
-    name = MODEL_CONFIG if (directory / MODEL_CONFIG).is_file() else ADAPTER_DESCRIPTION
+    is_whole = (directory / MODEL_CONFIG).is_file()
     try:
-        found: Any = strict_json.read_object(directory / name)
+        if is_whole:
+            found: Any = strict_json.read_object(directory / MODEL_CONFIG)
+        else:
+            found = strict_json.read_object(directory / ADAPTER_DESCRIPTION).get("architecture")
     except (FileNotFoundError, ValueError):
         return None
-    if name == ADAPTER_DESCRIPTION:
-        found = found.get("architecture")
     if not isinstance(found, dict) or "model_type" not in found:
         return None
     kinds = {each.model_type: type(each) for each in (getattr(config, "text_config", config), config)}
     kind = kinds.get(found["model_type"])
     if kind is None:
         return found
-    return _plain(kind.from_pretrained(directory) if name == MODEL_CONFIG else kind.from_dict(found))
+    if is_whole:
+        return _plain(kind.from_pretrained(directory))
+    return _plain(kind.from_dict(found))
 
 
 def _plain(config: Any) -> dict[str, Any]:
