@@ -68,7 +68,7 @@ class PretrainedBase:
         with ThreadPoolExecutor(THREADS) as pool:
             facts = list(pool.map(partial(self._facts, cache), self.files))
             digests = list(pool.map(lambda name: self._digest(cache, root / name), self.definition))
-        reference = {"source": self.source, "revision": self.revision}
+        reference: dict[str, Any] = {"source": self.source, "revision": self.revision}
         reference["files"] = dict(zip(self.files, facts, strict=True))
         if self.definition:
             reference["definition"] = dict(zip(self.definition, digests, strict=True))
