@@ -39,7 +39,7 @@ def load_initial_weights(model: nn.Module, run: Run, base: Mapping[str, Any] | N
     """
     if run.checkpoint is not None:
         with run.loading(last=False):
-            _refuse_other_definition(run.checkpoint, base)
+            _refuse_other_base(run.checkpoint, base)
             _load_into(model, run.checkpoint.path, run.checkpoint.manifest, base, persistent_buffers(model))
     elif run.initial_weights is not None:
         described: Mapping[str, Any] = {}
@@ -49,11 +49,14 @@ def load_initial_weights(model: nn.Module, run: Run, base: Mapping[str, Any] | N
         _load_into(model, run.initial_weights, described, base)
 
 
-def _refuse_other_definition(checkpoint: Checkpoint, base: Mapping[str, Any] | None) -> None:
-    """Raise ``UsageError`` if the frozen weights would be used in another way than before."""
-    for key in ("base", "embedded_base"):
-        if base is not None and key in checkpoint.manifest:
-            pretrained_base.refuse_other_definition(checkpoint.manifest[key], base, checkpoint.path)
+def _refuse_other_base(checkpoint: Checkpoint, base: Mapping[str, Any] | None) -> None:
+    """Raise ``UsageError`` for other frozen weights, and for files that would use them in another way than before."""
+    if "base" in checkpoint.manifest:
+        pretrained_base.refuse_other_base(checkpoint.manifest["base"], base, checkpoint.path)
+    # The weights themselves are in the checkpoint.
+    embedded = checkpoint.manifest.get("embedded_base")
+    if embedded is not None and base is not None:
+        pretrained_base.refuse_other_definition(embedded, base, checkpoint.path)
 
 
 def _load_into(
