@@ -55,7 +55,8 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.save(folder / "base")
     (folder / "texts.txt").write_text("\n\n".join(f"{n} {text}" for n in range(12) for text in tiny.TEXTS))
     (folder / "tiny.yaml").write_text(
-        "global_batch_size: 4\nmicro_batch_size: 4\nmax_steps: 2\nprecision: fp32\nlog: {log_every: 1, progress_bar: off}\n"
+        "global_batch_size: 4\nmicro_batch_size: 4\nmax_steps: 2\nprecision: fp32\n"
+        "log: {log_every: 1, progress_bar: off}\n"
         f"data: {{path: {folder / 'texts.txt'}, max_length: 32, cache_dir: {folder / 'cache'}}}\n"
         "optimizer: {lr: 1e-2}\nschedule: {kind: constant, warmup_steps: 0}\n"
         "evaluation: {samples: 2, shown: 1, max_new_tokens: 2}\ncheckpoints: {keep_last: 0}\n"
