@@ -63,6 +63,8 @@ def resolve_base(
     # Checkpoints of one run are alike: a resume continues as the first start began.
     if option == "embed" or is_embedded:
         _refuse_rounding(accelerator, precision, frozen)
+        if "definition" in reference:
+            run.embedded_base = {name: value for name, value in reference.items() if name != "files"}
         return reference, [f"{values}, saved in every checkpoint"]
     # Read by the manifest of every checkpoint, and compared by every resume.
     run.base = reference
@@ -146,7 +148,7 @@ def _reference(accelerator: Accelerator, base: PretrainedBase) -> dict[str, Any]
     # In a list, because Accelerate joins the lists of all processes.
     found = [each for each in gather_object([mine]) if each is not None]
     for other in found:
-        if other["files"] != found[0]["files"]:
+        if any(other.get(part) != found[0].get(part) for part in ("files", "definition")):
             raise UsageError(
                 f"the base {base.source}: the hosts have different files; bring {base.directory} up to date on all of "
                 "them"

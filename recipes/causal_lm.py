@@ -166,12 +166,12 @@ def main(argv: Sequence[str]) -> int:
         return experiment.nothing_to_do(opened)
 
     tokenizers.refuse_other_pieces(data.tokenizer, opened.run.initial_weights)
+    pretrained.refuse_other_config(config.model, shape, opened.run.checkpoint)
     # Other weights than those of the source come later, from a checkpoint or from init_from.
     fresh = opened.run.checkpoint is None and opened.run.initial_weights is None
     build = partial(pretrained.build, config.model, shape, load_source=fresh, adapters=config.lora)
     plain = preparation.build_model(opened, build, precision=config.precision, device=accelerator.device)
-    logs.info(logger, *describe_lora(plain, config.lora))
-    logs.info(logger, *row_checks.check_rows(plain, packing=config.data.packing))
+    logs.info(logger, *describe_lora(plain, config.lora), *row_checks.check_rows(plain, packing=config.data.packing))
     flops_per_token = flops.training_flops_per_token(plain, config.data.max_length)
     base = pretrained.base_of(config.model, shape, config.lora)
     example = partial(row_checks.attention_example, packing=config.data.packing)

@@ -180,7 +180,8 @@ def manifest(
 ) -> Json:
     """Build the manifest of a save. Its files, seconds and hash are added at the commit."""
     experiment = dict(run.saved["experiment"])
-    optional: Json = {} if run.base is None else {"base": run.base}
+    bases = {"base": run.base, "embedded_base": run.embedded_base}
+    optional: Json = {name: base for name, base in bases.items() if base is not None}
     if run.grown:
         optional["grown"] = list(run.grown)
     return optional | {

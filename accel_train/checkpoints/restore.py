@@ -39,6 +39,7 @@ def load_initial_weights(model: nn.Module, run: Run, base: Mapping[str, Any] | N
     """
     if run.checkpoint is not None:
         with run.loading(last=False):
+            _refuse_other_base(run.checkpoint, base)
             _load_into(model, run.checkpoint.path, run.checkpoint.manifest, base, persistent_buffers(model))
     elif run.initial_weights is not None:
         described: Mapping[str, Any] = {}
@@ -46,6 +47,16 @@ def load_initial_weights(model: nn.Module, run: Run, base: Mapping[str, Any] | N
         with suppress(ValueError):
             described = manifest.read(run.initial_weights)
         _load_into(model, run.initial_weights, described, base)
+
+
+def _refuse_other_base(checkpoint: Checkpoint, base: Mapping[str, Any] | None) -> None:
+    """Raise ``UsageError`` for other frozen weights, and for files that would use them in another way than before."""
+    if "base" in checkpoint.manifest:
+        pretrained_base.refuse_other_base(checkpoint.manifest["base"], base, checkpoint.path)
+    # The weights themselves are in the checkpoint.
+    embedded = checkpoint.manifest.get("embedded_base")
+    if embedded is not None and base is not None:
+        pretrained_base.refuse_other_definition(embedded, base, checkpoint.path)
 
 
 def _load_into(
@@ -57,7 +68,8 @@ def _load_into(
 ) -> None:
     elsewhere: set[str] = set()
     if "base" in described:
-        pretrained_base.refuse_other_base(described["base"], base, directory)
+        # Without the definition of the base, in which a new run may differ from the one that it starts from.
+        pretrained_base.refuse_other_weights(described["base"], base, directory)
         # They came with the base, which was just compared by its hashes.
         elsewhere = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     required = {name for name, _ in model.named_parameters()} - elsewhere

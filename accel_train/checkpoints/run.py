@@ -47,6 +47,8 @@ class Run:
     base: Mapping[str, Any] | None = None
     """Reference to the files of the frozen parameters (``PretrainedBase.reference``): checkpoints leave these out.
     None: checkpoints hold every parameter."""
+    embedded_base: Mapping[str, Any] | None = None
+    """Source and definition of the base whose parameters checkpoints hold. None: no base, or none is embedded."""
     rollbacks: Sequence[Rollback] = ()
     """Rollbacks of earlier starts."""
     grown: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])

@@ -1,7 +1,7 @@
 """Check this export of an adapter: its files, and those of its base. Needs Python alone.
 
     python verify.py            # the files of this folder
-    python verify.py BASE       # and those of the base, a folder
+    python verify.py BASE       # and the weights of the base, a folder
 
 Compares the sha256 of every file with pipeline.json. Exit code 0: all is as it was exported, and as it was trained on;
 1: something differs.
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     if others:
         print(f"FAILED: {arguments[0]} is another base than {base['source']}, or incomplete: {', '.join(others)}")
         return 1
-    print(f"verified: this adapter is as it was exported, and {arguments[0]} is the base that it was trained on")
+    print(f"verified: this adapter is as it was exported, and {arguments[0]} has the weights that it was trained on")
     return 0
 
 

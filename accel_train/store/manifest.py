@@ -161,7 +161,15 @@ def _is_base(value: Any) -> bool:
     files = value.get("files")
     if not isinstance(files, dict) or not files:
         return False
-    return all(_is_file(facts) for facts in files.values())
+    return all(_is_file(facts) for facts in files.values()) and _is_definition(value.get("definition", {}))
+
+
+def _is_embedded_base(value: Any) -> bool:
+    return isinstance(value, dict) and _is_text(value.get("source")) and _is_definition(value.get("definition"))
+
+
+def _is_definition(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_sha256(digest) for digest in value.values())
 
 
 def _is_file(facts: Any) -> bool:
@@ -201,7 +209,8 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "resolved": ("an object", _is_object),
     "metrics": ("finite numbers by name", _is_metrics),
     "grown": ("pairs of a step and a size", _is_grown),
-    "base": ("a source, and files with their size and sha256", _is_base),
+    "base": ("a source, files with their size and sha256, and a definition with sha256", _is_base),
+    "embedded_base": ("a source, and a definition with sha256", _is_embedded_base),
 }
 REQUIRED = ("step", "files")
 

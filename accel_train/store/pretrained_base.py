@@ -1,4 +1,7 @@
-"""Pretrained files of a model, by reference: a checkpoint then holds only trained tensors."""
+"""Pretrained files of a model, by reference: a checkpoint then holds only trained tensors.
+
+Beside the weights, a reference has the hashes of what defines their use, such as configs.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accel_train.config import UsageError, expand_path
-from accel_train.store import atomic_files
+from accel_train.store import atomic_files, strict_json
 
 # hashlib releases the GIL, so threads hash in parallel.
 THREADS = min(8, os.cpu_count() or 1)
 SHA256 = re.compile("[0-9a-f]{64}")
 COARSE_SECONDS = 5.0
 """Longer than the resolution of times on any file system."""
+PARSED = ("config.json", "model_index.json")
+"""Ends of the names of files whose JSON is compared instead of their bytes."""
+MAX_PARSED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -36,14 +42,24 @@ class PretrainedBase:
     """Names in ``directory`` of all files with frozen parameters."""
     revision: str | None = None
     """Commit on the Hub."""
+    definition: tuple[str, ...] = ()
+    """Names in ``root`` of all other files that the run depends on, such as configs, and weights that are used but
+    not part of the model."""
+    root: Path | None = None
+    """None: ``directory``."""
+    unread: tuple[str, ...] = ()
+    """Keys of JSON objects in ``definition`` that no run depends on."""
 
     def reference(self, cache: Path | None = None) -> dict[str, Any]:
         """Return the source, the revision, and the size and sha256 of each file. Reads every byte, in threads.
 
+        ``definition``, where there is any, has the sha256 of each further file by name; for a config, that of its JSON.
         ``cache`` is a directory of remembered hashes: an unchanged file is not read again. Raises ``UsageError`` for a
         missing file.
         """
+        root = self.root or self.directory
         missing = [name for name in self.files if not (self.directory / name).is_file()]
+        missing += [name for name in self.definition if not (root / name).is_file()]
         if missing or not self.files:
             raise UsageError(
                 f"the base {self.source}: {self.directory} holds no {missing[0] if missing else 'weights'}; download "
@@ -51,12 +67,44 @@ class PretrainedBase:
             )
         with ThreadPoolExecutor(THREADS) as pool:
             facts = list(pool.map(partial(self._facts, cache), self.files))
-        return {"source": self.source, "revision": self.revision, "files": dict(zip(self.files, facts, strict=True))}
+            digests = list(pool.map(lambda name: self._digest(cache, root / name), self.definition))
+        reference: dict[str, Any] = {"source": self.source, "revision": self.revision}
+        reference["files"] = dict(zip(self.files, facts, strict=True))
+        if self.definition:
+            reference["definition"] = dict(zip(self.definition, digests, strict=True))
+        return reference
 
     def _facts(self, cache: Path | None, name: str) -> dict[str, Any]:
         path = self.directory / name
         digest = _sha256(path) if cache is None else remembered_sha256(path, cache)
         return {"size": path.stat().st_size, "sha256": digest}
+
+    def _digest(self, cache: Path | None, path: Path) -> str:
+        if path.name.endswith(PARSED):
+            # Its reader says what is wrong with a file that is no JSON.
+            with suppress(ValueError):
+                return json_sha256(strict_json.read(path, MAX_PARSED_BYTES), self.unread)
+        return _sha256(path) if cache is None else remembered_sha256(path, cache)
+
+
+def json_sha256(value: Any, unread: tuple[str, ...] = ()) -> str:
+    """Return the sha256 of what JSON says: without the order of keys, white space, ``unread`` keys and provenance."""
+    text = json.dumps(without_provenance(value, unread), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def without_provenance(value: Any, unread: tuple[str, ...] = ()) -> Any:
+    """Return a JSON value without ``unread`` keys and those by which libraries note where a config came from."""
+    if isinstance(value, list):
+        return [without_provenance(each, unread) for each in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: without_provenance(each, unread)
+        for key, each in cast("dict[str, Any]", value).items()
+        # The class of a pipeline is no provenance.
+        if key not in unread and key != "transformers_version" and (key[:1] != "_" or key == "_class_name")
+    }
 
 
 def remembered_sha256(path: Path, cache: Path) -> str:
@@ -97,10 +145,42 @@ def _sha256(path: Path) -> str:
 
 
 def refuse_other_base(recorded: Mapping[str, Any], current: Mapping[str, Any] | None, checkpoint: Path) -> None:
-    """Raise ``UsageError`` unless ``current`` has the very files of the checkpoint's frozen parameters.
+    """Raise ``UsageError`` unless ``current`` has the very files of the checkpoint's base, and the same definition.
 
     Their place may differ: only names and contents count.
     """
+    refuse_other_weights(recorded, current, checkpoint)
+    assert current is not None, "refused above"
+    refuse_other_definition(recorded, current, checkpoint)
+
+
+def refuse_other_definition(recorded: Mapping[str, Any], current: Mapping[str, Any], checkpoint: Path) -> None:
+    """Raise ``UsageError`` if the configs and other files that define the base have changed.
+
+    Does nothing without a record, as in checkpoints of an older version.
+    """
+    expected = recorded.get("definition")
+    found = current.get("definition")
+    if expected is None or found is None:
+        return
+    names = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+    if not names:
+        return
+    name = names[0]
+    if name not in found:
+        difference = f"has no {name}"
+    elif name not in expected:
+        difference = f"has {name}, which it had not"
+    else:
+        difference = f"has another {name} (sha256 {found[name][:12]}, not {expected[name][:12]})"
+    raise UsageError(
+        f"{checkpoint}: its base is {_describe(recorded)}, and {_describe(current)} {difference}; give the base "
+        "that it was trained on, with the file as it was, or start a new run from another"
+    )
+
+
+def refuse_other_weights(recorded: Mapping[str, Any], current: Mapping[str, Any] | None, checkpoint: Path) -> None:
+    """Raise ``UsageError`` unless ``current`` has the very files of the checkpoint's frozen parameters."""
     named = f"{checkpoint}: its frozen weights are those of {_describe(recorded)}"
     if current is None:
         raise UsageError(f"{named}, and this model was built without a base; build it from that base")

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,3 +168,39 @@ def test_a_name_is_a_folder_if_the_checkpoint_says_so(tmp_path: Path, monkeypatc
         "--checkpoints.base embed",
     ):
         assert part in said, said
+
+
+def test_what_defines_a_base_is_compared_by_its_meaning(tmp_path: Path) -> None:
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "model.safetensors").write_bytes(b"one")
+    config = tmp_path / "config.json"
+    config.write_text('{"a": 1, "inner": {"_note": "x", "b": [2]}, "unread": 3}')
+    (tmp_path / "words.txt").write_text("one")
+
+    def reference(*names: str) -> dict[str, Any]:
+        return PretrainedBase(
+            "org/base", tmp_path / "part", ("model.safetensors",), None, names, tmp_path, ("unread",)
+        ).reference()
+
+    recorded = reference("config.json", "words.txt")
+    assert list(recorded["definition"]) == ["config.json", "words.txt"]
+    assert recorded["definition"]["words.txt"] == digest(b"one")
+    config.write_text('{"unread": 4, "inner": {"b": [2]}, "a": 1, "transformers_version": "9", "_class": "y"}')
+    refuse_other_base(recorded, reference("words.txt", "config.json"), tmp_path)
+    # Neither side of a comparison with an older version has it.
+    refuse_other_base(recorded, reference(), tmp_path)
+    refuse_other_base(reference(), recorded, tmp_path)
+
+    (tmp_path / "more.txt").write_text("two")
+    for names, says in (
+        (("config.json",), r"has no words\.txt"),
+        (("config.json", "words.txt", "more.txt"), r"has more\.txt, which it had not"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            refuse_other_base(recorded, reference(*names), tmp_path)
+    config.write_text('{"a": 1, "inner": {"b": [3]}}')
+    with pytest.raises(UsageError, match=r"org/base has another config\.json \(sha256 .*, with the file as it was"):
+        refuse_other_base(recorded, reference("config.json", "words.txt"), tmp_path)
+    config.unlink()
+    with pytest.raises(UsageError, match=r"holds no config\.json; download it again"):
+        reference("config.json")

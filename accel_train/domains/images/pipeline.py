@@ -292,11 +292,11 @@ def _description(directory: Path) -> Mapping[str, Any]:
 
 def _base_files(described: Mapping[str, Any], directory: Path) -> Mapping[str, Any] | None:
     """Return the files of an adapter's base, with their sha256. None if they are not recorded."""
-    recorded = described.get("base_files")
-    if recorded is None and (directory / manifest.MANIFEST).is_file():
-        # Of a version that wrote them into the manifest alone.
+    recorded = None
+    if (directory / manifest.MANIFEST).is_file():
+        # Those that the run began with. The description has those of the save.
         recorded = manifest.read(directory).get("base")
-    return recorded
+    return recorded or described.get("base_files")
 
 
 def _refuse_other_files(base: Base, described: Mapping[str, Any], directory: Path) -> None:

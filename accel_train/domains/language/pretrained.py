@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,13 +15,19 @@ from torch import Tensor, nn
 from accel_train import simulated
 from accel_train.config import PositiveInt, UsageError, expand_path
 from accel_train.domains.models.lora import CONFIG_FILE, CPU, LoraConfig, adapter_config, apply_lora
+from accel_train.pipeline import ADAPTER_DESCRIPTION, DESCRIBED
 from accel_train.precision import Precision
+from accel_train.store import strict_json
 from accel_train.store.atomic_files import write_json
-from accel_train.store.pretrained_base import PretrainedBase
+from accel_train.store.manifest import Checkpoint
+from accel_train.store.pretrained_base import PretrainedBase, without_provenance
 from accel_train.wording import did_you_mean, nearest
 
 SCRATCH = "llama"
+MODEL_CONFIG = "config.json"
 NO_ADAPTERS = LoraConfig()
+UNREAD = ("architectures", "dtype", "torch_dtype", *DESCRIBED, "format")
+"""Keys of config.json without effect: here the model type gives the class, and weights are read in fp32."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,59 @@ def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any
             f"{positions} or less."
         )
     return config
+
+
+def refuse_other_config(options: ModelConfig, config: Any, checkpoint: Checkpoint | None) -> None:
+    """Raise ``UsageError`` if ``config`` differs from that of the checkpoint to resume, which the run is bound to.
+
+    The files of a source may change between two starts, and the weights would fit all the same.
+    """
+    if checkpoint is None:
+        return
+    saved = _saved_config(checkpoint.path, config)
+    if saved is None:
+        return
+    now = _plain(config)
+    if saved["model_type"] != config.model_type:
+        # Transformers builds the language model alone of a model of pictures and texts.
+        now = _plain(getattr(config, "text_config", config))
+    names = [name for name in ("model_type", *sorted({**saved, **now})) if saved.get(name) != now.get(name)]
+    if not names:
+        return
+    name = names[0]
+    raise UsageError(
+        f"{checkpoint.path}: its model has {name} {saved.get(name)!r}, and the config.json of "
+        f"{options.source or options.config} has {now.get(name)!r} (differences: {len(names)}); give it as it was, or "
+        "start a new run in an unused --output_dir"
+    )
+
+
+def _saved_config(directory: Path, config: Any) -> dict[str, Any] | None:
+    """Return the config of a checkpoint's model, with adapters that of their base. None: it has none.
+
+    Read like ``config``, so that both have the names and defaults of this version of transformers.
+    """
+    is_whole = (directory / MODEL_CONFIG).is_file()
+    try:
+        if is_whole:
+            found: Any = strict_json.read_object(directory / MODEL_CONFIG)
+        else:
+            found = strict_json.read_object(directory / ADAPTER_DESCRIPTION).get("architecture")
+    except (FileNotFoundError, ValueError):
+        return None
+    if not isinstance(found, dict) or "model_type" not in found:
+        return None
+    kinds = {each.model_type: type(each) for each in (getattr(config, "text_config", config), config)}
+    kind = kinds.get(found["model_type"])
+    if kind is None:
+        return found
+    if is_whole:
+        return _plain(kind.from_pretrained(directory))
+    return _plain(kind.from_dict(found))
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    return without_provenance(json.loads(config.to_json_string(use_diff=False)), UNREAD)
 
 
 def _load_config(name: str, revision: str | None = None) -> Any:
@@ -207,8 +267,8 @@ def base_of(options: ModelConfig, config: Any, adapters: LoraConfig) -> Pretrain
 
 
 def find_base(source: str, revision: str | None) -> PretrainedBase:
-    """Return the files with the weights of a folder or Hub id. Raises ``UsageError``."""
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    """Return the files with the weights of a folder or Hub id, and its config. Raises ``UsageError``."""
+    from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
     try:
@@ -218,6 +278,7 @@ def find_base(source: str, revision: str | None) -> PretrainedBase:
             # Large models are stored in several files, and an index names them.
             index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
             files, _ = get_checkpoint_shard_files(source, index, revision=revision)
+        config = cached_file(source, CONFIG_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
     except Exception as error:  # failures of hub, network and files have no common type
         raise UsageError(_not_loaded(source, error)) from None
     paths = [Path(file) for file in files]
@@ -225,7 +286,8 @@ def find_base(source: str, revision: str | None) -> PretrainedBase:
     # A run may be loaded from another directory than it was started in.
     folder = Path(source)
     named = str(folder.absolute()) if folder.is_dir() else source
-    return PretrainedBase(named, paths[0].parent, names, revision)
+    definition = () if config is None else (CONFIG_NAME,)
+    return PretrainedBase(named, paths[0].parent, names, revision, definition, unread=UNREAD)
 
 
 def _build(options: ModelConfig, config: Any, *, load_source: bool) -> nn.Module:

@@ -205,7 +205,7 @@ def test_verify_py_of_adapters_compares_them_and_their_base(base: Path, exported
     alone = f"verified: this adapter is as it was exported; its base, {base}, was not compared\n"
     assert verified(out) == (0, found + alone)
     code, printed = verified(out, str(base))
-    assert (code, printed.endswith(f"{base} is the base that it was trained on\n")) == (0, True)
+    assert (code, printed.endswith(f"{base} has the weights that it was trained on\n")) == (0, True)
     other = shutil.copytree(base, tmp_path / "base")
     flip(other / "model.safetensors")
     code, printed = verified(out, str(other))

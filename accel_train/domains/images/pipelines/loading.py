@@ -16,7 +16,7 @@ from accel_train import simulated
 from accel_train.config import PositiveFloat, PositiveInt, UsageError, expand_path
 from accel_train.domains.diffusion.noise_levels import NoiseLevels, levels_of
 from accel_train.domains.images.pipelines import flow_transformers, unets
-from accel_train.domains.images.pipelines.family import Family
+from accel_train.domains.images.pipelines.family import INDEX, UNREAD, UNUSED, Family, defining_files
 from accel_train.domains.images.pipelines.quiet import quiet
 from accel_train.domains.models.input_dtypes import cast_inputs
 from accel_train.precision import Precision, dtype_of
@@ -28,7 +28,6 @@ from accel_train.store.weights import find_tensors
 if TYPE_CHECKING:
     from accel_train.domains.images.trained_mmdit.run_base import MMDiTBase
 
-INDEX = "model_index.json"
 MAX_INDEX_BYTES = 1 << 20
 WEIGHTS = "diffusion_pytorch_model"
 FAMILIES = (
@@ -44,7 +43,6 @@ FAMILIES = (
 )
 LIBRARIES = ("diffusers", "transformers")
 """Libraries allowed for the class of a component. A pipeline with code of its own is not loaded."""
-UNUSED = ("safety_checker", "feature_extractor", "image_encoder")
 
 
 @dataclass(frozen=True)
@@ -154,14 +152,16 @@ class DiffusersBase:
         return levels_of(kind.from_pretrained(self.directory / "scheduler"), self.source)
 
     def files(self) -> PretrainedBase:
-        """Return the weight files of the trained components, for checkpoints to name."""
+        """Return the weight files of the trained components, and all others in use, for checkpoints to name."""
         denoiser = self.family.denoiser
-        if not self.trained_text:
-            names = self._weight_files(denoiser)
-            return PretrainedBase(self.source, self.directory / denoiser, tuple(names), self.revision)
+        directory = self.directory
         parts = (denoiser, *self.trained_text)
-        paths = [f"{part}/{name}" for part in parts for name in self._weight_files(part)]
-        return PretrainedBase(self.source, self.directory, tuple(paths), self.revision)
+        defining = defining_files(directory, _index(directory), parts, self._weight_files)
+        names = [f"{part}/{name}" for part in parts for name in self._weight_files(part)]
+        if not self.trained_text:
+            directory /= denoiser
+            names = self._weight_files(denoiser)
+        return PretrainedBase(self.source, directory, tuple(names), self.revision, defining, self.directory, UNREAD)
 
     def _weight_files(self, component: str) -> list[str]:
         variant = self._variant(component)

@@ -1,0 +1,154 @@
+"""A pipeline of diffusers that changed between a start and its resume is refused, by the file that differs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_train import cli
+from accel_train.config import UsageError
+from accel_train.store import commit
+from tests.domains.images import tiny_pipelines as tiny
+from tests.domains.images.test_lora_recipe import pictures, settings, train, weights_of
+
+pytest.importorskip("diffusers")
+pytest.importorskip("peft")
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("fresh")]
+CHECKPOINT = "checkpoint_00000005"
+SCHEDULER = "scheduler/scheduler_config.json"
+
+
+def edit(base: Path, name: str, **values: Any) -> str:
+    content = json.loads((base / name).read_text())
+    (base / name).write_text(json.dumps(content | values))
+    return name
+
+
+def flip(base: Path, name: str) -> str:
+    content = bytearray((base / name).read_bytes())
+    content[-3] ^= 1
+    (base / name).write_bytes(content)
+    return name
+
+
+def write(base: Path, name: str, text: str) -> str:
+    (base / name).parent.mkdir(exist_ok=True)
+    (base / name).write_text(text)
+    return name
+
+
+REFUSED: dict[str, Callable[[Path], str]] = {
+    "prediction": lambda base: edit(base, SCHEDULER, prediction_type="v_prediction"),
+    "noise levels": lambda base: edit(base, SCHEDULER, beta_end=0.02),
+    "class of the scheduler": lambda base: edit(base, "model_index.json", scheduler=["diffusers", "DDPMScheduler"]),
+    "denoiser": lambda base: edit(base, "unet/config.json", norm_eps=1e-3),
+    "heads of the denoiser": lambda base: edit(base, "unet/config.json", attention_head_dim=2),
+    "scale of latents": lambda base: edit(base, "vae/config.json", scaling_factor=0.5),
+    "weights of the VAE": lambda base: flip(base, "vae/diffusion_pytorch_model.safetensors"),
+    "text encoder": lambda base: edit(base, "text_encoder/config.json", hidden_act="gelu"),
+    "weights of the text encoder": lambda base: flip(base, "text_encoder/model.safetensors"),
+    "length of prompts": lambda base: edit(base, "tokenizer/tokenizer_config.json", model_max_length=8),
+    "vocabulary": lambda base: write(base, "tokenizer/vocab.json", "{}"),
+}
+
+
+def drop_record(base: Path, run: Path) -> None:
+    """Leave the checkpoint as versions before the record wrote it, and change the pipeline."""
+    path = run / "checkpoints" / CHECKPOINT
+    recorded = dict(commit.verify(path).manifest["base"])
+    del recorded["definition"]
+    commit.rewrite_manifest(path, {"base": recorded})
+    edit(base, SCHEDULER, beta_end=0.02)
+
+
+def rewrite(base: Path, run: Path) -> None:
+    """Say the same in another way, as other versions of the libraries do."""
+    content = json.loads((base / SCHEDULER).read_text())
+    changed = dict(reversed(content.items())) | {"_diffusers_version": "0.1"}
+    (base / SCHEDULER).write_text(json.dumps(changed, indent=7))
+    edit(base, "text_encoder/config.json", _name_or_path="elsewhere", transformers_version="4.0")
+
+
+def add_unused(base: Path, run: Path) -> None:
+    write(base, "README.md", "new")
+    write(base, "tokenizer/README.txt", "new")
+    write(base, "safety_checker/config.json", "{}")
+    edit(base, "model_index.json", requires_safety_checker=True)
+
+
+def move(base: Path, run: Path) -> None:
+    # Replaced by a copy, with other times and inodes.
+    shutil.copytree(base, base.parent / "new")
+    shutil.rmtree(base)
+    (base.parent / "new").rename(base)
+
+
+TAKEN = {"record": drop_record, "rewritten": rewrite, "unused": add_unused, "copied": move}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of five steps, and one that embeds its base."""
+    folder = tmp_path_factory.mktemp("begun")
+    tiny.save("sd1", folder / "base")
+    pictures(folder / "photos")
+    settings(folder, "sd1")
+    train(folder, "run", "--max_steps", "5")
+    train(folder, "embedded", "--max_steps", "5", "--checkpoints.base", "embed")
+    return folder
+
+
+@pytest.fixture
+def base(begun: Path) -> Iterator[Path]:
+    """The pipeline, which is restored afterwards."""
+    shutil.copytree(begun / "base", begun / "kept")
+    yield begun / "base"
+    shutil.rmtree(begun / "base")
+    (begun / "kept").rename(begun / "base")
+
+
+def contents(run: Path) -> dict[Path, bytes]:
+    files = {file.relative_to(run): file for file in run.rglob("*") if file.is_file()}
+    return {name: file.read_bytes() for name, file in files.items() if name.parts[0] != "logs"}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_a_change_of_what_the_run_reads_is_refused_by_name(change: str, begun: Path, base: Path) -> None:
+    before = contents(begun / "run")
+    name = REFUSED[change](base)
+    with pytest.raises(UsageError, match=rf"{CHECKPOINT}: its base is {base}, and .* has (another )?{name}.*; give"):
+        train(begun, "run")
+    assert contents(begun / "run") == before
+
+
+def test_an_embedded_base_is_compared_too(begun: Path, base: Path) -> None:
+    name = REFUSED["prediction"](base)
+    with pytest.raises(UsageError, match=rf"{CHECKPOINT}: its base is {base}, and .* has another {name}"):
+        train(begun, "embedded")
+
+
+@pytest.mark.parametrize("change", TAKEN)
+def test_what_no_run_reads_may_change(change: str, begun: Path, base: Path, tmp_path: Path) -> None:
+    shutil.copytree(begun / "run", begun / change)
+    TAKEN[change](base, begun / change)
+    run = train(begun, change)
+    assert all(bool(torch.isfinite(value).all()) for value in weights_of(run).values())
+
+
+@pytest.mark.parametrize("change", ["prediction", "weights of the VAE"])
+@pytest.mark.parametrize("words", [["sample", "{run}", "--prompt", "x"], ["export", "{run}", "{out}", "--merged"]])
+def test_pictures_and_merged_exports_are_of_the_same_base(
+    change: str, words: list[str], begun: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = REFUSED[change](base)
+    with pytest.raises(UsageError, match=rf"its base is {base}, and .* has another {name}"):
+        cli._main([word.format(run=begun / "run", out=tmp_path / "out") for word in words])
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "pictures").exists()

@@ -1,0 +1,132 @@
+"""A config.json that changed between a start and its resume is refused, for whole models and adapters."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train import cli
+from accel_train.config import UsageError
+from accel_train.store import commit
+from recipes import causal_lm
+from tests.domains.language import tiny
+
+pytest.importorskip("peft")
+pytestmark = [
+    # peft reads a property that transformers has renamed.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    pytest.mark.usefixtures("fresh"),
+]
+CHECKPOINT = "checkpoint_00000002"
+KINDS: dict[str, tuple[str, ...]] = {
+    "whole": ("--model.source", "{base}"),
+    "adapters": ("--model.source", "{base}", "--lora.rank", "2"),
+    "embedded": ("--model.source", "{base}", "--lora.rank", "2", "--checkpoints.base", "embed"),
+    "from scratch": ("--model.config", "{base}", "--data.tokenizer", "{base}"),
+}
+CHANGES: dict[str, Any] = {
+    "rms_norm_eps": 1e-3,
+    "hidden_act": "gelu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+}
+
+
+def train(folder: Path, kind: str, steps: int, name: str | None = None) -> None:
+    words = [word.format(base=folder / "base") for word in KINDS[kind]]
+    words += ["--output_dir", str(folder / (name or kind)), "--max_steps", str(steps)]
+    assert causal_lm.main([str(folder / "tiny.yaml"), *words]) == 0
+
+
+def edit(base: Path, **values: Any) -> None:
+    content = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(content | values))
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps of each kind."""
+    folder = tmp_path_factory.mktemp("begun")
+    tiny.save(folder / "base")
+    (folder / "texts.txt").write_text("\n\n".join(f"{n} {text}" for n in range(12) for text in tiny.TEXTS))
+    (folder / "tiny.yaml").write_text(
+        "global_batch_size: 4\nmicro_batch_size: 4\nmax_steps: 2\nprecision: fp32\n"
+        "log: {log_every: 1, progress_bar: off}\n"
+        f"data: {{path: {folder / 'texts.txt'}, max_length: 32, cache_dir: {folder / 'cache'}}}\n"
+        "optimizer: {lr: 1e-2}\nschedule: {kind: constant, warmup_steps: 0}\n"
+        "evaluation: {samples: 2, shown: 1, max_new_tokens: 2}\ncheckpoints: {keep_last: 0}\n"
+    )
+    for kind in KINDS:
+        train(folder, kind, 2)
+    return folder
+
+
+@pytest.fixture
+def base(begun: Path) -> Iterator[Path]:
+    """The folder of the model, whose config is restored afterwards."""
+    content = (begun / "base" / "config.json").read_text()
+    yield begun / "base"
+    (begun / "base" / "config.json").write_text(content)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_config_is_refused_with_both_values(name: str, kind: str, begun: Path, base: Path) -> None:
+    before = json.loads((base / "config.json").read_text())[name]
+    edit(base, **{name: CHANGES[name]})
+    if isinstance(before, dict):
+        values = r"\{.*10000.* has \{.*20000"
+    else:
+        values = f"{re.escape(repr(before))}.* has {re.escape(repr(CHANGES[name]))}"
+    says = rf"{CHECKPOINT}: its model has {name} {values}.*; give it as it was, or start a new run"
+    with pytest.raises(UsageError, match=says):
+        train(begun, kind, 4)
+    assert [path.name for path in (begun / kind / "checkpoints").iterdir()] == [CHECKPOINT]
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapters"])
+def test_a_note_on_where_a_config_comes_from_may_change(kind: str, begun: Path, base: Path) -> None:
+    edit(base, _name_or_path="elsewhere", transformers_version="4.0", dtype="bfloat16", architectures=["Other"])
+    shutil.copytree(begun / kind, begun / f"{kind} again")
+    train(begun, kind, 3, f"{kind} again")
+
+
+def test_the_files_of_the_base_are_compared_where_no_architecture_is_recorded(begun: Path, base: Path) -> None:
+    from accel_train.domains.language.pretrained import find_base
+    from accel_train.store.pretrained_base import refuse_other_base
+
+    checkpoint = begun / "adapters" / "checkpoints" / CHECKPOINT
+    recorded = commit.verify(checkpoint).manifest["base"]
+    refuse_other_base(recorded, find_base(str(base), None).reference(), checkpoint)
+    edit(base, rms_norm_eps=1e-3)
+    with pytest.raises(UsageError, match=r"has another config.json"):
+        refuse_other_base(recorded, find_base(str(base), None).reference(), checkpoint)
+
+
+def test_a_checkpoint_without_any_record_goes_on(begun: Path, base: Path) -> None:
+    """As those of older versions do: the folder is the only source of what the model is."""
+    run = begun / "old"
+    shutil.copytree(begun / "adapters", run)
+    checkpoint = run / "checkpoints" / CHECKPOINT
+    (checkpoint / "pipeline.json").unlink()
+    found = commit.open_verified(begun / "adapters" / "checkpoints" / CHECKPOINT).manifest
+    recorded = {name: value for name, value in found["base"].items() if name != "definition"}
+    files = {name: facts for name, facts in found["files"].items() if name != "pipeline.json"}
+    commit.rewrite_manifest(checkpoint, {"base": recorded, "files": files})
+    edit(base, rms_norm_eps=1e-3)
+    train(begun, "adapters", 3, "old")
+
+
+@pytest.mark.parametrize("words", [["sample", "{run}", "--text", "x"], ["export", "{run}", "{out}", "--merged"]])
+def test_answers_and_merged_exports_are_of_the_same_base(
+    words: list[str], begun: Path, base: Path, tmp_path: Path
+) -> None:
+    edit(base, rms_norm_eps=1e-3)
+    with pytest.raises(UsageError, match=rf"its base is {base}, and .* has another config.json \(sha256"):
+        cli._main([word.format(run=begun / "adapters", out=tmp_path / "out") for word in words])
+    assert not (tmp_path / "out").exists()
