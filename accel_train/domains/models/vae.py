@@ -126,8 +126,8 @@ def _load(source: str, revision: str | None, option: str) -> Any:
         folder = str(path) if path.is_dir() else source
         try:
             # AutoModel itself has no loading info to return.
-            kind: Any = getattr(diffusers, diffusers.AutoModel.load_config(folder, **where)["_class_name"])
-            model, found = kind.from_pretrained(
+            config: Any = diffusers.AutoModel.load_config(folder, **where)
+            model, found = getattr(diffusers, config["_class_name"]).from_pretrained(
                 folder,
                 **where,
                 # Some autoencoders overflow in fp16, SDXL's among them.
