@@ -122,7 +122,10 @@ def emptied(path: str) -> Break:
 
 
 def written(path: str, text: str) -> Break:
-    return lambda base: (base / path).write_text(text, "utf-8") and None
+    def change(base: Path) -> None:
+        (base / path).write_text(text, "utf-8")
+
+    return change
 
 
 def edited(path: str, **values: Any) -> Break:

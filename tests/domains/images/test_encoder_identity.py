@@ -92,9 +92,8 @@ def test_a_fresh_start_with_an_old_cache_reads_what_an_empty_cache_gives(
         edit(tmp_path / "base")
     with_old = inputs(tmp_path, "old").train[0]
     with_empty = inputs(tmp_path, "empty").train[0]
-    tensors = [name for name, value in before.items() if isinstance(value, torch.Tensor)]
-    assert all(torch.equal(with_old[name], with_empty[name]) for name in tensors)
-    assert {name for name in tensors if not torch.equal(before[name], with_old[name])} == changed
+    assert all(torch.equal(with_old[name], value) for name, value in with_empty.items())
+    assert {name for name, value in before.items() if not torch.equal(value, with_old[name])} == changed
     # The entries of before are still there, and are looked after like all others.
     assert len(list((tmp_path / "old" / "tensors").iterdir())) == folders + bool(changed)
     for verb in ("ls", "verify", "clear"):

@@ -14,7 +14,8 @@ from torch import nn
 from accel_train import simulated
 from accel_train.config import PositiveFloat, PositiveInt, UsageError, expand_path
 from accel_train.domains.diffusion.noise_levels import NoiseLevels, levels_of
-from accel_train.domains.images.pipelines import components, flow_transformers, unets
+from accel_train.domains.images import components
+from accel_train.domains.images.pipelines import flow_transformers, unets
 from accel_train.domains.images.pipelines.family import Family
 from accel_train.domains.images.pipelines.quiet import quiet
 from accel_train.domains.models.input_dtypes import cast_inputs
