@@ -19,6 +19,8 @@ DOWNLOAD_OPTIONS = ("revision", "cache_dir", "force_download", "local_files_only
 """Options passed by the hub mixin to `_from_pretrained` besides the model's own arguments."""
 WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
 SHOWN_TENSORS = 3
+ORDINARY_AT_LEAST = 2
+"""Tokens. Without its vocabulary a T5 tokenizer still has one for the space."""
 VERSIONS = ("transformers_version",)
 UNREAD = ("lm_head.",)
 """Output layer of a language model. One that encodes texts is read before it."""
@@ -69,6 +71,20 @@ def refuse_missing(named: str, model: nn.Module, missing: Iterable[str], unread:
     with torch.no_grad():
         for name in names:
             model.get_parameter(name).zero_()
+
+
+def refuse_empty_vocabulary(named: str, tokenizer: Any) -> None:
+    """Raise ``UsageError`` for a tokenizer with special tokens alone. ``named`` begins the message.
+
+    transformers builds one if the files of the vocabulary are missing, and then all texts are the same.
+    """
+    ordinary = {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}
+    if len(ordinary) < ORDINARY_AT_LEAST:
+        raise UsageError(
+            f"{named}: its tokenizer has no vocabulary ({len(ordinary)} tokens that are not special). Required is a "
+            "tokenizer.json, or the files that it is made of (vocab.json and merges.txt, vocab.txt, spiece.model); "
+            "download it again"
+        )
 
 
 def config_hash(*modules: nn.Module) -> str:
