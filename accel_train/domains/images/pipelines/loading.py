@@ -127,6 +127,7 @@ class DiffusersBase:
 
     def component(self, component: str, precision: Precision) -> nn.Module:
         """Load a component in training mode. On the meta device it has no weights."""
+        _build_whole()
         # From its config alone: a simulation has no values to read.
         if not simulated.weights_have_no_values():
             return self._model(component, precision).train()
@@ -140,7 +141,6 @@ class DiffusersBase:
 
     def _model(self, component: str, precision: Precision) -> Any:
         """Load a denoiser, VAE or text encoder in eval mode, with all of its weights."""
-        _build_whole()
         options = {"dtype": dtype_of(precision), "variant": self._variant(component)}
         return components.load_model(self._class(component), self.source, self.directory / component, **options)
 
