@@ -70,7 +70,7 @@ class EncoderIdentity:
     weights: str
     """`weights_hash` of all its modules."""
     settings: Mapping[str, str | int | float | bool | None] = field(default_factory=dict[str, Any])
-    """dtype, tiling, tokens at most, layer, ..."""
+    """dtype, tokens at most, hashes of configs and tokenizers, ..."""
 
     def about(self, kind: str, **more: object) -> dict[str, Any]:
         """Return the description of its folder in the cache."""

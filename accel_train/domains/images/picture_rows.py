@@ -53,8 +53,8 @@ class Patching:
 
     @property
     def identity(self) -> str:
-        """Identity of the tokens: the patch, and the sha256 of the autoencoder if there is one."""
-        return f"{self.patch}" if self.vae is None else f"{self.patch} {self.vae.reference.sha256}"
+        """Identity of the tokens: the patch, and the hashes of the autoencoder if there is one."""
+        return f"{self.patch}" if self.vae is None else f"{self.patch} {self.vae.reference.identity}"
 
     @property
     def side(self) -> int:

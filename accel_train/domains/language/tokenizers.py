@@ -10,6 +10,7 @@ from typing import Any
 
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cached_folder, is_intact, one_at_a_time
+from accel_train.domains.models.pretrained import refuse_empty_vocabulary
 
 TRAINED = "trained"
 MIN_VOCAB_SIZE = 300
@@ -102,6 +103,7 @@ def load_tokenizer(name: str, revision: str | None) -> Any:
             "Required is a folder with tokenizer.json or a Hub id (without a network it must be in the cache); code "
             "from a repository is never run. Name another one with --data.tokenizer, or 'trained'."
         ) from None
+    refuse_empty_vocabulary(f"tokenizer {name!r}", tokenizer)
     if not tokenizer.is_fast:
         raise UsageError(
             f"tokenizer {name!r}: {type(tokenizer).__name__} is written in Python; one with a tokenizer.json is "

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from huggingface_hub import load_torch_model, snapshot_download
 from torch import nn
+
+from accel_train.config import UsageError
+from accel_train.wording import shortened
 
 DOWNLOAD_OPTIONS = ("revision", "cache_dir", "force_download", "local_files_only", "token")
 """Options passed by the hub mixin to `_from_pretrained` besides the model's own arguments."""
 WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
+SHOWN_TENSORS = 3
+ORDINARY_AT_LEAST = 2
+"""Tokens. Without its vocabulary a T5 tokenizer still has one for the space."""
+VERSIONS = ("transformers_version",)
+UNREAD = ("lm_head.",)
+"""Output layer of a language model. One that encodes texts is read before it."""
 
 
 def load_pretrained(
@@ -40,3 +53,64 @@ def load_directory(
     source = single if single.is_file() else directory
     pattern = stem + "{suffix}.safetensors"
     load_torch_model(model, source, strict=strict, map_location=map_location, filename_pattern=pattern)
+
+
+def refuse_missing(named: str, model: nn.Module, missing: Iterable[str], unread: tuple[str, ...] = ()) -> None:
+    """Raise ``UsageError`` for tensors of ``model`` that its files lack: a library leaves them random, with a notice.
+
+    ``missing`` is from its loading info, so tied tensors are not among it. ``named`` begins the message. Those whose
+    names begin with ``unread`` are set to zero instead, for every process and start to have the same.
+    """
+    names = sorted(missing)
+    needed = [name for name in names if not name.startswith(unread)] if unread else names
+    if needed:
+        raise UsageError(
+            f"{named}: its files lack tensors ({len(needed):,}), which would stay random: "
+            f"{shortened(needed, SHOWN_TENSORS)}. Required are all of them; download it again, or give another one"
+        )
+    with torch.no_grad():
+        for name in names:
+            model.get_parameter(name).zero_()
+
+
+def refuse_empty_vocabulary(named: str, tokenizer: Any) -> None:
+    """Raise ``UsageError`` for a tokenizer with special tokens alone. ``named`` begins the message.
+
+    transformers builds one if the files of the vocabulary are missing, and then all texts are the same.
+    """
+    ordinary = {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}
+    if len(ordinary) < ORDINARY_AT_LEAST:
+        raise UsageError(
+            f"{named}: its tokenizer has no vocabulary ({len(ordinary)} tokens that are not special). Required is a "
+            "tokenizer.json, or the files that it is made of (vocab.json and merges.txt, vocab.txt, spiece.model); "
+            "download it again"
+        )
+
+
+def config_hash(*modules: nn.Module) -> str:
+    """Hash classes and configs of modules of diffusers and transformers: what their outputs depend on beside weights.
+
+    Without defaults, private keys and versions of libraries, so that another library version finds the same.
+    """
+    described = [[type(module).__name__, _plain(_given_config(module))] for module in modules]
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _given_config(module: nn.Module) -> Mapping[str, Any]:
+    config: Any = getattr(module, "config", {})
+    if hasattr(config, "to_diff_dict"):
+        return config.to_diff_dict()
+    # diffusers lists the names for which its config had no value.
+    defaults = config.get("_use_default_values", ())
+    return {name: value for name, value in config.items() if name not in defaults}
+
+
+def _plain(value: Any) -> Any:
+    """Return a config's value as JSON has it, without private keys and versions."""
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        kept = {str(name): inner for name, inner in items if not str(name).startswith("_")}
+        return {name: _plain(inner) for name, inner in kept.items() if name not in VERSIONS}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in cast("Iterable[Any]", value)]
+    return value if value is None or isinstance(value, str | int | float) else str(value)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accel_train.config import UsageError, expand_path
 from accel_train.data.tensor_cache import content_hash
+from accel_train.domains.models.pretrained import config_hash, refuse_missing
 
 TRIAL_SIDE = 64
 """Side in pixels of a trial picture, encoded once to find the channels and the size of latents."""
@@ -34,6 +35,13 @@ class VaeReference:
     """Of a latent."""
     reduction: int
     """Pixels along a side of one latent."""
+    config: str | None = None
+    """Sha256 of its config: the same weights with another activation give other latents. None: not recorded."""
+
+    @property
+    def identity(self) -> str:
+        """Hash of weights and config."""
+        return self.sha256 if self.config is None else f"{self.sha256} {self.config}"
 
 
 class PictureVae(nn.Module):
@@ -61,11 +69,11 @@ class PictureVae(nn.Module):
         return torch.cat(pixels)
 
 
-def load_vae(source: str, revision: str | None, option: str, sha256: str | None = None) -> PictureVae:
+def load_vae(source: str, revision: str | None, option: str, expected: VaeReference | None = None) -> PictureVae:
     """Load an autoencoder by path or Hub id, on the CPU: from its own folder, or the ``vae`` of a pipeline.
 
-    ``option`` is named in errors. Raises ``UsageError`` for anything else, autoencoders of videos, and, with
-    ``sha256``, other weights.
+    ``option`` is named in errors. Raises ``UsageError`` for anything else, missing weights, autoencoders of videos, and
+    weights or a config other than ``expected``.
     """
     module = _load(source, revision, option)
     module.eval().requires_grad_(False)
@@ -85,21 +93,28 @@ def load_vae(source: str, revision: str | None, option: str, sha256: str | None 
             "size is required"
         )
     found = content_hash(module.state_dict())
-    if sha256 is not None and found != sha256:
-        raise UsageError(
-            f"{option} {source!r}: its weights have the sha256 {found[:12]}, and the model was trained on latents of "
-            f"{sha256[:12]}; bring back the autoencoder of the training"
-        )
+    config = config_hash(module)
+    if expected is not None:
+        _refuse_other("weights", found, expected.sha256, f"{option} {source!r}")
+        _refuse_other("config", config, expected.config, f"{option} {source!r}")
     path = expand_path(source)
     # From any directory, as a checkpoint may be read.
     where = str(path.absolute()) if path.is_dir() else source
-    reference = VaeReference(where, revision, found, trial.shape[1], TRIAL_SIDE // trial.shape[2])
+    reference = VaeReference(where, revision, found, trial.shape[1], TRIAL_SIDE // trial.shape[2], config)
     return PictureVae(module, reference)
+
+
+def _refuse_other(part: str, found: str, expected: str | None, named: str) -> None:
+    if expected not in (None, found):
+        raise UsageError(
+            f"{named}: the sha256 of its {part} is {found[:12]}, and the model was trained on latents of "
+            f"{str(expected)[:12]}; bring back the autoencoder of the training"
+        )
 
 
 def _load(source: str, revision: str | None, option: str) -> Any:
     try:
-        from diffusers import AutoModel
+        import diffusers
     except ImportError:
         raise UsageError(f"{option}: needs diffusers; run pip install 'accel-train[diffusers]'") from None
     path = expand_path(source)
@@ -107,22 +122,31 @@ def _load(source: str, revision: str | None, option: str) -> Any:
         raise UsageError(f"{option} {source!r} is a folder and has no revision {revision!r}; leave the revision out")
     failures: list[str] = []
     for subfolder in _subfolders(path):
+        where: dict[str, Any] = {"subfolder": subfolder, "revision": revision}
+        folder = str(path) if path.is_dir() else source
         try:
-            return AutoModel.from_pretrained(
-                str(path) if path.is_dir() else source,
-                subfolder=subfolder,
-                revision=revision,
+            # AutoModel itself has no loading info to return.
+            config: Any = diffusers.AutoModel.load_config(folder, **where)
+            model, found = getattr(diffusers, config["_class_name"]).from_pretrained(
+                folder,
+                **where,
                 # Some autoencoders overflow in fp16, SDXL's among them.
                 dtype=torch.float32,
                 # A pickle may run code.
                 use_safetensors=True,
+                output_loading_info=True,
             )
+            break
         except Exception as error:  # failures of hub, network and format have no common type
             failures.append(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
-    raise UsageError(
-        f"{option} {source!r} cannot be loaded ({failures[-1]}). Required is the Hub id or folder of an autoencoder of "
-        "diffusers with safetensors weights, or of a pipeline that has one (without a network it must be in the cache)"
-    )
+    else:
+        raise UsageError(
+            f"{option} {source!r} cannot be loaded ({failures[-1]}). Required is the Hub id or folder of an "
+            "autoencoder of diffusers with safetensors weights, or of a pipeline that has one (without a network it "
+            "must be in the cache)"
+        )
+    refuse_missing(f"{option} {source!r}", model, found["missing_keys"])
+    return model
 
 
 def _subfolders(path: Path) -> Iterator[str | None]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from accel_train.config import UsageError, expand_path
+from accel_train.domains.models.pretrained import refuse_empty_vocabulary
 from accel_train.domains.text.tfidf import VERSION as TFIDF_VERSION
 from accel_train.domains.text.tfidf import TfidfSvdEncoder
 
@@ -290,6 +291,7 @@ def load_tokenizer(name: str, folder: Path) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise unreadable(name, error) from None
+    refuse_empty_vocabulary(f"--data.encoder {name!r}", tokenizer)
     # Padding is not attended, so any token serves.
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token

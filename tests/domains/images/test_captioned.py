@@ -1,6 +1,7 @@
 """Captioned pictures as rows of latents: patches, files, the user's own pictures, refusals."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -159,8 +160,12 @@ def test_an_autoencoder_of_videos_and_another_one_are_refused(tmp_path):
     with pytest.raises(UsageError, match="a AutoencoderKLQwenImage encodes no picture of 64 x 64"):
         load_vae(str(folder), None, "--pictures.vae")
     save_vae(tmp_path / "vae")
-    with pytest.raises(UsageError, match="the model was trained on latents of 123456"):
-        load_vae(str(tmp_path / "vae"), None, "the autoencoder", "123456")
+    recorded = load_vae(str(tmp_path / "vae"), None, "the autoencoder").reference
+    for change in ({"sha256": "123456"}, {"config": "123456"}):
+        with pytest.raises(UsageError, match="the model was trained on latents of 123456"):
+            load_vae(str(tmp_path / "vae"), None, "the autoencoder", replace(recorded, **change))
+    # Recorded by a version that recorded no config.
+    load_vae(str(tmp_path / "vae"), None, "the autoencoder", replace(recorded, config=None))
 
 
 def test_flags_can_be_left_out(tmp_path):

@@ -24,3 +24,14 @@ def test_weights_of_other_pieces_are_refused(tmp_path: Path) -> None:
 def test_weights_without_a_tokenizer_are_taken(tmp_path: Path) -> None:
     tokenizers.refuse_other_pieces(tiny.tokenizer(), tmp_path)
     tokenizers.refuse_other_pieces(tiny.tokenizer(), None)
+
+
+def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path: Path) -> None:
+    """transformers builds one, for which every text is empty."""
+    from transformers import Qwen2Tokenizer
+
+    Qwen2Tokenizer(vocab={"a": 0, "b": 1, "<|endoftext|>": 2}, merges=[]).save_pretrained(tmp_path)
+    tokenizers.load_tokenizer(str(tmp_path), None)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match=r"tokenizer '.*': its tokenizer has no vocabulary \(0 .* download it again"):
+        tokenizers.load_tokenizer(str(tmp_path), None)

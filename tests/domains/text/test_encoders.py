@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertTokenizer
 
 from accel_train.config import UsageError
 from accel_train.domains.text.encoders import TransformerEncoder, load_encoder, pool
@@ -167,6 +167,16 @@ def test_missing_weights_would_be_random_and_are_refused(tmp_path: Path) -> None
     del without_pooler["encoder.layer.0.output.dense.weight"]
     save_file(without_pooler, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UsageError, match=r"1 weights are not in its files \(encoder\.layer\.0\.output\.dense\.weight"):
+        TransformerEncoder(str(tmp_path)).encode(TEXTS)
+
+
+def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path: Path) -> None:
+    """transformers builds one in which every word is unknown."""
+    tiny_encoders.bert(tmp_path)
+    BertTokenizer(vocab={"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "my": 4, "lord": 5}).save_pretrained(tmp_path)
+    TransformerEncoder(str(tmp_path)).encode(["my lord"])
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match=r"--data\.encoder .*: its tokenizer has no vocabulary \(0 .* download it"):
         TransformerEncoder(str(tmp_path)).encode(TEXTS)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from accel_train.domains.images.latent_cache import EncoderIdentity, Latents, weights_hash
 from accel_train.domains.images.pipelines.loading import Base, DiffusersBase, text_encoders
 from accel_train.domains.images.sources import SHOWN_NAMES
+from accel_train.domains.models.pretrained import config_hash
 from accel_train.wording import shortened
 
 TRUNCATED = "The following part of your input was truncated"
@@ -99,7 +100,8 @@ def encode_pictures(vae: Any, pixels: Tensor) -> Latents:
 
 def identity_of_vae(pipeline: Any, base: Base) -> EncoderIdentity:
     """Return the identity of cached latents."""
-    return EncoderIdentity(base.source, base.revision, weights_hash(pipeline.vae), {"dtype": "fp32"})
+    settings = {"dtype": "fp32", "config": config_hash(pipeline.vae)}
+    return EncoderIdentity(base.source, base.revision, weights_hash(pipeline.vae), settings)
 
 
 def identity_of_texts(pipeline: Any, base: Base) -> EncoderIdentity:
@@ -107,7 +109,12 @@ def identity_of_texts(pipeline: Any, base: Base) -> EncoderIdentity:
     settings = {"dtype": base.config.encoder_precision, "tokens": base.prompt_tokens, "family": base.family.name}
     if isinstance(base, DiffusersBase) and base.trained_text:
         return EncoderIdentity(base.source, base.revision, _hash_of_tokenizers(base), settings | {"tokens_of": "CLIP"})
-    return EncoderIdentity(base.source, base.revision, weights_hash(*text_encoders(pipeline).values()), settings)
+    encoders = text_encoders(pipeline).values()
+    settings["config"] = config_hash(*encoders)
+    # The tokenizer of our own MMDiT is a buffer, and so among the weights.
+    if isinstance(base, DiffusersBase):
+        settings["tokenizers"] = _hash_of_tokenizers(base)
+    return EncoderIdentity(base.source, base.revision, weights_hash(*encoders), settings)
 
 
 def _hash_of_tokenizers(base: DiffusersBase) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -15,6 +14,7 @@ from torch import nn
 from accel_train import simulated
 from accel_train.config import PositiveFloat, PositiveInt, UsageError, expand_path
 from accel_train.domains.diffusion.noise_levels import NoiseLevels, levels_of
+from accel_train.domains.images import components
 from accel_train.domains.images.pipelines import flow_transformers, unets
 from accel_train.domains.images.pipelines.family import INDEX, UNREAD, UNUSED, Family, defining_files
 from accel_train.domains.images.pipelines.quiet import quiet
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from accel_train.domains.images.trained_mmdit.run_base import MMDiTBase
 
 MAX_INDEX_BYTES = 1 << 20
+CONFIG = "config.json"
 WEIGHTS = "diffusion_pytorch_model"
 FAMILIES = (
     unets.STABLE_DIFFUSION,
@@ -41,8 +42,6 @@ FAMILIES = (
     flow_transformers.QWEN_IMAGE,
     flow_transformers.Z_IMAGE,
 )
-LIBRARIES = ("diffusers", "transformers")
-"""Libraries allowed for the class of a component. A pipeline with code of its own is not loaded."""
 
 
 @dataclass(frozen=True)
@@ -127,29 +126,30 @@ class DiffusersBase:
     def component(self, component: str, precision: Precision) -> nn.Module:
         """Load a component in training mode. On the meta device it has no weights."""
         _build_whole()
-        library, class_name = _index(self.directory)[component]
-        kind: Any = getattr(import_module(library), class_name)
-        folder = self.directory / component
         # From its config alone: a simulation has no values to read.
-        if simulated.weights_have_no_values():
-            if library == "diffusers":
+        if not simulated.weights_have_no_values():
+            return self._model(component, precision).train()
+        kind = self._class(component)
+        folder = self.directory / component
+        components.require_config(self.source, folder, CONFIG)
+        with components.reading(self.source, folder, CONFIG):
+            if hasattr(kind, "load_config"):
                 return kind.from_config(kind.load_config(folder)).train()
             return kind(kind.config_class.from_pretrained(folder)).train()
-        try:
-            with quiet():
-                model = kind.from_pretrained(
-                    folder, dtype=dtype_of(precision), variant=self._variant(component), use_safetensors=True
-                )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UsageError(_not_loaded(self.source, error)) from None
-        return model.train()
+
+    def _model(self, component: str, precision: Precision) -> Any:
+        """Load a denoiser, VAE or text encoder in eval mode, with all of its weights."""
+        options = {"dtype": dtype_of(precision), "variant": self._variant(component)}
+        return components.load_model(self._class(component), self.source, self.directory / component, **options)
+
+    def _class(self, component: str) -> Any:
+        kind = _index(self.directory).get(component, (None, None))
+        return components.find_class(self.source, self.directory / INDEX, component, kind)
 
     def levels(self) -> NoiseLevels:
         """Return the noise levels of its scheduler, and with them the objective. Raises ``UsageError``."""
-        import diffusers
-
-        kind: Any = getattr(diffusers, self.class_of("scheduler"))
-        return levels_of(kind.from_pretrained(self.directory / "scheduler"), self.source)
+        kind = self._class("scheduler")
+        return levels_of(components.load_scheduler(kind, self.source, self.directory / "scheduler"), self.source)
 
     def files(self) -> PretrainedBase:
         """Return the weight files of the trained components, and all others in use, for checkpoints to name."""
@@ -174,7 +174,10 @@ class DiffusersBase:
     def _variant(self, component: str) -> str | None:
         """Return the variant of the files. Text encoders may have none of it, as pipelines take them."""
         variant = self.config.variant
-        is_missing = not any((self.directory / component).glob(f"{_stem(component)}*.{variant}.safetensors"))
+        stem = _stem(component)
+        # Of large models in several files: stem.variant-00001-of-00002.safetensors.
+        names = (f"{stem}*.{variant}.safetensors", f"{stem}.{variant}-*.safetensors")
+        is_missing = not any(path for name in names for path in (self.directory / component).glob(name))
         return None if is_missing and component != self.family.denoiser else variant
 
     def attach(self, pipeline: Any, directory: Path, name: str) -> None:
@@ -219,22 +222,17 @@ class DiffusersBase:
 
         _build_whole()
         index = _index(self.directory)
-        dtypes = {"default": torch.float32}
-        for name in index:
-            if name.startswith("text_encoder"):
-                dtypes[name] = dtype_of(self.config.encoder_precision)
         unused = {name: None for name in UNUSED if name in index}
+        parts = self._parts(replaced)
         with quiet():
             try:
                 pipeline: Any = DiffusionPipeline.from_pretrained(
                     self.directory,
-                    dtype=dtypes,
-                    variant=self.config.variant,
                     use_safetensors=True,
                     **unused,
-                    **replaced,
+                    **parts,
                 )
-            except (OSError, ValueError, RuntimeError, ImportError) as error:
+            except (OSError, ValueError, RuntimeError, ImportError, AttributeError, TypeError) as error:
                 raise UsageError(_not_loaded(self.source, error)) from None
         pipeline.set_progress_bar_config(disable=True)
         if self.config.offload_encoders:
@@ -244,6 +242,24 @@ class DiffusersBase:
         pipeline.to(device)
         _take_any_dtype(pipeline.vae)
         return pipeline
+
+    def _parts(self, replaced: dict[str, Any]) -> dict[str, Any]:
+        """Load what is not ``replaced``: denoiser, VAE, text encoders, their tokenizers and the scheduler."""
+        parts = dict(replaced)
+        encoders = self.text_encoders()
+        for name in (self.family.denoiser, "vae", *encoders):
+            self._class(name)
+            components.require_config(self.source, self.directory / name, CONFIG)
+            if name not in parts:
+                parts[name] = self._model(name, self.config.encoder_precision if name in encoders else "fp32")
+        for name, kind in _index(self.directory).items():
+            if name.startswith("tokenizer") and kind[0] is not None:
+                encoder = parts.get(name.replace("tokenizer", "text_encoder"))
+                folder = self.directory / name
+                parts[name] = components.load_tokenizer(self._class(name), self.source, folder, encoder)
+        scheduler = self.directory / "scheduler"
+        parts["scheduler"] = components.load_scheduler(self._class("scheduler"), self.source, scheduler)
+        return parts
 
 
 Base: TypeAlias = "DiffusersBase | MMDiTBase"
@@ -327,7 +343,7 @@ def _require_diffusers() -> None:
 
 def _is_strange(kind: Sequence[Any]) -> bool:
     # stable_diffusion is where diffusers keeps its safety checker.
-    return kind[0] is not None and kind[0] not in (*LIBRARIES, "stable_diffusion")
+    return kind[0] is not None and kind[0] not in (*components.LIBRARIES, "stable_diffusion")
 
 
 def _download(config: BaseConfig) -> Path:

@@ -101,7 +101,7 @@ class MMDiTBase:
         mean = load_file(folder / "latent.safetensors")["mean"]
         vae = None
         if self._vae is not None:
-            vae = load_vae(self._vae.source, self._vae.revision, "the base's autoencoder", self._vae.sha256)
+            vae = load_vae(self._vae.source, self._vae.revision, "the base's autoencoder", self._vae)
         patches = Patches(self.patch, mean, facts["latent_std"], vae)
         return MMDiTPipeline(captions.to(device), patches.to(device), None, self.diffusion, self.sampler)
 

@@ -61,6 +61,7 @@ class CaptionTokens(nn.Module):
         self.tokenizer.enable_truncation(max_length)
         # Always to the longest: cached rows then have one shape, whatever the batch.
         self.tokenizer.enable_padding(length=max_length, pad_id=pad_id)
+        self.config: dict[str, Any] = {"max_length": max_length, "mask_id": mask_id, "pad_id": pad_id}
 
     def forward(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return the conditioning of captions. All but ``text_time`` (B,) are (B, S), and padded."""
@@ -88,6 +89,7 @@ class Patches(nn.Module):
         super().__init__()
         self.patch = patch
         self.vae = vae
+        self.config: dict[str, Any] = {"patch": patch, "vae": None if vae is None else vae.reference.config}
         self.register_buffer("mean", mean)  # (C P^2,)
         self.register_buffer("std", torch.tensor(std))
 

@@ -1,0 +1,129 @@
+"""Parts of a pipeline on the disk, loaded one by one: an unusable one is refused by name before anything is encoded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_train.config import UsageError
+from accel_train.domains.images.pipelines.quiet import quiet
+from accel_train.domains.models.pretrained import UNREAD, refuse_missing
+
+LIBRARIES = ("diffusers", "transformers")
+"""Libraries allowed for the class of a component. A pipeline with code of its own is not loaded."""
+REMEDY = "download the base again, or give another --base.source"
+PROBE = "a red flag, two dogs"
+KNOWN_AT_LEAST = 2
+"""Different tokens of the probe. Without its vocabulary a T5 tokenizer knows the space alone, others nothing."""
+LONGEST = 10**9
+"""Tokens. A tokenizer without a length has 10**30."""
+
+
+@contextmanager
+def reading(source: str, folder: Path, file: str) -> Generator[None]:
+    """Turn every failure of reading a component into a ``UsageError`` that names its file."""
+    try:
+        with quiet():
+            yield
+    except (UsageError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # failures of files, configs and constructors have no common type
+        raise UsageError(
+            f"base.source {source!r}: its {folder.name} cannot be loaded ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}). Required is a whole {folder / file}, and files beside it that fit "
+            f"it: {REMEDY}"
+        ) from None
+
+
+def find_class(source: str, index: Path, component: str, kind: Sequence[Any]) -> Any:
+    """Return the class of a component. ``kind`` is its library and name in the pipeline's ``index``."""
+    found = None
+    if kind[0] in LIBRARIES:
+        found = getattr(import_module(kind[0]), str(kind[1]), None)
+    if found is None:
+        raise UsageError(
+            f"base.source {source!r}: {index} names {kind[0]}.{kind[1]} as the {component}; required is a class of "
+            f"{' or '.join(LIBRARIES)} that is installed. {REMEDY.capitalize()}"
+        )
+    return found
+
+
+def require_config(source: str, folder: Path, file: str) -> None:
+    """Raise ``UsageError`` unless ``file`` in a component's folder is a JSON object with values.
+
+    Where it is absent, transformers would take defaults, and diffusers would look for it on the Hub.
+    """
+    path = folder / file
+    why = "it is no JSON object with values"
+    try:
+        found = json.loads(path.read_bytes())
+        if isinstance(found, dict) and found:
+            return
+    except OSError as error:
+        why = "it is not there" if isinstance(error, FileNotFoundError | NotADirectoryError) else str(error)
+    except ValueError as error:
+        why = f"it is no JSON: {error}"
+    raise UsageError(f"base.source {source!r}: its {folder.name} needs {path}, and {why}. {REMEDY.capitalize()}")
+
+
+def load_model(kind: Any, source: str, folder: Path, **options: Any) -> Any:
+    """Load a denoiser, VAE or text encoder of class ``kind``, with all of its tensors from its files."""
+    require_config(source, folder, "config.json")
+    with reading(source, folder, "config.json"):
+        model, found = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
+    unread = UNREAD if folder.name.startswith("text_encoder") else ()
+    refuse_missing(f"base.source {source!r}: its {folder.name} in {folder}", model, found["missing_keys"], unread)
+    return model
+
+
+def load_scheduler(kind: Any, source: str, folder: Path) -> Any:
+    require_config(source, folder, "scheduler_config.json")
+    with reading(source, folder, "scheduler_config.json"):
+        return kind.from_pretrained(folder)
+
+
+def load_tokenizer(kind: Any, source: str, folder: Path, encoder: Any) -> Any:
+    """Load a tokenizer that knows words, and fits its text encoder, if there is one.
+
+    transformers builds one without a vocabulary too, if its files are missing, and then every word is unknown.
+    """
+    with reading(source, folder, "tokenizer.json"):
+        loaded: Any = kind.from_pretrained(folder)
+        # A processor has one inside.
+        tokenizer = getattr(loaded, "tokenizer", loaded)
+        ids = tokenizer(PROBE, verbose=False).input_ids
+        known = {*ids} - {*tokenizer.all_special_ids, tokenizer.unk_token_id}
+    present = ", ".join(sorted(path.name for path in folder.glob("*") if path.is_file())) or "no file"
+    named = f"base.source {source!r}: its {folder.name} in {folder}, which has {present},"
+    if len(known) < KNOWN_AT_LEAST:
+        raise UsageError(
+            f"{named} knows {len(known)} tokens of {PROBE!r}; required is its vocabulary, a tokenizer.json (or "
+            f"vocab.json and merges.txt, or spiece.model). {REMEDY.capitalize()}"
+        )
+    _refuse_misfit(named, tokenizer, ids, encoder)
+    return loaded
+
+
+def _refuse_misfit(named: str, tokenizer: Any, ids: list[int], encoder: Any) -> None:
+    """Raise ``UsageError`` for tokens beyond an encoder's embeddings, and for a CLIP tokenizer without its length."""
+    if encoder is not None:
+        size = encoder.get_input_embeddings().num_embeddings
+        if max(ids) >= size:
+            raise UsageError(
+                f"{named} has the token {max(ids)}, and the text encoder has embeddings of {size}. Required is the "
+                f"tokenizer of this encoder: {REMEDY}"
+            )
+    # CLIP's pipelines pad every caption to the length of the tokenizer.
+    if type(tokenizer).__name__.startswith("CLIP"):
+        longest = getattr(getattr(encoder, "config", None), "max_position_embeddings", LONGEST)
+        if tokenizer.model_max_length > longest:
+            raise UsageError(
+                f"{named} has a model_max_length of {tokenizer.model_max_length:g} tokens, and {longest:,} are the "
+                f"most. Required is its tokenizer_config.json, with a model_max_length: {REMEDY}"
+            )
