@@ -183,15 +183,15 @@ TABLES = (
             f"Adapters of rank 16 on the denoiser of {model}, in bf16, with pictures of 1024 x 1024. VAE and text "
             "encoders are tiny here: add those of your base that stay in memory, and see the [settings by "
             "memory](lora.md#settings-by-memory) for bases in 8 and 4 bits.",
-            goals=("speed", "memory"),
+            goals=goals,
             gpus=gpus,
             gib=gib,
             arguments=arguments,
             model=model,
         )
-        for model, gpus, gib, arguments in (
-            ("Stable Diffusion XL", (1, 2, 4), (8, 12, 16, 24), stable_diffusion_xl),
-            ("FLUX.1-dev", (1, 2), (32, 48, 80), flux_1),
+        for model, gpus, gib, goals, arguments in (
+            ("Stable Diffusion XL", (1, 2, 4), (8, 12, 16, 24), Table.goals, stable_diffusion_xl),
+            ("FLUX.1-dev", (1, 2), (32, 48, 80), ("speed", "memory"), flux_1),
         )
     ),
 )
