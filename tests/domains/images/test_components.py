@@ -71,6 +71,11 @@ def copied(saved: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path
     return lambda name: shutil.copytree(saved(name), tmp_path / "base")
 
 
+@pytest.mark.fault(
+    "R7",
+    injected="a tensor, config, scheduler or vocabulary missing from a text-to-image base",
+    outcome="exit 2 with the component and file",
+)
 @pytest.mark.parametrize(("name", "component", "tensor"), TENSORS)
 def test_a_missing_tensor_is_named(name: str, component: str, tensor: str, copied: Callable[[str], Path]) -> None:
     folder = copied(name)
@@ -167,6 +172,11 @@ BROKEN: dict[str, tuple[Break, str]] = {
 }
 
 
+@pytest.mark.fault(
+    "R7",
+    injected="a tensor, config, scheduler or vocabulary missing from a text-to-image base",
+    outcome="exit 2 with the component and file",
+)
 @pytest.mark.parametrize("case", BROKEN)
 def test_an_unusable_file_is_named(case: str, copied: Callable[[str], Path]) -> None:
     folder = copied("sd1")

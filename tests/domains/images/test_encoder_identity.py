@@ -15,6 +15,7 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
 from accel_train.domains.images.pipelines.inputs import Inputs, prepare_inputs
 from accel_train.domains.images.pipelines.loading import BaseConfig, DiffusersBase, find_base
+from accel_train.domains.images.pipelines.validation import EvaluationConfig
 from accel_train.domains.images.trained_text.adapters import TextEncoderConfig, with_trained_text
 from accel_train.domains.models.pretrained import config_hash
 from tests.domains.images import tiny_pipelines as tiny
@@ -70,9 +71,14 @@ def inputs(folder: Path, cache: str) -> Inputs:
         cache_dir=str(folder / cache),
         heldout_fraction=0.2,
     )
-    return prepare_inputs(data, found(folder / "base"), [PROMPT], CPU)
+    return prepare_inputs(data, found(folder / "base"), EvaluationConfig(prompts=(PROMPT,)), CPU)
 
 
+@pytest.mark.fault(
+    "I48",
+    injected="activation, heads or tokenizer of the same encoder weights changed, an old cache",
+    outcome="every caption is encoded anew, and latents if it is the VAE's config",
+)
 @pytest.mark.parametrize(
     ("edits", "changed"),
     [
