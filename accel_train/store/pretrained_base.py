@@ -188,10 +188,14 @@ def refuse_other_weights(recorded: Mapping[str, Any], current: Mapping[str, Any]
     found = current["files"]
     changed = [name for name in expected if name in found and found[name]["sha256"] != expected[name]["sha256"]]
     absent = [name for name in expected if name not in found]
-    if not changed and not absent:
+    # Shards beside a single file may be read in its place.
+    added = [name for name in found if name not in expected]
+    if not changed and not absent and not added:
         return
     if absent:
         difference = f"has no {absent[0]}"
+    elif added:
+        difference = f"has {added[0]}, which it had not"
     else:
         name = changed[0]
         difference = f"has another {name} (sha256 {found[name]['sha256'][:12]}, not {expected[name]['sha256'][:12]})"

@@ -175,8 +175,9 @@ class PictureDataConfig:
         """Raise ``UsageError`` where the next start would read the drawn pictures of the class as training pictures."""
         if self.prior.path is None or self.prior.count == 0:
             return
-        training = expand_path(self.path)
-        drawn = expand_path(self.prior.path)
+        # Through links as well.
+        training = expand_path(self.path).resolve()
+        drawn = expand_path(self.prior.path).resolve()
         if drawn == training or training in drawn.parents:
             raise UsageError(
                 f"data.prior.path {self.prior.path!r}: is in data.path {self.path!r}, whose pictures are all learned, "

@@ -89,7 +89,13 @@ def move(base: Path, run: Path) -> None:
     (base.parent / "new").rename(base)
 
 
-TAKEN = {"record": drop_record, "rewritten": rewrite, "unused": add_unused, "copied": move}
+def save_again(base: Path, run: Path) -> None:
+    from diffusers import DiffusionPipeline
+
+    DiffusionPipeline.from_pretrained(base).save_pretrained(base)
+
+
+TAKEN = {"record": drop_record, "saved again": save_again, "rewritten": rewrite, "unused": add_unused, "copied": move}
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +131,14 @@ def test_a_change_of_what_the_run_reads_is_refused_by_name(change: str, begun: P
     with pytest.raises(UsageError, match=rf"{CHECKPOINT}: its base is {base}, and .* has (another )?{name}.*; give"):
         train(begun, "run")
     assert contents(begun / "run") == before
+
+
+def test_shards_beside_the_file_are_refused(begun: Path, base: Path) -> None:
+    """diffusers would load them in its place."""
+    shard = "diffusion_pytorch_model-00001-of-00001.safetensors"
+    shutil.copy(base / "unet" / "diffusion_pytorch_model.safetensors", base / "unet" / shard)
+    with pytest.raises(UsageError, match=f"has {shard}, which it had not"):
+        train(begun, "run")
 
 
 def test_an_embedded_base_is_compared_too(begun: Path, base: Path) -> None:

@@ -99,7 +99,6 @@ def test_a_drawing_that_was_ended_goes_on(folder: Path, tmp_path: Path, monkeypa
     assert contents(tmp_path / "halves") == contents(tmp_path / "whole")
 
 
-@pytest.mark.slow  # they are drawn in the tests above
 def test_the_recipe_draws_them_before_it_trains(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     place = folder / "cats"
     prior = ("--data.prior.path", str(place), "--data.prior.caption", CAPTION, "--max_steps", "2")

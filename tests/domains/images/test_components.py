@@ -225,3 +225,9 @@ def test_weights_of_a_variant_may_lie_in_several_files(copied: Callable[[str], P
     assert isinstance(base, DiffusersBase)
     found = base.components(CPU).text_encoder.state_dict()
     assert all(torch.equal(found[name], value) for name, value in tensors.items())
+    assert f"text_encoder/{shard}" in base.files().definition
+    assert base.files().files == ("diffusion_pytorch_model.fp16.safetensors",)
+    (folder / "unet" / "diffusion_pytorch_model_old.fp16.safetensors").write_bytes(b"")
+    for name in ("diffusion_pytorch_model.fp16-00001-of-00002", "diffusion_pytorch_model-00002-of-00002.fp16"):
+        (folder / "unet" / f"{name}.safetensors").write_bytes(b"")
+    assert len(base.files().files) == 3

@@ -14,8 +14,12 @@ Conditioning = Mapping[str, Tensor]
 INDEX = "model_index.json"
 UNUSED = ("safety_checker", "feature_extractor", "image_encoder")
 """Components that are not loaded."""
-UNREAD = (*UNUSED, "requires_safety_checker")
-"""Keys of model_index.json that say nothing about the components in use."""
+UNREAD = (
+    *(*UNUSED, "requires_safety_checker"),
+    *("architectures", "dtype", "torch_dtype", "is_local", "local_files_only", "name_or_path"),
+)
+"""Keys of JSON files without effect on the components in use: here the index gives a component's class, options its
+dtype, and the folder its place."""
 CONFIGS = ("config.json", "scheduler_config.json")
 WITH_VOCABULARY = ("tokenizer", "processor")
 """Begin the names of components that are defined by all files of these patterns."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -164,20 +165,20 @@ class DiffusersBase:
         return PretrainedBase(self.source, directory, tuple(names), self.revision, defining, self.directory, UNREAD)
 
     def _weight_files(self, component: str) -> list[str]:
-        variant = self._variant(component)
-        suffix = f".{variant}" if variant else ""
-        folder = self.directory / component
-        names = sorted(path.name for path in folder.glob(f"{_stem(component)}*{suffix}.safetensors"))
-        # Variants have a second dot.
-        return names if suffix else [name for name in names if name.count(".") == 1]
+        return self._weights_of(component, self._variant(component))
+
+    def _weights_of(self, component: str, variant: str | None) -> list[str]:
+        """Return the names of the files, one or several, from which a component may be loaded."""
+        dotted = rf"\.{re.escape(variant)}" if variant else ""
+        part = r"(-\d{5}-of-\d{5})?"
+        # Older releases of diffusers write the variant behind the number.
+        pattern = re.compile(rf"{_stem(component)}({dotted}{part}|{part}{dotted})\.safetensors")
+        return sorted(path.name for path in (self.directory / component).glob("*") if pattern.fullmatch(path.name))
 
     def _variant(self, component: str) -> str | None:
         """Return the variant of the files. Text encoders may have none of it, as pipelines take them."""
         variant = self.config.variant
-        stem = _stem(component)
-        # Of large models in several files: stem.variant-00001-of-00002.safetensors.
-        names = (f"{stem}*.{variant}.safetensors", f"{stem}.{variant}-*.safetensors")
-        is_missing = not any(path for name in names for path in (self.directory / component).glob(name))
+        is_missing = not self._weights_of(component, variant)
         return None if is_missing and component != self.family.denoiser else variant
 
     def attach(self, pipeline: Any, directory: Path, name: str) -> None:

@@ -86,6 +86,7 @@ def prepare_prior(
         caption_column=None,
         heldout_path=None,
         heldout_fraction=0.0,
+        prior=type(prior)(),
     )
     found = prepare_pictures(source, rank=rank, world_size=world_size, barrier=barrier)
     sizes = [sample.target_size for sample in training.samples]
