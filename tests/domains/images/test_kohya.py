@@ -17,7 +17,7 @@ from accel_train.config import UsageError
 from accel_train.domains.diffusion.noise_levels import levels_of
 from accel_train.domains.images.kohya.metadata import kohya_facts
 from accel_train.domains.images.pipelines import adapter_files
-from accel_train.domains.images.pipelines.quiet import quiet
+from accel_train.domains.images.pipelines.components import quiet
 from tests.domains.images import tiny_pipelines as tiny
 
 diffusers = pytest.importorskip("diffusers")

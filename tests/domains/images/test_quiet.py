@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from accel_train.domains.images.pipelines.quiet import OF_OPTIONAL_PACKAGES, quiet
+from accel_train.domains.images.pipelines.components import OF_OPTIONAL_PACKAGES, quiet
 
 
 @pytest.mark.parametrize("name", [*OF_OPTIONAL_PACKAGES, "torchao.kernel.intmm", "bitsandbytes.backends.cpu.ops"])
@@ -26,7 +26,7 @@ def test_an_import_of_diffusers_writes_nothing() -> None:
     code = """
 import logging
 logging.basicConfig(level=logging.WARNING)
-from accel_train.domains.images.pipelines.quiet import quiet
+from accel_train.domains.images.pipelines.components import quiet
 with quiet():
     from diffusers import DiffusionPipeline
 """

@@ -20,8 +20,8 @@ from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images.kohya.metadata import kohya_facts
 from accel_train.domains.images.pipelines import adapter_files, encoding, loading
 from accel_train.domains.images.pipelines.adapter_files import PREFIX
+from accel_train.domains.images.pipelines.components import quiet
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig
-from accel_train.domains.images.pipelines.quiet import quiet
 from accel_train.domains.images.trained_text import adapters
 from accel_train.domains.images.trained_text.adapters import TextEncoderConfig, with_frozen_text, with_trained_text
 from accel_train.domains.images.trained_text.joint import DenoiserWithText

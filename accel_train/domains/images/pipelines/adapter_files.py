@@ -22,8 +22,8 @@ from torch import Tensor
 from accel_train.config import UsageError
 from accel_train.domains.images.kohya.layer_names import Layer, renamed, renamed_text
 from accel_train.domains.images.kohya.metadata import written
+from accel_train.domains.images.pipelines.components import quiet
 from accel_train.domains.images.pipelines.loading import text_encoders
-from accel_train.domains.images.pipelines.quiet import quiet
 from accel_train.domains.models import lora
 from accel_train.store import weights
 from accel_train.store.weights import TensorReader

@@ -15,10 +15,9 @@ from torch import nn
 from accel_train import simulated
 from accel_train.config import PositiveFloat, PositiveInt, UsageError, expand_path
 from accel_train.domains.diffusion.noise_levels import NoiseLevels, levels_of
-from accel_train.domains.images import components
-from accel_train.domains.images.pipelines import flow_transformers, unets
+from accel_train.domains.images.pipelines import components, flow_transformers, unets
+from accel_train.domains.images.pipelines.components import quiet
 from accel_train.domains.images.pipelines.family import INDEX, UNREAD, UNUSED, Family, defining_files
-from accel_train.domains.images.pipelines.quiet import quiet
 from accel_train.domains.models.input_dtypes import cast_inputs
 from accel_train.precision import Precision, dtype_of
 from accel_train.speed.memory.frozen_offload import offload_frozen_blocks
