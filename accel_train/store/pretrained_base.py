@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from accel_train.config import UsageError, expand_path
 from accel_train.store import atomic_files, strict_json
@@ -83,28 +83,8 @@ class PretrainedBase:
         if path.name.endswith(PARSED):
             # Its reader says what is wrong with a file that is no JSON.
             with suppress(ValueError):
-                return json_sha256(strict_json.read(path, MAX_PARSED_BYTES), self.unread)
+                return strict_json.json_sha256(strict_json.read(path, MAX_PARSED_BYTES), self.unread)
         return _sha256(path) if cache is None else remembered_sha256(path, cache)
-
-
-def json_sha256(value: Any, unread: tuple[str, ...] = ()) -> str:
-    """Return the sha256 of what JSON says: without the order of keys, white space, ``unread`` keys and provenance."""
-    text = json.dumps(without_provenance(value, unread), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def without_provenance(value: Any, unread: tuple[str, ...] = ()) -> Any:
-    """Return a JSON value without ``unread`` keys and those by which libraries note where a config came from."""
-    if isinstance(value, list):
-        return [without_provenance(each, unread) for each in cast("list[Any]", value)]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: without_provenance(each, unread)
-        for key, each in cast("dict[str, Any]", value).items()
-        # The class of a pipeline is no provenance.
-        if key not in unread and key != "transformers_version" and (key[:1] != "_" or key == "_class_name")
-    }
 
 
 def remembered_sha256(path: Path, cache: Path) -> str:

@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 Json = dict[str, Any]
 """An object read from JSON, or to be written to it."""
@@ -94,6 +94,26 @@ def parse(content: bytes | str) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from None
     return value
+
+
+def json_sha256(value: Any, unread: tuple[str, ...] = ()) -> str:
+    """Return the sha256 of what JSON says: without the order of keys, white space, ``unread`` keys and provenance."""
+    text = json.dumps(without_provenance(value, unread), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def without_provenance(value: Any, unread: tuple[str, ...] = ()) -> Any:
+    """Return a JSON value without ``unread`` keys and those by which libraries note where a config came from."""
+    if isinstance(value, list):
+        return [without_provenance(each, unread) for each in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: without_provenance(each, unread)
+        for key, each in cast("dict[str, Any]", value).items()
+        # The class of a pipeline is no provenance.
+        if key not in unread and key != "transformers_version" and (key[:1] != "_" or key == "_class_name")
+    }
 
 
 def sealed(value: Mapping[str, Any]) -> Json:

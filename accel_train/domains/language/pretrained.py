@@ -20,7 +20,7 @@ from accel_train.precision import Precision
 from accel_train.store import strict_json
 from accel_train.store.atomic_files import write_json
 from accel_train.store.manifest import Checkpoint
-from accel_train.store.pretrained_base import PretrainedBase, without_provenance
+from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.wording import did_you_mean, nearest
 
 SCRATCH = "llama"
@@ -161,7 +161,7 @@ def _saved_config(directory: Path, config: Any) -> dict[str, Any] | None:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    return without_provenance(json.loads(config.to_json_string(use_diff=False)), UNREAD)
+    return strict_json.without_provenance(json.loads(config.to_json_string(use_diff=False)), UNREAD)
 
 
 def _load_config(name: str, revision: str | None = None) -> Any:

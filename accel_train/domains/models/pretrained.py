@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import load_torch_model, snapshot_download
 from torch import nn
 
 from accel_train.config import UsageError
+from accel_train.store.strict_json import json_sha256
 from accel_train.wording import shortened
 
 DOWNLOAD_OPTIONS = ("revision", "cache_dir", "force_download", "local_files_only", "token")
@@ -21,7 +21,6 @@ WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
 SHOWN_TENSORS = 3
 ORDINARY_AT_LEAST = 2
 """Tokens. Without its vocabulary a T5 tokenizer still has one for the space."""
-VERSIONS = ("transformers_version",)
 UNREAD = ("lm_head.",)
 """Output layer of a language model. One that encodes texts is read before it."""
 
@@ -92,8 +91,9 @@ def config_hash(*modules: nn.Module) -> str:
 
     Without defaults, private keys and versions of libraries, so that another library version finds the same.
     """
-    described = [[type(module).__name__, _plain(_given_config(module))] for module in modules]
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    described = [[type(module).__name__, _given_config(module)] for module in modules]
+    # As JSON has it: a config may hold tuples and dtypes.
+    return json_sha256(json.loads(json.dumps(described, default=str)))
 
 
 def _given_config(module: nn.Module) -> Mapping[str, Any]:
@@ -103,14 +103,3 @@ def _given_config(module: nn.Module) -> Mapping[str, Any]:
     # diffusers lists the names for which its config had no value.
     defaults = config.get("_use_default_values", ())
     return {name: value for name, value in config.items() if name not in defaults}
-
-
-def _plain(value: Any) -> Any:
-    """Return a config's value as JSON has it, without private keys and versions."""
-    if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        kept = {str(name): inner for name, inner in items if not str(name).startswith("_")}
-        return {name: _plain(inner) for name, inner in kept.items() if name not in VERSIONS}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in cast("Iterable[Any]", value)]
-    return value if value is None or isinstance(value, str | int | float) else str(value)
