@@ -18,6 +18,7 @@ from accel_train import cli
 from accel_train.config import UsageError
 from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images.kohya.metadata import kohya_facts
+from accel_train.domains.images.pipeline import PicturePipeline
 from accel_train.domains.images.pipelines import adapter_files, encoding, loading
 from accel_train.domains.images.pipelines.adapter_files import PREFIX
 from accel_train.domains.images.pipelines.components import quiet
@@ -204,10 +205,10 @@ def test_text_encoders_are_trained_resumed_exported_and_loaded(
     assert np.abs(mine - without).max() > 3
 
 
-def tiny_picture(base: Path, loaded: Any, prompt: str) -> Any:
+def tiny_picture(base: Path, loaded: PicturePipeline, prompt: str) -> Any:
     """What the base alone draws."""
     found = loading.find_base(loading.BaseConfig(source=str(base)))
-    alone = type(loaded)(found, found.pipeline(CPU), loaded.sampler)
+    alone = PicturePipeline(found, found.pipeline(CPU), loaded.sampler, base)
     return np.asarray(alone(prompt, seed=7), np.float64)
 
 
