@@ -191,7 +191,7 @@ TABLES = (
         )
         for model, gpus, gib, goals, arguments in (
             ("Stable Diffusion XL", (1, 2, 4), (8, 12, 16, 24), Table.goals, stable_diffusion_xl),
-            ("FLUX.1-dev", (1, 2), (32, 48, 80), ("speed", "memory"), flux_1),
+            ("FLUX.1-dev", (1, 2, 4), (32, 48, 80), Table.goals, flux_1),
         )
     ),
 )
