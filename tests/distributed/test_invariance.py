@@ -53,7 +53,7 @@ on two processes are daily in test_pictures.py."""
 
 
 QUICK_PDE = {"3 processes, ragged"}
-QUICK_CAUSAL_LM = {"2 processes", "FSDP2"}
+QUICK_CAUSAL_LM = {"FSDP2"}
 
 
 def cases() -> list[object]:

@@ -42,7 +42,11 @@ def sharded_by_rows(shape: torch.Size, processes: int) -> int:
 @pytest.mark.parametrize(
     "layout",
     # DDP's differs by the gradients alone, which the simulation has as well.
-    [Layout("single", 1), Layout("fsdp2", 2), pytest.param(Layout("ddp", 2), marks=pytest.mark.slow)],
+    [
+        Layout("fsdp2", 2),
+        pytest.param(Layout("single", 1), marks=pytest.mark.slow),
+        pytest.param(Layout("ddp", 2), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_weights_state_and_ema_are_those_of_the_closed_form_and_of_the_simulation(

@@ -89,7 +89,7 @@ def test_every_observation_has_its_expectation(beta: float, sizes: list[int]) ->
             assert window.observations == 1
 
 
-@pytest.mark.parametrize(("size", "tolerance"), [(4, 0.05), (64, 0.15)])
+@pytest.mark.parametrize(("size", "tolerance"), [(4, 0.05), pytest.param(64, 0.15, marks=pytest.mark.slow)])
 def test_noise_of_any_covariance_is_measured(size: int, tolerance: float) -> None:
     """Independent normal noise with a spectrum over two decades. The gradient moves the weights, not the model."""
     generator = torch.Generator().manual_seed(0)

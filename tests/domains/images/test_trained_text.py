@@ -223,8 +223,14 @@ def changes_of(model: nn.Module) -> dict[str, Tensor]:
     return {path: change for path, change in found.items() if change.any()}
 
 
-@pytest.mark.parametrize("variant", ["lora", "rslora", "dora"])
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        pytest.param(name, variant, marks=pytest.mark.slow if (name, variant) == ("sdxl", "lora") else ())
+        for name in ENCODERS
+        for variant in ("lora", "rslora", "dora")
+    ],
+)
 def test_diffusers_reads_every_layer_of_every_encoder(name: str, variant: str, tmp_path: Path) -> None:
     base: Any = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save(name, tmp_path / "base")))))
     model = built(base, variant=variant)

@@ -77,6 +77,7 @@ def test_what_forgets_them_is_a_run_that_never_gave_them_weight(
     assert "the run is without them already" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # measured batches of a branch are a quick test, and so is the first use with a size that stays
 def test_the_first_use_in_a_run_whose_batch_grew_by_its_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
