@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ STEPS = 100
 TARGET = "<= 0.01"
 COUNTED = {
     "reports": ("begin_step", "step"),
-    "guard": ("watch", "check"),
+    "prepared.guard": ("watch", "check"),
 }
 """Attributes of the training, with the methods whose time is the cost."""
 
@@ -65,7 +66,7 @@ def observing(found: dict[str, Any], training: Any, prepared: Any, _: Any) -> Ge
     cost, elsewhere = Clock(), Clock()
     for attribute, names in COUNTED.items():
         for name in names:
-            target = getattr(training, attribute)
+            target = attrgetter(attribute)(training)
             setattr(target, name, cost.timed(getattr(target, name)))
     training._save = elsewhere.timed(training._save)
     training.evaluate = elsewhere.timed(training.evaluate)

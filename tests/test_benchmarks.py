@@ -435,7 +435,9 @@ def test_the_gpu_suite_runs_dry(tmp_path: Path) -> None:
     compiled = {way: (job["graphs"], job["seconds"] > job["step"] > 0) for way, job in details["compile"].items()}
     assert compiled == {"cold": (2, True), "warm": (2, True), "whole": (1, True)}
     stepped = {name: job["optimizer"] for name, job in details["offload"].items()}
-    assert stepped == {f"{n} {a}": o for a in (1, 8) for n, o in (("adamw", "AdamW"), ("adamw_offload", "HostAdamW"))}
+    assert stepped == {
+        f"{n} {a}": o for a in (1, 8) for n, o in (("adamw", "FusedAdamW"), ("adamw_offload", "HostAdamW"))
+    }
 
 
 @pytest.mark.slow
@@ -453,7 +455,7 @@ def test_state_in_host_memory_is_timed_against_the_same_steps() -> None:
     found = Found()
     gpu_parts.g8(DRY, 0.0, found)
     assert [r.target for r in found.rows] == ["<= 1.2", "<= 1.05"]
-    assert [job["optimizer"] for job in found.details.values()] == ["AdamW", "HostAdamW"] * 2
+    assert [job["optimizer"] for job in found.details.values()] == ["FusedAdamW", "HostAdamW"] * 2
 
 
 def test_a_part_that_stops_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,8 @@ def _options(directory: Path) -> dict[str, Any]:
     # A manifest of another recipe has options as well.
     if not {"latent.kind", "seed"} <= options.keys():
         raise UsageError(
-            f"{options.file}: names no objective (latent.kind); a checkpoint of recipes/mmdit.py is required"
+            f"{options.file}: names no objective (latent.kind); give a checkpoint of recipes/mmdit.py, "
+            "or export it again"
         )
     return options
 
