@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,13 +50,11 @@ class Snapshot:
         self._rank = rank
         self._host_group = host_group
         self._whole = torch.frombuffer(buffer, dtype=torch.uint8)
-        self._views = self._view_own()
-        self._pieces: dict[str, list[Piece]] | None = None
-        if extents is not None:
-            self._pieces = {}
-            for name in extents[0]:
-                of_ranks = [each[name] for each in extents]
-                self._pieces[name] = cover(of_ranks)
+        own = [slot for slot in planned.tensors if slot.owner == rank]
+        self._views = self._view(own)
+        self._own = [(bucket, self._runs(bucket)) for bucket in _buckets(own, CLONE_BYTES)]
+        """For saves without an exchange, found once: the host has milliseconds for thousands of tensors."""
+        self._pieces = _pieces_of(extents)
         self._clones: list[tuple[Tensor, Tensor]] = []
         """Place in the buffer and clone on the device, until the copy between them is done."""
         self._copied: torch.cuda.Event | None = None
@@ -64,14 +63,21 @@ class Snapshot:
         if torch.cuda.is_available() and len(self._whole):
             self._stream = _pinned_stream(self, self._whole)
 
-    def _view_own(self) -> dict[tuple[int, str], Tensor]:
-        """Map collection and name of each tensor of this rank to its place in the buffer, in the dtype of its file."""
-        views: dict[tuple[int, str], Tensor] = {}
-        for slot in self._plan.tensors:
-            if slot.owner == self._rank:
-                place = self._whole[slot.start : slot.start + slot.bytes]
-                views[slot.collection, slot.name] = place.view(self._dtype_of(slot))
-        return views
+    def _view(self, slots: Sequence[TensorSlot]) -> dict[tuple[int, str], Tensor]:
+        """Map collection and name of each tensor to its place in the buffer, flat and in the dtype of its file."""
+        places = _views(self._whole, 0, self._runs(slots))
+        return {(slot.collection, slot.name): place for slot, place in zip(slots, places, strict=True)}
+
+    def _runs(self, slots: Iterable[TensorSlot]) -> list[_Run]:
+        runs: list[_Run] = []
+        end = -1
+        for slot in slots:
+            dtype = self._dtype_of(slot)
+            if slot.start != end or dtype != runs[-1].dtype:
+                runs.append(_Run(dtype, slot.start))
+            runs[-1].elements.append(slot.bytes // dtype.itemsize)
+            end = slot.start + slot.bytes
+        return runs
 
     def _dtype_of(self, slot: TensorSlot) -> torch.dtype:
         return self._collections[slot.collection].dtype(slot.name)
@@ -109,11 +115,10 @@ class Snapshot:
         """Copy the tensors written by this rank, where every rank holds everything."""
         needed = DEVICE_MARGIN * self._plan.sizes[self._rank]
         on_device = self._stream is not None and self._free_device_memory() > needed
-        own = [slot for slot in self._plan.tensors if slot.owner == self._rank]
         unsent = 0
-        for bucket in _buckets(own, CLONE_BYTES):
+        for bucket, runs in self._own:
             sources = [self._shard(slot) for slot in bucket]
-            if on_device and _is_on_gpu(sources[0]) and self._clone(bucket, sources):
+            if on_device and _is_on_gpu(sources[0]) and self._clone(runs, sources):
                 unsent += 1
             else:
                 targets = [self._views[slot.collection, slot.name] for slot in bucket]
@@ -144,25 +149,20 @@ class Snapshot:
             self._peak = torch.cuda.max_memory_allocated()  # before the first clone, which would count
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - self._peak
 
-    def _clone(self, slots: Sequence[TensorSlot], sources: list[Tensor]) -> bool:
+    def _clone(self, runs: Sequence[_Run], sources: list[Tensor]) -> bool:
         """Copy on the device. False if it has no room for it.
 
         The tensors of a bucket lie in one clone as they do in the buffer, because thousands of small copies to the host
         would take it longer than the device.
         """
-        first = slots[0].start
-        end = slots[-1].start + slots[-1].bytes
+        first = runs[0].start
+        end = runs[-1].end
         base = first - first % ALIGNMENT  # any dtype can be viewed at the same offset as in the buffer
         try:
             clone = torch.empty(end - base, dtype=torch.uint8, device=sources[0].device)
         except torch.OutOfMemoryError:  # the free memory is fragmented
             return False
-        places: list[Tensor] = []
-        for slot in slots:
-            start = slot.start - base
-            place = clone[start : start + slot.bytes]
-            places.append(place.view(self._dtype_of(slot)))
-        torch._foreach_copy_(places, sources)  # pyright: ignore[reportPrivateUsage]
+        torch._foreach_copy_(_views(clone, base, runs), sources)  # pyright: ignore[reportPrivateUsage]
         # Kept until it is in host memory: the allocator would give its memory to the next step.
         self._clones.append((self._whole[first:end], clone[first - base :]))
         return True
@@ -220,6 +220,38 @@ class Snapshot:
     def _shard(self, slot: TensorSlot) -> Tensor:
         """Return this rank's live shard of a tensor, flat."""
         return self._collections[slot.collection].read(slot.name).reshape(-1)
+
+
+def _pieces_of(extents: Sequence[Mapping[str, tuple[int, int]]] | None) -> dict[str, list[Piece]] | None:
+    """Map each name to the pieces that the ranks hold of it. None if each holds everything."""
+    if extents is None:
+        return None
+    return {name: cover([of_rank[name] for of_rank in extents]) for name in extents[0]}
+
+
+@dataclass
+class _Run:
+    """Neighbouring tensors of one dtype, without gaps."""
+
+    dtype: torch.dtype
+    start: int
+    """First byte in the owner's buffer."""
+    elements: list[int] = field(default_factory=list[int])
+    """Of each tensor."""
+
+    @property
+    def end(self) -> int:
+        return self.start + sum(self.elements) * self.dtype.itemsize
+
+
+def _views(memory: Tensor, base: int, runs: Iterable[_Run]) -> list[Tensor]:
+    """Return the place of each tensor in ``memory``, which begins at byte ``base`` of the buffer."""
+    views: list[Tensor] = []
+    for run in runs:
+        typed = memory[run.start - base : run.end - base].view(run.dtype)
+        # One call for all: a slice and a view of each tensor would take the host longer than the device copies.
+        views += typed.split(run.elements)
+    return views
 
 
 def _transfer(operations: list[dist.P2POp]) -> None:
