@@ -169,7 +169,7 @@ def test_a_refusal_is_kept_and_not_repeated(
 @pytest.mark.fault(
     "F55",
     injected="no DNS while training runs, until after its end",
-    outcome="pending in run.json; `hub status` exits with 1; the summary has the command; the next start pushes",
+    outcome="pending in run.json; hub status 1; the summary has the command; the next start pushes",
 )
 def test_no_network_leaves_a_queue_that_the_next_start_empties(
     server: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
