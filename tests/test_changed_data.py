@@ -130,6 +130,9 @@ def test_a_recipe_goes_on_with_changed_data_if_allowed(
     copy = train(4, "--data.changed", "allow", "--resume", str(same), run=tmp_path / "copy")
     assert read_ledger(copy / "assets") == [first, second]
     assert (copy / "model.safetensors").read_bytes() == (after / "model.safetensors").read_bytes()
+    # So does one that names the run, for its newest checkpoint.
+    newer = train(5, "--data.changed", "allow", "--resume", str(tmp_path / "run"), run=tmp_path / "newer")
+    assert read_ledger(newer / "assets") == [first, second]
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

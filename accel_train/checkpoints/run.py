@@ -179,20 +179,24 @@ class Run:
 
 
 def earlier_assets(options: RunOptions) -> Path | None:
-    """Return the folder ``assets`` of the newest checkpoint in ``output_dir``, else of the one that ``resume`` names.
+    """Return the folder ``assets`` of the newest checkpoint in ``output_dir``, else in the run that ``resume`` names.
 
-    None for a run without one, and for a checkpoint on the Hub, which comes later.
+    ``resume`` may name a checkpoint itself. None for a run without one, and for a checkpoint on the Hub, which comes
+    later.
     """
     if options.overwrite:
         return None
-    checkpoints = expand_path(options.output_dir) / "checkpoints"
-    folders = [path / "assets" for _, path in committed(checkpoints)]
-    if not folders and options.resume not in POLICIES:
-        folders.append(expand_path(options.resume) / "assets")
-    saved = [folder for folder in folders if folder.is_dir()]
+    checkpoints = _checkpoints_of(options.output_dir)
+    if not checkpoints and options.resume not in POLICIES:
+        checkpoints = [expand_path(options.resume), *_checkpoints_of(options.resume)]
+    saved = [path / "assets" for path in checkpoints if (path / "assets").is_dir()]
     if not saved:
         return None
     return saved[-1]
+
+
+def _checkpoints_of(run: str) -> list[Path]:
+    return [path for _, path in committed(expand_path(run) / "checkpoints")]
 
 
 @contextmanager

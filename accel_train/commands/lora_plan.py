@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -102,14 +103,14 @@ def make(
         # larger devices too, because a small base may fit there.
         for gb in sorted(presets, reverse=True):
             # The user's own flags come last, and are part of what has to fit.
-            tree = overlaid(with_machine(experiment, read_tree(presets[gb])), flags)
+            tree = _with_encoders(overlaid(with_machine(experiment, read_tree(presets[gb])), flags), flags)
             name = presets[gb].stem
             if offloads:
                 tree = _with_offload(tree, flags)
                 name += " with offload_frozen"
             needed, reason = _need(recipe, tree, base, counted)
             fits = needed <= machine.gib
-            reasons.append(f"  {name}: {reason}{'' if fits else ', too much'}")
+            reasons.append(f"  {name}: {reason}{', too much' * (machine.gib < needed < inf)}")
             if fits:
                 chosen = f"chosen: {name}, the largest that fits ({ORIGIN})"
                 advice = _advised(tree, intent, flags, base)
@@ -122,6 +123,13 @@ def make(
         f"{machine.name}: {machine.gib:.1f} GiB of memory, and no preset fits:\n{listed}\nTake a smaller base, or "
         "lower --data.resolutions"
     )
+
+
+def _with_encoders(tree: Tree, flags: Mapping[str, Any]) -> Tree:
+    """Return the options without the presets' dtype of frozen text encoders, where these are trained."""
+    if not tree.get("text_encoders", {}).get("rank") or "base.encoder_precision" in flags:
+        return tree
+    return overlaid(tree, {"base.encoder_precision": "fp32"})
 
 
 def _with_offload(tree: Tree, flags: Mapping[str, Any]) -> Tree:
@@ -202,7 +210,7 @@ def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase, counted: _Counte
                 offload_frozen=config.offload_frozen,
             )
     except UsageError as error:
-        return float("inf"), str(error)
+        return inf, str(error)
     # The largest resolution needs the most memory, and one step of it is enough to run out.
     sides = max(config.data.resolutions)
     # A picture of the prior comes with each picture of training.

@@ -96,6 +96,20 @@ def test_a_plan_takes_the_largest_preset_that_fits(
     assert not (tmp_path / "small").exists()
 
 
+def test_trained_text_encoders_are_planned_in_their_own_precision(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The presets by memory have bf16 for frozen ones."""
+    flags = ("--memory_gib", "24", "--data.resolutions", "64", "--text_encoders.rank", "4")
+    planned = plan(made / "base", tmp_path / "run", *flags)
+    assert planned["base"]["encoder_precision"] == "fp32"
+    capsys.readouterr()
+    with pytest.raises(
+        UsageError, match=r"no preset fits:\n  lora_141gb: .*leave it out, or give fp32 in place of .*'s\n"
+    ):
+        plan(made / "base", tmp_path / "refused", *flags, "--base.encoder_precision", "bf16")
+
+
 @pytest.mark.slow
 def test_a_base_that_does_not_fit_is_offloaded(flux: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("bitsandbytes")

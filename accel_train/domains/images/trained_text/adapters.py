@@ -85,7 +85,8 @@ def with_trained_text(base: Base, options: TextEncoderConfig, strategy: str = "s
     if base.config.encoder_precision != "fp32":
         raise UsageError(
             f"base.encoder_precision {base.config.encoder_precision}: with text_encoders.rank {options.rank} the text "
-            "encoders are trained, and lora.base_precision is their dtype as well; leave it out"
+            "encoders are trained, and lora.base_precision is their dtype as well; leave it out, or give fp32 in "
+            "place of a preset's"
         )
     if base.config.offload_encoders:
         raise UsageError(
