@@ -20,7 +20,7 @@ from accel_train.config import Fraction, PositiveFloat, PositiveInt, UsageError,
 from accel_train.options.flags import FlagError, read_flags
 from accel_train.options.help_text import print_command_help, requested_topic
 from accel_train.options.loading import from_tree, read_tree
-from accel_train.options.tree import Tree, option_types, tree_text
+from accel_train.options.tree import Tree, option_types, overlaid, tree_text
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT
 from accel_train.store.run_file import has_trained
@@ -155,7 +155,7 @@ def _check(request: _Request) -> int:
 def _plan(request: _Request) -> int:
     if has_trained(request.run):
         # The machine may be another one by now, and the experiment stays what it is.
-        tree = lora_plan.overlaid(read_tree(request.plan), request.flags) if request.plan.is_file() else None
+        tree = overlaid(read_tree(request.plan), request.flags) if request.plan.is_file() else None
         if tree is None:
             raise UsageError(
                 f"{request.run}: a run without {PLAN}, which this command has not started; continue with "

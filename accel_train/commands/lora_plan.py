@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +15,7 @@ import torch
 from accel_train.commands.bundled import folder
 from accel_train.config import UsageError
 from accel_train.options.loading import from_tree, read_tree
-from accel_train.options.tree import Tree
+from accel_train.options.tree import Tree, overlaid
 from accel_train.speed.memory import fitting
 from accel_train.speed.memory.fitting import GIB
 
@@ -153,19 +152,6 @@ def with_machine(experiment: Tree, machine: Tree) -> Tree:
         elif leaf in machine.get(group, {}):
             values[option] = machine[group][leaf]
     return overlaid(experiment, values)
-
-
-def overlaid(tree: Tree, values: Mapping[str, Any]) -> Tree:
-    """Return a copy of nested options with dotted ones in place of its own."""
-    # Deep, because the presets are laid over the same experiment again and again.
-    found = copy.deepcopy(tree)
-    for option, value in values.items():
-        *groups, leaf = option.split(".")
-        inner = found
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[leaf] = value
-    return found
 
 
 def _find_base(flags: Mapping[str, Any]) -> DiffusersBase:

@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -29,7 +30,7 @@ from accel_train.config import (
 from accel_train.options import completion, help_cache, help_text, other_recipes, refusals
 from accel_train.options.flags import FlagError, read_flags, refusal, stray
 from accel_train.options.keys import MAY_BE_EMPTY, NOWHERE, check_keys, invalid_keys, without_former
-from accel_train.options.tree import Tree, defaults_tree, flatten, option_names, option_types, to_tree
+from accel_train.options.tree import Tree, defaults_tree, flatten, option_names, option_types, overlaid, to_tree
 from accel_train.options.words import words_of
 from accel_train.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.wording import did_you_mean, nearest
@@ -85,9 +86,8 @@ def load_config(cls: type[C], argv: Sequence[object], *, presets: Path, default_
     path = find_source(source, presets, names, option_names(cls), arguments)
     tree, places = _read_source(path, source)
     _check_keys_of_source(cls, tree, path, places, presets, names)
-    # The file is validated before the flags, so that its errors name a position.
     with refusals.at_a_resume(cls, tree, arguments):
-        base = from_tree(cls, tree, str(path), places)
+        base = _read_base(cls, tree, (str(path), places), arguments, names)
     topic = help_text.requested_topic(arguments)
     if topic is not None:
         with help_cache.recording([presets, *presets.glob("*.yaml"), path]):
@@ -122,6 +122,21 @@ def load_config(cls: type[C], argv: Sequence[object], *, presets: Path, default_
     return loaded
 
 
+def _read_base(
+    cls: type[C], tree: Tree, where: tuple[str, Places], arguments: Sequence[str], names: Callable[[], Sequence[str]]
+) -> C:
+    """Validate a file or preset before the flags, so that its errors name a position.
+
+    A flag may give what it lacks, such as one of two options of which exactly one is required, or replace a wrong value.
+    """
+    try:
+        return from_tree(cls, tree, *where)
+    except UsageError:
+        with suppress(FlagError, UsageError):
+            return from_tree(cls, overlaid(tree, read_flags(option_types(cls), arguments, names)), *where)
+        raise
+
+
 def _with_changes(
     base: C, tree: Tree, changes: Mapping[str, Any], flags: Mapping[str, Any], source: str
 ) -> tuple[C, dict[str, str]]:
@@ -135,7 +150,7 @@ def _with_changes(
     moot: dict[str, str] = {}
     while True:
         try:
-            config = from_tree(cls, _overlay(to_tree(base), given), "command line") if given else base
+            config = from_tree(cls, overlaid(to_tree(base), given), "command line") if given else base
         except UsageError as error:
             found = refusals.given_way(error, source, before, given, flags)
             if not found or not moot.keys().isdisjoint(found):
@@ -206,8 +221,7 @@ def read_options(cls: type[C], arguments: Sequence[str], program: str) -> C:
         flags = read_flags(option_types(cls), arguments, list)
     except FlagError as error:
         raise UsageError(str(error)) from None
-    tree: Tree = {}
-    return from_tree(cls, _overlay(tree, flags), "command line")
+    return from_tree(cls, overlaid({}, flags), "command line")
 
 
 def preset_names(cls: type, presets: Path) -> list[str]:
@@ -248,7 +262,7 @@ def find_source(
         return presets / f"{source}.yaml"
     owners = other_recipes.owners_of_preset(source, presets)
     if owners:
-        raise UsageError(_preset_of(owners, source, names))
+        raise UsageError(other_recipes.refused_preset(owners, source, names))
     offered = names()
     known = ", ".join(offered) or f"none in {presets}"
     raise UsageError(
@@ -272,27 +286,15 @@ def _check_keys_of_source(
     except UsageError as error:
         owners = other_recipes.owners(tree, presets)
         if path.parent == presets:
-            raise UsageError(_preset_of(owners, path.stem, names) if owners else f"{error}{_offered(names)}") from None
+            if owners:
+                raise UsageError(other_recipes.refused_preset(owners, path.stem, names)) from None
+            raise UsageError(f"{error}{other_recipes.offered(names)}") from None
         if owners:
             raise UsageError(
                 f"{error}. Every option of the file is one of {other_recipes.shown(owners)}: "
                 f"{other_recipes.commands(owners, str(path))}"
             ) from None
         raise
-
-
-def _preset_of(owners: Sequence[Path], preset: str, names: Callable[[], Sequence[str]]) -> str:
-    """Return the error for a preset of other recipes."""
-    return (
-        f"{preset} is a preset of {other_recipes.shown(owners)}: {other_recipes.commands(owners, preset)}"
-        f"{_offered(names)}"
-    )
-
-
-def _offered(names: Callable[[], Sequence[str]]) -> str:
-    # None where the only preset of a recipe is the one that is refused.
-    offered = ", ".join(names())
-    return f". Presets of this recipe are {offered}" if offered else ""
 
 
 _LAUNCH_FILE_KEYS = {"distributed_type", "compute_environment", "num_machines"}
@@ -370,17 +372,6 @@ def _explain(cls: type, error: Any, where: str, places: Places) -> str:
     # An element such as betas.1 is set with --betas.
     flag = ".".join(part for part in parts if not part.isdigit())
     return f"{there}: {key}: {value!r} is refused: {message}; {_remedy(where, flag)}"
-
-
-def _overlay(tree: Tree, flags: Mapping[str, Any]) -> Tree:
-    """Set the values of flags in ``tree``, in place."""
-    for key, value in flags.items():
-        *groups, leaf = key.split(".")
-        inner: Any = tree
-        for group in groups:
-            inner = inner[group]
-        inner[leaf] = value
-    return tree
 
 
 def _origins(tree: Tree, source: str, config: object, flags: Mapping[str, Any]) -> dict[str, str]:

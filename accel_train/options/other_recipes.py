@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -133,3 +133,15 @@ def _file_of(module: str, importer: Path) -> Path | None:
     """Find the file of a module of this package, or of one beside the importer."""
     below = Path(*module.split(".")).with_suffix(".py")
     return next((root / below for root in (_LIBRARY, importer.parent) if (root / below).is_file()), None)
+
+
+def refused_preset(owners: Sequence[Path], preset: str, names: Callable[[], Sequence[str]]) -> str:
+    """Return the error for a preset of other recipes."""
+    return f"{preset} is a preset of {shown(owners)}: {commands(owners, preset)}{offered(names)}"
+
+
+def offered(names: Callable[[], Sequence[str]]) -> str:
+    """Return the presets of this recipe, for the end of an error."""
+    # None where the only preset of a recipe is the one that is refused.
+    listed = ", ".join(names())
+    return f". Presets of this recipe are {listed}" if listed else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeGuard, cast, get_type_hints
@@ -107,3 +108,15 @@ def field_types(cls: type) -> dict[str, Any]:
     # The types of the fields themselves are text where a module postpones its annotations.
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def overlaid(tree: Tree, values: Mapping[str, Any]) -> Tree:
+    """Return a copy of nested options with dotted ones in place of its own."""
+    found = copy.deepcopy(tree)
+    for option, value in values.items():
+        *groups, leaf = option.split(".")
+        inner = found
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[leaf] = value
+    return found

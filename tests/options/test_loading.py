@@ -188,6 +188,40 @@ def test_later_sources_win_and_each_value_knows_its_origin(presets: Path) -> Non
     }
 
 
+@dataclass(frozen=True)
+class OfOneLength(Config):
+    """Steps or epochs."""
+
+    epochs: PositiveInt | None = None
+    """How often through the data."""
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise UsageError(f"steps: {self.steps}, epochs: {self.epochs}: exactly one of the two is required")
+
+
+def test_a_flag_gives_what_a_file_lacks(presets: Path) -> None:
+    file = presets / "no_length.yaml"
+    file.write_text("optimizer: {lr: 1e-4}\n")
+    loaded = load_config(OfOneLength, ["no_length", "--epochs", "3", "--optimizer.inner.rate", "0.1"], presets=presets)
+    assert loaded.config == OfOneLength(epochs=3, optimizer=Group(lr=1e-4, inner=Inner(0.1)))
+    origins = {option: origin for option, origin in loaded.origins.items() if origin != "default"}
+    assert origins == {"epochs": "command line", "optimizer.inner.rate": "command line", "optimizer.lr": "no_length"}
+    with pytest.raises(UsageError, match=r"no_length\.yaml: steps: None, epochs: None: exactly one"):
+        load_config(OfOneLength, ["no_length", "--optimizer.inner.rate", "0.1"], presets=presets)
+
+
+def test_a_flag_replaces_what_is_wrong_in_a_file_as_its_error_says(presets: Path) -> None:
+    file = presets / "wrong.yaml"
+    file.write_text("steps: -1\n")
+    with pytest.raises(UsageError, match=r"wrong\.yaml:1:1: steps: -1 is refused: .*in the file or with --steps"):
+        load(presets, "wrong", "--every", "1")
+    assert load(presets, "wrong", "--steps", "5").config == Config(steps=5)
+    file.write_text("optimizer: 3\n")
+    with pytest.raises(UsageError, match=r"wrong\.yaml:1:\d+: optimizer"):
+        load(presets, "wrong", "--optimizer.lr", "1")
+
+
 def test_a_preset_called_default_is_no_default(presets: Path) -> None:
     (presets / "default.yaml").write_text("steps: 10\n")
     loaded = load(presets, "default")
