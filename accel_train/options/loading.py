@@ -127,7 +127,7 @@ def _read_base(
 ) -> C:
     """Validate a file or preset before the flags, so that its errors name a position.
 
-    A flag may give what it lacks, such as one of two options of which exactly one is required, or replace a wrong value.
+    A flag may give what it lacks, such as one of two options of which exactly one is required, or replace a value.
     """
     try:
         return from_tree(cls, tree, *where)
