@@ -233,7 +233,7 @@ def adapter_run(
         if ema:
             save_file({name: 0.5 * value for name, value in trained.items()}, directory / "ema.safetensors")
 
-    files = pretrained.base_of(source, config, adapters)
+    files = pretrained.base_of(source, adapters)
     assert files is not None
     reference = None if embedded else files.reference()
     commit_checkpoint(run, torch.nn.Identity(), {}, save, reference)

@@ -15,9 +15,10 @@ import torch
 from accel_train.checkpoints.policy import POLICIES, CheckpointConfig, RunOptions
 from accel_train.config import UsageError, expand_path
 from accel_train.hub.options import HubConfig
-from accel_train.store import atomic_files, commit, failpoints, strict_json
+from accel_train.store import atomic_files, commit, failpoints, manifest, strict_json
 from accel_train.store.manifest import Checkpoint, checkpoint_name, committed
 from accel_train.store.names import EVALUATION_FILE, LOADING_FILE, REPORT, RUN_FILE
+from accel_train.store.pretrained_base import Options, at_recorded_revision
 from accel_train.store.run_file import load, renew_run, write_run
 from accel_train.training.health.rollback import Rollback
 
@@ -184,15 +185,32 @@ def earlier_assets(options: RunOptions) -> Path | None:
     ``resume`` may name a checkpoint itself. None for a run without one, and for a checkpoint on the Hub, which comes
     later.
     """
-    if options.overwrite:
-        return None
-    checkpoints = _checkpoints_of(options.output_dir)
-    if not checkpoints and options.resume not in POLICIES:
-        checkpoints = [expand_path(options.resume), *_checkpoints_of(options.resume)]
-    saved = [path / "assets" for path in checkpoints if (path / "assets").is_dir()]
+    saved = [path / "assets" for path in _earlier_checkpoints(options) if (path / "assets").is_dir()]
     if not saved:
         return None
     return saved[-1]
+
+
+def pinned(base: Options, options: RunOptions) -> Options:
+    """Return the options of a base on the Hub with the commit that the run began with. Unchanged for a fresh start.
+
+    From the same checkpoint as ``earlier_assets``. ``base`` is a dataclass with ``source`` and ``revision``.
+    """
+    for checkpoint in reversed(_earlier_checkpoints(options)):
+        with suppress(ValueError):  # a damaged one is passed over by the resume too
+            recorded = manifest.read(checkpoint)
+            return at_recorded_revision(base, recorded.get("base") or recorded.get("embedded_base"))
+    return base
+
+
+def _earlier_checkpoints(options: RunOptions) -> list[Path]:
+    """Return what a start finds in ``output_dir``, else at the place that ``resume`` names. The newest is the last."""
+    if options.overwrite:
+        return []
+    found = _checkpoints_of(options.output_dir)
+    if not found and options.resume not in POLICIES:
+        found = [expand_path(options.resume), *_checkpoints_of(options.resume)]
+    return found
 
 
 def _checkpoints_of(run: str) -> list[Path]:

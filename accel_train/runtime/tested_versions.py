@@ -142,7 +142,6 @@ TESTED: Mapping[str, Tested] = {
     "transformers": Tested(
         "5.24",
         {
-            "_commit_hash": "config: the revision of a base on the Hub",
             "_attn_implementation": "config: the attention that a model chose",
             "_attn_implementation_internal": "config: the same, to be set without the checks, for the proof by eager",
             "_keep_in_fp32_modules": "model: weights that stay fp32 in a base of half precision",

@@ -13,10 +13,10 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accel_train.config import UsageError, expand_path
 from accel_train.store import atomic_files, strict_json
@@ -29,6 +29,8 @@ COARSE_SECONDS = 5.0
 PARSED = ("config.json", "model_index.json")
 """Ends of the names of files whose JSON is compared instead of their bytes."""
 MAX_PARSED_BYTES = 4 << 20
+Options = TypeVar("Options", bound=Any)
+"""A dataclass with ``source`` and ``revision`` of a base."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,16 @@ def _identity(path: Path) -> list[Any]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def at_recorded_revision(options: Options, recorded: Mapping[str, Any] | None) -> Options:
+    """Return the options of a base with the commit of a checkpoint's reference, if they name its Hub id alone.
+
+    A branch moves on, and the checkpoint is of the commit that its run began with.
+    """
+    if recorded is None or options.revision is not None or options.source != recorded["source"]:
+        return options
+    return replace(options, revision=recorded.get("revision"))
 
 
 def refuse_other_base(recorded: Mapping[str, Any], current: Mapping[str, Any] | None, checkpoint: Path) -> None:

@@ -37,7 +37,7 @@ from accel_train.domains.models.adapters import (
 from accel_train.pipeline import Example, describe, read_lines, settings
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files, manifest
-from accel_train.store.pretrained_base import refuse_other_base
+from accel_train.store.pretrained_base import at_recorded_revision, refuse_other_base
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -109,7 +109,7 @@ class PicturePipeline:
     def from_directory(cls, directory: Path, device: str = "cpu") -> PicturePipeline:
         """Read a checkpoint or an export. Raises ``UsageError``, also if the base is not on this machine."""
         described = _described(directory)
-        return cls._load(BaseConfig(**described["base"]), described, directory, device)
+        return cls._load(_base_config(described, directory), described, directory, device)
 
     @classmethod
     def _load(cls, config: BaseConfig, described: Mapping[str, Any], directory: Path, device: str) -> PicturePipeline:
@@ -157,7 +157,7 @@ class PicturePipeline:
         """
         described = _described(adapters)
         # Text encoders too: what training has rounded for its embeddings would stay rounded.
-        whole = BaseConfig(**described["base"] | {"encoder_precision": "fp32"})
+        whole = replace(_base_config(described, adapters), encoder_precision="fp32")
         if isinstance(find_base(whole), DiffusersBase):
             found = cls._load(whole, described, adapters, "cpu")
             pipeline = found.pipeline
@@ -288,6 +288,11 @@ def _description(directory: Path) -> Mapping[str, Any]:
     """Read config.json; empty for a folder written by peft alone."""
     path = directory / "config.json"
     return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+
+def _base_config(described: Mapping[str, Any], directory: Path) -> BaseConfig:
+    """Return the options of an adapter's base, at the commit that its run began with."""
+    return at_recorded_revision(BaseConfig(**described["base"]), _base_files(described, directory))
 
 
 def _base_files(described: Mapping[str, Any], directory: Path) -> Mapping[str, Any] | None:

@@ -259,17 +259,17 @@ def refuse_adapters_without_source(options: ModelConfig, adapters: LoraConfig) -
         )
 
 
-def base_of(options: ModelConfig, config: Any, adapters: LoraConfig) -> PretrainedBase | None:
+def base_of(options: ModelConfig, adapters: LoraConfig) -> PretrainedBase | None:
     """Return the files of the frozen weights, None where nothing is frozen. Raises ``UsageError`` if they are gone."""
     if adapters.rank == 0 or options.source is None:
         return None
-    return find_base(options.source, getattr(config, "_commit_hash", None) or options.revision)
+    return find_base(options.source, options.revision)
 
 
 def find_base(source: str, revision: str | None) -> PretrainedBase:
     """Return the files with the weights of a folder or Hub id, and its config. Raises ``UsageError``."""
     from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+    from transformers.utils.hub import cached_file, extract_commit_hash, get_checkpoint_shard_files
 
     try:
         single = cached_file(source, SAFE_WEIGHTS_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
@@ -283,9 +283,13 @@ def find_base(source: str, revision: str | None) -> PretrainedBase:
         raise UsageError(_not_loaded(source, error)) from None
     paths = [Path(file) for file in files]
     names = tuple(path.name for path in paths)
-    # A run may be loaded from another directory than it was started in.
-    folder = Path(source)
-    named = str(folder.absolute()) if folder.is_dir() else source
+    named = source
+    if Path(source).is_dir():
+        # A run may be loaded from another directory than it was started in.
+        named = str(Path(source).absolute())
+    else:
+        # Of a branch, the commit.
+        revision = extract_commit_hash(files[0], None) or revision
     definition = () if config is None else (CONFIG_NAME,)
     return PretrainedBase(named, paths[0].parent, names, revision, definition, unread=UNREAD)
 

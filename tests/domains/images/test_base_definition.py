@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import accel_train
 from accel_train import cli
 from accel_train.config import UsageError
+from accel_train.domains.images.pipelines import loading
 from accel_train.store import commit
 from tests.domains.images import tiny_pipelines as tiny
 from tests.domains.images.test_lora_recipe import pictures, settings, train, weights_of
@@ -166,3 +168,38 @@ def test_pictures_and_merged_exports_are_of_the_same_base(
         cli._main([word.format(run=begun / "run", out=tmp_path / "out") for word in words])
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "pictures").exists()
+
+
+def test_a_base_on_the_hub_stays_at_the_commit_that_its_run_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Hub itself is in tests/hub/test_pretrained.py."""
+    old, new = "a" * 40, "b" * 40
+    tiny.save("sd1", tmp_path / old)
+    shutil.copytree(tmp_path / old, tmp_path / new)
+    edit(tmp_path / new, SCHEDULER, beta_end=0.02)
+    branch = {"main": old}
+    monkeypatch.setattr(loading, "_download", lambda config: tmp_path / (config.revision or branch["main"]))
+    pictures(tmp_path / "photos")
+    settings(tmp_path, "sd1")
+
+    def begin(name: str, *flags: str) -> Path:
+        return train(tmp_path, name, "--base.source", "me/tiny", *flags)
+
+    def commit_of(run: Path) -> str:
+        return commit.verify(run / "checkpoints" / "checkpoint_00000010").manifest["base"]["revision"]
+
+    whole = begin("whole")
+    begin("run", "--max_steps", "5")
+    branch["main"] = new
+    resumed = begin("run")
+    elsewhere = begin("elsewhere", "--resume", str(tmp_path / "run" / "checkpoints" / CHECKPOINT))
+    for run in (resumed, elsewhere):
+        assert commit_of(run) == old
+        assert all(torch.equal(value, weights_of(whole)[name]) for name, value in weights_of(run).items())
+        loaded: Any = accel_train.load(run)
+        assert loaded.base.revision == old
+    assert commit_of(begin("new")) == new
+    # A commit that is asked for is another experiment.
+    with pytest.raises(UsageError, match=r"base.revision: None there, 'b+' now"):
+        begin("run", "--max_steps", "12", "--base.revision", new)
