@@ -30,7 +30,7 @@ from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
 from accel_train.data.tables.block_cache import BlockCache
 from accel_train.domains.pde.data.header import SCHEMA, FieldHeader, finite_parameters, read_header
-from accel_train.domains.pde.data.stored_arrays import StoredArray, hdf5, open_array
+from accel_train.domains.pde.data.stored_arrays import StoredArray, hdf5, open_array, refuse_absent_chunks
 
 FACTS_FORMAT = 1
 VALUES_PER_BLOCK = 2**24
@@ -171,7 +171,7 @@ def read_stored(file: Path, content: Any) -> StoredFields:
 
 
 def require(file: Path, content: Any, names: Sequence[str]) -> None:
-    """Refuse an open file without one of these datasets. The error also lists the existing ones."""
+    """Refuse an open file without one of these datasets, or with a part of one. The error lists what there is."""
     if missing := [name for name in names if name not in content]:
         items = ((name, content[name]) for name in content)
         existing = ", ".join(f"{name} {getattr(item, 'shape', '(a group)')}" for name, item in items)
@@ -179,6 +179,8 @@ def require(file: Path, content: Any, names: Sequence[str]) -> None:
             f"--data.path: {file} has no dataset {missing[0]!r}; it holds {existing or 'nothing'}. "
             f"{' and '.join(names)} are required: check what the file is."
         )
+    for name in names:
+        refuse_absent_chunks(file, name, content[name])
 
 
 def _view(array: NDArray[Any], space: int) -> NDArray[Any]:
