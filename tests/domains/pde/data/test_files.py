@@ -193,15 +193,17 @@ def test_layouts_of_other_files(tmp_path: Path, shape: tuple[int, ...], space: i
 
 
 def test_facts_are_those_of_all_samples(two_files: Fields, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = field_facts(two_files)
+    facts, samples = field_facts(two_files)
     assert facts.mean == pytest.approx(TOGETHER.astype(float).mean((0, 1, 3, 4)), rel=1e-6)
     assert facts.std == pytest.approx(TOGETHER.astype(float).std((0, 1, 3, 4)), rel=1e-6)
     monkeypatch.setattr(files, "VALUES_PER_BLOCK", 1)
-    again = field_facts(two_files)
+    again, same = field_facts(two_files)
+    assert same == samples
+    assert len(set(samples)) == 9
     assert again.sha256 == facts.sha256  # of contents, not of how they were read
     assert again.mean == pytest.approx(facts.mean, rel=1e-12)
     other = Fields((two_files.parts[0]._replace(first=1), two_files.parts[1]))
-    assert field_facts(other).sha256 != facts.sha256
+    assert field_facts(other)[0].sha256 != facts.sha256
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])

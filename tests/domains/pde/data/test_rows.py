@@ -178,6 +178,21 @@ def test_held_out_targets_of_zeros_are_refused(tmp_path: Path) -> None:
         build({"still": splits}, tmp_path)
 
 
+def test_held_out_samples_that_are_trained_on_are_told(tmp_path: Path) -> None:
+    files = two_tasks(tmp_path)
+    values = np.random.default_rng(1).normal(size=(3, 4, 2, 1, 8)).astype(np.float32)
+    with h5py.File(tmp_path / "b.h5", "a") as content:
+        content["fields"][2:4] = values[1:]
+    write_fields(tmp_path / "c.h5", MOVING, 3, [(values, np.ones((3, 2)))])
+    files["moving"]["heldout"] = [opened(tmp_path / "c.h5")]
+    files["still"]["heldout"] = files["still"]["train"]
+    for _ in range(2):  # the second time from the cache
+        found = [notice for notice in build(files, tmp_path).notices if "training samples too" in notice]
+        assert [notice.split(" are ")[0] for notice in found] == [
+            "moving: 2 of 3 held-out samples", "still: 9 of 9 held-out samples"
+        ]  # fmt: skip
+
+
 def test_assets_are_plain_json(tmp_path: Path) -> None:
     build(two_tasks(tmp_path), tmp_path).assets.save(tmp_path)
     facts = json.loads((tmp_path / "fields.json").read_text())
