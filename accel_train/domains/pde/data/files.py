@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
 from accel_train.data.tables.block_cache import BlockCache
-from accel_train.domains.pde.data.header import SCHEMA, FieldHeader, finite_parameters, read_header
+from accel_train.domains.pde.data.header import SCHEMA, FieldHeader, differences, finite_parameters, read_header
 from accel_train.domains.pde.data.stored_arrays import StoredArray, hdf5, open_array, refuse_absent_chunks
 
 FACTS_FORMAT = 2
@@ -319,15 +319,21 @@ def join_files(task: str, files: Sequence[StoredFields], time_stride: int, cache
     header = files[0].header
     for stored in files:
         shape = Fields((stored.part,)).shape
-        if (stored.header, shape) != (header, fields.shape):
+        if different := differences(stored.header, shape, header, fields.shape):
             raise UsageError(
-                f"--data.path: {stored.part.file} holds {shape} of {stored.header}, but {files[0].part.file} holds "
-                f"{fields.shape} of {header}. Files of one task must agree: keep those that do."
+                f"--data.path: {stored.part.file} has {different} in {files[0].part.file}. Files of one task must "
+                "agree: keep those that do."
             )
-    if header.dt and fields.shape[0] <= time_stride:
+    snapshots = fields.shape[0]
+    if header.dt and snapshots == 1:
         raise UsageError(
-            f"--data.time_stride {time_stride}: {files[0].part.file} has {fields.shape[0]} snapshots of task {task}; "
-            "more than the stride are required to make a pair. Lower it."
+            f"--data.path: {files[0].part.file} has 1 snapshot of task {task} and the attribute dt {header.dt:g}; 2 or "
+            "more are required to make a pair, one time step apart: write more, or dt 0 for an equation without time."
+        )
+    if header.dt and snapshots <= time_stride:
+        raise UsageError(
+            f"--data.time_stride {time_stride}: {files[0].part.file} has {snapshots} snapshots of task {task}; more "
+            f"than the stride are required to make a pair. Lower it to {snapshots - 1} or less."
         )
     return fields
 

@@ -30,6 +30,7 @@ from accel_train.domains.pde.data.files import (
     file_sizes,
     join_files,
 )
+from accel_train.domains.pde.data.header import differences
 from accel_train.domains.pde.fields import Scale
 
 RANGE = (1e-35, 1e35)
@@ -339,10 +340,10 @@ def _refuse_zeros(file: Path, task: FieldTask, heldout: FieldFacts) -> None:
 def _refuse_other_kind(stored: StoredFields, train: Fields, heldout: StoredFields) -> None:
     """Refuse held-out fields of another kind than the training fields. The number of snapshots may differ."""
     shape = Fields((heldout.part,)).shape
-    if (heldout.header, shape[1:]) != (stored.header, train.shape[1:]):
+    if different := differences(heldout.header, shape[1:], stored.header, train.shape[1:]):
         raise UsageError(
-            f"--data.path: {heldout.part.file} holds {shape} of {heldout.header}, but "
-            f"{stored.part.file} {train.shape} of {stored.header}. Both splits must be of one kind: correct the folder."
+            f"--data.path: {heldout.part.file} has {different} in {stored.part.file}. Both splits must be of one kind: "
+            "correct the file that is wrong."
         )
 
 

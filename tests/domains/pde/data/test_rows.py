@@ -150,10 +150,12 @@ def test_files_of_one_task_must_agree(tmp_path: Path) -> None:
     files = two_tasks(tmp_path)
     train = files["moving"]["train"]
     faster = train[1]._replace(header=replace(MOVING, dt=0.25))
-    with pytest.raises(UsageError, match=r"b.h5 holds .*dt=0.25.* but .*a.h5 holds .*dt=0.5"):
+    with pytest.raises(UsageError, match=r"b\.h5 has dt 0\.25 instead of 0\.5 in .*a\.h5\. Files"):
         build({"moving": {**files["moving"], "train": [train[0], faster]}}, tmp_path)
     finer = stored(tmp_path / "finer.h5", MOVING, 3, (4, 2, 1, 16))
-    with pytest.raises(UsageError, match=r"finer.h5 holds \(4, 2, 1, 16\).* but .*a.h5 \(4, 2, 1, 8\)"):
+    with pytest.raises(
+        UsageError, match=r"finer\.h5 has shape \(C, H, W\) \(2, 1, 16\) instead of \(2, 1, 8\) in .*a\.h5"
+    ):
         build({"moving": {"train": train, "heldout": [finer]}}, tmp_path)
     longer = stored(tmp_path / "longer.h5", MOVING, 3, (9, 2, 1, 8))
     data = build({"moving": {"train": train, "heldout": [longer]}}, tmp_path)
@@ -176,6 +178,15 @@ def test_held_out_targets_of_zeros_are_refused(tmp_path: Path) -> None:
     splits = {name: [opened(tmp_path / f"{name}.h5")] for name in ("train", "heldout")}
     with pytest.raises(UsageError, match=r"held-out fields of .*heldout\.h5 are 0 everywhere, and nRMSE"):
         build({"still": splits}, tmp_path)
+
+
+def test_a_task_with_time_and_a_single_snapshot_is_refused(tmp_path: Path) -> None:
+    files = {split: [stored(tmp_path / f"{split}.h5", MOVING, 3, (1, 2, 1, 8))] for split in ("train", "heldout")}
+    with pytest.raises(UsageError, match=r"train\.h5 has 1 snapshot of task moving .*dt 0\.5; 2 or more .*or dt 0 for"):
+        build({"moving": files}, tmp_path)
+    files = {split: [stored(tmp_path / f"{split}.h5", MOVING, 3, (3, 2, 1, 8))] for split in ("train", "heldout")}
+    with pytest.raises(UsageError, match=r"time_stride 3: .* has 3 snapshots .*Lower it to 2 or less"):
+        build({"moving": files}, tmp_path, 3)
 
 
 def test_held_out_samples_that_are_trained_on_are_told(tmp_path: Path) -> None:
