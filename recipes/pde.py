@@ -85,8 +85,8 @@ class Config(experiment.ExperimentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.model.refuse_unread()
-        operator_learning.check_residual(self.objective, self.evaluation, self.model.residual_depth)
+        operator_learning.check_model(self.model, self.objective, self.evaluation)
+        operator_learning.check_weights(self.task_weights, self.data.tasks)
 
 
 # ------------------------------------------------------------------------------------------------------------ loss

@@ -32,7 +32,7 @@ from accel_train.compare.runs import (
     run_once,
     stop_signals_raise,
 )
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError, expand_path, refuse_unwritable
 from accel_train.metrics.gates import Decision, Gate, decide, gate_values, read_gate
 from accel_train.metrics.progress import format_seconds
 from accel_train.options.flags import nearest_option
@@ -101,9 +101,10 @@ def decide_gates(gates: Sequence[Gate], a: Observations, b: Observations) -> lis
 
 def _open_output(request: Request) -> Path:
     path = expand_path(request.output or time.strftime("runs/compare-%Y%m%d-%H%M%S"))
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"--output {path} is not empty; give another directory, or delete it first")
-    path.mkdir(parents=True, exist_ok=True)
+    with refuse_unwritable(f"--output {path}"):
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UsageError(f"--output {path} is not empty; give another directory, or delete it first")
+        path.mkdir(parents=True, exist_ok=True)
     return path
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -133,13 +134,15 @@ class Section:
 
 
 def shown(value: object) -> str:
-    """Format a value as in the file, shortened."""
+    """Format a value as in the file, shortened. Text that would pass for a number, or for nothing, has its quotes."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
         return "{...}"
+    if isinstance(value, str) and re.fullmatch(r"\s*|\s*[-+.\d][-+.,\deE]*\s*", value):
+        return repr(value)[:60]
     return str(value)[:60]
 
 

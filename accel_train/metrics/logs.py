@@ -91,6 +91,7 @@ def setup_logging(output_dir: Path, rank: int, world_size: int) -> Logs:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _RankFile(path, _header(rank, world_size))
     except OSError as error:
+        _refuse_link_to_nowhere(output_dir)
         raise UsageError(
             f"output_dir={str(output_dir)!r}: the log {path} cannot be opened ({error}); "
             "a directory writable by this user is required: make it writable or give another --output_dir"
@@ -100,6 +101,16 @@ def setup_logging(output_dir: Path, rank: int, world_size: int) -> Logs:
         handlers.append(_Console(sys.stdout))
     _active = Logs(path, handlers)
     return _active
+
+
+def _refuse_link_to_nowhere(output_dir: Path) -> None:
+    """Refuse an output directory on a link without a target, for which the system says only that it exists."""
+    for path in (output_dir / "logs", output_dir, *output_dir.parents):
+        if path.is_symlink() and not path.exists():
+            raise UsageError(
+                f"output_dir={str(output_dir)!r}: {path} is a link to {path.readlink()}, which does not exist; a "
+                "directory is required there: make it, delete the link, or give another --output_dir"
+            )
 
 
 def log_file(output_dir: Path, rank: int) -> Path:

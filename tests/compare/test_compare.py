@@ -420,6 +420,11 @@ def test_a_range_to_profile_does_not_reach_the_runs_unless_it_is_varied(recipe: 
         ("slow fast --gate speedup", r"--gate 'speedup' is not NAME SIGN NUMBER"),
         ("slow fast --gate speedup>=10%", r"percent is relative to A, so it needs NAME_delta"),
         ("slow fast --output presets", r"--output .*presets is not empty"),
+        ("slow fast --output tiny.py/out", r"--output .*out: cannot be written \(Not a directory\); .* give another"),
+        (
+            "slow fast --output /proc/out",
+            r"--output /proc/out: cannot be written \(.*\); a directory with write access",
+        ),
     ],
 )
 def test_what_is_not_fair_or_not_clear_is_refused_before_anything_runs(

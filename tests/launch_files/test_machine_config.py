@@ -755,3 +755,10 @@ def test_what_is_accepted_accelerate_accepts(
     assert isinstance(machine, MachineConfig)
     if machine.num_processes is not None:
         accelerate_accepts(file)
+
+
+def test_a_number_in_quotes_is_shown_with_them(tmp_path: Path) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text('distributed_type: "NO"\nnum_machines: "1"\n')
+    with pytest.raises(UsageError, match=r"`num_machines: '1'`: must be a whole number, 1 or more; .*without quotes"):
+        read_machine_config(file)

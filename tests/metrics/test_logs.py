@@ -204,6 +204,16 @@ def test_wrong_usage_and_exit_have_no_traceback(tmp_path: Path) -> None:
     assert log.count("=====") == 3
 
 
+def test_an_output_directory_on_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path / "gone")
+    for directory in (tmp_path / "runs", tmp_path / "runs" / "one"):
+        with pytest.raises(UsageError, match=r"runs is a link to .*/gone, which does not exist; .*: make it, delete"):
+            setup_logging(directory, 0, 1)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"cannot be opened .*make it writable or give another"):
+        setup_logging(tmp_path / "file", 0, 1)
+
+
 def test_an_earlier_hook_still_runs(tmp_path: Path) -> None:
     body = "logs.close()\nsys.excepthook = lambda *a: print('mine', a[0].__name__)\n"
     body += f"logs = setup_logging(Path({str(tmp_path)!r}), 1, 2)\nraise UsageError('x')"

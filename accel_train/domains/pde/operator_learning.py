@@ -219,6 +219,27 @@ def add_queries(
     return result
 
 
+def check_model(model: PdeModelConfig, objective: ObjectiveConfig, evaluation: EvaluationConfig) -> None:
+    """Refuse options of the model without effect in the run."""
+    model.refuse_unread()
+    check_residual(objective, evaluation, model.residual_depth)
+
+
+def check_weights(weights: Sequence[int] | None, tasks: Sequence[str]) -> None:
+    """Refuse another number of ``task_weights`` than of ``data.tasks``."""
+    if weights is None or len(weights) == len(tasks):
+        return
+    pairs = ", ".join(f"{task} {weight}" for task, weight in zip(tasks, weights, strict=False))
+    rest = f"without a weight: {' '.join(tasks[len(weights) :])}"
+    if len(weights) > len(tasks):
+        rest = f"without a task: {' '.join(map(str, weights[len(tasks) :]))}"
+    ones = " ".join(["1"] * len(tasks))
+    raise UsageError(
+        f"task_weights {list(weights)}: {len(weights)} for {len(tasks)} task(s) of data.tasks ({pairs}; {rest}). One "
+        f"for each is required, in their order: give --task_weights {ones} or other whole numbers of steps, or None."
+    )
+
+
 def check_residual(objective: ObjectiveConfig, evaluation: EvaluationConfig, depth: int) -> None:
     """Refuse a residual stage without a network, and a network without a stage. ``depth`` is model.residual_depth."""
     start = objective.residual_from

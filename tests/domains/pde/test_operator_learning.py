@@ -18,7 +18,9 @@ from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
 from accel_train.domains.pde.tokens import coordinates
 from accel_train.domains.pde.transformer import PdeTransformer
+from accel_train.options.loading import load_config
 from accel_train.training.schedules import ScheduleConfig, learning_rate_factor
+from recipes import pde
 from tests.trained import ADVECTION
 
 
@@ -200,6 +202,24 @@ def batch_of(grid: tuple[int, int], size: int = 3) -> dict[str, Tensor]:
     points = torch.arange(grid[0] * grid[1]).view(1, 1, *grid)
     fields = 1000 * torch.arange(size).view(-1, 1, 1, 1) + 100 * torch.arange(2).view(1, -1, 1, 1) + points
     return {"input": fields.float(), "target": fields.float() + 0.5, "occurrence": torch.arange(size)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--data.path x --data.tasks heat",
+            r"\(heat 2; without a task: 1\).* --task_weights 1 .*from pde_demo: --task",
+        ),
+        (
+            "--task_weights 3",
+            r"task_weights \[3\]: 1 for 2 task\(s\) .*\(advection 3; without a weight: darcy\).* 1 1 or",
+        ),
+    ],
+)
+def test_weights_of_other_tasks_are_refused(flags: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        load_config(pde.Config, ["pde_demo", *flags.split()], presets=pde.PRESETS)
 
 
 def draws_of(batch: dict[str, Tensor]) -> Any:

@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
 from accel_train.data.tables.block_cache import BlockCache
-from accel_train.domains.pde.data.header import SCHEMA, FieldHeader, finite_parameters, read_header
-from accel_train.domains.pde.data.stored_arrays import StoredArray, hdf5, open_array
+from accel_train.domains.pde.data.header import SCHEMA, FieldHeader, differences, finite_parameters, read_header
+from accel_train.domains.pde.data.stored_arrays import StoredArray, hdf5, open_array, refuse_absent_chunks
 
-FACTS_FORMAT = 1
+FACTS_FORMAT = 2
 VALUES_PER_BLOCK = 2**24
 DEFAULT_CACHE_MIB = 256
 Array = NDArray[np.float32]
@@ -171,7 +171,7 @@ def read_stored(file: Path, content: Any) -> StoredFields:
 
 
 def require(file: Path, content: Any, names: Sequence[str]) -> None:
-    """Refuse an open file without one of these datasets. The error also lists the existing ones."""
+    """Refuse an open file without one of these datasets, or with a part of one. The error lists what there is."""
     if missing := [name for name in names if name not in content]:
         items = ((name, content[name]) for name in content)
         existing = ", ".join(f"{name} {getattr(item, 'shape', '(a group)')}" for name, item in items)
@@ -179,6 +179,8 @@ def require(file: Path, content: Any, names: Sequence[str]) -> None:
             f"--data.path: {file} has no dataset {missing[0]!r}; it holds {existing or 'nothing'}. "
             f"{' and '.join(names)} are required: check what the file is."
         )
+    for name in names:
+        refuse_absent_chunks(file, name, content[name])
 
 
 def _view(array: NDArray[Any], space: int) -> NDArray[Any]:
@@ -259,26 +261,32 @@ class FieldFacts(NamedTuple):
     sha256: str
 
 
-def field_facts(data: Fields) -> FieldFacts:
-    """Read all samples once, with sums in float64. Refuses NaN and infinity, naming the sample."""
+class TaskFacts(NamedTuple):
+    """Result of one pass over both splits of a task."""
+
+    of_split: dict[str, FieldFacts]
+    shared: int
+    """Held-out samples whose fields are also those of a training sample, value by value."""
+
+
+def field_facts(data: Fields) -> tuple[FieldFacts, list[bytes]]:
+    """Read all samples once, with sums in float64. Return also a hash of each sample, for comparison with others.
+
+    Refuses NaN and infinity, naming the sample.
+    """
     # The bytes alone do not tell the shape.
     digest = hashlib.sha256(f"{len(data)} {data.shape}".encode())
     channels = data.shape[1]
     total = np.zeros(channels)
     squares = np.zeros(channels)
     count = 0
+    samples: list[bytes] = []
     for part, start, block in data.blocks():
-        finite = np.isfinite(block)
-        if not finite.all():
-            wrong_rows = (~finite).any(axis=(1, 2, 3, 4))
-            row = int(wrong_rows.argmax())
-            # Its number in the file, which is what the user can look at.
-            wrong = part.first + start + row
-            raise UsageError(
-                f"--data.path: sample {wrong} of {part.file} holds NaN or infinity in {' or '.join(part.datasets)}. "
-                "Finite fields are required: write the file again, or leave the sample out."
-            )
-        digest.update(block.tobytes())
+        _refuse_not_finite(part, start, block)
+        for sample in block:
+            content = sample.tobytes()
+            digest.update(content)
+            samples.append(hashlib.blake2b(content, digest_size=16).digest())
         values = block.astype(np.float64)
         # In fp64: sums of squares of 10^9 values lose all digits of a small variance in fp32.
         total += values.sum((0, 1, 3, 4))
@@ -288,7 +296,21 @@ def field_facts(data: Fields) -> FieldFacts:
     variance = squares / count - mean**2
     # Rounding may leave that of a constant channel below 0.
     std = np.sqrt(np.maximum(variance, 0.0))
-    return FieldFacts(tuple(mean.tolist()), tuple(std.tolist()), digest.hexdigest())
+    return FieldFacts(tuple(mean.tolist()), tuple(std.tolist()), digest.hexdigest()), samples
+
+
+def _refuse_not_finite(part: FieldPart, start: int, block: Array) -> None:
+    """Refuse NaN and infinity in the samples from row ``start`` of a part on."""
+    finite = np.isfinite(block)
+    if finite.all():
+        return
+    wrong_rows = (~finite).any(axis=(1, 2, 3, 4))
+    # Its number in the file, which is what the user can look at.
+    wrong = part.first + start + int(wrong_rows.argmax())
+    raise UsageError(
+        f"--data.path: sample {wrong} of {part.file} holds NaN or infinity in {' or '.join(part.datasets)}. "
+        "Finite fields are required: write the file again, or leave the sample out."
+    )
 
 
 def join_files(task: str, files: Sequence[StoredFields], time_stride: int, cache_bytes: int) -> Fields:
@@ -297,15 +319,21 @@ def join_files(task: str, files: Sequence[StoredFields], time_stride: int, cache
     header = files[0].header
     for stored in files:
         shape = Fields((stored.part,)).shape
-        if (stored.header, shape) != (header, fields.shape):
+        if different := differences(stored.header, shape, header, fields.shape):
             raise UsageError(
-                f"--data.path: {stored.part.file} holds {shape} of {stored.header}, but {files[0].part.file} holds "
-                f"{fields.shape} of {header}. Files of one task must agree: keep those that do."
+                f"--data.path: {stored.part.file} has {different} in {files[0].part.file}. Files of one task must "
+                "agree: keep those that do."
             )
-    if header.dt and fields.shape[0] <= time_stride:
+    snapshots = fields.shape[0]
+    if header.dt and snapshots == 1:
         raise UsageError(
-            f"--data.time_stride {time_stride}: {files[0].part.file} has {fields.shape[0]} snapshots of task {task}; "
-            "more than the stride are required to make a pair. Lower it."
+            f"--data.path: {files[0].part.file} has 1 snapshot of task {task} and the attribute dt {header.dt:g}; 2 or "
+            "more are required to make a pair, one time step apart: write more, or dt 0 for an equation without time."
+        )
+    if header.dt and snapshots <= time_stride:
+        raise UsageError(
+            f"--data.time_stride {time_stride}: {files[0].part.file} has {snapshots} snapshots of task {task}; more "
+            f"than the stride are required to make a pair. Lower it to {snapshots - 1} or less."
         )
     return fields
 
@@ -327,18 +355,16 @@ def file_sizes(fields: Fields, channels: int) -> dict[Path, float]:
     return sizes
 
 
-def cached_facts(
-    both: Mapping[str, Fields], cache: Path, rank: int, barrier: Callable[[], None]
-) -> dict[str, FieldFacts]:
+def cached_facts(both: Mapping[str, Fields], cache: Path, rank: int, barrier: Callable[[], None]) -> TaskFacts:
     """Read the facts of both splits from the cache. Rank 0 computes missing ones."""
     write = partial(_write_facts, both)
     folder = cached_folder(cache / f"facts-{_identity(both)}", write, rank=rank, barrier=barrier)
     text = (folder / "facts.json").read_text("utf-8")
-    saved: dict[str, list[Any]] = json.loads(text)
+    saved: dict[str, Any] = json.loads(text)
     facts: dict[str, FieldFacts] = {}
-    for split, (mean, std, sha256) in saved.items():
+    for split, (mean, std, sha256) in saved["of_split"].items():
         facts[split] = FieldFacts(tuple(mean), tuple(std), sha256)
-    return facts
+    return TaskFacts(facts, saved["shared"])
 
 
 def _identity(both: Mapping[str, Fields]) -> str:
@@ -362,5 +388,10 @@ def _size_and_date(file: Path) -> tuple[int, int]:
 
 
 def _write_facts(both: Mapping[str, Fields], directory: Path) -> None:
-    facts = {split: field_facts(fields) for split, fields in both.items()}
-    (directory / "facts.json").write_text(json.dumps(facts), "utf-8")
+    facts: dict[str, FieldFacts] = {}
+    samples: dict[str, list[bytes]] = {}
+    for split, fields in both.items():
+        facts[split], samples[split] = field_facts(fields)
+    trained = set(samples["train"])
+    shared = sum(sample in trained for sample in samples["heldout"])
+    (directory / "facts.json").write_text(json.dumps(TaskFacts(facts, shared)._asdict()), "utf-8")

@@ -70,6 +70,16 @@ def read_header(
     return header
 
 
+def differences(
+    found: FieldHeader, found_shape: tuple[int, ...], expected: FieldHeader, expected_shape: tuple[int, ...]
+) -> str:
+    """Name the attributes in which two files differ, and their shapes, with both values. Empty for none."""
+    both = {name: (getattr(found, name), getattr(expected, name)) for name in FieldHeader.__dataclass_fields__}
+    axes = ("T", "C", "H", "W")[-len(found_shape) :]
+    both[f"shape ({', '.join(axes)})"] = (found_shape, expected_shape)
+    return ", ".join(f"{name} {one!r} instead of {other!r}" for name, (one, other) in both.items() if one != other)
+
+
 def _check_time(file: Path, header: FieldHeader, fields: tuple[int, ...]) -> None:
     """Refuse a time step that is none, and a steady equation without a target."""
     if not math.isfinite(header.dt) or header.dt < 0:

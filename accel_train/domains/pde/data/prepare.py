@@ -36,9 +36,17 @@ def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[St
     """Select the samples of each split: from its own file, or the first and last of every PDEBench file."""
     own = {split: folder / f"{task}_{split}.h5" for split in SPLITS}
     zarr = {split: folder / f"{task}_{split}{ZARR}" for split in SPLITS}
-    if any(directory.is_dir() for directory in zarr.values()):
+    files = [file for file in own.values() if file.is_file()]
+    directories = [directory for directory in zarr.values() if directory.is_dir()]
+    if files and directories:
+        names = ", ".join(path.name for path in directories + files)
+        raise UsageError(
+            f"--data.path {config.path!r}: task {task!r} has both formats, {names}, in {folder}. One format "
+            "is required, because only one of them would be read: move or delete the other."
+        )
+    if directories:
         own = zarr
-    elif not any(file.is_file() for file in own.values()):
+    elif not files:
         return _pdebench_splits(config, task, folder)
     points = config.points_of_files()
     splits: dict[str, list[StoredFields]] = {}

@@ -30,6 +30,7 @@ from accel_train.domains.pde.data.files import (
     file_sizes,
     join_files,
 )
+from accel_train.domains.pde.data.header import differences
 from accel_train.domains.pde.fields import Scale
 
 RANGE = (1e-35, 1e35)
@@ -201,7 +202,8 @@ def build_field_data(
         for split, files in splits.items():
             data[name][split] = join_files(name, files, time_stride, cache_bytes)
     # The only pass over all contents. Later starts read its result.
-    facts = {name: cached_facts(both, cache, rank, barrier) for name, both in data.items()}
+    of_tasks = {name: cached_facts(both, cache, rank, barrier) for name, both in data.items()}
+    facts = {name: found.of_split for name, found in of_tasks.items()}
     tasks: list[FieldTask] = []
     for name, splits in stored.items():
         task = _describe(splits, data[name]["train"], facts[name]["train"], time_stride)
@@ -223,6 +225,7 @@ def build_field_data(
     heldout = rows["heldout"]
     notices = [_describe_sizes(train[name], heldout[name]) for name in stored]
     for name in stored:
+        notices += _shared_notices(name, of_tasks[name].shared, heldout[name].samples)
         notices += _scale_notices(data[name]["train"], assets.task(name))
     joined = JoinedRows(tuple(train.values()))
     return FieldData(joined, train, heldout, assets, digest.hexdigest(), tuple(notices), ledger)
@@ -247,6 +250,15 @@ def _describe_sizes(train: FieldRows, heldout: FieldRows) -> str:
     """Describe the sizes of both splits of a task in a line."""
     times = f" of {train.data.shape[0]} snapshots, {len(train):,} pairs" if train.task.has_time else ""
     return f"{train.task.name}: {train.samples:,} training samples{times}; {heldout.samples:,} held out"
+
+
+def _shared_notices(task: str, shared: int, samples: int) -> Iterator[str]:
+    """Yield a notice if training samples are held out: their errors tell how well they were learned by heart."""
+    if shared:
+        yield (
+            f"{task}: {shared:,} of {samples:,} held-out samples are training samples too, value by value: their "
+            "errors say nothing about new ones. Hold out others, or leave them out of the training files"
+        )
 
 
 def _scale_notices(fields: Fields, task: FieldTask) -> Iterator[str]:
@@ -328,10 +340,10 @@ def _refuse_zeros(file: Path, task: FieldTask, heldout: FieldFacts) -> None:
 def _refuse_other_kind(stored: StoredFields, train: Fields, heldout: StoredFields) -> None:
     """Refuse held-out fields of another kind than the training fields. The number of snapshots may differ."""
     shape = Fields((heldout.part,)).shape
-    if (heldout.header, shape[1:]) != (stored.header, train.shape[1:]):
+    if different := differences(heldout.header, shape[1:], stored.header, train.shape[1:]):
         raise UsageError(
-            f"--data.path: {heldout.part.file} holds {shape} of {heldout.header}, but "
-            f"{stored.part.file} {train.shape} of {stored.header}. Both splits must be of one kind: correct the folder."
+            f"--data.path: {heldout.part.file} has {different} in {stored.part.file}. Both splits must be of one kind: "
+            "correct the file that is wrong."
         )
 
 

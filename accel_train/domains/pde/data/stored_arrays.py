@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
+import math
 import mmap
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,6 +72,33 @@ def open_fields(file: Path) -> Generator[Any]:
     except Exception as error:  # zarr's own, of format and of JSON
         raise OSError(f"{type(error).__name__}: {error}") from None
     yield content
+
+
+def refuse_absent_chunks(file: Path, dataset: str, stored: Any) -> None:
+    """Refuse an array of a zarr folder with fewer chunks on disk than its shape has, from one listing of the folder.
+
+    zarr reads an absent chunk as the fill value without a word, and may leave out those that hold nothing else. So an
+    unfinished copy looks like a complete folder. HDF5 files keep a table of their chunks.
+    """
+    if file.suffix != ZARR:
+        return
+    folder = file / dataset
+    size: tuple[int, ...] = stored.shards or stored.chunks  # a shard is a file of several chunks
+    counts = [math.ceil(length / step) for length, step in zip(stored.shape, size, strict=True)]
+    # By the keys and not by zarr's `nchunks_initialized`, whose cost is quadratic and which rounds shards up.
+    keys: Any = map(stored.metadata.encode_chunk_key, itertools.product(*map(range, counts)))
+    present: set[str] = set()
+    for directory, _, names in os.walk(folder):
+        place = Path(directory).relative_to(folder)
+        present.update((place / name).as_posix() for name in names)
+    absent: list[str] = [key for key in keys if key not in present]
+    if absent:
+        raise UsageError(
+            f"--data.path: {file}, {dataset!r}: {len(absent)} of {math.prod(counts)} chunks are absent, the first is "
+            f"{absent[0]}. All are required, because after an unfinished copy they would be read as "
+            f"{stored.fill_value}: copy the folder again, or, if it was written without chunks of the fill value, "
+            "write it with zarr's write_empty_chunks=True."
+        )
 
 
 def open_array(file: Path, dataset: str, cache: BlockCache[Array]) -> StoredArray:

@@ -193,15 +193,17 @@ def test_layouts_of_other_files(tmp_path: Path, shape: tuple[int, ...], space: i
 
 
 def test_facts_are_those_of_all_samples(two_files: Fields, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = field_facts(two_files)
+    facts, samples = field_facts(two_files)
     assert facts.mean == pytest.approx(TOGETHER.astype(float).mean((0, 1, 3, 4)), rel=1e-6)
     assert facts.std == pytest.approx(TOGETHER.astype(float).std((0, 1, 3, 4)), rel=1e-6)
     monkeypatch.setattr(files, "VALUES_PER_BLOCK", 1)
-    again = field_facts(two_files)
+    again, same = field_facts(two_files)
+    assert same == samples
+    assert len(set(samples)) == 9
     assert again.sha256 == facts.sha256  # of contents, not of how they were read
     assert again.mean == pytest.approx(facts.mean, rel=1e-12)
     other = Fields((two_files.parts[0]._replace(first=1), two_files.parts[1]))
-    assert field_facts(other).sha256 != facts.sha256
+    assert field_facts(other)[0].sha256 != facts.sha256
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
@@ -265,17 +267,49 @@ class _Changing:
             self.content[name] = value
 
 
-def test_a_zarr_folder_gives_the_rows_of_the_same_hdf5(tmp_path: Path) -> None:
+def write_zarr(file: Path, source: Path, zarr_format: int = 3, **options: Any) -> Any:
+    """Write the zarr folder of an HDF5 file, in chunks of 4 samples."""
     zarr = pytest.importorskip("zarr")
+    group = zarr.open_group(str(file), mode="w", zarr_format=zarr_format)
+    with h5py.File(source) as content:
+        for name in ("fields", "parameters"):
+            shape = content[name].shape[1:]
+            group.create_array(name, data=content[name][...], chunks=(4, *shape), **options)
+        for name, value in content.attrs.items():
+            group.attrs[name] = value.tolist() if hasattr(value, "tolist") else value
+    return group
+
+
+@pytest.mark.parametrize(
+    ("layout", "sharded", "chunk"), [(3, False, "c/2/0/0/0/0"), (2, False, "2.0.0.0.0"), (3, True, "c/1/0/0/0/0")]
+)
+def test_absent_chunks_of_a_zarr_folder_are_refused(tmp_path: Path, layout: int, sharded: bool, chunk: str) -> None:
+    source = write(tmp_path / "x.h5")
+    file = tmp_path / "heat_train.zarr"
+    group = write_zarr(file, source, zarr_format=layout)
+    if sharded:  # 11 samples in files of 8: zarr's own count of chunks rounds up
+        group.create_array("fields", data=VALUES, chunks=(4, 3, 2, 4, 6), shards=(8, 3, 2, 4, 6), overwrite=True)
+    assert read_stored(file, group).part.samples == 11
+    (file / "fields" / chunk).unlink()
+    total = 2 if sharded else 3
+    with pytest.raises(UsageError, match=rf"heat_train\.zarr, 'fields': 1 of {total} chunks .*{chunk}.* copy the fold"):
+        read_stored(file, group)
+
+
+def test_zarr_without_chunks_of_zeros_is_refused_unless_they_are_written(tmp_path: Path) -> None:
+    values = VALUES.copy()
+    values[4:8] = 0
+    source = write(tmp_path / "x.h5", values=values)
+    file = tmp_path / "heat_train.zarr"
+    with pytest.raises(UsageError, match=r"'fields': 1 of 3 chunks .*read as 0\.0: .*write_empty_chunks=True"):
+        read_stored(file, write_zarr(file, source))
+    read_stored(file, write_zarr(file, source, config={"write_empty_chunks": True}))
+
+
+def test_a_zarr_folder_gives_the_rows_of_the_same_hdf5(tmp_path: Path) -> None:
+    (tmp_path / "zarr").mkdir()
     for split in ("train", "heldout"):
-        file = write(tmp_path / f"heat_{split}.h5")
-        (tmp_path / "zarr").mkdir(exist_ok=True)
-        group = zarr.open_group(str(tmp_path / "zarr" / f"heat_{split}.zarr"), mode="w")
-        with h5py.File(file) as content:
-            for name in ("fields", "parameters"):
-                group.create_array(name, data=content[name][...], chunks=(2, *content[name].shape[1:]))
-            for name, value in content.attrs.items():
-                group.attrs[name] = value.tolist() if hasattr(value, "tolist") else value
+        write_zarr(tmp_path / "zarr" / f"heat_{split}.zarr", write(tmp_path / f"heat_{split}.h5"))
     options = {"tasks": ("heat",), "time_stride": 1, "cache_dir": str(tmp_path / "cache")}
     from_hdf5 = prepare_pde(PdeDataConfig(path=str(tmp_path), **options))  # type: ignore[arg-type]
     from_zarr = prepare_pde(PdeDataConfig(path=str(tmp_path / "zarr"), cache_mib=1, **options))  # type: ignore[arg-type]
@@ -283,6 +317,10 @@ def test_a_zarr_folder_gives_the_rows_of_the_same_hdf5(tmp_path: Path) -> None:
     rows = list(range(len(from_hdf5.train)))
     expected = from_hdf5.train.batch(rows)
     assert all(torch.equal(values, expected[name]) for name, values in from_zarr.train.batch(rows).items())
+    beside = write(tmp_path / "zarr" / "heat_train.h5")
+    with pytest.raises(UsageError, match=r"heat_train\.zarr, heat_heldout\.zarr, heat_train\.h5, .* move or delete"):
+        prepare_pde(PdeDataConfig(path=str(tmp_path / "zarr"), **options))  # type: ignore[arg-type]
+    beside.unlink()
     (tmp_path / "zarr" / "heat_train.zarr" / "zarr.json").write_text("{")
     with pytest.raises(UsageError, match=r"heat_train\.zarr cannot be read"):
         prepare_pde(PdeDataConfig(path=str(tmp_path / "zarr"), **options))  # type: ignore[arg-type]

@@ -150,10 +150,12 @@ def test_files_of_one_task_must_agree(tmp_path: Path) -> None:
     files = two_tasks(tmp_path)
     train = files["moving"]["train"]
     faster = train[1]._replace(header=replace(MOVING, dt=0.25))
-    with pytest.raises(UsageError, match=r"b.h5 holds .*dt=0.25.* but .*a.h5 holds .*dt=0.5"):
+    with pytest.raises(UsageError, match=r"b\.h5 has dt 0\.25 instead of 0\.5 in .*a\.h5\. Files"):
         build({"moving": {**files["moving"], "train": [train[0], faster]}}, tmp_path)
     finer = stored(tmp_path / "finer.h5", MOVING, 3, (4, 2, 1, 16))
-    with pytest.raises(UsageError, match=r"finer.h5 holds \(4, 2, 1, 16\).* but .*a.h5 \(4, 2, 1, 8\)"):
+    with pytest.raises(
+        UsageError, match=r"finer\.h5 has shape \(C, H, W\) \(2, 1, 16\) instead of \(2, 1, 8\) in .*a\.h5"
+    ):
         build({"moving": {"train": train, "heldout": [finer]}}, tmp_path)
     longer = stored(tmp_path / "longer.h5", MOVING, 3, (9, 2, 1, 8))
     data = build({"moving": {"train": train, "heldout": [longer]}}, tmp_path)
@@ -176,6 +178,30 @@ def test_held_out_targets_of_zeros_are_refused(tmp_path: Path) -> None:
     splits = {name: [opened(tmp_path / f"{name}.h5")] for name in ("train", "heldout")}
     with pytest.raises(UsageError, match=r"held-out fields of .*heldout\.h5 are 0 everywhere, and nRMSE"):
         build({"still": splits}, tmp_path)
+
+
+def test_a_task_with_time_and_a_single_snapshot_is_refused(tmp_path: Path) -> None:
+    files = {split: [stored(tmp_path / f"{split}.h5", MOVING, 3, (1, 2, 1, 8))] for split in ("train", "heldout")}
+    with pytest.raises(UsageError, match=r"train\.h5 has 1 snapshot of task moving .*dt 0\.5; 2 or more .*or dt 0 for"):
+        build({"moving": files}, tmp_path)
+    files = {split: [stored(tmp_path / f"{split}.h5", MOVING, 3, (3, 2, 1, 8))] for split in ("train", "heldout")}
+    with pytest.raises(UsageError, match=r"time_stride 3: .* has 3 snapshots .*Lower it to 2 or less"):
+        build({"moving": files}, tmp_path, 3)
+
+
+def test_held_out_samples_that_are_trained_on_are_told(tmp_path: Path) -> None:
+    files = two_tasks(tmp_path)
+    values = np.random.default_rng(1).normal(size=(3, 4, 2, 1, 8)).astype(np.float32)
+    with h5py.File(tmp_path / "b.h5", "a") as content:
+        content["fields"][2:4] = values[1:]
+    write_fields(tmp_path / "c.h5", MOVING, 3, [(values, np.ones((3, 2)))])
+    files["moving"]["heldout"] = [opened(tmp_path / "c.h5")]
+    files["still"]["heldout"] = files["still"]["train"]
+    for _ in range(2):  # the second time from the cache
+        found = [notice for notice in build(files, tmp_path).notices if "training samples too" in notice]
+        assert [notice.split(" are ")[0] for notice in found] == [
+            "moving: 2 of 3 held-out samples", "still: 9 of 9 held-out samples"
+        ]  # fmt: skip
 
 
 def test_assets_are_plain_json(tmp_path: Path) -> None:
