@@ -5,7 +5,6 @@ Folders below are read too. Hidden files and folders, directories of runs and th
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from accel_train.config import UsageError
+from accel_train.data.tables.formats import RepeatedKeyError, parse_json
 from accel_train.domains.images.sources import (
     SHOWN_NAMES,
     Entry,
@@ -239,7 +239,10 @@ def _rows(content: bytes, left_out: list[LeftOut]) -> Iterator[tuple[str, dict[s
             continue
         place = f"{METADATA}:{number}"
         try:
-            row: Any = json.loads(line)
+            row: Any = parse_json(line.decode("utf-8", "surrogatepass"))
+        except RepeatedKeyError as error:
+            left_out.append(LeftOut(place, "a key given twice", str(error)[:80]))
+            continue
         # Also UnicodeDecodeError, which is a ValueError. A long line of brackets exhausts the stack.
         except (ValueError, RecursionError) as error:
             left_out.append(LeftOut(place, "not JSON", str(error)[:80]))

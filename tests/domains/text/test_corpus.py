@@ -69,6 +69,8 @@ def test_home_variable_and_relative_paths(tmp_path: Path, monkeypatch: pytest.Mo
     ("row", "reason"),
     [
         ('{"text": "unfinished', "not JSON"),
+        ('{"text": "first", "text": "second"}', "the key 'text' is given twice, so which value is meant is unknown"),
+        ('{"text": "x", "meta": {"n": 1, "n": 1}}', "the key 'n' is given twice"),
         ("[1, 2]", "a JSON list, not an object"),
         ('"text"', "a JSON str, not an object"),
         ('{"caption": "x"}', r"no field 'text' among \['caption'\]; set --data.text_column caption"),
