@@ -47,8 +47,8 @@ class DataConfig:
     prompt and completion (texts, or lists of messages), or plain text. Data may be larger than memory."""
     split: str = "train"
     """Split of a saved or Hub dataset. Files have none."""
-    text_column: str = "text"
-    """Field or column of plain text."""
+    text_column: str = rows.DEFAULT_COLUMN
+    """Field or column of plain text. A row that has another one than 'text' is that text, whatever else it has."""
     sample_by: SampleBy = "line"
     """Unit of a row in a .txt file: a line, a paragraph (separated by empty lines), or the whole file."""
     heldout_path: str | None = None
@@ -159,6 +159,7 @@ def prepare_data(
     train = _prepare(sources, sources.train, tokenizer, layout, bad)
     # Every process has what it reads, or the error of another one.
     barrier()
+    column_notices = _column_notices(config, [train] if heldout is None else [train, heldout])
     _refuse_one_side(sources, train, heldout)
     pad_id = tokenizer.pad_token_id
     train_data = TokenDataset(train.train, config.max_length, pad_id, train.lease)
@@ -173,7 +174,7 @@ def prepare_data(
     # One more of each, so that a token that training never shows has a finite loss.
     counts = train.targets.float() + 1.0
     unigram = (counts / counts.sum()).log()
-    notices = [*_notices(train, heldout, bad), *notices, *_packing_notices(config, train, train_data)]
+    notices = [*_notices(train, heldout, bad), *column_notices, *notices, *_packing_notices(config, train, train_data)]
     return LanguageData(train_data, heldout_data, tokenizer, unigram, fingerprint, tuple(notices), ledger)
 
 
@@ -283,10 +284,13 @@ class _Sources:
 
     def facts(self, source: RowBlocks) -> list[Any]:
         """Return everything the texts of a source depend on, besides the tokenizer."""
+        column = self.config.text_column
+        # The key of files has the column, but not the version of its rule; that of a dataset has none.
+        rule = [] if column == rows.DEFAULT_COLUMN and isinstance(source, FileRows) else ["text_column", column]
         if source is self.heldout:
             # Held-out rows of their own are all of their source, whatever the fraction.
-            return [source.key]
-        return [source.key, self.fraction, None if self.heldout is None else self.heldout.key]
+            return [source.key, *rule]
+        return [source.key, self.fraction, None if self.heldout is None else self.heldout.key, *rule]
 
     def training_texts(self) -> Iterator[str]:
         """Yield the words of the training rows. Reads everything."""
@@ -329,6 +333,22 @@ def _prepare(sources: _Sources, source: RowBlocks, tokenizer: Any, layout: Layou
         return BlockEncoder(source, tokenizer, config.text_column, config.max_length, fraction, excluded)
 
     return cache.prepared(source, encoder, bad)
+
+
+def _column_notices(config: DataConfig, found: list[PreparedTokens]) -> list[str]:
+    """Return a line on rows without the column that the user named. Refuse it if all rows lack it."""
+    column = config.text_column
+    plain = sum(tokens.counts["plain"] for tokens in found)
+    others = sum(tokens.counts["train"] + tokens.counts["heldout"] for tokens in found) - plain
+    if column == rows.DEFAULT_COLUMN or others <= 0:
+        return []
+    if not plain:
+        raise UsageError(
+            f"--data.text_column {column!r}: no row of --data.path {config.path!r} has it; all {others:,} have "
+            "messages, or prompt and completion. Name a column that the rows have, or leave the option out to train on "
+            "these."
+        )
+    return [f"{others:,} rows without {column!r} (--data.text_column) are read by messages, or prompt and completion"]
 
 
 def _refuse_one_side(sources: _Sources, train: PreparedTokens, heldout: PreparedTokens | None) -> None:

@@ -114,10 +114,10 @@ def _rows(
     return itertools.chain.from_iterable(_file_rows(file, text_column, bad) for file in _line_files(source))
 
 
-def check_options_have_effect(path: str, split: str, text_column: str) -> None:
-    """Refuse a split for a source without splits, and a column for a source without columns."""
-    plain = path == "demo" or path.endswith(".txt")
-    if text_column != "text" and plain:
+def check_options_have_effect(path: str, split: str, text_column: str, heldout_path: str | None = None) -> None:
+    """Refuse a split for a source without splits, and a column if no source has columns."""
+    plain = _has_lines_alone(path)
+    if text_column != "text" and plain and (heldout_path is None or _has_lines_alone(heldout_path)):
         raise UsageError(
             f"--data.text_column {text_column!r} has no effect with --data.path {path!r}, whose lines are the texts. "
             "Leave it out, or give JSONL, a table or a dataset."
@@ -129,6 +129,15 @@ def check_options_have_effect(path: str, split: str, text_column: str) -> None:
             f"--data.split {split!r} has no effect with --data.path {path!r}: files have no splits. Leave it out, or "
             "give the file of that split."
         )
+
+
+def _has_lines_alone(path: str) -> bool:
+    if path == "demo" or path.endswith(".txt"):
+        return True
+    folder = expand_path(path)
+    if is_hub_id(path, NO_ID) or not folder.is_dir() or is_saved_dataset(folder):
+        return False
+    return {file.suffix for file in _line_files(folder)} == {".txt"}
 
 
 def _jsonl_files(path: str, text_column: str) -> list[Path]:

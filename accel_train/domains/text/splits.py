@@ -137,7 +137,9 @@ def _refuse_too_few(config: DataConfig, train: int, heldout: int) -> None:
 def _read_texts(config: DataConfig) -> Splits:
     """Read all texts into memory and split them."""
     # Before the texts are read, which may take minutes.
-    check_options_have_effect(config.path, config.split, config.text_column)
+    is_split = config.heldout_path is not None and config.heldout_path.startswith(SPLIT)
+    heldout = None if is_split else config.heldout_path
+    check_options_have_effect(config.path, config.split, config.text_column, heldout)
     corpus, short = _read(config, config.path, config.split)
     if config.heldout_path is None:
         heldout_corpus = corpus

@@ -29,6 +29,25 @@ def prepared(folder: Path, *found: Any, model: ModelConfig = tiny.LLAMA, **optio
     return prepare.prepare_data(DataConfig(**given), model)
 
 
+def test_a_named_column_is_read_or_refused(tmp_path: Path) -> None:
+    rows = [{"body": line, "prompt": "p", "completion": f" {number}"} for number, line in enumerate(LINES)]
+    texts = prepared(tmp_path, *LINES)
+    assert prepared(tmp_path, *rows, text_column="body").fingerprint == texts.fingerprint
+    with pytest.raises(UsageError, match=r"--data.text_column 'bdy': no row of --data.path .* has it; all 1\d\d have"):
+        prepared(tmp_path, *rows, text_column="bdy")
+    some = prepared(tmp_path, *rows, {"prompt": "p", "completion": " c"}, text_column="body")
+    assert any("1 rows without 'body' (--data.text_column)" in notice for notice in some.notices)
+
+
+def test_another_column_of_a_dataset_is_other_data(tmp_path: Path) -> None:
+    import datasets
+
+    columns = {"text": LINES, "body": [line[::-1] for line in LINES]}
+    datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "saved"))
+    path = str(tmp_path / "saved")
+    assert prepared(tmp_path, path=path).fingerprint != prepared(tmp_path, path=path, text_column="body").fingerprint
+
+
 def test_tokens_of_both_splits_and_their_unigrams(tmp_path: Path) -> None:
     data = prepared(tmp_path)
     assert data.train.texts + data.heldout.texts == len(LINES)

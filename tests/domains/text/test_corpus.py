@@ -192,6 +192,17 @@ def test_options_that_a_source_would_ignore_are_refused(tmp_path: Path) -> None:
         corpus.check_options_have_effect(path, "test", "caption")
 
 
+def test_a_column_of_a_folder_of_text_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "a.txt").write_text("one\n")
+    with pytest.raises(UsageError, match=r"--data.text_column 'body' has no effect with .*, whose lines are the texts"):
+        corpus.check_options_have_effect(str(tmp_path), "train", "body")
+    held_out = jsonl(tmp_path / "other" / "h.jsonl", {"body": "three"})
+    corpus.check_options_have_effect(str(tmp_path), "train", "body", str(held_out))
+    jsonl(tmp_path / "b.jsonl", {"body": "two"})
+    corpus.check_options_have_effect(str(tmp_path), "train", "body")
+
+
 @pytest.mark.usefixtures("no_network")
 def test_an_unreachable_hub_id_says_what_to_do() -> None:
     with pytest.raises(UsageError, match=r"'nobody/nothing'.*the hub answered .*without a network"):
