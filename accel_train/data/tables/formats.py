@@ -5,7 +5,6 @@ A block is the unit of reading: a row group of parquet, a record batch of Arrow,
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel_train.config import UsageError
+from accel_train.data.tables.json_rows import parse_row
 
 SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 """Files with random access to their blocks."""
@@ -164,42 +164,6 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
     if not decoded:
         return ""
     return parse_row(decoded)
-
-
-def parse_row(line: str) -> dict[str, Any] | str:
-    """Return the object of a line with all its keys once, at every depth, or its fault."""
-    try:
-        row = parse_json(line)
-    except RepeatedKeyError as error:
-        return f"{error}, so which value is meant is unknown; each key once is required"
-    # The parser recurses, so a long line of brackets exhausts the stack.
-    except (ValueError, RecursionError) as error:
-        return f"not JSON ({error}); one object a line is required"
-    if not isinstance(row, dict):
-        return f"a JSON {type(row).__name__}, not an object; one object a line is required"
-    return row
-
-
-class RepeatedKeyError(ValueError):
-    """An object of JSON has a key twice, of which `json.loads` keeps the last."""
-
-
-def parse_json(text: str) -> Any:
-    """Return a value. Raises ``ValueError``, of which ``RepeatedKeyError`` is one, and ``RecursionError``."""
-    return _DECODER.decode(text)
-
-
-def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise RepeatedKeyError(f"the key {repeated!r} is given twice")
-    return row
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_with_each_key_once)
-"""Made once: to make one takes longer than to parse a short row."""
 
 
 def identity_of(file: Path) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError, expand_path
-from accel_train.data.tables.formats import parse_row
+from accel_train.data.tables.json_rows import parse_row
 
 TABLE_FILES = (".parquet", ".csv")
 HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")

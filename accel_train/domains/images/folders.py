@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from accel_train.config import UsageError
-from accel_train.data.tables.formats import RepeatedKeyError, parse_json
+from accel_train.data.tables.json_rows import RepeatedKeyError, parse_json
+from accel_train.data.tables.run_files import RUN_FOLDERS
 from accel_train.domains.images.sources import (
     SHOWN_NAMES,
     Entry,
@@ -24,15 +25,13 @@ from accel_train.domains.images.sources import (
     choice_notices,
     read_regular,
 )
-from accel_train.store.names import CONFIG_FILE, REPORT, RUN_FILE
+from accel_train.store.names import CONFIG_FILE, RUN_FILE
 from accel_train.wording import shortened
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 OTHER_PICTURES = (".heic", ".heif", ".jxl", ".jp2", ".psd", ".svg", ".eps", ".ico", ".tga", ".exr", ".hdr", ".dng")
 """Pictures that are not read. They are counted, and not taken for other files."""
 METADATA = "metadata.jsonl"
-RUN_FOLDERS = ("checkpoints", "logs", REPORT)
-"""Folders in the directory of a run. The report has curves and drawn pictures, which no later start must learn."""
 
 
 def is_mask(file: Path) -> bool:

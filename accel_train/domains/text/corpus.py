@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError, expand_path
+from accel_train.data.tables.run_files import run_file_notices, without_run_files
 from accel_train.data.tables.text_sources import (
     TABLE_FILES,
     BadRows,
@@ -131,6 +132,14 @@ def check_options_have_effect(path: str, split: str, text_column: str, heldout_p
         )
 
 
+def left_out_notices(path: str) -> list[str]:
+    """Return a line on the files of runs in a folder of texts."""
+    folder = expand_path(path)
+    if not folder.is_dir() or is_saved_dataset(folder):
+        return []
+    return run_file_notices(folder.iterdir())
+
+
 def _has_lines_alone(path: str) -> bool:
     if path == "demo" or path.endswith(".txt"):
         return True
@@ -162,7 +171,8 @@ def _line_files(source: Path) -> list[Path]:
     files = [source]
     if source.is_dir():
         # Sorted: the index of a sample must be the same on every machine.
-        files = sorted(file for file in source.iterdir() if file.suffix in LINE_FILES and file.is_file())
+        files = without_run_files(sorted(source.iterdir()))[0]
+        files = [file for file in files if file.suffix in LINE_FILES and file.is_file()]
     if not files or files[0].suffix not in LINE_FILES:
         raise UsageError(
             f"--data.path {str(source)!r} is no source of text: required is 'demo', a file or a folder of "

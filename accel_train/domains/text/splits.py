@@ -20,6 +20,7 @@ from accel_train.data.tables.text_sources import texts_hash
 from accel_train.domains.text.corpus import (
     Corpus,
     check_options_have_effect,
+    left_out_notices,
     read_corpus,
     remove_heldout,
     split_heldout,
@@ -156,6 +157,7 @@ def _read_texts(config: DataConfig) -> Splits:
     repeated = total - len(train.texts) - len(heldout.texts)
     left_out = {"bad rows": corpus.skipped, "short texts": short, "repeated texts": repeated}
     notices = [f"{len(train.texts):,} training texts, {len(heldout.texts):,} held out"]
+    notices += left_out_notices(config.path)
     notices += [f"{count:,} {kind} left out" for kind, count in left_out.items() if count]
     return Splits(train, heldout, notices)
 

@@ -48,6 +48,31 @@ def test_another_column_of_a_dataset_is_other_data(tmp_path: Path) -> None:
     assert prepared(tmp_path, path=path).fingerprint != prepared(tmp_path, path=path, text_column="body").fingerprint
 
 
+def test_files_of_a_run_among_the_rows_are_no_data(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    (folder / "run" / "checkpoints" / "one").mkdir(parents=True)
+    (folder / "a.txt").write_text("\n".join(LINES))
+    (folder / "run" / "mine.txt").write_text("there before the run\n")
+    paths = (str(folder), f"{folder}/**/*.*")
+    given: dict[str, Any] = {
+        "cache_dir": str(tmp_path / "cache"),
+        "vocab_size": 320,
+        "heldout_fraction": 0.2,
+        "max_length": 64,
+    }
+    first = [prepare.prepare_data(DataConfig(path=path, **given), tiny.LLAMA) for path in paths]
+    for run in (folder, folder / "run"):
+        for name in ("run.json", "config.yaml", "metrics.jsonl", "sample_losses.jsonl"):
+            (run / name).write_text('{"event": "start"}\n')
+    (folder / "run" / "checkpoints" / "one" / "merges.txt").write_text("a b\n")
+    second = [prepare.prepare_data(DataConfig(path=path, **given), tiny.LLAMA) for path in paths]
+    assert [data.fingerprint for data in second] == [data.fingerprint for data in first]
+    assert first[0].fingerprint != first[1].fingerprint, "mine.txt is data at both starts"
+    assert "files of runs are left out" in second[1].notices[0]
+    with pytest.raises(UsageError, match="no field 'text'"):
+        prepare.prepare_data(DataConfig(path=str(folder / "metrics.jsonl"), **given), tiny.LLAMA)
+
+
 def test_tokens_of_both_splits_and_their_unigrams(tmp_path: Path) -> None:
     data = prepared(tmp_path)
     assert data.train.texts + data.heldout.texts == len(LINES)

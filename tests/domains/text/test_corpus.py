@@ -192,6 +192,14 @@ def test_options_that_a_source_would_ignore_are_refused(tmp_path: Path) -> None:
         corpus.check_options_have_effect(path, "test", "caption")
 
 
+def test_files_of_a_run_in_a_folder_of_texts_are_no_data(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    for name in ("run.json", "config.yaml", "metrics.jsonl"):
+        (tmp_path / name).write_text('{"event": "start"}\n')
+    assert read(tmp_path).texts == ["one"]
+    assert "metrics.jsonl" in corpus.left_out_notices(str(tmp_path))[0]
+
+
 def test_a_column_of_a_folder_of_text_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "a.txt").write_text("one\n")
