@@ -59,6 +59,7 @@ NEIGHBOURS_ALLOWED = {
     ("options", "wording"): "parts of messages that every package writes",
     ("runtime", "data.sampler"): "the number of micro-batches, which is refused and derived in one place",
     ("runtime", "speed.compiler"): "what a failed compiler says, to torch.compile and to DeepSpeed alike",
+    ("data", "store.names"): "files of a run that lie among the data are known by their names in one place",
     ("speed", "store"): "the smaller micro-batch after running out of memory is recorded in the run directory",
     ("training", "store"): "samples left out after a bad step are recorded in the run directory",
     ("checkpoints", "hub"): "a saver hands what it committed to the Hub, and a start may fetch a checkpoint from there",

@@ -174,8 +174,20 @@ def refusal(call: Callable[[], object]) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("checksum", [True, False])
+def test_files_of_a_run_are_no_shards(tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    for name in ("run.json", "config.yaml", "metrics.jsonl", "logs/rank_0.log"):
+        (tmp_path / "run" / name).write_text("{}\n")
+    files = [tmp_path / "a.jsonl"]
+    assert list(index_shards(OPTION, f"{tmp_path}/**/*.jsonl", tmp_path / "cache").files) == files
+    (tmp_path / "run" / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")
+    (tmp_path / ".lock").touch()
+    assert list(index_shards(OPTION, str(tmp_path), tmp_path / "cache").files) == files
+
+
 @pytest.mark.fault("R8", injected="a row group damaged", outcome="file and row group are named")
+@pytest.mark.parametrize("checksum", [True, False])
 def test_a_damaged_row_group_is_named(checksum: bool, tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     parquet.write_table(

@@ -5,7 +5,6 @@ A block is the unit of reading: a row group of parquet, a record batch of Arrow,
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel_train.config import UsageError
+from accel_train.data.tables.json_rows import parse_row
 
 SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 """Files with random access to their blocks."""
@@ -163,14 +163,7 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
         return f"byte {error.start + 1} of the line is not UTF-8 (iconv -t UTF-8 converts)"
     if not decoded:
         return ""
-    try:
-        row = json.loads(decoded)
-    # The parser recurses, so a long line of brackets exhausts the stack.
-    except (ValueError, RecursionError) as error:
-        return f"not JSON ({error}); one object a line is required"
-    if not isinstance(row, dict):
-        return f"a JSON {type(row).__name__}, not an object; one object a line is required"
-    return row
+    return parse_row(decoded)
 
 
 def identity_of(file: Path) -> tuple[int, int]:

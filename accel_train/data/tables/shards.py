@@ -19,6 +19,7 @@ from typing import NamedTuple
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cached_folder
 from accel_train.data.tables.formats import BYTES_PER_BLOCK, LINES_PER_BLOCK, SUFFIXES, UNITS, Block, index_file
+from accel_train.data.tables.run_files import listed, run_file_notices, without_run_files
 from accel_train.wording import shortened
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,9 @@ def index_shards(
     if not blocks:
         raise UsageError(f"{option} {value!r}: {shortened(empty, SHOWN)} hold no rows. At least 1 row is required.")
     notices = [f"{len(files):,} {kind} shards in {len(blocks):,} {UNITS[kind]}s"]
+    path = expand_path(value)
+    if not path.is_file():
+        notices += run_file_notices(listed(path))
     if empty:
         notices.append(f"shards without rows are left out: {shortened(empty, SHOWN)}")
     return ShardIndex(option, tuple(files), kind, identities, types, tuple(blocks), key, tuple(notices))
@@ -118,7 +122,7 @@ def find_shards(option: str, value: str) -> tuple[list[Path], str]:
     """Return the shards of a file, folder or glob in the order of their names, and their format."""
     path = expand_path(value)
     if path.is_dir():
-        inside = [file for file in path.iterdir() if file.is_file()]
+        inside = [file for file in without_run_files(path.iterdir())[0] if file.is_file()]
         found = sorted(file for file in inside if file.suffix in SUFFIXES)
         nothing = f"{path} holds no such file"
     # An existing file may have brackets in its name.
@@ -128,7 +132,7 @@ def find_shards(option: str, value: str) -> tuple[list[Path], str]:
     else:
         found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
         # A glob may match folders too.
-        found = [file for file in found if file.is_file()]
+        found = [file for file in without_run_files(found)[0] if file.is_file()]
         nothing = f"{path} matches no file"
     if not found:
         raise UsageError(

@@ -6,7 +6,6 @@ Every error names its place: file:line, or the source.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError, expand_path
+from accel_train.data.tables.json_rows import parse_row
 
 TABLE_FILES = (".parquet", ".csv")
 HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")
@@ -56,16 +56,11 @@ def is_saved_dataset(folder: Path) -> bool:
 def json_rows(lines: Iterable[tuple[str, str]], bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, object) of each (place, line) that holds a JSON object. The others are counted in ``bad``."""
     for place, line in lines:
-        try:
-            row = json.loads(line)
-        # The parser recurses, so a long line of brackets exhausts the stack.
-        except (ValueError, RecursionError) as error:
-            bad.add(place, f"not JSON ({error}); one object a line is required")
-            continue
-        if isinstance(row, dict):
-            yield place, row
+        row = parse_row(line)
+        if isinstance(row, str):
+            bad.add(place, row)
         else:
-            bad.add(place, f"a JSON {type(row).__name__}, not an object; one object a line is required")
+            yield place, row
 
 
 def hub_dataset(path: str, split: str) -> Any:

@@ -5,7 +5,6 @@ Folders below are read too. Hidden files and folders, directories of runs and th
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from accel_train.config import UsageError
+from accel_train.data.tables.json_rows import RepeatedKeyError, parse_json
+from accel_train.data.tables.run_files import RUN_FOLDERS
 from accel_train.domains.images.sources import (
     SHOWN_NAMES,
     Entry,
@@ -24,15 +25,13 @@ from accel_train.domains.images.sources import (
     choice_notices,
     read_regular,
 )
-from accel_train.store.names import CONFIG_FILE, REPORT, RUN_FILE
+from accel_train.store.names import CONFIG_FILE, RUN_FILE
 from accel_train.wording import shortened
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 OTHER_PICTURES = (".heic", ".heif", ".jxl", ".jp2", ".psd", ".svg", ".eps", ".ico", ".tga", ".exr", ".hdr", ".dng")
 """Pictures that are not read. They are counted, and not taken for other files."""
 METADATA = "metadata.jsonl"
-RUN_FOLDERS = ("checkpoints", "logs", REPORT)
-"""Folders in the directory of a run. The report has curves and drawn pictures, which no later start must learn."""
 
 
 def is_mask(file: Path) -> bool:
@@ -239,7 +238,10 @@ def _rows(content: bytes, left_out: list[LeftOut]) -> Iterator[tuple[str, dict[s
             continue
         place = f"{METADATA}:{number}"
         try:
-            row: Any = json.loads(line)
+            row: Any = parse_json(line.decode("utf-8", "surrogatepass"))
+        except RepeatedKeyError as error:
+            left_out.append(LeftOut(place, "a key given twice", str(error)[:80]))
+            continue
         # Also UnicodeDecodeError, which is a ValueError. A long line of brackets exhausts the stack.
         except (ValueError, RecursionError) as error:
             left_out.append(LeftOut(place, "not JSON", str(error)[:80]))

@@ -72,6 +72,7 @@ class _Block:
         keys = [content_key(row.content) for row in rows]
         kept = [(row, key) for row, key in zip(rows, keys, strict=True) if key not in self._encoder.excluded]
         texts = [row for row, _ in kept if row.text is not None]
+        self._counts["plain"] += len(texts)
         encoded = iter(templates.encode_texts(texts, self._encoder.tokenizer))
         for row, key in kept:
             if row.text is not None:

@@ -25,8 +25,8 @@ IDS = np.int32(2**30 - 1)
 """Bits of the token itself, where it is stored."""
 TARGET = np.int32(2**30)
 """Bit of a token counted by the loss."""
-COUNTS = ("train", "heldout", "split", "cut", "bad")
-"""Counts kept of a source: `EncodedBlock.counts`."""
+COUNTS = ("train", "heldout", "split", "cut", "bad", "plain")
+"""Counts kept of a source: `EncodedBlock.counts`. plain: rows of plain text, of both splits."""
 FIRST = np.int32(-(2**31))
 """Bit of the first token of a text: the sign."""
 

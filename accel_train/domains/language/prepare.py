@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -24,6 +23,8 @@ from accel_train.config import (
 from accel_train.data.artifacts import open_cache
 from accel_train.data.tables.ledger import Changed, Ledger, earlier_ledger
 from accel_train.data.tables.row_blocks import FileRows, RowBlocks, SampleBy, dataset_rows, file_rows
+from accel_train.data.tables.row_files import files_of
+from accel_train.data.tables.run_files import listed, run_file_notices
 from accel_train.data.tables.shards import warn_of_changes
 from accel_train.data.tables.text_sources import BadRows, content_key, hub_dataset, is_saved_dataset, saved_dataset
 from accel_train.domains.language import encoding, rows, tokenizers
@@ -47,8 +48,8 @@ class DataConfig:
     prompt and completion (texts, or lists of messages), or plain text. Data may be larger than memory."""
     split: str = "train"
     """Split of a saved or Hub dataset. Files have none."""
-    text_column: str = "text"
-    """Field or column of plain text."""
+    text_column: str = rows.DEFAULT_COLUMN
+    """Field or column of plain text. A row that has another one than 'text' is that text, whatever else it has."""
     sample_by: SampleBy = "line"
     """Unit of a row in a .txt file: a line, a paragraph (separated by empty lines), or the whole file."""
     heldout_path: str | None = None
@@ -159,6 +160,7 @@ def prepare_data(
     train = _prepare(sources, sources.train, tokenizer, layout, bad)
     # Every process has what it reads, or the error of another one.
     barrier()
+    column_notices = _column_notices(config, [train] if heldout is None else [train, heldout])
     _refuse_one_side(sources, train, heldout)
     pad_id = tokenizer.pad_token_id
     train_data = TokenDataset(train.train, config.max_length, pad_id, train.lease)
@@ -173,7 +175,13 @@ def prepare_data(
     # One more of each, so that a token that training never shows has a finite loss.
     counts = train.targets.float() + 1.0
     unigram = (counts / counts.sum()).log()
-    notices = [*_notices(train, heldout, bad), *notices, *_packing_notices(config, train, train_data)]
+    notices = [
+        *sources.run_file_notices(),
+        *_notices(train, heldout, bad),
+        *column_notices,
+        *notices,
+        *_packing_notices(config, train, train_data),
+    ]
     return LanguageData(train_data, heldout_data, tokenizer, unigram, fingerprint, tuple(notices), ledger)
 
 
@@ -188,32 +196,10 @@ def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by
     source = DEMO_FILE if path == "demo" else expand_path(path)
     if is_saved_dataset(source):
         return dataset_rows(saved_dataset(source, split), path, split, sha256)
-    files = [source] if path == "demo" else _files(option, path, source)
+    files = [source] if path == "demo" else files_of(option, path, source)
     if split != "train":
         raise UsageError(f"--data.split {split!r} has no effect with {option} {path!r}: files have no splits.")
     return file_rows(option, files, [text_column, *rows.FIELDS], sample_by, sha256)
-
-
-def _files(option: str, path: str, source: Path) -> list[Path]:
-    """Return the files of a file, folder or glob, in the order of their names."""
-    if source.is_dir():
-        # Sorted, because the order of the files is the order of the samples on every machine.
-        found = sorted(source.iterdir())
-    elif source.exists() or not glob.has_magic(str(source)):
-        found = [source]
-    else:
-        found = sorted(Path(name) for name in glob.glob(str(source), recursive=True))
-        if not found:
-            raise UsageError(f"{option} {path!r}: {source} matches no file. Give a pattern such as 'data/*.parquet'.")
-    if not found[:1] or found[0].exists():
-        known = [file for file in found if file.suffix in rows.FILES and file.is_file()]
-        if known:
-            return known
-        raise UsageError(
-            f"{option} {path!r} is no source of rows: required is 'demo', a file, folder or glob of files ending in "
-            f"{', '.join(rows.FILES)}, a folder made by dataset.save_to_disk, or a Hub id. Convert the data to JSONL."
-        )
-    raise UsageError(f"{option} {path!r}: {source} does not exist. Give a file, folder or glob that exists.")
 
 
 class _Sources:
@@ -268,6 +254,11 @@ class _Sources:
                 identities = {str(file): facts for file, facts in zip(source.files, source.identities, strict=True)}
                 warn_of_changes(option, path or str(self.config.heldout_path), self.cache, identities)
 
+    def run_file_notices(self) -> list[str]:
+        """Name the files of runs that lie among the data."""
+        paths = [path for path in (self.config.path, self.config.heldout_path) if path not in (None, "demo")]
+        return [line for path in paths for line in run_file_notices(listed(expand_path(str(path))))]
+
     @property
     def fraction(self) -> float:
         """Share of the training source to hold out."""
@@ -283,10 +274,13 @@ class _Sources:
 
     def facts(self, source: RowBlocks) -> list[Any]:
         """Return everything the texts of a source depend on, besides the tokenizer."""
+        column = self.config.text_column
+        # The key of files has the column, but not the version of its rule; that of a dataset has none.
+        rule = [] if column == rows.DEFAULT_COLUMN and isinstance(source, FileRows) else ["text_column", column]
         if source is self.heldout:
             # Held-out rows of their own are all of their source, whatever the fraction.
-            return [source.key]
-        return [source.key, self.fraction, None if self.heldout is None else self.heldout.key]
+            return [source.key, *rule]
+        return [source.key, self.fraction, None if self.heldout is None else self.heldout.key, *rule]
 
     def training_texts(self) -> Iterator[str]:
         """Yield the words of the training rows. Reads everything."""
@@ -329,6 +323,22 @@ def _prepare(sources: _Sources, source: RowBlocks, tokenizer: Any, layout: Layou
         return BlockEncoder(source, tokenizer, config.text_column, config.max_length, fraction, excluded)
 
     return cache.prepared(source, encoder, bad)
+
+
+def _column_notices(config: DataConfig, found: list[PreparedTokens]) -> list[str]:
+    """Return a line on rows without the column that the user named. Refuse it if all rows lack it."""
+    column = config.text_column
+    plain = sum(tokens.counts["plain"] for tokens in found)
+    others = sum(tokens.counts["train"] + tokens.counts["heldout"] for tokens in found) - plain
+    if column == rows.DEFAULT_COLUMN or others <= 0:
+        return []
+    if not plain:
+        raise UsageError(
+            f"--data.text_column {column!r}: no row of --data.path {config.path!r} has it; all {others:,} have "
+            "messages, or prompt and completion. Name a column that the rows have, or leave the option out to train on "
+            "these."
+        )
+    return [f"{others:,} rows without {column!r} (--data.text_column) are read by messages, or prompt and completion"]
 
 
 def _refuse_one_side(sources: _Sources, train: PreparedTokens, heldout: PreparedTokens | None) -> None:

@@ -14,6 +14,7 @@ from accel_train.data.tables.formats import KINDS
 from accel_train.wording import nearest
 
 FILES = tuple(KINDS)
+DEFAULT_COLUMN = "text"
 FIELDS = ("messages", "prompt", "completion", "tools")
 """Optional fields of a row besides its text."""
 
@@ -52,8 +53,8 @@ class Row:
 def parsed(found: Iterable[tuple[str, Mapping[str, Any] | str]], text_column: str) -> Iterator[Row | Fault]:
     """Yield the rows of places and fields, and a fault in place of an unusable one.
 
-    A row is chat if it has ``messages``, a pair if it has ``prompt`` and ``completion`` (texts or lists of messages),
-    else its text is in ``text_column``.
+    A row with a ``text_column`` other than the default is that text. Any other is chat if it has ``messages``, a pair
+    if it has ``prompt`` and ``completion`` (texts or lists of messages), else its text is in ``text_column``.
     """
     for place, fields in found:
         row = fields if isinstance(fields, str) else _row(place, fields, text_column)
@@ -66,6 +67,9 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
     null = [name for name, value in fields.items() if value is None]
     fields = {name: value for name, value in fields.items() if value is not None}
     tools = fields.get("tools")
+    # Named by the user, so that it comes before the forms found by themselves.
+    if text_column != DEFAULT_COLUMN and text_column in fields:
+        return _plain(place, fields[text_column], text_column)
     # A chat first: such rows often have a plain text of the same chat beside it.
     if "messages" in fields:
         fault = _messages_fault(fields["messages"]) or _unpaired_fault("tools", tools)
@@ -81,7 +85,11 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
         near = nearest(text_column, fields) or next(iter(fields), None)
         hint = f"; set --data.text_column {near}" if near else ""
         return f"no field {text_column!r}, 'messages', or 'prompt' and 'completion' among {sorted(fields)}{hint}"
-    return _text_fault(text_column, fields[text_column]) or Row(place, text=fields[text_column].strip())
+    return _plain(place, fields[text_column], text_column)
+
+
+def _plain(place: str, text: Any, column: str) -> Row | str:
+    return _text_fault(column, text) or Row(place, text=text.strip())
 
 
 def _pair(place: str, prompt: Any, completion: Any, tools: Any) -> Row | str:

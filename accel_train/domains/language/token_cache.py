@@ -186,7 +186,8 @@ def _combined(shards: Sequence[dict[str, Any]]) -> str:
 
 
 def _total(blocks: dict[str, dict[str, int]]) -> dict[str, int]:
-    return {name: sum(counts[name] for counts in blocks.values()) for name in COUNTS}
+    # Records of earlier versions lack what is counted since.
+    return {name: sum(counts.get(name, 0) for counts in blocks.values()) for name in COUNTS}
 
 
 class _Texts(NamedTuple):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError, expand_path
+from accel_train.data.tables.run_files import run_file_notices, without_run_files
 from accel_train.data.tables.text_sources import (
     TABLE_FILES,
     BadRows,
@@ -114,10 +115,10 @@ def _rows(
     return itertools.chain.from_iterable(_file_rows(file, text_column, bad) for file in _line_files(source))
 
 
-def check_options_have_effect(path: str, split: str, text_column: str) -> None:
-    """Refuse a split for a source without splits, and a column for a source without columns."""
-    plain = path == "demo" or path.endswith(".txt")
-    if text_column != "text" and plain:
+def check_options_have_effect(path: str, split: str, text_column: str, heldout_path: str | None = None) -> None:
+    """Refuse a split for a source without splits, and a column if no source has columns."""
+    plain = _has_lines_alone(path)
+    if text_column != "text" and plain and (heldout_path is None or _has_lines_alone(heldout_path)):
         raise UsageError(
             f"--data.text_column {text_column!r} has no effect with --data.path {path!r}, whose lines are the texts. "
             "Leave it out, or give JSONL, a table or a dataset."
@@ -129,6 +130,23 @@ def check_options_have_effect(path: str, split: str, text_column: str) -> None:
             f"--data.split {split!r} has no effect with --data.path {path!r}: files have no splits. Leave it out, or "
             "give the file of that split."
         )
+
+
+def left_out_notices(path: str) -> list[str]:
+    """Return a line on the files of runs in a folder of texts."""
+    folder = expand_path(path)
+    if not folder.is_dir() or is_saved_dataset(folder):
+        return []
+    return run_file_notices(folder.iterdir())
+
+
+def _has_lines_alone(path: str) -> bool:
+    if path == "demo" or path.endswith(".txt"):
+        return True
+    folder = expand_path(path)
+    if is_hub_id(path, NO_ID) or not folder.is_dir() or is_saved_dataset(folder):
+        return False
+    return {file.suffix for file in _line_files(folder)} == {".txt"}
 
 
 def _jsonl_files(path: str, text_column: str) -> list[Path]:
@@ -153,7 +171,8 @@ def _line_files(source: Path) -> list[Path]:
     files = [source]
     if source.is_dir():
         # Sorted: the index of a sample must be the same on every machine.
-        files = sorted(file for file in source.iterdir() if file.suffix in LINE_FILES and file.is_file())
+        files = without_run_files(sorted(source.iterdir()))[0]
+        files = [file for file in files if file.suffix in LINE_FILES and file.is_file()]
     if not files or files[0].suffix not in LINE_FILES:
         raise UsageError(
             f"--data.path {str(source)!r} is no source of text: required is 'demo', a file or a folder of "

@@ -20,6 +20,7 @@ from accel_train.data.tables.text_sources import texts_hash
 from accel_train.domains.text.corpus import (
     Corpus,
     check_options_have_effect,
+    left_out_notices,
     read_corpus,
     remove_heldout,
     split_heldout,
@@ -137,7 +138,9 @@ def _refuse_too_few(config: DataConfig, train: int, heldout: int) -> None:
 def _read_texts(config: DataConfig) -> Splits:
     """Read all texts into memory and split them."""
     # Before the texts are read, which may take minutes.
-    check_options_have_effect(config.path, config.split, config.text_column)
+    is_split = config.heldout_path is not None and config.heldout_path.startswith(SPLIT)
+    heldout = None if is_split else config.heldout_path
+    check_options_have_effect(config.path, config.split, config.text_column, heldout)
     corpus, short = _read(config, config.path, config.split)
     if config.heldout_path is None:
         heldout_corpus = corpus
@@ -154,6 +157,7 @@ def _read_texts(config: DataConfig) -> Splits:
     repeated = total - len(train.texts) - len(heldout.texts)
     left_out = {"bad rows": corpus.skipped, "short texts": short, "repeated texts": repeated}
     notices = [f"{len(train.texts):,} training texts, {len(heldout.texts):,} held out"]
+    notices += left_out_notices(config.path)
     notices += [f"{count:,} {kind} left out" for kind, count in left_out.items() if count]
     return Splits(train, heldout, notices)
 

@@ -235,6 +235,7 @@ def test_metadata_jsonl(tmp_path: Path) -> None:
         {"file_name": "/etc/passwd", "text": "outside"},
         "{broken",
         "[1]",
+        '{"file_name": "002.png", "text": "first", "text": "second"}',
     )
     found = read(folder, tmp_path / "cache")
     assert captions(found) == {"000.png": "a caption", "001.png": "another"}
@@ -244,6 +245,7 @@ def test_metadata_jsonl(tmp_path: Path) -> None:
         "metadata.jsonl:6": "file_name leaves the folder",
         "metadata.jsonl:7": "not JSON",
         "metadata.jsonl:8": "not a JSON object",
+        "metadata.jsonl:9": "a key given twice",
         "002.png": "not named in metadata.jsonl",
     }
 

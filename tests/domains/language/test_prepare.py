@@ -29,6 +29,50 @@ def prepared(folder: Path, *found: Any, model: ModelConfig = tiny.LLAMA, **optio
     return prepare.prepare_data(DataConfig(**given), model)
 
 
+def test_a_named_column_is_read_or_refused(tmp_path: Path) -> None:
+    rows = [{"body": line, "prompt": "p", "completion": f" {number}"} for number, line in enumerate(LINES)]
+    texts = prepared(tmp_path, *LINES)
+    assert prepared(tmp_path, *rows, text_column="body").fingerprint == texts.fingerprint
+    with pytest.raises(UsageError, match=r"--data.text_column 'bdy': no row of --data.path .* has it; all 1\d\d have"):
+        prepared(tmp_path, *rows, text_column="bdy")
+    some = prepared(tmp_path, *rows, {"prompt": "p", "completion": " c"}, text_column="body")
+    assert any("1 rows without 'body' (--data.text_column)" in notice for notice in some.notices)
+
+
+def test_another_column_of_a_dataset_is_other_data(tmp_path: Path) -> None:
+    import datasets
+
+    columns = {"text": LINES, "body": [line[::-1] for line in LINES]}
+    datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "saved"))
+    path = str(tmp_path / "saved")
+    assert prepared(tmp_path, path=path).fingerprint != prepared(tmp_path, path=path, text_column="body").fingerprint
+
+
+def test_files_of_a_run_among_the_rows_are_no_data(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    (folder / "run" / "checkpoints" / "one").mkdir(parents=True)
+    (folder / "a.txt").write_text("\n".join(LINES))
+    (folder / "run" / "mine.txt").write_text("there before the run\n")
+    paths = (str(folder), f"{folder}/**/*.*")
+    given: dict[str, Any] = {
+        "cache_dir": str(tmp_path / "cache"),
+        "vocab_size": 320,
+        "heldout_fraction": 0.2,
+        "max_length": 64,
+    }
+    first = [prepare.prepare_data(DataConfig(path=path, **given), tiny.LLAMA) for path in paths]
+    for run in (folder, folder / "run"):
+        for name in ("run.json", "config.yaml", "metrics.jsonl", "sample_losses.jsonl"):
+            (run / name).write_text('{"event": "start"}\n')
+    (folder / "run" / "checkpoints" / "one" / "merges.txt").write_text("a b\n")
+    second = [prepare.prepare_data(DataConfig(path=path, **given), tiny.LLAMA) for path in paths]
+    assert [data.fingerprint for data in second] == [data.fingerprint for data in first]
+    assert first[0].fingerprint != first[1].fingerprint, "mine.txt is data at both starts"
+    assert "files of runs are left out" in second[1].notices[0]
+    with pytest.raises(UsageError, match="no field 'text'"):
+        prepare.prepare_data(DataConfig(path=str(folder / "metrics.jsonl"), **given), tiny.LLAMA)
+
+
 def test_tokens_of_both_splits_and_their_unigrams(tmp_path: Path) -> None:
     data = prepared(tmp_path)
     assert data.train.texts + data.heldout.texts == len(LINES)

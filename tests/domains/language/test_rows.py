@@ -114,6 +114,25 @@ def test_an_unusable_row_is_named_or_left_out(row: Any, message: str, tmp_path: 
     assert [found.text for found in read(file, bad=1)] == ["good"]
 
 
+def test_a_named_column_comes_before_the_forms_found_by_themselves(tmp_path: Path) -> None:
+    pair = {"prompt": "p", "completion": " c"}
+    file = write(tmp_path, {"body": "one"} | pair, {"body": "two", "messages": [USER, ANSWER]}, {"body": None} | pair)
+    one, two, other = read(file, text_column="body")
+    assert (one.text, two.text, other.prompt) == ("one", "two", "p")
+    assert [row.text for row in read(file)] == [None, None, None]
+
+
+def test_a_key_given_twice_makes_a_bad_row(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    chat = '{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}'
+    file.write_text('{"text": "good"}\n{"text": "first", "text": "second"}\n' + chat)
+    with pytest.raises(UsageError, match=r"rows.jsonl:2: the key 'text' is given twice.*--data.max_bad_rows \(now 0\)"):
+        read(file)
+    with pytest.raises(UsageError, match=r"rows.jsonl:3: the key 'role' is given twice.*\(1 bad rows before it"):
+        read(file, bad=1)
+    assert [found.text for found in read(file, bad=2)] == ["good"]
+
+
 @pytest.mark.parametrize("content", ["", "\n \n"])
 def test_an_empty_file_has_no_rows(content: str, tmp_path: Path) -> None:
     for name in ("x.txt", "x.jsonl"):

@@ -69,6 +69,8 @@ def test_home_variable_and_relative_paths(tmp_path: Path, monkeypatch: pytest.Mo
     ("row", "reason"),
     [
         ('{"text": "unfinished', "not JSON"),
+        ('{"text": "first", "text": "second"}', "the key 'text' is given twice, so which value is meant is unknown"),
+        ('{"text": "x", "meta": {"n": 1, "n": 1}}', "the key 'n' is given twice"),
         ("[1, 2]", "a JSON list, not an object"),
         ('"text"', "a JSON str, not an object"),
         ('{"caption": "x"}', r"no field 'text' among \['caption'\]; set --data.text_column caption"),
@@ -188,6 +190,25 @@ def test_options_that_a_source_would_ignore_are_refused(tmp_path: Path) -> None:
             corpus.check_options_have_effect(path, "train", "caption")
     for path in ("owner/name", str(tmp_path / "saved")):
         corpus.check_options_have_effect(path, "test", "caption")
+
+
+def test_files_of_a_run_in_a_folder_of_texts_are_no_data(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    for name in ("run.json", "config.yaml", "metrics.jsonl"):
+        (tmp_path / name).write_text('{"event": "start"}\n')
+    assert read(tmp_path).texts == ["one"]
+    assert "metrics.jsonl" in corpus.left_out_notices(str(tmp_path))[0]
+
+
+def test_a_column_of_a_folder_of_text_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "a.txt").write_text("one\n")
+    with pytest.raises(UsageError, match=r"--data.text_column 'body' has no effect with .*, whose lines are the texts"):
+        corpus.check_options_have_effect(str(tmp_path), "train", "body")
+    held_out = jsonl(tmp_path / "other" / "h.jsonl", {"body": "three"})
+    corpus.check_options_have_effect(str(tmp_path), "train", "body", str(held_out))
+    jsonl(tmp_path / "b.jsonl", {"body": "two"})
+    corpus.check_options_have_effect(str(tmp_path), "train", "body")
 
 
 @pytest.mark.usefixtures("no_network")

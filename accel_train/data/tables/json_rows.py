@@ -1,0 +1,42 @@
+"""Rows of JSONL: one object a line, with each key once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def parse_row(line: str) -> dict[str, Any] | str:
+    """Return the object of a line with all its keys once, at every depth, or its fault."""
+    try:
+        row = parse_json(line)
+    except RepeatedKeyError as error:
+        return f"{error}, so which value is meant is unknown; each key once is required"
+    # The parser recurses, so a long line of brackets exhausts the stack.
+    except (ValueError, RecursionError) as error:
+        return f"not JSON ({error}); one object a line is required"
+    if not isinstance(row, dict):
+        return f"a JSON {type(row).__name__}, not an object; one object a line is required"
+    return row
+
+
+class RepeatedKeyError(ValueError):
+    """An object of JSON has a key twice, of which `json.loads` keeps the last."""
+
+
+def parse_json(text: str) -> Any:
+    """Return a value. Raises ``ValueError``, of which ``RepeatedKeyError`` is one, and ``RecursionError``."""
+    return _DECODER.decode(text)
+
+
+def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise RepeatedKeyError(f"the key {repeated!r} is given twice")
+    return row
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_with_each_key_once)
+"""Made once: to make one takes longer than to parse a short row."""

@@ -1,0 +1,27 @@
+"""Files of rows of every format: a file, a folder or a glob."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from accel_train.config import UsageError
+from accel_train.data.tables.formats import KINDS
+from accel_train.data.tables.run_files import listed, without_run_files
+
+
+def files_of(option: str, path: str, source: Path) -> list[Path]:
+    """Return the files of a file, folder or glob, in the order of their names, without those that runs have written."""
+    found = listed(source)
+    if not found and not source.is_dir():
+        raise UsageError(f"{option} {path!r}: {source} matches no file. Give a pattern such as 'data/*.parquet'.")
+    # One that is named is meant.
+    found = found if found == [source] else without_run_files(found)[0]
+    if not found[:1] or found[0].exists():
+        known = [file for file in found if file.suffix in KINDS and file.is_file()]
+        if known:
+            return known
+        raise UsageError(
+            f"{option} {path!r} is no source of rows: required is 'demo', a file, folder or glob of files ending in "
+            f"{', '.join(KINDS)}, a folder made by dataset.save_to_disk, or a Hub id. Convert the data to JSONL."
+        )
+    raise UsageError(f"{option} {path!r}: {source} does not exist. Give a file, folder or glob that exists.")
