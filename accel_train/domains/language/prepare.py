@@ -275,8 +275,8 @@ class _Sources:
     def facts(self, source: RowBlocks) -> list[Any]:
         """Return everything the texts of a source depend on, besides the tokenizer."""
         column = self.config.text_column
-        # The key of files has the column, but not the version of its rule; that of a dataset has none.
-        rule = [] if column == rows.DEFAULT_COLUMN and isinstance(source, FileRows) else ["text_column", column]
+        # By which the forms of rows are told apart. The default left out, as runs of earlier versions have it.
+        rule = [] if column == rows.DEFAULT_COLUMN else ["text_column", column]
         if source is self.heldout:
             # Held-out rows of their own are all of their source, whatever the fraction.
             return [source.key, *rule]
