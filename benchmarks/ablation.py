@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from accel_train.compare.comparison import Request
+from accel_train.options.tree import overlaid
 from accel_train.strict_yaml import read_yaml
 from benchmarks.method import ROOT, Row, row, write_results
 
@@ -160,15 +161,9 @@ def rows_of(
 
 def write_preset(recipe: str, side: str, changes: Mapping[str, Any], folder: Path) -> Path:
     """A preset of the recipe with some of its options changed, as a file."""
-    tree: dict[str, Any] = read_yaml(ROOT / "recipes" / "presets" / f"{recipe}_{side}.yaml")
-    for name, value in changes.items():
-        *groups, leaf = name.split(".")
-        place = tree
-        for group in groups:
-            place = place.setdefault(group, {})
-        place[leaf] = value
+    preset: dict[str, Any] = read_yaml(ROOT / "recipes" / "presets" / f"{recipe}_{side}.yaml")
     path = folder / "changed.yaml"
-    path.write_text(json.dumps(tree))  # which is YAML, and says what is a number
+    path.write_text(json.dumps(overlaid(preset, changes)))  # which is YAML, and says what is a number
     return path
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from accel_train.commands.bundled import folder
 from accel_train.config import UsageError, expand_path, refuse_unusable_folder, refuse_unwritable
 from accel_train.options.loading import Loaded
-from accel_train.options.tree import Tree, experiment_tree, flatten, tree_text
+from accel_train.options.tree import Tree, experiment_tree, flatten, overlaid, tree_text
 from accel_train.planning.candidates import BLOCKS, LAUNCH_FILES, MICRO_BATCH, MODE, Candidate
 from accel_train.store.atomic_files import replace_file
 
@@ -64,11 +64,4 @@ def planned_tree(loaded: Loaded[Any], candidate: Candidate) -> Tree:
     kept |= {MICRO_BATCH: candidate.micro_batch_size, MODE: candidate.mode}
     if candidate.blocks is not None:
         kept[BLOCKS] = candidate.blocks
-    tree: Tree = {}
-    for name, value in kept.items():
-        *groups, leaf = name.split(".")
-        inner = tree
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[leaf] = value
-    return tree
+    return overlaid({}, kept)

@@ -14,7 +14,7 @@ from accel_train.commands.places import find_run
 from accel_train.config import UsageError
 from accel_train.metrics.records import last_pass, read_metrics
 from accel_train.options.keys import in_present_terms
-from accel_train.options.tree import Tree
+from accel_train.options.tree import Tree, overlaid
 from accel_train.rerun.starts import Line, Start
 from accel_train.store import commit, manifest
 from accel_train.store.manifest import Checkpoint
@@ -178,17 +178,8 @@ def options_at(run: RecordedRun, checkpoint: Checkpoint | None) -> Tree:
     flat: Mapping[str, Any] = run.saved["experiment"]
     if checkpoint is not None and checkpoint.manifest.get("experiment"):
         flat = checkpoint.manifest["experiment"]
-    tree: Tree = {}
-    for name, value in in_present_terms(flat).items():
-        # Of the data, not an option.
-        if name == "data_fingerprint":
-            continue
-        *groups, leaf = name.split(".")
-        inner = tree
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[leaf] = value
-    return tree
+    # The fingerprint is of the data, not an option.
+    return overlaid({}, {name: value for name, value in in_present_terms(flat).items() if name != "data_fingerprint"})
 
 
 def changed_since(run: RecordedRun, checkpoint: Checkpoint) -> list[str]:
