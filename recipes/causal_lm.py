@@ -149,11 +149,11 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=PRESETS, default_preset=DEFAULT_PRESET).config
     accelerator = startup.start(config)
-    named = pinned(config.model, config.run_options())
-    preparing = partial(prepare.prepare_data, config.data, named, earlier=earlier_assets(config.run_options()))
+    model_config = pinned(config.model, config.run_options())
+    preparing = partial(prepare.prepare_data, config.data, model_config, earlier=earlier_assets(config.run_options()))
     data = startup.prepare_data(accelerator, preparing)
     order = StepSampler(len(data.train), config.global_batch_size, config.seed)
-    shape = pretrained.resolve_config(named, data.tokenizer, config.data.max_length)
+    shape = pretrained.resolve_config(model_config, data.tokenizer, config.data.max_length)
     opened = experiment.open_experiment(
         config,
         accelerator,
@@ -167,21 +167,21 @@ def main(argv: Sequence[str]) -> int:
         return experiment.nothing_to_do(opened)
 
     tokenizers.refuse_other_pieces(data.tokenizer, opened.run.initial_weights)
-    pretrained.refuse_other_config(named, shape, opened.run.checkpoint)
+    pretrained.refuse_other_config(model_config, shape, opened.run.checkpoint)
     # Other weights than those of the source come later, from a checkpoint or from init_from.
     fresh = opened.run.checkpoint is None and opened.run.initial_weights is None
-    build = partial(pretrained.build, named, shape, load_source=fresh, adapters=config.lora)
+    build = partial(pretrained.build, model_config, shape, load_source=fresh, adapters=config.lora)
     plain = preparation.build_model(opened, build, precision=config.precision, device=accelerator.device)
     logs.info(logger, *describe_lora(plain, config.lora), *row_checks.check_rows(plain, packing=config.data.packing))
     flops_per_token = flops.training_flops_per_token(plain, config.data.max_length)
     example = partial(row_checks.attention_example, packing=config.data.packing)
-    prepared = preparation.prepare(opened, plain, base=pretrained.base_of(named, config.lora), example=example)
+    prepared = preparation.prepare(opened, plain, base=pretrained.base_of(model_config, config.lora), example=example)
     model = pretrained.LanguageModel(prepared.model, config.data.packing, pretrained.attention_of(plain))
     run_evaluation = partial(evaluate, config, prepared, model, data)
     if opened.only_evaluates:
         return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))
 
-    facts = (named, config.evaluation, config.data.path, config.lora.base_precision)
+    facts = (model_config, config.evaluation, config.data.path, config.lora.base_precision)
     write_extras = partial(pipeline.write_files, plain, data.tokenizer, *facts)
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
