@@ -19,12 +19,11 @@ from tests.planning.plans_page import FIELDS
 
 FILE = Path(__file__).with_name("counted.json")
 STEP = 3
-MODEL = "--model.depth 6 --log.log_every 1 --evaluation.samples 8"
+MODEL = "--model.depth 6 --evaluation.samples 8"
 WIDE = "--model.hidden_size 1024 --model.intermediate_size 2816 --model.num_attention_heads 8 --precision bf16"
-TEXT = f"causal_lm causal_lm_demo --data.packing false {WIDE} --log.log_every 1 --evaluation.samples 8"
+TEXT = f"causal_lm causal_lm_demo --data.packing false {WIDE} --evaluation.samples 8"
 FULL = "--activation_checkpointing.mode full"
 SELECTIVE = "--activation_checkpointing.mode selective"
-STEPS = 16
 BATCH_64 = "--global_batch_size 64 --micro_batch_size 64"
 BATCH_32 = "--global_batch_size 32 --micro_batch_size 32"
 SIMULATED = {
@@ -42,7 +41,7 @@ SIMULATED = {
     "language model, full": f"{TEXT} --global_batch_size 128 --micro_batch_size 128 {FULL}",
 }
 """A recipe with its flags, by name."""
-RUN = f"--max_steps {STEPS} --checkpoints.no_save_state".split()
+RUN = "--log.log_every 10".split()
 """Further flags of the runs that are compared with these."""
 PLANNED_BATCH = 64
 SHORT = f"--global_batch_size {PLANNED_BATCH} --max_steps 3 --activation_checkpointing.mode none"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from accel_train.planning.probe import probe_of
 from tests import zygote
 from tests.distributed.launching import environment
 from tests.gpu import counted
-from tests.gpu.counted import RUN, SIMULATED, STEPS
+from tests.gpu.counted import RUN, SIMULATED
 
-WARM_UP = 3
-"""Steps of a run before what is measured of it."""
+WARM_UP = 2
+"""Log lines of a run before what is measured of it."""
+LINES = 8
+"""Log lines after which a run is stopped: neither its evaluation nor its save is compared."""
 SECONDS = 0.15
 """By how much the planned time of a step may differ from the measured one."""
 
@@ -65,14 +68,28 @@ def measured(name: str, folder: Path) -> tuple[float, float]:
     recipe, *flags = SIMULATED[name].split()
     directory = folder / name.replace(" ", "_")
     words = (sys.executable, f"recipes/{recipe}.py", *flags, *RUN, "--output_dir", str(directory))
-    done = zygote.run(words, env=environment(), timeout=500)
-    assert done.returncode == 0, done.stdout
-    lines = [line for line in read_metrics(directory / "metrics.jsonl") if line["event"] == "train"]
-    assert len(lines) == STEPS
-    # A log line waits for the device, so the time between two of them is that of a step.
-    ends = [line["elapsed_seconds"] for line in lines[WARM_UP:]]
-    seconds = [after - before for before, after in itertools.pairwise(ends)]
+    output = folder / f"{name}.txt"
+    child = zygote.start(words, output, env=environment())
+    lines: list[dict[str, Any]] = []
+    while len(lines) < LINES and child.poll() is None:
+        time.sleep(0.05)
+        lines = train_lines(directory / "metrics.jsonl")
+    child.kill()
+    child.wait()
+    assert len(lines) >= LINES, output.read_text()
+    # A log line waits for the device, so the time between two of them is that of their steps.
+    seconds = [
+        (after["elapsed_seconds"] - before["elapsed_seconds"]) / (after["step"] - before["step"])
+        for before, after in itertools.pairwise(lines[WARM_UP:LINES])
+    ]
     return lines[WARM_UP]["memory_peak_gib"] * 2**30, statistics.median(seconds)
+
+
+def train_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the log lines of a run's steps, of one that may be writing them."""
+    if not file.exists():
+        return []
+    return [line for line in read_metrics(file) if line["event"] == "train"]
 
 
 @pytest.mark.gpu
