@@ -119,10 +119,11 @@ def evaluate(
 ) -> dict[str, float]:
     """Compute held-out perplexity and write samples.md, with the EMA weights. Every process calls it."""
     options = config.evaluation
+    at_once = options.batch_size or config.micro_batch_size
     accelerator = prepared.accelerator
     unigram = data.unigram.to(accelerator.device)
     with evaluation.evaluating(prepared.model, prepared.ema):
-        batches = evaluation.heldout_batches(accelerator, data.heldout, options.samples, options.batch_size)
+        batches = evaluation.heldout_batches(accelerator, data.heldout, options.samples, at_once)
 
         def sums_of(batch: Batch) -> dict[str, Tensor]:
             return perplexity.metric_sums(model.logits(batch), batch, unigram)

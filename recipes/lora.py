@@ -133,17 +133,13 @@ def heldout_sums(inputs: Inputs, process: Denoising, model: nn.Module, batch: Ba
     return sums
 
 
-def heldout_losses(
-    prepared: Prepared,
-    inputs: Inputs,
-    process: Denoising,
-    options: validation.EvaluationConfig,
-) -> dict[str, float]:
+def heldout_losses(config: Config, prepared: Prepared, inputs: Inputs, process: Denoising) -> dict[str, float]:
     """Return the loss of each band of times on held-out pictures, or nothing without any. Every process calls it."""
     if not len(inputs.heldout):
         return {}
     accelerator = prepared.accelerator
-    batches = evaluation.heldout_batches(accelerator, inputs.heldout, options.samples, options.batch_size)
+    at_once = config.evaluation.batch_size or config.micro_batch_size
+    batches = evaluation.heldout_batches(accelerator, inputs.heldout, config.evaluation.samples, at_once)
     sums_of = partial(heldout_sums, inputs, process, prepared.model)
     sums = evaluation.weighted_sums(accelerator, batches, sums_of)
     return objective.metrics_of(sums)
@@ -159,7 +155,7 @@ def evaluate(
     """Compute held-out losses and draw prompts, with the EMA weights. Every process calls it."""
     options = config.evaluation
     with evaluation.evaluating(prepared.model, prepared.ema):
-        metrics = heldout_losses(prepared, inputs, process, options)
+        metrics = heldout_losses(config, prepared, inputs, process)
         model = plain_module(prepared.model)
         setattr(inputs.pipeline, process.family.denoiser, model)
         drawn = validation.draw(inputs.pipeline, process.family, inputs.embeddings, options, config.side, config.seed)

@@ -130,10 +130,11 @@ def evaluate(
 ) -> dict[str, float]:
     """Compute held-out metrics, the same on any layout, and write the report, with the EMA weights. Collective."""
     options = config.evaluation
+    at_once = options.batch_size or config.micro_batch_size
     both = build_samplers(config, prepared.model, data.tokenizer.mask_id)
     with evaluation.evaluating(prepared.model, prepared.ema):
         sums_of = partial(both.metric_sums, timesteps=options.timesteps, scores=scores)
-        sums = evaluation.paired_sums(prepared.accelerator, data.heldout, options.samples, options.batch_size, sums_of)
+        sums = evaluation.paired_sums(prepared.accelerator, data.heldout, options.samples, at_once, sums_of)
         shown = evaluation.first_samples(prepared.accelerator, data.heldout, options.shown)
         drawn = both.sample_all(shown, unconditional=scores is not None)
     metrics = both_ways.metrics_from_sums(sums, options.timesteps) | picture_scores.metrics(scores, sums)

@@ -146,20 +146,20 @@ def evaluate(config: Config, prepared: Prepared, data: rows.FieldData) -> dict[s
     metrics: dict[str, float] = {}
     panels: list[tuple[str, scores.Panels]] = []
     accelerator = prepared.accelerator
-    residual_steps = config.objective.residual_steps
-    # A stop request ends the evaluation between two forwards.
+    options = config.evaluation
+    at_once = options.batch_size or config.micro_batch_size
     forward = evaluation.interruptible(prepared.model)
     with evaluation.evaluating(prepared.model, prepared.ema):
         for number, task in enumerate(data.tasks):
             found, drawn = scores.evaluate_task(
-                accelerator, forward, data, number, config.evaluation, residual_steps, config.seed
+                accelerator, forward, data, number, options, at_once, config.objective.residual_steps, config.seed
             )
             metrics |= found
             panels.append((task.name, drawn))
     metrics[scores.MEAN] = scores.mean_nrmse(data, metrics)
     # Files and baselines need one process. Only the main process records metrics.
     if accelerator.is_main_process:
-        metrics |= scores.baseline_metrics(data, config.evaluation.samples)
+        metrics |= scores.baseline_metrics(data, options.samples)
         pictures.write_fields(config.report_directory / "fields.png", panels)
     logs.info(logger, *scores.table(data, metrics))
     return metrics

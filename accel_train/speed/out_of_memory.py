@@ -147,7 +147,10 @@ def explain(used: int, step: int, *, global_batch_size: int) -> str:
 
 def explain_evaluation(step: int) -> str:
     """Return advice about an evaluation, for an error ending the run."""
-    return f"the evaluation after step {step} ran out of memory; let it take fewer samples at once"
+    return (
+        f"the evaluation after step {step} ran out of memory; let it take fewer samples at once: give a smaller "
+        "--evaluation.batch_size, or where that is not set a smaller --micro_batch_size"
+    )
 
 
 def explain_save(error: BaseException, step: int) -> str:

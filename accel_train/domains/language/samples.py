@@ -25,8 +25,8 @@ class EvaluationConfig:
     """Steps between evaluations. 0: only at the end."""
     samples: PositiveInt = 256
     """Maximum number of held-out rows."""
-    batch_size: PositiveInt = 16
-    """Rows per process and forward. Affects speed and memory only."""
+    batch_size: PositiveInt | None = None
+    """Rows per process and forward. null: as many as in a micro-batch, and so no more memory than training takes."""
     shown: NonNegativeInt = 4
     """Held-out texts to continue in report/samples.md."""
     prompt_tokens: PositiveInt = 6

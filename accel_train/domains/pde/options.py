@@ -127,8 +127,8 @@ class EvaluationConfig:
     """Optimizer steps between evaluations. 0: one evaluation, at the end. Every run has that one."""
     samples: PositiveInt = 256
     """Held-out rows of each task, over all processes."""
-    batch_size: PositiveInt = 64
-    """Samples per process per forward."""
+    batch_size: PositiveInt | None = None
+    """Samples per process and forward. null: as many as in a micro-batch, and so no more memory than training takes."""
     trajectories: PositiveInt = 32
     """Held-out trajectories to roll out of each task with time, over all processes."""
     conditioning: ConditioningConfig = field(default_factory=ConditioningConfig)

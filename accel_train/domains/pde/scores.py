@@ -41,19 +41,23 @@ def evaluate_task(
     data: FieldData,
     number: int,
     options: EvaluationConfig,
+    at_once: int,
     residual_steps: int,
     seed: int,
 ) -> tuple[dict[str, float], Panels]:
-    """Return the metrics of task ``number`` and the panels of its first sample. Every process calls it."""
+    """Return the metrics of task ``number`` and the panels of its first sample. Every process calls it.
+
+    A forward has at most ``at_once`` samples.
+    """
     task = data.tasks[number]
     heldout = data.heldout[task.name]
-    batches = heldout_batches(accelerator, heldout, options.samples, options.batch_size)
+    batches = heldout_batches(accelerator, heldout, options.samples, at_once)
     sums_of = partial(error_sums, forward, number, task, residual_steps, seed)
     sums = weighted_sums(accelerator, batches, sums_of)
     metrics = row_metrics(task, sums["plain"], sums.get("refined"))
     if task.has_time:
         step_of = partial(losses.stepper, forward, dt=task.dt, task=number, grid=task.grid)
-        found, panels = evaluate_rollouts(accelerator, task, heldout, options, step_of, seed)
+        found, panels = evaluate_rollouts(accelerator, task, heldout, options, at_once, step_of, seed)
         return metrics | found, panels
     # Every process predicts it, though one draws it: the forward of a sharded model is a collective.
     first = first_samples(accelerator, heldout, 1)
@@ -215,14 +219,16 @@ class Rollouts:
         ]
 
 
-def rollout_batches(task: FieldTask, rows: FieldRows, options: EvaluationConfig, place: Place) -> Iterator[Rollouts]:
-    """Yield this process's share of the first ``options.trajectories`` in batches, equally many on every process."""
+def rollout_batches(
+    task: FieldTask, rows: FieldRows, trajectories: int, at_once: int, place: Place
+) -> Iterator[Rollouts]:
+    """Yield this process's share of the first ``trajectories`` in batches, equally many on every process."""
     rank, world_size, device = place
-    count = min(options.trajectories, rows.samples)
+    count = min(trajectories, rows.samples)
     # Rounded up on every process: the forward of a sharded model is a collective, so all must run as many batches.
     share = math.ceil(count / world_size)
     own = torch.arange(share) * world_size + rank
-    for wanted in own.split(samples_at_once(options.batch_size)):
+    for wanted in own.split(samples_at_once(at_once)):
         yield Rollouts(task, rows, wanted, count, device)
 
 
@@ -231,6 +237,7 @@ def evaluate_rollouts(
     task: FieldTask,
     rows: FieldRows,
     options: EvaluationConfig,
+    at_once: int,
     step_of: Callable[[Tensor], rollout.Step],
     seed: int,
 ) -> tuple[dict[str, float], Panels]:
@@ -252,7 +259,8 @@ def evaluate_rollouts(
         return sums
 
     place = accelerator.process_index, accelerator.num_processes, accelerator.device
-    sums = weighted_sums(accelerator, rollout_batches(task, rows, options, place), sums_of)
+    batches = rollout_batches(task, rows, options.trajectories, at_once, place)
+    sums = weighted_sums(accelerator, batches, sums_of)
     panels.append(_error_lines(task, sums))
     return rollout_metrics(task, sums["rollout"], sums.get("conditioned")), panels
 

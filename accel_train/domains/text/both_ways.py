@@ -356,8 +356,8 @@ class EvaluationConfig:
     """Optimizer steps between evaluations. 0: one evaluation, at the end. Every run has that one."""
     samples: Annotated[int, Ge(2)] = 512
     """Held-out samples over all processes. At least 2, because each is also paired with another sample's latent."""
-    batch_size: PositiveInt = 64
-    """Samples per process per forward."""
+    batch_size: PositiveInt | None = None
+    """Samples per process and forward. null: as many as in a micro-batch, and so no more memory than training takes."""
     timesteps: PositiveInt = 16
     """Stratified noise levels per sample of the likelihood bound."""
     shown: PositiveInt = 6

@@ -76,9 +76,8 @@ def exact(state: Tensor) -> Tensor:
 def sums_of(data: FieldData, world_size: int, conditioned: bool, batch_size: int = 64) -> Tensor:
     total = torch.zeros(3, 4, dtype=torch.float64)
     for rank in range(world_size):
-        options = EvaluationConfig(trajectories=5, batch_size=batch_size)
         place = rank, world_size, torch.device("cpu")
-        batches = list(scores.rollout_batches(data.tasks[0], data.heldout["advection"], options, place))
+        batches = list(scores.rollout_batches(data.tasks[0], data.heldout["advection"], 5, batch_size, place))
         share = -(-5 // world_size)
         assert [len(paths.sample) for paths in batches][:-1] == [batch_size] * (-(-share // batch_size) - 1)
         for paths in batches:
@@ -124,7 +123,7 @@ def figures_of(data: FieldData) -> dict[str, float]:
     batch = rows.batch([0, 1, 2, 3]) | {"weight": torch.ones(4)}
     plain = scores.row_sums(task, wrong(batch["input"]), batch)
     place = 0, 1, torch.device("cpu")
-    (paths,) = scores.rollout_batches(task, rows, EvaluationConfig(trajectories=5), place)
+    (paths,) = scores.rollout_batches(task, rows, 5, 64, place)
     config = ConditioningConfig(candidates=3, beam=2, horizon=2)
     rolled = [paths.sums(made) for made in (paths.plain(wrong), paths.conditioned(wrong, config, seed=0))]
     return scores.row_metrics(task, plain) | scores.rollout_metrics(task, *rolled)
@@ -178,7 +177,7 @@ def test_what_needs_no_model_stands_beside_the_model(data: FieldData) -> None:
 def test_pictures_are_written_whole(tmp_path: Path, data: FieldData) -> None:
     task, rows = data.tasks[1], data.heldout["darcy"]
     batch = rows.batch([0])
-    first = data.tasks[0], data.heldout["advection"], EvaluationConfig(trajectories=2)
+    first = data.tasks[0], data.heldout["advection"], EvaluationConfig(trajectories=2), 2
     figures, panels = scores.evaluate_rollouts(Accelerator(cpu=True), *first, lambda _: exact, 0)
     rows = [("a", panels), ("d", scores.row_panels(task, batch, batch["target"]))]
     pictures.write_fields(tmp_path / "fields.png", rows)

@@ -33,8 +33,8 @@ class EvaluationConfig:
     """Steps between evaluations. 0: only at the end."""
     samples: PositiveInt = 64
     """Held-out pictures for the losses, at most."""
-    batch_size: PositiveInt = 4
-    """Pictures per process and forward. Affects speed and memory only."""
+    batch_size: PositiveInt | None = None
+    """Pictures per process and forward. null: those of a micro-batch, and so no more memory than training takes."""
     prompts: tuple[str, ...] = ()
     """Prompts to draw at every evaluation, with the same noise each time. None given: no pictures."""
     steps: PositiveInt = 28
