@@ -78,11 +78,11 @@ def test_the_last_evaluation_that_raises_loses_nothing(trainers: Trainers, out: 
 @pytest.mark.parametrize(
     ("ranks", "told", "number"),
     [
-        (1, 0, signal.SIGTERM),
+        pytest.param(1, 0, signal.SIGTERM, marks=pytest.mark.slow),  # two processes are told of it below
         pytest.param(1, 0, signal.SIGINT, marks=pytest.mark.slow),
         (2, 1, signal.SIGTERM),
         pytest.param(2, 0, signal.SIGUSR1, marks=pytest.mark.slow),
-        (2, 0, None),
+        pytest.param(2, 0, None, marks=pytest.mark.slow),  # a stop file is quick amid training
     ],
     ids=["one", "ctrl-c", "rank 1 of two", "usr1", "stop file"],
 )
