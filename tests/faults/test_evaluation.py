@@ -214,7 +214,7 @@ def test_a_best_metric_that_the_first_evaluation_lacks_ends_the_run_with_its_ste
     assert checkpoints(out) == [10, 20]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])  # one is the easier case
 def test_a_best_metric_that_an_evaluation_before_the_first_step_lacks_saves_nothing(
     trainers: Trainers, out: Path, ranks: int
 ) -> None:
