@@ -59,8 +59,10 @@ REFUSED: dict[str, Callable[[Path], str]] = {
     "vocabulary": lambda base: write(base, "tokenizer/vocab.json", "{}"),
 }
 
-QUICK = {"prediction", "class of the scheduler", "denoiser", "scale of latents", "weights of the VAE", "text encoder"}
-QUICK |= {"length of prompts", "vocabulary"}
+QUICK = {
+    *("prediction", "class of the scheduler", "denoiser", "scale of latents"),
+    *("weights of the VAE", "text encoder", "length of prompts", "vocabulary"),
+}
 
 
 def drop_record(base: Path, run: Path) -> None:
