@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import os
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import Annotated, Any, NoReturn, cast
@@ -194,14 +195,21 @@ def field_texts(cls: type) -> dict[str, str]:
     found: dict[str, str] = {}
     # Classes that it extends first, so that its own texts win.
     for part in reversed(cls.__mro__[:-1]):
-        # From the source, because Python does not keep the text below a field.
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
-        assert isinstance(definition, ast.ClassDef)
-        for field, after in itertools.pairwise(definition.body):
-            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-                continue
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                found[field.target.id] = " ".join(str(after.value.value).split())
+        found |= _own_texts(part)
+    return found
+
+
+@functools.cache  # most groups of options are those of every recipe
+def _own_texts(cls: type) -> Mapping[str, str]:
+    found: dict[str, str] = {}
+    # From the source, because Python does not keep the text below a field.
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
+    for field, after in itertools.pairwise(definition.body):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            found[field.target.id] = " ".join(str(after.value.value).split())
     return found
 
 

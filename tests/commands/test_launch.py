@@ -187,7 +187,7 @@ def test_the_exit_code_of_one_process(argument: str, code: int, files: Path, wor
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("argument", "code"), [("75", 75), ("usage", 2)])
+@pytest.mark.parametrize(("argument", "code"), [("75", 75), pytest.param("usage", 2, marks=pytest.mark.slow)])
 def test_the_exit_code_survives_torchrun(argument: str, code: int, files: Path, worker: str) -> None:
     assert launch(Launch(str(files / "two.yaml"), worker, (argument,)), rehearsal=True) == code
 
@@ -222,11 +222,11 @@ def test_what_the_file_says_of_the_experiment_is_not_lost_on_the_way(
 @pytest.mark.parametrize(
     ("number", "file"),
     [
-        (signal.SIGTERM, "one.yaml"),
-        (signal.SIGINT, "one.yaml"),
         (signal.SIGHUP, "one.yaml"),
         (signal.SIGTERM, "two.yaml"),
         # Implied by those above: the launcher passes on each signal in the same way, and torchrun one of them.
+        pytest.param(signal.SIGTERM, "one.yaml", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "one.yaml", marks=pytest.mark.slow),  # and Ctrl-C is below
         pytest.param(signal.SIGINT, "two.yaml", marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, "two.yaml", marks=pytest.mark.slow),
     ],

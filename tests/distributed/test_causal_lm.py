@@ -61,7 +61,7 @@ def whole(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 @pytest.mark.parametrize(
     ("layout", "micro_batch_size"),
     [
-        pytest.param(ONE, 8, id="1 process, 2 micro-batches"),
+        pytest.param(ONE, 8, id="1 process, 2 micro-batches", marks=pytest.mark.slow),
         pytest.param(ONE, 4, id="1 process, 4 micro-batches", marks=pytest.mark.slow),
         pytest.param(TWO, 8, id="2 processes, 1 micro-batch", marks=pytest.mark.slow),
         pytest.param(TWO, 4, id="2 processes, 2 micro-batches", marks=pytest.mark.slow),
@@ -102,6 +102,7 @@ def test_a_checkpoint_loads_with_transformers(trained: Finished) -> None:
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
+@pytest.mark.slow  # tests/domains/language/test_pipeline.py exports an average that transformers reads
 def test_an_export_of_the_average_loads_with_transformers(trained: Finished, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

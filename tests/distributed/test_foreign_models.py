@@ -23,8 +23,9 @@ RECIPE = Path(foreign_models.__file__)
 STEPS = 12
 KINDS: list[Kind] = ["llama", "sd3", "resnet", "gpt", "unet", "t5", "bert"]
 STRATEGIES = ["single", "ddp", "fsdp2", "zero2", "zero3"]
-QUICK = {("resnet", "fsdp2"), ("gpt", "ddp"), ("llama", "zero2")}
-"""Statistics under sharding, a tied weight, and a frozen block in ZeRO's flat groups."""
+QUICK = {("resnet", "fsdp2"), ("llama", "zero2")}
+"""Statistics under sharding, and a frozen block in ZeRO's flat groups. A tied weight is every day in test_invariance.py
+and test_causal_lm.py."""
 RING = dict(zip(STRATEGIES, [*STRATEGIES[1:], STRATEGIES[0]], strict=True))
 FLAGS = "--micro_batch_size 6 --log.log_every 1 --log.progress_bar off --checkpoints.keep_last 0".split()
 

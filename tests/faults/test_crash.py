@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,10 @@ from tests.faults.harness import EVERY, Trainers, acknowledged, checkpoints, deb
 
 SYNC = ("--checkpoints.asynchronous", "false")
 MODES = pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
+QUICK_MODES = pytest.mark.parametrize(
+    "mode", [pytest.param((), id="async"), pytest.param(SYNC, id="sync", marks=pytest.mark.slow)]
+)
+"""The same code writes in either mode: one process is killed in both, amid all of a save, by quick tests."""
 AFTER_THE_ANSWER = ("before_retention", "before_rmtree")
 AFTER_THE_RENAME = ("after_rename", "after_commit", *AFTER_THE_ANSWER)
 
@@ -37,60 +42,74 @@ def survives(trainers: Trainers, out: Path, whole: Path, *arguments: str, failpo
     same_run(out, whole)
 
 
-@pytest.mark.parametrize(
-    "failpoint",
-    [
-        pytest.param(
-            "after_mkdir",
-            marks=pytest.mark.fault(
-                "F1",
-                injected="SIGKILL after the temporary directory is made",
-                outcome="ignored; resumes from the previous checkpoint",
-            ),
+PLACES = [
+    pytest.param(
+        "after_mkdir",
+        marks=pytest.mark.fault(
+            "F1",
+            injected="SIGKILL after the temporary directory is made",
+            outcome="ignored; resumes from the previous checkpoint",
         ),
-        pytest.param(
-            "after_model_file",
-            marks=pytest.mark.fault(
-                "F2",
-                injected="SIGKILL after the weights, before the rest",
-                outcome="not committed; resumes from the previous checkpoint",
-            ),
+    ),
+    pytest.param(
+        "after_model_file",
+        marks=pytest.mark.fault(
+            "F2",
+            injected="SIGKILL after the weights, before the rest",
+            outcome="not committed; resumes from the previous checkpoint",
         ),
-        pytest.param(
-            "mid_file",
-            marks=pytest.mark.fault(
-                "F2",
-                injected="SIGKILL in the middle of a file",
-                outcome="not committed; resumes from the previous checkpoint",
-            ),
+    ),
+    pytest.param(
+        "mid_file",
+        marks=pytest.mark.fault(
+            "F2",
+            injected="SIGKILL in the middle of a file",
+            outcome="not committed; resumes from the previous checkpoint",
         ),
-        pytest.param(
-            "mid_manifest",
-            marks=pytest.mark.fault(
-                "F4",
-                injected="SIGKILL in the middle of the manifest",
-                outcome="not committed; resumes from the previous checkpoint",
-            ),
+    ),
+    pytest.param(
+        "mid_manifest",
+        marks=pytest.mark.fault(
+            "F4",
+            injected="SIGKILL in the middle of the manifest",
+            outcome="not committed; resumes from the previous checkpoint",
         ),
-        pytest.param(
-            "before_rename",
-            marks=pytest.mark.fault(
-                "F5",
-                injected="SIGKILL before the rename",
-                outcome="not committed; resumes from the previous checkpoint",
-            ),
+    ),
+    pytest.param(
+        "before_rename",
+        marks=pytest.mark.fault(
+            "F5",
+            injected="SIGKILL before the rename",
+            outcome="not committed; resumes from the previous checkpoint",
         ),
-        pytest.param(
-            "after_rename",
-            marks=pytest.mark.fault(
-                "F6",
-                injected="SIGKILL after the rename, before retention",
-                outcome="resumes from the new one; retention runs at the next save",
-            ),
+    ),
+    pytest.param(
+        "after_rename",
+        marks=pytest.mark.fault(
+            "F6",
+            injected="SIGKILL after the rename, before retention",
+            outcome="resumes from the new one; retention runs at the next save",
         ),
-    ],
-)
-@MODES
+    ),
+]
+SYNC_EVERY_DAY = ("mid_file", "before_rename")
+
+
+def cases() -> list[Any]:
+    """Each place in both modes. Slow: the same code writes in either mode."""
+    return [
+        pytest.param(
+            *place.values,
+            mode,
+            id=f"{'sync' if mode else 'async'}-{place.values[0]}",
+            marks=[*place.marks, *([pytest.mark.slow] if mode and place.values[0] not in SYNC_EVERY_DAY else [])],
+        )
+        for place in PLACES
+        for mode in ((), SYNC)
+    ]
+
+
+@pytest.mark.parametrize(("failpoint", "mode"), cases())
 def test_one_process(trainers: Trainers, out: Path, whole: Path, failpoint: str, mode: tuple[str, ...]) -> None:
     survives(trainers, out, whole, *mode, failpoint=failpoint)
 
@@ -98,7 +117,7 @@ def test_one_process(trainers: Trainers, out: Path, whole: Path, failpoint: str,
 @pytest.mark.fault(
     "F6", injected="SIGKILL after the rename when two are kept", outcome="three remain; retention runs at the next save"
 )
-@MODES
+@QUICK_MODES
 def test_killed_before_retention_leaves_one_more(
     trainers: Trainers, out: Path, whole: Path, mode: tuple[str, ...]
 ) -> None:
@@ -115,7 +134,7 @@ def test_killed_before_retention_leaves_one_more(
     injected="SIGKILL while an old checkpoint is deleted",
     outcome="its remains are deleted; the other checkpoints are intact",
 )
-@MODES
+@QUICK_MODES
 def test_killed_while_deleting(trainers: Trainers, out: Path, whole: Path, mode: tuple[str, ...]) -> None:
     killed = trainers.run(out, *EVERY, *mode, failpoint="before_rmtree")
     assert killed.wait() == [-9]
@@ -131,7 +150,7 @@ def test_killed_while_deleting(trainers: Trainers, out: Path, whole: Path, mode:
 @pytest.mark.fault(
     "F3", injected="SIGKILL of rank 1 after its share", outcome="rank 0 fails within the timeout; not committed"
 )
-@MODES
+@QUICK_MODES
 def test_one_of_two_processes(trainers: Trainers, out: Path, whole_of_two: Path, mode: tuple[str, ...]) -> None:
     survives(trainers, out, whole_of_two, *mode, failpoint="after_optimizer_file@1")
 
@@ -169,9 +188,12 @@ def stopped_at(trainers: Trainers, out: Path, *steps: int, every: tuple[str, ...
         ),
         pytest.param(
             7,
-            marks=pytest.mark.fault(
-                "F46", injected="stop amid an epoch", outcome="the same bits as an uninterrupted run"
-            ),
+            marks=[
+                pytest.mark.slow,  # three interruptions in one epoch are below
+                pytest.mark.fault(
+                    "F46", injected="stop amid an epoch", outcome="the same bits as an uninterrupted run"
+                ),
+            ],
         ),
         pytest.param(
             1,

@@ -404,7 +404,7 @@ def test_names_that_are_seen_late(trainers: Trainers, out: Path, whole_of_two: P
     injected="2 -> 1, 1 -> 2, 2 -> 3 processes (DDP)",
     outcome="losses within 1e-6; the log says that it is not bit-exact",
 )
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("first", "second"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow), (2, 3)])
 def test_another_number_of_processes(
     trainers: Trainers, out: Path, whole: Path, whole_of_two: Path, first: int, second: int
 ) -> None:

@@ -78,11 +78,11 @@ def test_the_last_evaluation_that_raises_loses_nothing(trainers: Trainers, out: 
 @pytest.mark.parametrize(
     ("ranks", "told", "number"),
     [
-        (1, 0, signal.SIGTERM),
+        pytest.param(1, 0, signal.SIGTERM, marks=pytest.mark.slow),  # two processes are told of it below
         pytest.param(1, 0, signal.SIGINT, marks=pytest.mark.slow),
         (2, 1, signal.SIGTERM),
         pytest.param(2, 0, signal.SIGUSR1, marks=pytest.mark.slow),
-        (2, 0, None),
+        pytest.param(2, 0, None, marks=pytest.mark.slow),  # a stop file is quick amid training
     ],
     ids=["one", "ctrl-c", "rank 1 of two", "usr1", "stop file"],
 )
@@ -214,7 +214,7 @@ def test_a_best_metric_that_the_first_evaluation_lacks_ends_the_run_with_its_ste
     assert checkpoints(out) == [10, 20]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])  # one is the easier case
 def test_a_best_metric_that_an_evaluation_before_the_first_step_lacks_saves_nothing(
     trainers: Trainers, out: Path, ranks: int
 ) -> None:

@@ -163,7 +163,8 @@ def test_before_the_first_save_it_is_the_run_with_small_micro_batches(tmp_path: 
 
 
 @pytest.mark.fault("F51", injected="out of memory after a save", outcome="continues from the newest checkpoint")
-@pytest.mark.parametrize("place", ["forward", "backward"])
+# Two processes run out in the backward below.
+@pytest.mark.parametrize("place", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 def test_after_a_save_it_goes_on_from_there(tmp_path: Path, with_four: Path, place: str) -> None:
     directory = tmp_path / "run"
     done = run(directory, ROOM="4", ROOM_FROM="5", ROOM_IN=place)
@@ -260,6 +261,7 @@ def test_two_processes_grow_again_together(tmp_path: Path, with_four: Path) -> N
     assert_same_run(directory, with_four)
 
 
+@pytest.mark.slow  # the first test of this file halves so, and two processes with auto are below
 def test_auto_is_the_share_of_a_process_halved_until_it_fits(tmp_path: Path, with_four: Path) -> None:
     directory = tmp_path / "run"
     done = run(directory, "--micro_batch_size", "auto", ROOM="4")
@@ -313,7 +315,7 @@ def test_a_used_directory_is_refused_once(tmp_path: Path) -> None:
 
 @pytest.mark.fault("F51", injected="out of memory with one sample", outcome="exit code 1, with other means")
 def test_one_sample_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
-    done = run(tmp_path / "run", ROOM="0")
+    done = run(tmp_path / "run", "--micro_batch_size", "2", ROOM="0")
     assert done.returncode == 1
     assert (
         "step 1 ran out of memory with a micro-batch of one sample: use --activation_checkpointing.mode" in done.stdout
@@ -501,6 +503,7 @@ def test_all_processes_at_once(tmp_path: Path, with_four: Path, strategy: str, p
     assert_same_run(directory, with_four)
 
 
+@pytest.mark.slow  # one process halves twice in its first step, and each launch above starts two again
 @pytest.mark.distributed
 @pytest.mark.fault("F52", injected="the first step, twice in a row, on one rank of two", outcome="as from the start")
 @pytest.mark.parametrize("strategy", STRATEGIES)

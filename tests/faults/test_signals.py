@@ -219,7 +219,7 @@ def test_sigterm_to_our_launcher_of_one(
 
 
 @pytest.mark.fault("F13", injected="SIGTERM to rank 1 alone", outcome="both save the same step once and exit 75")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_one_rank_is_told(trainers: Trainers, out: Path, whole_of_two: Path, number: int) -> None:
     run = trainers.start(out, *PAUSE, "--pause_rank", "1", ranks=2)
     run.until_step(7)
@@ -263,7 +263,7 @@ def test_a_stop_does_not_wait_for_the_hashing_of_old_checkpoints(
     same_run(out, whole)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])  # one is the easier case
 def test_a_stop_file(trainers: Trainers, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
     run = trainers.start(out, *EVERY, "--pause_at", "3", ranks=ranks)
     run.until_step(3)
@@ -277,7 +277,7 @@ def test_a_stop_file(trainers: Trainers, out: Path, request: pytest.FixtureReque
 @pytest.mark.fault(
     "F14", injected="SIGTERM during a save that is waited for", outcome="that save finishes; no second one is made"
 )
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sigterm_during_a_save(trainers: Trainers, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
     sync = ("--checkpoints.asynchronous", "false")
     run = trainers.start(out, *EVERY, *sync, ranks=ranks, failpoint=f"before_seal@{ranks - 1}=hold")

@@ -24,6 +24,8 @@ LARGE = ("--hidden", "2048")
 """3.2 MiB a checkpoint."""
 CONTINUE = ("--checkpoints.on_error", "continue")
 SYNC = ("--checkpoints.asynchronous", "false")
+QUICK_MODES = [pytest.param((), id="async"), pytest.param(SYNC, id="sync", marks=pytest.mark.slow)]
+"""The same code writes in either mode, and a disk is full in both where training goes on."""
 Disk = Callable[..., None]
 
 
@@ -78,7 +80,7 @@ def goes_on(trainers: Trainers, out: Path, *flags: str, newest: int = 5) -> None
     injected="disk full at the weights (tmpfs)",
     outcome="an error with required and free bytes; the old checkpoint is kept",
 )
-@pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
+@pytest.mark.parametrize("mode", QUICK_MODES)
 def test_full_at_the_weights(trainers: Trainers, out: Path, disk: Disk, mode: tuple[str, ...]) -> None:
     disk("size=5m")
     run = trainers.run(out, *EVERY, *LARGE, *mode)
@@ -175,7 +177,7 @@ def test_a_writer_ends_though_a_forked_child_holds_its_socket() -> None:
 @pytest.mark.fault(
     "F24", injected="disk full on rank 1 alone", outcome="both ranks raise the same error; neither hangs"
 )
-@pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
+@pytest.mark.parametrize("mode", QUICK_MODES)
 def test_full_on_one_rank(trainers: Trainers, out: Path, whole_of_two: Path, mode: tuple[str, ...]) -> None:
     trainers.stopped(out, 5, 2)
     run = trainers.run(out, *EVERY, *mode, ranks=2, failpoint="after_optimizer_file@1=ENOSPC")
@@ -273,7 +275,7 @@ def test_no_permission(trainers: Trainers, out: Path) -> None:
 @pytest.mark.fault(
     "F28", injected="checkpoints deleted while running", outcome="created again at the next save, with a warning"
 )
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])  # one is the easier case
 def test_deleted_while_running(trainers: Trainers, out: Path, request: pytest.FixtureRequest, ranks: int) -> None:
     run = trainers.start(out, *EVERY, *SYNC, "--pause_at", "7", ranks=ranks)
     run.until_step(7)  # between two saves

@@ -62,11 +62,11 @@ def test_fsdp2_follows_its_closed_forms(processes: int, tmp_path: Path) -> None:
     assert sent == pytest.approx(traffic.sent, rel=1e-6)
 
 
-# Slow: accumulation does not depend on the number of processes, and one count of it is quick.
+# Slow: accumulation does not depend on the number of processes, and test_exact.py counts it on two every day.
 @pytest.mark.parametrize(
     ("processes", "micro_batches", "sync"),
     [
-        (8, 2, "last"),
+        pytest.param(8, 2, "last", marks=pytest.mark.slow),
         pytest.param(8, 4, "last", marks=pytest.mark.slow),
         pytest.param(8, 2, "every", marks=pytest.mark.slow),
         pytest.param(8, 4, "every", marks=pytest.mark.slow),

@@ -101,6 +101,7 @@ def listens(program: psutil.Process) -> bool:
             signal.SIGTERM,
             "accel-train-simulate-*/accel-train-simulate-*",
             id="simulate",
+            marks=pytest.mark.slow,  # a plan is stopped amid its simulations
         ),
         pytest.param(["calibrate", "--seconds", "60"], signal.SIGINT, "accel-train-*", id="calibrate"),
     ],

@@ -374,7 +374,10 @@ def test_the_cut_of_a_batch_matters_for_tensorwise_alone(recipe: Any, least: flo
     assert least <= difference < most, difference
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
+# Each of the slow ones recomputes a part of what the quick ones do.
+@pytest.mark.parametrize(
+    "mode", [m if m in ("full", "selective") else pytest.param(m, marks=pytest.mark.slow) for m in MODES[1:]]
+)
 @pytest.mark.usefixtures("ao")
 def test_checkpointed_losses_and_gradients_are_bitwise_the_same(mode: Any) -> None:
     plain, model = emulated(build()), emulated(build())

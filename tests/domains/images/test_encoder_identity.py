@@ -82,7 +82,11 @@ def inputs(folder: Path, cache: str) -> Inputs:
 @pytest.mark.parametrize(
     ("edits", "changed"),
     [
-        *(pytest.param([edit], {"prompt"}, id=f"text {name}") for name, edit in TEXTS.items()),
+        # Slow: one identity holds all that is read of an encoder, and heads are in the next test.
+        *(
+            pytest.param([edit], {"prompt"}, id=f"text {name}", marks=() if name == "activation" else pytest.mark.slow)
+            for name, edit in TEXTS.items()
+        ),
         pytest.param([*LATENTS.values()], {"mean", "logvar"}, id="vae"),
         pytest.param([*NEITHER.values()], set[str](), id="neither"),
     ],

@@ -148,7 +148,7 @@ def test_the_command_chooses_by_name(
 
 
 # ---------------------------------------------------------------------------------------------------------- exporting
-@pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
+@pytest.mark.parametrize("variant", ["lora", "dora", pytest.param("rslora", marks=pytest.mark.slow)])  # a factor
 def test_a_merged_export_is_a_model_of_transformers(variant: Any, base: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -412,7 +412,9 @@ def test_a_foreign_description_is_refused(
 
 
 # ----------------------------------------------------------------------------------------------------- quantised bases
-@pytest.mark.parametrize("bits", ["int8", "fp8", "nf4"])
+@pytest.mark.parametrize(
+    "bits", [pytest.param("int8", marks=pytest.mark.slow), "fp8", "nf4"]
+)  # int8 as nf4, by one library
 def test_adapters_of_a_quantised_base_are_used_on_it(bits: Any, base: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     run = adapter_run(tmp_path / "run", base, base_precision=bits)

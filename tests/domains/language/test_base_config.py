@@ -92,7 +92,7 @@ def test_a_changed_config_is_refused_with_both_values(name: str, kind: str, begu
     assert [path.name for path in (begun / kind / "checkpoints").iterdir()] == [CHECKPOINT]
 
 
-@pytest.mark.parametrize("kind", ["whole", "adapters"])
+@pytest.mark.parametrize("kind", ["whole", pytest.param("adapters", marks=pytest.mark.slow)])  # one comparison
 def test_a_note_on_where_a_config_comes_from_may_change(kind: str, begun: Path, base: Path) -> None:
     edit(base, _name_or_path="elsewhere", transformers_version="4.0", dtype="bfloat16", architectures=["Other"])
     shutil.copytree(begun / kind, begun / f"{kind} again")

@@ -130,7 +130,7 @@ def nrmse(model: PdeTransformer, steps: int | None) -> float:
     return float((fields - batch["target"]).square().mean().sqrt() / batch["target"].square().mean().sqrt())
 
 
-@pytest.mark.parametrize(("residual_steps", "part"), [(1, 0.6), (2, 0.9)])
+@pytest.mark.parametrize(("residual_steps", "part"), [pytest.param(1, 0.6, marks=pytest.mark.slow), (2, 0.9)])
 def test_what_can_be_known_of_a_residual_is_learned(residual_steps: int, part: float) -> None:
     """An operator that stopped early misses much that the input tells. Weights, average and figures are the seed's."""
     torch.manual_seed(0)
