@@ -90,8 +90,8 @@ def photos(folder: Path) -> tuple[list[str], Callable[[], object]]:
 @pytest.mark.parametrize(
     ("recipe", "start", "kept"),
     [
-        pytest.param("causal_lm", language, "tokenizer.json", marks=pytest.mark.slow),
-        ("pde", fields, "assets/fields.json"),
+        ("causal_lm", language, "tokenizer.json"),
+        pytest.param("pde", fields, "assets/fields.json", marks=pytest.mark.slow),
         pytest.param("lora", photos, None, marks=pytest.mark.slow),
     ],
     ids=["causal_lm", "pde", "lora"],
