@@ -22,8 +22,11 @@ def test_an_evaluation_takes_less_memory_than_a_step(recipe: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_more_samples_at_once_take_more(tmp_path: Path) -> None:
-    layout = Layout("single", 1, "causal_lm")
-    by_default = real(layout, tmp_path / "few", *FLAGS, program=PROGRAM)
-    at_once = real(layout, tmp_path / "many", *FLAGS, "--evaluation.batch_size", "64", program=PROGRAM)
-    assert by_default["evaluation"] < at_once["evaluation"]
+def test_it_takes_a_micro_batch_at_once_unless_told_otherwise(tmp_path: Path) -> None:
+    def peak(name: str, *flags: str) -> int:
+        found = real(Layout("single", 1, "causal_lm"), tmp_path / name, *FLAGS, *flags, program=PROGRAM)
+        return found["evaluation"]
+
+    by_default = peak("default", "--micro_batch_size", "4")
+    assert by_default < peak("more", "--micro_batch_size", "4", "--evaluation.batch_size", "16")
+    assert by_default > peak("fewer", "--micro_batch_size", "4", "--evaluation.batch_size", "1")
