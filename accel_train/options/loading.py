@@ -15,9 +15,9 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from accel_train.config import (
     GIVES_WAY,
@@ -30,18 +30,29 @@ from accel_train.config import (
 from accel_train.options import completion, help_cache, help_text, other_recipes, refusals
 from accel_train.options.flags import FlagError, read_flags, refusal, stray
 from accel_train.options.keys import MAY_BE_EMPTY, NOWHERE, check_keys, invalid_keys, without_former
-from accel_train.options.tree import Tree, defaults_tree, flatten, option_names, option_types, overlaid, to_tree
+from accel_train.options.tree import (
+    DEFAULT,
+    Tree,
+    defaults_tree,
+    flatten,
+    option_names,
+    option_types,
+    origins_of,
+    overlaid,
+    to_tree,
+)
 from accel_train.options.words import words_of
 from accel_train.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.wording import did_you_mean, nearest
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 C = TypeVar("C")
 
 
 MICRO_BATCH = "micro_batch_size"
 """An option whose value ``auto`` a config replaces by a number."""
-_DEFAULT = "default"
-"""Origin of an option left at its default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +67,7 @@ class Loaded(Generic[C]):
     def describe(self, *, with_defaults: bool = True) -> str:
         """List the options with value and origin, one per line, optionally without those at their defaults."""
         values = flatten(to_tree(self.config))
-        keys = [key for key in values if with_defaults or self.origins[key] != _DEFAULT]
+        keys = [key for key in values if with_defaults or self.origins[key] != DEFAULT]
         shown = {key: f"{key}: {values[key]!r}" for key in keys}
         # Origins are aligned, except for very long values.
         width = min(max(map(len, shown.values())), 60)
@@ -109,7 +120,7 @@ def load_config(cls: type[C], argv: Sequence[object], *, presets: Path, default_
     set_requested_output_dir(changes.get("output_dir", getattr(base, "output_dir", None)))
     with refusals.at_a_resume(cls, tree, arguments):
         config, moot = _with_changes(base, tree, changes, flags, source)
-    origins = _origins(tree, source, config, flags)
+    origins = origins_of(tree, source, config, flags)
     origins |= {key: "--smoke" for key in smoke if key not in flags}
     origins |= replaced | moot
     set_origins(config, origins)
@@ -317,7 +328,7 @@ def _read_source(path: Path, source: str) -> tuple[Tree, Places]:
 
 def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places = NOWHERE) -> C:
     """Validate a nested mapping into ``cls``: types, ranges, and the checks of each group."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     kinds = option_types(cls)
     tree = without_former(tree)
@@ -333,7 +344,7 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
             where_key = place_of(where, places, key.split("."))
             raise UsageError(f"{where_key}: {key}: {reason}; {_remedy(where, key)}")
     try:
-        return TypeAdapter(cls).validate_python(dict(tree))
+        return _validator(cls).validate_python(dict(tree))
     except ValidationError as error:
         # For a union pydantic reports each member. `refusal` has checked its literals already.
         found = [e for e in error.errors() if e["type"] != "literal_error"]
@@ -341,6 +352,14 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
         causes = [e.get("ctx", {}).get("error") for e in found]
         moot = [option for cause in causes if isinstance(cause, WithoutEffectError) for option in cause.options]
         raise (WithoutEffectError(text, *moot) if moot else UsageError(text)) from None
+
+
+@cache
+def _validator(cls: type[C]) -> TypeAdapter[C]:
+    """Return pydantic's validator of a config, which takes 50 ms to build and is asked twice at a start."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
 
 
 def _remedy(where: str, key: str) -> str:
@@ -372,19 +391,3 @@ def _explain(cls: type, error: Any, where: str, places: Places) -> str:
     # An element such as betas.1 is set with --betas.
     flag = ".".join(part for part in parts if not part.isdigit())
     return f"{there}: {key}: {value!r} is refused: {message}; {_remedy(where, flag)}"
-
-
-def _origins(tree: Tree, source: str, config: object, flags: Mapping[str, Any]) -> dict[str, str]:
-    in_file = flatten(tree)
-    # A preset with the name of another origin is shown with its ending.
-    if source in (_DEFAULT, "command line"):
-        source = f"{source}.yaml"
-    origins: dict[str, str] = {}
-    for key in flatten(to_tree(config)):
-        if key in flags:
-            origins[key] = "command line"
-        elif any(key == given or key.startswith(f"{given}.") for given in in_file):
-            origins[key] = source
-        else:
-            origins[key] = _DEFAULT
-    return origins

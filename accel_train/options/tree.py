@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, TypeGuard, cast, get_type_hints
 
 import yaml
@@ -13,6 +14,8 @@ Tree = dict[str, Any]
 
 INVOCATION_OPTIONS = ("resume", "allow", "overwrite", "evaluate_only")
 """Options of one start, not of the experiment. Never written to config.yaml."""
+DEFAULT = "default"
+"""Origin of an option left at its default."""
 
 
 def to_tree(config: object) -> Tree:
@@ -103,7 +106,8 @@ def is_group(kind: Any) -> TypeGuard[type]:
     return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 
-def field_types(cls: type) -> dict[str, Any]:
+@cache
+def field_types(cls: type) -> Mapping[str, Any]:
     """Map each field of one dataclass to its type."""
     # The types of the fields themselves are text where a module postpones its annotations.
     hints = get_type_hints(cls)
@@ -120,3 +124,20 @@ def overlaid(tree: Tree, values: Mapping[str, Any]) -> Tree:
             inner = inner.setdefault(group, {})
         inner[leaf] = value
     return found
+
+
+def origins_of(tree: Tree, source: str, config: object, flags: Mapping[str, Any]) -> dict[str, str]:
+    """Name where the value of each option of a config is from: ``flags``, a preset or file, or its default."""
+    in_file = flatten(tree)
+    # A preset with the name of another origin is shown with its ending.
+    if source in (DEFAULT, "command line"):
+        source = f"{source}.yaml"
+    origins: dict[str, str] = {}
+    for key in flatten(to_tree(config)):
+        if key in flags:
+            origins[key] = "command line"
+        elif any(key == given or key.startswith(f"{given}.") for given in in_file):
+            origins[key] = source
+        else:
+            origins[key] = DEFAULT
+    return origins

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,9 +59,10 @@ def list_emoji() -> list[Emoji]:
     return [Emoji(*line.split("\t")) for line in lines]
 
 
-def groups() -> list[str]:
+@cache
+def groups() -> tuple[str, ...]:
     """List the groups, such as ``flags``."""
-    return list(dict.fromkeys(emoji.group for emoji in list_emoji()))
+    return tuple(dict.fromkeys(emoji.group for emoji in list_emoji()))
 
 
 def check_groups(option: str, names: tuple[str, ...]) -> None:
