@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Generator, Iterator
@@ -42,6 +43,12 @@ def part(words: str) -> tuple[int, int]:
     return day % parts, parts
 
 
+def is_long(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether a test is allowed more time than the others: a day's part of the slow ones leaves it out."""
+    limit = item.get_closest_marker("timeout")
+    return limit is not None and limit.args[0] > float(config.getini("timeout"))
+
+
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
 """Every test of the files that were asked for, before -m and -k."""
 
@@ -58,13 +65,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     today, parts = config.option.part
     slow = [item for item in items if item.get_closest_marker("slow")]
-    due = slow[today::parts]  # those of a file, which take about as long, go to different days
-    config.hook.pytest_deselected(items=[item for number, item in enumerate(slow) if number % parts != today])
+    # Those of a file, which take about as long, go to different days.
+    due = [item for item in slow if not is_long(item, config)][today::parts]
+    config.hook.pytest_deselected(items=[item for item in slow if item not in due])
     # Aside from -m, which is usually there to leave slow tests out.
     items[:] = [item for item in items if not item.get_closest_marker("slow")]
     yield
     # First, because the last tests of a run should be short: the other cores wait for them.
     items[:0] = due
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported and collected out of the garbage collector, which every run in this process asks once."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish() -> None:
+    # The end of a run thaws everything. Half a second each for the next runs is worth a little garbage that stays.
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
 
 
 EXTRAS = ("bitsandbytes", "deepspeed", "diffusers", "prodigyopt", "schedulefree", "tensorboard", "torchao")

@@ -318,7 +318,7 @@ def run(module: str, tmp_path: Path, *arguments: str, ok: tuple[int, ...] = (0, 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", LONG)
 def test_a_long_script_runs_at_a_tiny_size(name: str, tmp_path: Path) -> None:
     rows = check(run(name, tmp_path, "--tiny"), LONG[name])

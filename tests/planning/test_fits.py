@@ -126,6 +126,7 @@ SHARE_OF_CASES = 0.8
 
 
 @pytest.mark.slow  # new processes, whose allocator gives everything back
+@pytest.mark.timeout(3600)
 def test_the_system_limits_the_same_plans(folder: Path) -> None:
     """RLIMIT_AS in place of the simulator's own accounting: torch's allocator fails, or does not."""
     fitted = exceeded = 0
