@@ -13,6 +13,8 @@ from typing import Literal
 
 from accel_train.config import Fraction, NonNegativeInt, PositiveInt, UsageError
 
+SHORTEST_CYCLE = 4
+"""Steps of a cosine of which a notice does not speak."""
 ScheduleKind = Literal["constant", "linear", "cosine", "cosine_restarts", "wsd", "inverse_sqrt"]
 
 _ENDLESS: frozenset[ScheduleKind] = frozenset(("constant", "inverse_sqrt"))
@@ -141,7 +143,24 @@ def _fits(config: ScheduleConfig, decay_steps: int) -> bool:
 
 
 def notices(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[str]:
-    """Notices for a run that ends elsewhere than its schedule, such as a resume with another max_steps."""
+    """Notices of cycles too short to have a shape, and for a run that ends elsewhere than its schedule."""
+    return _short_cycles(config, decay_steps) + _other_end(config, decay_steps, max_steps)
+
+
+def _short_cycles(config: ScheduleConfig, decay_steps: int) -> list[str]:
+    if config.kind != "cosine_restarts":
+        return []
+    first, units = _first_cycle(config, decay_steps - config.warmup_steps)
+    if first >= SHORTEST_CYCLE * units:
+        return []
+    return [
+        f"the first cycle of the schedule has {first / units:.2g} steps: with fewer than {SHORTEST_CYCLE} the learning "
+        "rate hardly leaves the peak, or jumps; give fewer or longer cycles"
+    ]
+
+
+def _other_end(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[str]:
+    """As of a resume with another max_steps."""
     if config.kind in _ENDLESS or max_steps == decay_steps:
         return []
     if max_steps < decay_steps:
@@ -209,19 +228,22 @@ def _half_cosine(progress: float) -> float:
 def _cycle_progress(config: ScheduleConfig, done: int, span: int) -> float:
     """Completed fraction of the current cycle. In integers, so that a restart falls on its step exactly."""
     multiplier = config.cycle_multiplier or 1
-    if config.cycle_steps is not None:
-        length = config.cycle_steps
-    else:
-        # Cycle i is span * multiplier**i / units steps long, so count in steps * units to stay in integers.
-        units = sum(multiplier**i for i in range(config.cycles or 1))
-        done *= units
-        length = span
+    length, units = _first_cycle(config, span)
+    done *= units
     if multiplier == 1:
         return (done % length) / length
     while done >= length:
         done -= length
         length *= multiplier
     return done / length
+
+
+def _first_cycle(config: ScheduleConfig, span: int) -> tuple[int, int]:
+    """Length of the first cycle in units of a step, and the units of one step. Both are integers."""
+    if config.cycle_steps is not None:
+        return config.cycle_steps, 1
+    # Cycle i is span * multiplier**i / units steps long.
+    return span, sum((config.cycle_multiplier or 1) ** i for i in range(config.cycles or 1))
 
 
 def _wsd_steps(config: ScheduleConfig, decay_steps: int) -> int:

@@ -194,6 +194,24 @@ def test_raising_max_steps_does_not_stretch_the_schedule():
 
 
 @pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"cycles": 20}, "2"),
+        ({"cycles": 40, "warmup_steps": 4}, "0.9"),
+        ({"cycles": 4, "cycle_multiplier": 2}, "2.7"),
+        ({"cycles": 10}, None),
+        ({"cycle_steps": 3}, "3"),
+        ({"cycle_steps": 3, "cycle_multiplier": 2}, "3"),
+    ],
+)
+def test_cycles_without_a_shape_are_named(options: dict[str, int], steps: str | None):
+    found = notices(ScheduleConfig(kind="cosine_restarts", **options), 40, 40)
+    assert [text.partition(" steps")[0] for text in found] == (
+        [f"the first cycle of the schedule has {steps}"] if steps else []
+    )
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"kind": "constant", "floor": 0.1}, ["floor=0.1", "kind=constant", "default is floor=0.0"]),

@@ -30,6 +30,7 @@ from accel_train.domains.pde.data.files import (
 from accel_train.domains.pde.data.pdebench import check_layout, parameter_of, spacing_of
 from accel_train.domains.pde.data.rows import FieldData, build_field_data
 from accel_train.domains.pde.data.stored_arrays import ZARR, open_fields
+from accel_train.wording import shortened
 
 
 def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[StoredFields]]:
@@ -43,6 +44,14 @@ def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[St
         raise UsageError(
             f"--data.path {config.path!r}: task {task!r} has both formats, {names}, in {folder}. One format "
             "is required, because only one of them would be read: move or delete the other."
+        )
+    others = sorted(folder.rglob(KINDS[task].pdebench)) if task in KINDS else []
+    if (files or directories) and others:
+        raise UsageError(
+            f"--data.path {config.path!r}: task {task!r} has files of its own, "
+            f"{shortened([path.name for path in files + directories], 2)}, and PDEBench's, "
+            f"{shortened([path.name for path in others], 2)}, in {folder}. One kind is required, because only the "
+            "first would be read: move or delete the other."
         )
     if directories:
         own = zarr

@@ -409,6 +409,17 @@ def test_advection_of_pdebench_with_one_speed_a_file(tmp_path: Path, how: dict[s
     np.testing.assert_allclose(last[:, 0, 0], tensors[1.0][19, ::3, ::2], atol=1e-6)
 
 
+@pytest.mark.parametrize("own", ["h5", "zarr"])
+def test_files_of_its_own_beside_those_of_pdebench_are_refused(tmp_path: Path, own: str) -> None:
+    advection_files(tmp_path)
+    for split in ("train", "heldout"):
+        path = tmp_path / f"advection_{split}.{own}"
+        path.mkdir() if own == "zarr" else path.touch()
+    names = rf"advection_train.{own}, advection_heldout.{own}, and PDEBench's, .*beta0.4.hdf5, .*beta1.0.hdf5"
+    with pytest.raises(UsageError, match=rf"--data.path.*'advection' has files of its own, {names}, in .*move or"):
+        files(tmp_path, "advection")
+
+
 def test_sizes_of_pdebench_splits(tmp_path: Path) -> None:
     advection_files(tmp_path)
     data = files(tmp_path, "advection", train_samples=7, heldout_samples=6)
