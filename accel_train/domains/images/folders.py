@@ -84,6 +84,8 @@ def list_folder(folder: Path, source: Source, cache: Path) -> Listing:
     if tree.runs:
         names = shortened(tree.runs, SHOWN_NAMES)
         notices.append(f"{len(tree.runs):,} directories of runs are left out, with their curves and pictures: {names}")
+    if tree.cache:
+        notices.append(f"{tree.cache} is left out with its pictures, because it is the cache (data.cache_dir)")
     return Listing(listed.entries, [*listed.left_out, *unread, *tree.unreadable], notices)
 
 
@@ -108,6 +110,8 @@ class _Tree:
     """Folders without permission."""
     runs: list[str] = field(default_factory=list[str])
     """Directories of runs."""
+    cache: str = ""
+    """The cache, if it is among the folders."""
 
 
 def _walk(folder: Path, cache: Path | None) -> _Tree:
@@ -127,6 +131,7 @@ def _walk(folder: Path, cache: Path | None) -> _Tree:
         if current != folder:
             identity = _identity(current)
             if identity == cache_identity:
+                tree.cache = _name(current, folder)
                 continue
             if identity in seen:
                 tree.repeated.append(_name(current, folder))

@@ -89,8 +89,10 @@ def test_runs_and_the_cache_below_are_no_pictures(tmp_path: Path) -> None:
     found = read(folder, cache)
     assert captions(found) == captions(before)
     assert not found.left_out
-    left_out = "2 directories of runs are left out, with their curves and pictures: runs/one, linked"
-    assert found.notices == [left_out]
+    assert found.notices == [
+        "2 directories of runs are left out, with their curves and pictures: runs/one, linked",
+        "cache is left out with its pictures, because it is the cache (data.cache_dir)",
+    ]
 
 
 def test_pictures_in_the_directory_of_their_own_run(tmp_path: Path) -> None:

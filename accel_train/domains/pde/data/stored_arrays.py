@@ -75,13 +75,33 @@ def open_fields(file: Path) -> Generator[Any]:
 
 
 def refuse_absent_chunks(file: Path, dataset: str, stored: Any) -> None:
-    """Refuse an array of a zarr folder with fewer chunks on disk than its shape has, from one listing of the folder.
+    """Refuse an array with fewer chunks on disk than its shape has.
 
-    zarr reads an absent chunk as the fill value without a word, and may leave out those that hold nothing else. So an
-    unfinished copy looks like a complete folder. HDF5 files keep a table of their chunks.
+    Both libraries read an absent chunk as the fill value without a word. So a folder of zarr whose copy was not
+    finished looks complete, and so does an HDF5 file whose writer was interrupted.
     """
-    if file.suffix != ZARR:
-        return
+    if file.suffix == ZARR:
+        _refuse_absent_chunks_of_zarr(file, dataset, stored)
+    # Something else than an array is refused elsewhere. The chunks of a virtual dataset are in other files.
+    elif math.prod(getattr(stored, "shape", None) or (0,)) and not stored.is_virtual:
+        _refuse_unwritten_storage(file, dataset, stored)
+
+
+def _refuse_unwritten_storage(file: Path, dataset: str, stored: Any) -> None:
+    if stored.chunks is None:
+        expected, written = 1, int(stored.id.get_storage_size() > 0)
+    else:
+        counts = [math.ceil(length / step) for length, step in zip(stored.shape, stored.chunks, strict=True)]
+        expected, written = math.prod(counts), stored.id.get_num_chunks()
+    if written < expected:
+        raise UsageError(
+            f"--data.path: {file}, {dataset!r}: {expected - written} of {expected} chunks were never written. All are "
+            f"required, because they would be read as {stored.fillvalue}: write the file again, to its end."
+        )
+
+
+def _refuse_absent_chunks_of_zarr(file: Path, dataset: str, stored: Any) -> None:
+    """From one listing of the folder. Chunks of nothing but the fill value may have been left out on purpose."""
     folder = file / dataset
     size: tuple[int, ...] = stored.shards or stored.chunks  # a shard is a file of several chunks
     counts = [math.ceil(length / step) for length, step in zip(stored.shape, size, strict=True)]

@@ -296,6 +296,40 @@ def test_absent_chunks_of_a_zarr_folder_are_refused(tmp_path: Path, layout: int,
         read_stored(file, group)
 
 
+@pytest.mark.parametrize(
+    ("how", "written", "counts"),
+    [({"chunks": (4, 3, 2, 4, 6), "compression": "gzip"}, 8, "1 of 3"), ({"chunks": (4, 3, 2, 4, 6)}, 0, "3 of 3"),
+     ({}, 0, "1 of 1")],
+)  # fmt: skip
+def test_what_was_never_written_of_an_hdf5_file_is_refused(
+    how: dict[str, Any], written: int, counts: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "x.h5")
+    with h5py.File(file, "r+") as content:
+        del content["fields"]
+        fields = content.create_dataset("fields", VALUES.shape, np.float32, **how)
+        if written:
+            fields[:written] = VALUES[:written]
+    with (
+        h5py.File(file) as content,
+        pytest.raises(UsageError, match=rf"x\.h5, 'fields': {counts} chunks were never written.*read as 0\.0: write"),
+    ):
+        read_stored(file, content)
+
+
+def test_a_virtual_dataset_is_read_from_its_files(tmp_path: Path) -> None:
+    source = write(tmp_path / "source.h5")
+    file = write(tmp_path / "x.h5", values=np.zeros_like(VALUES))
+    with h5py.File(file, "r+") as content:
+        del content["fields"]
+        layout = h5py.VirtualLayout(VALUES.shape, np.float32)
+        layout[...] = h5py.VirtualSource(str(source), "fields", VALUES.shape)
+        content.create_virtual_dataset("fields", layout)
+    with h5py.File(file) as content:
+        stored = read_stored(file, content)
+    assert np.array_equal(Fields((stored.part,)).snapshots(7, slice(None)), VALUES[7])
+
+
 def test_zarr_without_chunks_of_zeros_is_refused_unless_they_are_written(tmp_path: Path) -> None:
     values = VALUES.copy()
     values[4:8] = 0
