@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -48,6 +48,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # also the limit on variants
 def compare(request: Request) -> int:
     """Run everything, print and write the result. Return 1 if a gate or a run fails or a signal stops it, else 0.
 
+    A run that fails and a signal end the comparison, with the result of the rounds that are complete.
     Raises ``UsageError`` for an unfair comparison. Main thread only, because it handles the stop signals.
     """
     gates = [read_gate(text) for text in request.gates]
@@ -73,13 +74,23 @@ def _compare(request: Request, gates: Sequence[Gate]) -> int:
     output = _open_output(request)
     plan = report.Plan(request.recipe, variants, key, request.rounds, request.tolerance)
     print("\n".join(report.header(plan, output)), flush=True)
-    rounds = _Runner(request, recipe, output).run_rounds(variants, key, gates)
-    result = _result(plan, gates, rounds)
+    rounds: list[list[Run]] = []
+    cut_short: Exception | None = None
+    try:
+        _Runner(request, recipe, output).run_rounds(rounds, variants, key, gates)
+    except (RunFailedError, InterruptedRunError) as error:
+        if not rounds:
+            raise
+        cut_short = error
+    result = _result(replace(plan, rounds=len(rounds)), gates, rounds)
+    if cut_short is not None:
+        reason = f"interrupted by {cut_short}" if isinstance(cut_short, InterruptedRunError) else f"error: {cut_short}"
+        print(f"{reason}\nthe result of {len(rounds)} of {plan.rounds} rounds:", file=sys.stderr, flush=True)
     print("\n".join(report.text(result)), flush=True)
     for path in report.write(result, output):
         print(f"written: {path}", flush=True)
     failed = any(decision.verdict == "FAILED" for decisions in result.decisions for decision in decisions)
-    return 1 if failed else 0
+    return 1 if failed or cut_short is not None else 0
 
 
 def _result(plan: report.Plan, gates: Sequence[Gate], rounds: Sequence[Sequence[Run]]) -> report.Result:
@@ -290,10 +301,11 @@ class _Runner:
     recipe: Path
     output: Path
 
-    def run_rounds(self, variants: Sequence[Variant], key: str | None, gates: Sequence[Gate]) -> list[list[Run]]:
-        """Run every round and return its runs in the variants' order."""
+    def run_rounds(
+        self, rounds: list[list[Run]], variants: Sequence[Variant], key: str | None, gates: Sequence[Gate]
+    ) -> None:
+        """Append the runs of every round to ``rounds``, in the variants' order."""
         done: list[Run] = []
-        rounds: list[list[Run]] = []
         for number in range(1, self.request.rounds + 1):
             by_letter: dict[str, Run] = {}
             order = list(variants)
@@ -311,7 +323,6 @@ class _Runner:
                     _check_gate_names(gates, done)
                 print(_progress(done, variant, self.request.rounds * len(variants)), flush=True)
             rounds.append([by_letter[variant.letter] for variant in variants])
-        return rounds
 
     def _run(self, variant: Variant, number: int) -> Run:
         folder = self.output / f"round_{number}"

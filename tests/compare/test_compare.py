@@ -109,6 +109,11 @@ def main(argv):
         raise RuntimeError("the user's own mistake")
     if config.ends == "refuse":
         raise UsageError("ends: refuse is no end; give another")
+    if config.ends == "crash later" and out.parent.name == "round_2":
+        raise RuntimeError("no room left")
+    if config.ends == "interrupted later" and out.parent.name == "round_2":
+        os.kill(os.getppid(), 15)
+        time.sleep(1800)
     if config.ends == "hang":
         (out / "pid").write_text(str(os.getpid()))
         time.sleep(1800)
@@ -154,6 +159,8 @@ FILES = {
     "refuse": "ends: refuse\n",
     "hang": "ends: hang\n",
     "empty": "ends: empty\n",
+    "crash_later": "ends: crash later\n",
+    "interrupted_later": "ends: interrupted later\n",
     "pushes": "hub: {repo_id: me/it}\n",
     "profiles": "profile: {steps: '10:20'}\n",
     "sparse": "log_every: 10\n",
@@ -501,6 +508,22 @@ def test_a_gate_on_what_the_recipe_does_not_declare_is_refused_as_the_first_run_
     assert not Path("out").exists()
     gates = ["--gate", "speedup>0", "nll_delta<=1", "loss_last_tenth_delta<=9"]
     assert call(recipe, "declared", "fast", "--rounds", "1", *gates)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [("crash_later", r"error: the run ended with.*no room left"), ("interrupted_later", r"inter.*TERM")],
+)
+def test_the_rounds_before_an_end_are_kept(
+    ends: str, says: str, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, result = call(recipe, "slow", ends, "--rounds", "3", "--gate", "speedup>=0.5")
+    shown = capsys.readouterr()
+    assert code == 1
+    assert re.search(rf"{says}[\s\S]*the result of 1 of 3 rounds:", shown.err, re.DOTALL)
+    assert (result["rounds"], len(result["runs"])) == (1, 2)
+    assert result["effects"]["B"]["step_seconds"]["estimate"]["median"] == 1
+    assert re.search(r"gate speedup>=0\.5: 1 .*passed", shown.out)
 
 
 def test_what_a_recipe_refuses_in_its_run_is_wrong_usage(recipe: str) -> None:
