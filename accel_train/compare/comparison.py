@@ -74,23 +74,13 @@ def _compare(request: Request, gates: Sequence[Gate]) -> int:
     output = _open_output(request)
     plan = report.Plan(request.recipe, variants, key, request.rounds, request.tolerance)
     print("\n".join(report.header(plan, output)), flush=True)
-    rounds: list[list[Run]] = []
-    cut_short: Exception | None = None
-    try:
-        _Runner(request, recipe, output).run_rounds(rounds, variants, key, gates)
-    except (RunFailedError, InterruptedRunError) as error:
-        if not rounds:
-            raise
-        cut_short = error
+    rounds = _Runner(request, recipe, output).run_rounds(variants, key, gates)
     result = _result(replace(plan, rounds=len(rounds)), gates, rounds)
-    if cut_short is not None:
-        reason = f"interrupted by {cut_short}" if isinstance(cut_short, InterruptedRunError) else f"error: {cut_short}"
-        print(f"{reason}\nthe result of {len(rounds)} of {plan.rounds} rounds:", file=sys.stderr, flush=True)
     print("\n".join(report.text(result)), flush=True)
     for path in report.write(result, output):
         print(f"written: {path}", flush=True)
     failed = any(decision.verdict == "FAILED" for decisions in result.decisions for decision in decisions)
-    return 1 if failed or cut_short is not None else 0
+    return 1 if failed or len(rounds) < plan.rounds else 0
 
 
 def _result(plan: report.Plan, gates: Sequence[Gate], rounds: Sequence[Sequence[Run]]) -> report.Result:
@@ -301,28 +291,42 @@ class _Runner:
     recipe: Path
     output: Path
 
-    def run_rounds(
-        self, rounds: list[list[Run]], variants: Sequence[Variant], key: str | None, gates: Sequence[Gate]
-    ) -> None:
-        """Append the runs of every round to ``rounds``, in the variants' order."""
+    def run_rounds(self, variants: Sequence[Variant], key: str | None, gates: Sequence[Gate]) -> list[list[Run]]:
+        """Run every round and return its runs in the variants' order.
+
+        A run that fails or a signal ends them: the rounds before are the result, and without any its error is raised.
+        """
         done: list[Run] = []
-        for number in range(1, self.request.rounds + 1):
-            by_letter: dict[str, Run] = {}
-            order = list(variants)
-            # A drift of the machine over time then favours no variant.
-            if number % 2 == 0:
-                order.reverse()
-            for variant in order:
-                run = self._run(variant, number)
-                by_letter[variant.letter] = run
-                done.append(run)
-                refuse_unequal_runs(done[0], run, key)  # now, not after all rounds
-                # The names of the evaluation's metrics are known after the first run. Some metrics need log lines
-                # that another variant may not write, which the first round shows.
-                if len(done) in (1, len(variants)):
-                    _check_gate_names(gates, done)
-                print(_progress(done, variant, self.request.rounds * len(variants)), flush=True)
-            rounds.append([by_letter[variant.letter] for variant in variants])
+        try:
+            for number in range(1, self.request.rounds + 1):
+                self._run_round(number, done, variants, key, gates)
+        except (RunFailedError, InterruptedRunError) as error:
+            if len(done) < len(variants):
+                raise
+            reason = f"error: {error}"
+            if isinstance(error, InterruptedRunError):
+                reason = f"interrupted by {error}: the current run is stopped"
+            text = f"{reason}\nthe result of {len(done) // len(variants)} of {self.request.rounds} rounds:"
+            print(text, file=sys.stderr, flush=True)
+        rounds: list[list[Run]] = []
+        for number in range(len(done) // len(variants)):
+            runs = done[number * len(variants) : (number + 1) * len(variants)]
+            rounds.append(sorted(runs, key=lambda run: run.letter))
+        return rounds
+
+    def _run_round(
+        self, number: int, done: list[Run], variants: Sequence[Variant], key: str | None, gates: Sequence[Gate]
+    ) -> None:
+        # A drift of the machine over time favours no variant if every other round is the other way round.
+        for variant in variants if number % 2 else reversed(variants):
+            run = self._run(variant, number)
+            done.append(run)
+            refuse_unequal_runs(done[0], run, key)  # now, not after all rounds
+            # The names of the evaluation's metrics are known after the first run. Some metrics need log lines
+            # that another variant may not write, which the first round shows.
+            if len(done) in (1, len(variants)):
+                _check_gate_names(gates, done)
+            print(_progress(done, variant, self.request.rounds * len(variants)), flush=True)
 
     def _run(self, variant: Variant, number: int) -> Run:
         folder = self.output / f"round_{number}"

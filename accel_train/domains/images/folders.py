@@ -77,15 +77,7 @@ def list_folder(folder: Path, source: Source, cache: Path) -> Listing:
         # Last, and so taken, the ones written as the option is: a.txt before a.TXT.
         captions.sort(key=lambda file: file.suffix == source.caption_extension)
         listed = _by_name(folder, pictures, captions)
-    notices = [*listed.notices]
-    if tree.repeated:
-        names = shortened(tree.repeated, SHOWN_NAMES)
-        notices.append(f"{len(tree.repeated):,} links to folders that are read already, or hold this one: {names}")
-    if tree.runs:
-        names = shortened(tree.runs, SHOWN_NAMES)
-        notices.append(f"{len(tree.runs):,} directories of runs are left out, with their curves and pictures: {names}")
-    if tree.cache:
-        notices.append(f"{tree.cache} is left out with its pictures, because it is the cache (data.cache_dir)")
+    notices = [*listed.notices, *tree.notices()]
     return Listing(listed.entries, [*listed.left_out, *unread, *tree.unreadable], notices)
 
 
@@ -112,6 +104,21 @@ class _Tree:
     """Directories of runs."""
     cache: str = ""
     """The cache, if it is among the folders."""
+
+    def notices(self) -> list[str]:
+        """Return a line for each kind of folder that is left out."""
+        found: list[str] = []
+        if self.repeated:
+            names = shortened(self.repeated, SHOWN_NAMES)
+            found.append(f"{len(self.repeated):,} links to folders that are read already, or hold this one: {names}")
+        if self.runs:
+            names = shortened(self.runs, SHOWN_NAMES)
+            found.append(
+                f"{len(self.runs):,} directories of runs are left out, with their curves and pictures: {names}"
+            )
+        if self.cache:
+            found.append(f"{self.cache} is left out with its pictures, because it is the cache (data.cache_dir)")
+        return found
 
 
 def _walk(folder: Path, cache: Path | None) -> _Tree:

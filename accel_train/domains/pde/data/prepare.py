@@ -6,7 +6,7 @@ Files are ``{task}_train.h5`` and ``{task}_heldout.h5`` (or ``.zarr``) with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,20 +39,8 @@ def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[St
     zarr = {split: folder / f"{task}_{split}{ZARR}" for split in SPLITS}
     files = [file for file in own.values() if file.is_file()]
     directories = [directory for directory in zarr.values() if directory.is_dir()]
-    if files and directories:
-        names = ", ".join(path.name for path in directories + files)
-        raise UsageError(
-            f"--data.path {config.path!r}: task {task!r} has both formats, {names}, in {folder}. One format "
-            "is required, because only one of them would be read: move or delete the other."
-        )
     others = sorted(folder.rglob(KINDS[task].pdebench)) if task in KINDS else []
-    if (files or directories) and others:
-        raise UsageError(
-            f"--data.path {config.path!r}: task {task!r} has files of its own, "
-            f"{shortened([path.name for path in files + directories], 2)}, and PDEBench's, "
-            f"{shortened([path.name for path in others], 2)}, in {folder}. One kind is required, because only the "
-            "first would be read: move or delete the other."
-        )
+    _refuse_two_kinds(config, task, files, directories, others)
     if directories:
         own = zarr
     elif not files:
@@ -65,6 +53,16 @@ def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[St
         count = config.samples(split) or size
         splits[split] = [stored.select(split, (0, size), count, points)]
     return splits
+
+
+def _refuse_two_kinds(config: PdeDataConfig, task: str, *kinds: Sequence[Path]) -> None:
+    """Refuse HDF5 files, zarr folders and PDEBench's files of one task beside each other."""
+    found = [shortened([path.name for path in paths], 2) for paths in kinds if paths]
+    if len(found) > 1:
+        raise UsageError(
+            f"--data.path {config.path!r}: task {task!r} has {', and beside them '.join(found)}. Files of one kind are "
+            "required, because only one kind would be read: move or delete the others."
+        )
 
 
 def _pdebench_splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[StoredFields]]:

@@ -352,7 +352,9 @@ def test_a_zarr_folder_gives_the_rows_of_the_same_hdf5(tmp_path: Path) -> None:
     expected = from_hdf5.train.batch(rows)
     assert all(torch.equal(values, expected[name]) for name, values in from_zarr.train.batch(rows).items())
     beside = write(tmp_path / "zarr" / "heat_train.h5")
-    with pytest.raises(UsageError, match=r"heat_train\.zarr, heat_heldout\.zarr, heat_train\.h5, .* move or delete"):
+    with pytest.raises(
+        UsageError, match=r"heat_train\.h5, and beside them heat_train\.zarr, heat_heldout\.zarr\. .* move or delete"
+    ):
         prepare_pde(PdeDataConfig(path=str(tmp_path / "zarr"), **options))  # type: ignore[arg-type]
     beside.unlink()
     (tmp_path / "zarr" / "heat_train.zarr" / "zarr.json").write_text("{")
