@@ -133,6 +133,7 @@ def test_the_same_layout_twice_is_bit_identical(reference: Finished, tmp_path: P
         assert all(torch.equal(ours[k], theirs[k]) for k in theirs), stem
 
 
+@pytest.mark.slow  # other options do give other losses in tests/rerun/test_branch.py
 def test_another_seed_is_another_trajectory(reference: Finished, tmp_path: Path) -> None:
     """The comparison above can fail: losses do differ where the experiment does."""
     other = run_recipe(Layout("single", 1), tmp_path / "run", "--max_steps", "4", "--seed", "1")

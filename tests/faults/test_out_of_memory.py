@@ -231,7 +231,7 @@ def test_it_does_not_grow_beyond_a_whole_step(tmp_path: Path) -> None:
 
 
 def opened_with_half(directory: Path, accelerator: Accelerator) -> Any:
-    """What a run of 8 steps has open, in whose first step 32 samples fitted in place of 64."""
+    """What a run of 8 steps has open, in whose first step 16 samples fitted in place of 64."""
 
     @dataclass(frozen=True)
     class Config(ExperimentConfig):
@@ -240,7 +240,8 @@ def opened_with_half(directory: Path, accelerator: Accelerator) -> Any:
         micro_batch_size: int = 64
         regrow_after: int = 3
 
-    out_of_memory.record_half(directory, 64, 64, 1)
+    for size in (64, 32):
+        out_of_memory.record_half(directory, 64, size, 1)
     return SimpleNamespace(
         config=Config(),
         accelerator=accelerator,
@@ -257,14 +258,14 @@ def test_it_grows_after_a_save_and_up_to_a_whole_step(tmp_path: Path, accelerato
     double_micro_batch(opened, 8, lambda _: True)  # the last step
     # The next start would go on from an older checkpoint.
     double_micro_batch(opened, 4, lambda _: False)
-    opened.batch_size = lambda _: 32  # all of a step: 64 would be the same
+    opened.batch_size = lambda _: 16  # all of a step: 32 would be the same
     double_micro_batch(opened, 4, lambda _: True)
-    assert out_of_memory.recorded(tmp_path, 64) == (64, 32, 1, 0, 1)
+    assert out_of_memory.recorded(tmp_path, 64) == (64, 16, 1, 0, 1)
     opened.batch_size = lambda _: 64
-    with pytest.raises(StartAgain, match="3 steps have had room with micro_batch_size 32; the next start continues"):
+    with pytest.raises(StartAgain, match="3 steps have had room with micro_batch_size 16; the next start continues"):
         double_micro_batch(opened, 4, lambda _: True)
     # The next try would come twice as many steps later.
-    assert out_of_memory.recorded(tmp_path, 64) == (64, 64, 1, 1, 4)
+    assert out_of_memory.recorded(tmp_path, 64) == (64, 32, 1, 1, 4)
 
 
 def test_a_record_that_cannot_be_written_ends_nothing(
