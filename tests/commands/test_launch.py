@@ -204,6 +204,7 @@ def test_a_rehearsal_connects_with_the_timeout_that_was_asked_for(
         assert f"rank {rank} of 2: 77 s, DeepSpeed 2 min" in shown
 
 
+@pytest.mark.slow  # tests/test_bad_input.py has what a start with such a file answers
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -84,7 +84,8 @@ def alone_and_frozen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     ("strategy", "sync"),
     [
         ("fsdp2", "auto"),
-        ("zero3", "auto"),
+        # A frozen block in ZeRO's groups is quick in test_foreign_models.py.
+        pytest.param("zero3", "auto", marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", "auto"), ("zero1", "auto"))),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("zero2", "auto"), ("zero2", "last"))),
     ],

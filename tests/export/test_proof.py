@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import venv
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,15 +49,16 @@ STDLIB_ONLY = (
 """What torch itself imports, and safetensors."""
 
 
-SLOW = {"operator with a residual", "language"}
-"""One more layer of the operator's, and tests/domains/language/test_pipeline.py exports a language model every day."""
+QUICK = {"text", "operator"}
+"""Pictures are of the model of texts, a residual is one more layer, and tests/domains/language/test_pipeline.py exports
+a language model every day."""
 
 
-def kinds(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in names]
+def kinds(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
-@pytest.fixture(scope="module", params=kinds(RUNS))
+@pytest.fixture(scope="module", params=kinds(RUNS, QUICK))
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("exported")
     assert cli._main(["export", str(RUNS[request.param](directory / "run")), str(directory / "out")]) == 0
@@ -196,7 +197,7 @@ def test_a_fresh_environment_with_torch_and_safetensors_verifies(exported: Path,
 
 
 # Of a language model: tests/domains/language/test_pipeline.py.
-@pytest.mark.parametrize("kind", kinds(sorted(RUNS.keys() - {"language"})))
+@pytest.mark.parametrize("kind", kinds(sorted(RUNS.keys() - {"language"}), {*QUICK, "pictures"}))
 def test_the_examples_reach_every_weight(kind: str, tmp_path: Path) -> None:
     """A definition that was cut out wrongly shows in an output, wherever it is."""
     pipeline = accel_train.load(RUNS[kind](tmp_path / "run"))
