@@ -52,13 +52,13 @@ SLOW = {
 on two processes are daily in test_pictures.py."""
 
 
-QUICK_PDE = {"3 processes, ragged"}
+QUICK = {"pde": {"3 processes, ragged"}, "causal_lm": set[str](), "lora": {"2 processes"}}
 """Of causal_lm a gradient on two processes is daily in test_causal_lm.py, and adapters under FSDP2 in
 test_causal_lm_lora.py."""
 
 
 def cases() -> list[object]:
-    quick = {"mmdit": set(LAYOUTS) - SLOW, "pde": QUICK_PDE, "causal_lm": set[str](), "lora": set[str]()}
+    quick = QUICK | {"mmdit": set(LAYOUTS) - SLOW}
     return [
         pytest.param(recipe, name, marks=() if name in quick[recipe] else pytest.mark.slow, id=f"{recipe}-{name}")
         for recipe in STEPS

@@ -197,7 +197,7 @@ def test_it_grows_again_where_there_is_room(tmp_path: Path, with_four: Path) -> 
     assert done.stdout.count("8 instead of 16, because step 3 ran out of memory") == 2
 
 
-@pytest.mark.slow  # the test above grows once
+@pytest.mark.slow  # two processes grow once below
 def test_it_does_not_grow_again_and_again(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     flags = ("--regrow_after", "2", "--max_steps", "14", "--checkpoints.save_every", "2")
