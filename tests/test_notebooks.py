@@ -148,10 +148,8 @@ def losses(folder: Path, name: str) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-@pytest.mark.parametrize(
-    "cells",
-    [pytest.param(AFTER_AN_ERROR, id="error"), pytest.param(INTERRUPTED, id="interrupt", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # test_second_run.py runs, refuses and resumes in one process, and several do below
+@pytest.mark.parametrize("cells", [pytest.param(AFTER_AN_ERROR, id="error"), pytest.param(INTERRUPTED, id="interrupt")])
 def test_a_run_that_ended_early_goes_on_in_the_same_process(cells: str, tmp_path: Path) -> None:
     """Its directory is free at once, its signal handlers are gone, and what follows is the unbroken run bit for bit."""
     run(cells, tmp_path)
@@ -167,7 +165,7 @@ def test_several_processes_train_from_one_cell_as_one_does(tmp_path: Path) -> No
     assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), rel=1e-6)
 
 
-@pytest.mark.slow  # quick: an interrupt of one process, several processes, and a refusal of several
+@pytest.mark.slow  # quick: several processes, and a refusal of several
 @pytest.mark.distributed
 def test_interrupted_processes_leave_a_directory_that_goes_on(tmp_path: Path) -> None:
     run(INTERRUPTED_PROCESSES, tmp_path)

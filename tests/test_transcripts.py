@@ -134,6 +134,7 @@ def folder(path: Path) -> Folder:
     return Folder(path, partial(zygote.run, apart=True))
 
 
+@pytest.mark.slow  # its presets by their hash, its steps, modes and learning rates are compared above
 @pytest.mark.distributed
 def test_the_demo_begins_and_ends_as_the_page_says(tmp_path: Path) -> None:
     """Its first steps anew, with the whole schedule: the same losses; and a short evaluation: the same words."""
@@ -153,7 +154,7 @@ def test_the_demo_begins_and_ends_as_the_page_says(tmp_path: Path) -> None:
         assert float(new[3]) == pytest.approx(float(written_line[3]), rel=5e-3), old("mmdit")
 
 
-@pytest.mark.slow  # the demo's page is compared by a quick test
+@pytest.mark.slow  # minutes of commands; that every block stands on a page is a quick test
 @pytest.mark.distributed
 def test_what_the_commands_print_is_on_the_pages(tmp_path: Path) -> None:
     for name, text in transcripts.commands(folder(tmp_path)).items():

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from accel_train import cli
+from accel_train.options.completion import SHELLS
 from accel_train.options.loading import load_config
 from recipes import mmdit
 from tests.distributed.launching import ROOT
@@ -63,9 +64,9 @@ OFFERED = [pair for pair in LINES if pair[1]]
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the script of each shell, as `accel-train completion` prints it."""
+    """A folder with the script of each installed shell, as `accel-train completion` prints it."""
     folder = tmp_path_factory.mktemp("scripts")
-    for shell in ("bash", "zsh", "fish"):
+    for shell in filter(shutil.which, SHELLS):
         with pytest.MonkeyPatch.context() as patch, (folder / shell).open("w") as file:
             patch.setattr(sys, "stdout", file)
             assert cli._main(["completion", shell, SCAFFOLD]) == 0
@@ -175,6 +176,13 @@ def test_a_recipe_prints_its_own_script(
         assert offered_by_bash(script, f"accelerate launch {recipe} base --optimizer.we") == {
             "--optimizer.weight_decay"
         }
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_there_is_a_script_where_the_shell_is_not_installed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config(mmdit.Config, ["--print_completion", shell], presets=PRESETS)
+    assert "optimizer.weight_decay" in capsys.readouterr().out
 
 
 def test_an_unknown_shell_is_refused() -> None:

@@ -186,8 +186,9 @@ def test_the_exit_code_of_one_process(argument: str, code: int, files: Path, wor
     assert launch(Launch(str(files / "one.yaml"), worker, (argument,))) == code
 
 
+@pytest.mark.slow  # tests/faults/test_signals.py has 75 of two processes, and test_out_of_memory.py the code in between
 @pytest.mark.distributed
-@pytest.mark.parametrize(("argument", "code"), [("75", 75), pytest.param("usage", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("argument", "code"), [("75", 75), ("usage", 2)])
 def test_the_exit_code_survives_torchrun(argument: str, code: int, files: Path, worker: str) -> None:
     assert launch(Launch(str(files / "two.yaml"), worker, (argument,)), rehearsal=True) == code
 
@@ -203,6 +204,7 @@ def test_a_rehearsal_connects_with_the_timeout_that_was_asked_for(
         assert f"rank {rank} of 2: 77 s, DeepSpeed 2 min" in shown
 
 
+@pytest.mark.slow  # tests/test_bad_input.py has what a start with such a file answers
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -223,7 +225,8 @@ def test_what_the_file_says_of_the_experiment_is_not_lost_on_the_way(
     ("number", "file"),
     [
         (signal.SIGHUP, "one.yaml"),
-        (signal.SIGTERM, "two.yaml"),
+        # Two processes are in tests/faults/test_signals.py every day.
+        pytest.param(signal.SIGTERM, "two.yaml", marks=pytest.mark.slow),
         # Implied by those above: the launcher passes on each signal in the same way, and torchrun one of them.
         pytest.param(signal.SIGTERM, "one.yaml", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, "one.yaml", marks=pytest.mark.slow),  # and Ctrl-C is below

@@ -11,10 +11,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from accel_train.metrics.gates import COMPARED, SIGNS, decide, gate_values, read
 from accel_train.metrics.throughput import Throughput
 from accel_train.options.tree import flatten
 from accel_train.strict_yaml import read_yaml
+from tests import zygote
 from tests.waiting import PATIENCE_SECONDS, until
 
 ROOT = Path(__file__).parents[2]
@@ -168,9 +170,31 @@ FILES = {
 }
 
 
+class Forked:
+    """In the place of ``subprocess``: a script is forked from a process with its imports, all else is started."""
+
+    DEVNULL, STDOUT, TimeoutExpired = subprocess.DEVNULL, subprocess.STDOUT, subprocess.TimeoutExpired
+    SAME: ClassVar = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    """Another value would make a forked process a new one."""
+
+    @staticmethod
+    def run(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return zygote.run(command, env=os.environ | Forked.SAME, cwd=Path.cwd(), apart=True)
+
+    @staticmethod
+    def Popen(command: Sequence[str], *, stdout: Any, env: dict[str, str], **given: Any) -> Any:
+        script = command[3:]
+        if not script[1].endswith(".py"):
+            return subprocess.Popen(command, stdout=stdout, env=env, **given)
+        return zygote.start(script, Path(stdout.name), env=env | Forked.SAME, cwd=Path.cwd(), group=True)
+
+
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A recipe beside its presets, in a directory with a space."""
+    """A recipe beside its presets, in a directory with a space. Its runs are forked."""
+    monkeypatch.setattr(compare_runs, "subprocess", Forked)
+    # The system counts those of the process that forks.
+    monkeypatch.setattr(compare_runs, "_cpu_seconds_of_children", time.perf_counter)
     folder = tmp_path / "my recipe"
     (folder / "presets").mkdir(parents=True)
     for name, text in FILES.items():
@@ -323,7 +347,9 @@ def test_one_round_has_intervals_over_log_intervals(recipe: str, capsys: pytest.
 
 
 @pytest.mark.usefixtures("busy_machine")
-@pytest.mark.parametrize("key", ["global_batch_size", "max_epochs", "data.length"])
+@pytest.mark.parametrize(
+    "key", ["data.length", *(pytest.param(key, marks=pytest.mark.slow) for key in ("global_batch_size", "max_epochs"))]
+)
 def test_what_must_be_equal_may_be_varied(key: str, recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, result = call(recipe, "slow", "--vary", f"{key}=2,4", "--rounds", "1")
     assert code == 0
@@ -540,7 +566,14 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and only Linux ends children of a killed process")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        signal.SIGKILL,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)),  # as SIGTERM
+    ],
+)
 def test_children_end_with_us(number: signal.Signals, recipe: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accel_train.cli", "compare", recipe, "hang", "slow", "--output", "out"]
     with (tmp_path / "shown").open("w") as shown:

@@ -178,7 +178,9 @@ def test_a_worker_killed_while_the_training_does_something_else():
 @pytest.mark.fault(
     "F54", injected="a worker that hangs", outcome="an error after loader.timeout_seconds with its sample"
 )
-def test_a_worker_that_hangs():
+def test_a_worker_that_hangs(monkeypatch):
+    # torch's own wait for a worker that ignores SIGTERM, which is killed after it.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     started = time.monotonic()
     with pytest.raises(LoadingError) as error:
         list(steps_of(Faulty("hang"), num_workers=2, timeout_seconds=5.0))

@@ -36,7 +36,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [
         *((s, 2, "auto") for s in (*DAILY, "zero3")),
         ("ddp", 3, "every"),
-        ("zero2", 2, "last"),
+        # That it reduces once is quick below, and its trajectory in test_foreign_models.py.
+        pytest.param("zero2", 2, "last", marks=pytest.mark.slow),
         pytest.param("hsdp", 4, "auto", marks=pytest.mark.slow),
         pytest.param("zero1", 2, "auto", marks=pytest.mark.slow),
         pytest.param("zero2", 2, "auto", marks=pytest.mark.slow),
@@ -61,7 +62,7 @@ def test_every_strategy_equals_one_process(
         ("fsdp2", "auto", 1),
         pytest.param("zero1", "auto", 1, marks=pytest.mark.slow),
         pytest.param("zero2", "auto", 4, marks=pytest.mark.slow),
-        ("zero3", "auto", 4),
+        pytest.param("zero3", "auto", 4, marks=pytest.mark.slow),
         ("zero2", "last", 1),
         pytest.param("zero3", "last", 1, marks=pytest.mark.slow),
         ("ddp", "every", 4),
@@ -83,7 +84,8 @@ def alone_and_frozen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     ("strategy", "sync"),
     [
         ("fsdp2", "auto"),
-        ("zero3", "auto"),
+        # A frozen block in ZeRO's groups is quick in test_foreign_models.py.
+        pytest.param("zero3", "auto", marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", "auto"), ("zero1", "auto"))),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("zero2", "auto"), ("zero2", "last"))),
     ],

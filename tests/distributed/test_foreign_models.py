@@ -24,8 +24,7 @@ STEPS = 12
 KINDS: list[Kind] = ["llama", "sd3", "resnet", "gpt", "unet", "t5", "bert"]
 STRATEGIES = ["single", "ddp", "fsdp2", "zero2", "zero3"]
 QUICK = {("resnet", "fsdp2"), ("llama", "zero2")}
-"""Statistics under sharding, and a frozen block in ZeRO's flat groups. A tied weight is every day in test_invariance.py
-and test_causal_lm.py."""
+"""Statistics under sharding, and a frozen block in ZeRO's flat groups. test_causal_lm.py has a tied weight."""
 RING = dict(zip(STRATEGIES, [*STRATEGIES[1:], STRATEGIES[0]], strict=True))
 FLAGS = "--micro_batch_size 6 --log.log_every 1 --log.progress_bar off --checkpoints.keep_last 0".split()
 
@@ -205,6 +204,7 @@ def test_a_base_in_half_precision_under_fp32_masters(
             assert torch.equal(tensor, base[name].bfloat16()), name
 
 
+@pytest.mark.slow  # another base is refused by name in tests/domains/images and tests/domains/language
 @pytest.mark.fault(
     "R7", injected="another base at a resume, or none", outcome="exit 2; both bases and the file are named"
 )
@@ -240,6 +240,7 @@ def test_what_cannot_be_obeyed_is_refused(flags: tuple[str, ...], says: str, tmp
     assert says in run.output
 
 
+@pytest.mark.slow  # tests/domains/language/test_adapted.py loads a base that is embedded
 def test_embedded_weights_stay_embedded(bases: Callable[[Kind], Path], tmp_path: Path) -> None:
     """Nothing says that the files of a base hold what an older checkpoint embeds."""
     flags = ("--base", str(bases("gpt")), "--max_steps")

@@ -53,7 +53,9 @@ def test_bf16_without_autocast_trains_the_same(
     assert together.losses() == pytest.approx(alone.losses(), rel=2e-2)
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+# Slow: tests/simulation has FSDP2 with checkpointing, tests/speed each mode, and test_invariance.py two processes.
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_blocks_within_blocks_are_sharded_and_checkpointed_selectively(precision: str, tmp_path: Path) -> None:
     """FSDP2 gathers the inner ones in the recomputation of the outer, other than in the forward."""
     tiny.save("sdxl", tmp_path / "base")

@@ -74,7 +74,7 @@ def test_weights_state_and_ema_are_those_of_the_closed_form_and_of_the_simulatio
 @pytest.mark.parametrize(
     "layout",
     [
-        # tests/simulation/test_exact.py counts both of a real run of stage 3 every day.
+        # tests/simulation counts both of a real run of stage 1 every day, and has the closed forms of stage 3.
         pytest.param(Layout("zero3", 2), marks=pytest.mark.slow),
         pytest.param(Layout("zero2_offload", 2), marks=pytest.mark.slow),
         pytest.param(Layout("zero1", 2), marks=pytest.mark.slow),  # stage 2 without its offload

@@ -36,5 +36,6 @@ def test_readers_go_on_until_the_step_is_saved(tmp_path: Path) -> None:
         child.wait(timeout=PATIENCE_SECONDS)
     said = (tmp_path / "log").read_text()
     assert "start the same command again to resume (exit code 75)" in said, said[-3000:]
+    assert said.count("(what follows is a report of torchrun: it can be ignored, this run has stopped as it was") == 1
     assert "LoadingError" not in said
     assert len(manifest.committed(run / "checkpoints")) == 1

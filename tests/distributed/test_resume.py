@@ -49,9 +49,9 @@ RING = {
 QUICK = {(Layout("fsdp2", 2), Layout("zero3", 2))}
 """Two strategies that both cut the state, each in its own way."""
 
-DAILY = {Layout("single", 1, "causal_lm")}
-"""Resumed on the same layout in the quick half. FSDP2 and ZeRO-2 are in test_foreign_models.py, and PDE's one process
-is in test_residual_stage.py."""
+# In one process each recipe resumes to the same bits every day: mmdit in test_feedback.py, PDE in
+# test_residual_stage.py, causal_lm in test_health.py and lora in test_lora_recipe.py. ZeRO-2 is in
+# test_foreign_models.py.
 
 
 def workers(number: int) -> tuple[str, ...]:
@@ -116,14 +116,12 @@ def assert_close(found: Finished, expected: Finished) -> None:
     assert found.losses() == pytest.approx(expected.losses(), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "F46", injected="resume in the middle of an epoch, five strategies", outcome="the same bits as an uninterrupted run"
 )
 @pytest.mark.fault("F48", injected="0 loader workers before, 2 after", outcome="the same bits as an uninterrupted run")
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(x, marks=() if x in DAILY else pytest.mark.slow, id=str(x)) for x in SAME],
-)
+@pytest.mark.parametrize("layout", SAME, ids=str)
 def test_one_interruption_on_the_same_layout(layout: Layout, whole: Whole, at_ten: Whole, tmp_path: Path) -> None:
     number = 2 if layout in LAYOUTS[:3] else 0
     resumed = resume(at_ten(layout), layout, tmp_path, *workers(number))

@@ -57,8 +57,8 @@ OF_PDE = (
     ("sdpa_flash", "off", PARTIAL, "zero3"),
     ("sdpa", "on", "none", "single"),  # minutes: each task and stage has shapes of its own
 )
-"""Each value of each option once or more. The first row in bf16 runs every day, and so do rows of the
-MMDiT with the same options and kernels; the others with -m slow."""
+"""Each value of each option once or more, with -m slow. Rows of the MMDiT in fp32 run every day, and so do the kernels
+in bf16 (tests/speed/test_attention_kernels.py)."""
 BF16_TOLERANCE = 1e-3
 """Of a loss, relative. Measured on a CPU over four of the rows: 1.3e-5 to 5.2e-5."""
 
@@ -161,16 +161,11 @@ def test_losses_are_those_of_the_plain_run(
         assert last["compile_recompilations"] <= codes * (shapes - 1)  # once for each length
 
 
-def rows(given: tuple[tuple[str, str, str, str], ...], quick: int) -> list[object]:
-    """Parameters, of which the first ``quick`` run every day."""
-    found: list[object] = []
-    for number, row in enumerate(given):
-        marks = () if number < quick else pytest.mark.slow
-        found.append(pytest.param(*row, marks=marks, id="-".join(row)))
-    return found
+def rows(given: tuple[tuple[str, str, str, str], ...]) -> list[object]:
+    return [pytest.param(*row, marks=pytest.mark.slow, id="-".join(row)) for row in given]
 
 
-@pytest.mark.parametrize(("attention", "compiled", "kept", "strategy"), rows(IN_BF16, quick=1))
+@pytest.mark.parametrize(("attention", "compiled", "kept", "strategy"), rows(IN_BF16))
 def test_losses_in_bf16_are_near_those_of_the_plain_run(
     attention: str, compiled: str, kept: str, strategy: str, reference_in_bf16: Finished, tmp_path: Path
 ) -> None:
@@ -182,7 +177,7 @@ def test_losses_in_bf16_are_near_those_of_the_plain_run(
     assert worst < BF16_TOLERANCE
 
 
-@pytest.mark.parametrize(("attention", "compiled", "kept", "strategy"), rows(OF_PDE, quick=0))
+@pytest.mark.parametrize(("attention", "compiled", "kept", "strategy"), rows(OF_PDE))
 def test_losses_of_pde_are_those_of_the_plain_run(
     attention: str, compiled: str, kept: str, strategy: str, reference_of_pde: Finished, tmp_path: Path
 ) -> None:

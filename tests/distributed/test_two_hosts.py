@@ -67,7 +67,7 @@ def test_two_hosts_follow_the_trajectory_of_one_process(hosts: tuple[str, str], 
     file = tmp_path / "multi_node.yaml"
     file.write_text((PRESETS / "multi_node.yaml").read_text().replace("num_processes: 16", "num_processes: 2"))
     tag = hosts[0].split("-")[1]
-    flags = ("--max_steps", "16")
+    flags = ("--max_steps", "4")
     started = [
         start(host, rank, f"{'va' if rank == 0 else 'vb'}{tag}", file, tmp_path / "run", *flags)
         for rank, host in enumerate(hosts)

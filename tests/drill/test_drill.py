@@ -135,6 +135,7 @@ def test_a_recipe_that_goes_on_after_the_request_fails(tmp_path: Path, capsys: p
     assert code == 1
 
 
+@pytest.mark.slow  # a run that resumes as another is found below
 def test_an_evaluation_that_changes_training_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A stop breaks the evaluation off before it changes anything, so the resumed run differs."""
     recipe = changed(tmp_path / "recipe", EVALUATES, planted="evaluation that leaves the model in eval mode")

@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 import venv
+from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,10 +49,16 @@ STDLIB_ONLY = (
 """What torch itself imports, and safetensors."""
 
 
-REST = pytest.param("operator with a residual", marks=pytest.mark.slow)  # one more layer of the operator's
+QUICK = {"text", "operator"}
+"""Pictures are of the model of texts, a residual is one more layer, and tests/domains/language/test_pipeline.py exports
+a language model every day."""
 
 
-@pytest.fixture(scope="module", params=[*(name for name in RUNS if name not in REST.values), REST])
+def kinds(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+@pytest.fixture(scope="module", params=kinds(RUNS, QUICK))
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("exported")
     assert cli._main(["export", str(RUNS[request.param](directory / "run")), str(directory / "out")]) == 0
@@ -112,14 +120,8 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.safetensors",
-        # All files are hashed in one place.
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("model.py", "config.json", "example.safetensors")),
-    ],
-)
+@pytest.mark.slow  # tests/domains/language/test_pipeline.py flips bits of an export every day
+@pytest.mark.parametrize("name", ["model.safetensors", "model.py", "config.json", "example.safetensors"])
 def test_a_flipped_bit_fails(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli._main(["export", str(field_run(tmp_path / "run")), str(tmp_path / "out")])
     capsys.readouterr()
@@ -128,6 +130,7 @@ def test_a_flipped_bit_fails(name: str, tmp_path: Path, capsys: pytest.CaptureFi
         proof._run(tmp_path / "out" / "verify.py")
 
 
+@pytest.mark.slow  # tests/domains/language/test_pipeline.py has other weights with the right hashes
 def test_other_outputs_fail_even_if_all_hashes_are_right(tmp_path: Path) -> None:
     out = tmp_path / "out"
     cli._main(["export", str(text_run(tmp_path / "run")), str(out)])
@@ -194,7 +197,7 @@ def test_a_fresh_environment_with_torch_and_safetensors_verifies(exported: Path,
 
 
 # Of a language model: tests/domains/language/test_pipeline.py.
-@pytest.mark.parametrize("kind", sorted(RUNS.keys() - {"language"}))
+@pytest.mark.parametrize("kind", kinds(sorted(RUNS.keys() - {"language"}), {*QUICK, "pictures"}))
 def test_the_examples_reach_every_weight(kind: str, tmp_path: Path) -> None:
     """A definition that was cut out wrongly shows in an output, wherever it is."""
     pipeline = accel_train.load(RUNS[kind](tmp_path / "run"))

@@ -53,11 +53,14 @@ PLACES = [
     ),
     pytest.param(
         "after_model_file",
-        marks=pytest.mark.fault(
-            "F2",
-            injected="SIGKILL after the weights, before the rest",
-            outcome="not committed; resumes from the previous checkpoint",
-        ),
+        marks=[
+            pytest.mark.slow,  # one file further than amid it
+            pytest.mark.fault(
+                "F2",
+                injected="SIGKILL after the weights, before the rest",
+                outcome="not committed; resumes from the previous checkpoint",
+            ),
+        ],
     ),
     pytest.param(
         "mid_file",
@@ -92,7 +95,7 @@ PLACES = [
         ),
     ),
 ]
-SYNC_EVERY_DAY = ("mid_file", "before_rename")
+SYNC_EVERY_DAY = ("mid_file",)
 
 
 def cases() -> list[Any]:
@@ -117,7 +120,8 @@ def test_one_process(trainers: Trainers, out: Path, whole: Path, failpoint: str,
 @pytest.mark.fault(
     "F6", injected="SIGKILL after the rename when two are kept", outcome="three remain; retention runs at the next save"
 )
-@QUICK_MODES
+@pytest.mark.slow  # one checkpoint more than after the rename, above, which leaves two
+@MODES
 def test_killed_before_retention_leaves_one_more(
     trainers: Trainers, out: Path, whole: Path, mode: tuple[str, ...]
 ) -> None:
@@ -197,9 +201,12 @@ def stopped_at(trainers: Trainers, out: Path, *steps: int, every: tuple[str, ...
         ),
         pytest.param(
             1,
-            marks=pytest.mark.fault(
-                "F46", injected="stop after the first step", outcome="the same bits as an uninterrupted run"
-            ),
+            marks=[
+                pytest.mark.slow,  # a checkpoint of step 0 and one of step 2 are below
+                pytest.mark.fault(
+                    "F46", injected="stop after the first step", outcome="the same bits as an uninterrupted run"
+                ),
+            ],
         ),
     ],
 )
@@ -261,6 +268,7 @@ def test_three_interruptions_in_one_epoch(trainers: Trainers, out: Path, whole: 
     same_run(out, whole)
 
 
+@pytest.mark.slow  # three interruptions are quick above, and so is a SIGKILL of two processes
 @pytest.mark.fault(
     "F47", injected="three SIGKILLs in one epoch, 2 processes", outcome="the same bits as an uninterrupted run"
 )

@@ -68,9 +68,14 @@ def replace_text(path: Path, before: str, after: str) -> None:
         pytest.param(
             lambda p: (p / "ema.safetensors").write_bytes(b""),
             "ema.safetensors has 0 bytes, the manifest says",
-            marks=pytest.mark.fault(
-                "F32", injected="a file emptied (power loss)", outcome="reported; falls back to the previous checkpoint"
-            ),
+            marks=[
+                pytest.mark.slow,  # cut shorter than above
+                pytest.mark.fault(
+                    "F32",
+                    injected="a file emptied (power loss)",
+                    outcome="reported; falls back to the previous checkpoint",
+                ),
+            ],
             id="emptied",
         ),
         pytest.param(
@@ -86,11 +91,14 @@ def replace_text(path: Path, before: str, after: str) -> None:
         pytest.param(
             lambda p: damage(p / "optimizer" / "exp_avg.safetensors", flip=True),
             "optimizer/exp_avg.safetensors has changed since it was written",
-            marks=pytest.mark.fault(
-                "F34",
-                injected="one bit of the optimizer flipped",
-                outcome="reported; falls back to the previous checkpoint",
-            ),
+            marks=[
+                pytest.mark.slow,  # hashed as the weights are
+                pytest.mark.fault(
+                    "F34",
+                    injected="one bit of the optimizer flipped",
+                    outcome="reported; falls back to the previous checkpoint",
+                ),
+            ],
             id="optimizer",
         ),
         pytest.param(
@@ -225,7 +233,7 @@ restore.load_initial_weights = load
 @pytest.mark.fault(
     "F37", injected="every checkpoint damaged", outcome="exit 1 with each reason; never restarts from step 0"
 )
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])  # one process decides for all
 def test_all_checkpoints_damaged(trainers: Trainers, half: Path, ranks: int) -> None:
     before = losses(half)
     damage(half / "checkpoints" / "checkpoint_00000005" / "ema.safetensors", flip=True)
@@ -253,11 +261,14 @@ def test_all_checkpoints_damaged(trainers: Trainers, half: Path, ranks: int) -> 
         ),
         pytest.param(
             "raise RuntimeError('the user cannot load this')",
-            marks=pytest.mark.fault(
-                "F38",
-                injected="3 starts that raise while loading",
-                outcome="set aside as .bad; falls back to the previous checkpoint",
-            ),
+            marks=[
+                pytest.mark.slow,  # as killed
+                pytest.mark.fault(
+                    "F38",
+                    injected="3 starts that raise while loading",
+                    outcome="set aside as .bad; falls back to the previous checkpoint",
+                ),
+            ],
         ),
     ],
 )

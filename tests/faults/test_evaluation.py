@@ -196,7 +196,7 @@ def test_a_call_that_the_loop_forgets_is_named(trainers: Trainers, out: Path, ca
     assert f"step 1: {says}" in run.output()
 
 
-@pytest.mark.parametrize(("ranks", "save_every"), [(1, "10"), (2, "5")])
+@pytest.mark.parametrize(("ranks", "save_every"), [pytest.param(1, "10", marks=pytest.mark.slow), (2, "5")])
 def test_a_best_metric_that_the_first_evaluation_lacks_ends_the_run_with_its_step_saved(
     trainers: Trainers, out: Path, ranks: int, save_every: str
 ) -> None:
@@ -214,7 +214,7 @@ def test_a_best_metric_that_the_first_evaluation_lacks_ends_the_run_with_its_ste
     assert checkpoints(out) == [10, 20]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])  # one is the easier case
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])  # two end together above
 def test_a_best_metric_that_an_evaluation_before_the_first_step_lacks_saves_nothing(
     trainers: Trainers, out: Path, ranks: int
 ) -> None:

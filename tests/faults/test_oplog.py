@@ -125,7 +125,10 @@ trainer.main = main
 """
 
 
-@pytest.fixture(scope="module", params=["true", "false"], ids=["async", "sync"])
+# Slow: the same code writes in either mode, and a process is killed in both every day.
+@pytest.fixture(
+    scope="module", params=[pytest.param("true", id="async"), pytest.param("false", id="sync", marks=pytest.mark.slow)]
+)
 def log(trainers: Trainers, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A run with retention, killed amid a deletion, damaged and resumed, and a run that starts from its copy."""
     folder = tmp_path_factory.mktemp("oplog")

@@ -24,6 +24,7 @@ from accel_train.experiment_options import ExperimentConfig
 from accel_train.metrics.records import read_metrics
 from accel_train.opened import double_micro_batch
 from accel_train.options.loading import load_config
+from accel_train.runtime.exiting import StartAgain
 from accel_train.speed import out_of_memory
 from accel_train.store import commit, failpoints, manifest
 from accel_train.store.names import MICRO_BATCH_FILE
@@ -182,6 +183,7 @@ def test_after_a_save_it_goes_on_from_there(tmp_path: Path, with_four: Path, pla
     assert out_of_memory.recorded(directory, 12) is None
 
 
+@pytest.mark.slow  # two processes grow again below
 @pytest.mark.fault("F51", injected="out of memory for a few steps only", outcome="doubled again at a save")
 def test_it_grows_again_where_there_is_room(tmp_path: Path, with_four: Path) -> None:
     directory = tmp_path / "run"
@@ -195,7 +197,7 @@ def test_it_grows_again_where_there_is_room(tmp_path: Path, with_four: Path) -> 
     assert done.stdout.count("8 instead of 16, because step 3 ran out of memory") == 2
 
 
-@pytest.mark.slow  # the test above grows once
+@pytest.mark.slow  # two processes grow once below
 def test_it_does_not_grow_again_and_again(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     flags = ("--regrow_after", "2", "--max_steps", "14", "--checkpoints.save_every", "2")
@@ -206,6 +208,7 @@ def test_it_does_not_grow_again_and_again(tmp_path: Path) -> None:
     assert [(step, size) for step, size, *_ in ran_out(directory)] == [(6, 16), (6, 8), (9, 8)]
 
 
+@pytest.mark.slow  # of the function that would let it grow, below
 def test_it_does_not_grow_where_nothing_was_saved(tmp_path: Path) -> None:
     """The next start would train the same steps again, out of an older checkpoint or from the beginning."""
     directory = tmp_path / "run"
@@ -217,6 +220,7 @@ def test_it_does_not_grow_where_nothing_was_saved(tmp_path: Path) -> None:
     assert sizes_of_starts(directory) == [16, 8, 4]
 
 
+@pytest.mark.slow  # of the function that would let it grow, below
 def test_it_does_not_grow_beyond_a_whole_step(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     flags = ("--regrow_after", "1", "--micro_batch_size", "64", "--checkpoints.save_every", "1")
@@ -226,25 +230,52 @@ def test_it_does_not_grow_beyond_a_whole_step(tmp_path: Path) -> None:
     assert sizes_of_starts(directory) == [64, 8, 16]
 
 
+def opened_with_half(directory: Path, accelerator: Accelerator) -> Any:
+    """What a run of 8 steps has open, in whose first step 16 samples fitted in place of 64."""
+
+    @dataclass(frozen=True)
+    class Config(ExperimentConfig):
+        max_steps: int | None = 8
+        output_dir: str = str(directory)
+        micro_batch_size: int = 64
+        regrow_after: int = 3
+
+    for size in (64, 32):
+        out_of_memory.record_half(directory, 64, size, 1)
+    return SimpleNamespace(
+        config=Config(),
+        accelerator=accelerator,
+        max_steps=8,
+        share_of=lambda size: size,
+        batch_size=lambda _: 64,
+        run=SimpleNamespace(directory=directory),
+    )
+
+
+def test_it_grows_after_a_save_and_up_to_a_whole_step(tmp_path: Path, accelerator: Accelerator) -> None:
+    opened = opened_with_half(tmp_path, accelerator)
+    double_micro_batch(opened, 3, lambda _: True)  # too early
+    double_micro_batch(opened, 8, lambda _: True)  # the last step
+    # The next start would go on from an older checkpoint.
+    double_micro_batch(opened, 4, lambda _: False)
+    opened.batch_size = lambda _: 16  # all of a step: 32 would be the same
+    double_micro_batch(opened, 4, lambda _: True)
+    assert out_of_memory.recorded(tmp_path, 64) == (64, 16, 1, 0, 1)
+    opened.batch_size = lambda _: 64
+    with pytest.raises(StartAgain, match="3 steps have had room with micro_batch_size 16; the next start continues"):
+        double_micro_batch(opened, 4, lambda _: True)
+    # The next try would come twice as many steps later.
+    assert out_of_memory.recorded(tmp_path, 64) == (64, 32, 1, 1, 4)
+
+
 def test_a_record_that_cannot_be_written_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, accelerator: Accelerator
 ) -> None:
     def fails(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    @dataclass(frozen=True)
-    class Config(ExperimentConfig):
-        max_steps: int | None = 8
-        output_dir: str = str(tmp_path)
-        regrow_after: int = 1
-
-    out_of_memory.record_half(tmp_path, 64, 64, 1)
+    opened = opened_with_half(tmp_path, accelerator)
     monkeypatch.setattr(out_of_memory, "record_double", fails)
-    config = Config()
-    opened: Any = SimpleNamespace(
-        config=config, accelerator=accelerator, max_steps=8, share_of=lambda size: size, batch_size=lambda _: 64
-    )
-    opened.run = SimpleNamespace(directory=tmp_path)
     double_micro_batch(opened, 4, lambda _: True)
     assert "the larger micro-batch could not be recorded" in caplog.text
 
@@ -306,6 +337,7 @@ def test_overwrite_is_obeyed_once(tmp_path: Path, with_four: Path) -> None:
     assert not (directory / MICRO_BATCH_FILE).exists()
 
 
+@pytest.mark.slow  # the first test of this file starts again as well; here, that --resume never is obeyed once
 def test_a_used_directory_is_refused_once(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     done = run(directory, "--resume", "never", ROOM="8", ROOM_FROM="5")
@@ -315,7 +347,7 @@ def test_a_used_directory_is_refused_once(tmp_path: Path) -> None:
 
 @pytest.mark.fault("F51", injected="out of memory with one sample", outcome="exit code 1, with other means")
 def test_one_sample_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
-    done = run(tmp_path / "run", "--micro_batch_size", "2", ROOM="0")
+    done = run(tmp_path / "run", "--micro_batch_size", "1", ROOM="0")
     assert done.returncode == 1
     assert (
         "step 1 ran out of memory with a micro-batch of one sample: use --activation_checkpointing.mode" in done.stdout
@@ -359,9 +391,8 @@ INJECTED = "out of memory in an evaluation between two steps, one and two proces
 
 
 @pytest.mark.fault("F51", injected=INJECTED, outcome="with a smaller evaluation batch the same weights and figures")
-@pytest.mark.parametrize(
-    "strategy", ["single", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp2", "zero2"))]
-)
+@pytest.mark.slow  # that it ends with its step saved is tested above, and the next start is a resume as any other
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "zero2"])
 def test_with_a_smaller_evaluation_the_run_goes_on(tmp_path: Path, with_four: Path, strategy: str) -> None:
     directory = tmp_path / "run"
     several = () if strategy == "single" else launcher(tmp_path, strategy)
@@ -436,9 +467,10 @@ def test_the_save_of_a_stopped_evaluation_is_a_save(tmp_path: Path) -> None:
     assert [step for step, _ in manifest.committed(directory / "checkpoints")] == [3]
 
 
+@pytest.mark.slow  # the save of one process is quick, and so is a step of one of two
 @pytest.mark.distributed
 @pytest.mark.fault("F52", injected="out of memory during a save on one rank of two", outcome="exit code 1; no halving")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
 def test_a_save_of_one_of_two_processes(tmp_path: Path, with_four: Path, strategy: str) -> None:
     """Under FSDP2 the other process waits for what it would have sent."""
     directory = tmp_path / "run"
@@ -487,10 +519,11 @@ def test_one_of_two_processes(tmp_path: Path, with_four: Path, strategy: str, pl
     assert_same_run(directory, with_four)
 
 
+@pytest.mark.slow  # one of two is quick, and each process records the same
 @pytest.mark.distributed
 @pytest.mark.fault("F52", injected="out of memory on all ranks, in one step", outcome="one half, started again once")
-@pytest.mark.parametrize("place", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
 def test_all_processes_at_once(tmp_path: Path, with_four: Path, strategy: str, place: str) -> None:
     directory = tmp_path / "run"
     done = run(directory, launcher=launcher(tmp_path, strategy), ROOM="4", ROOM_FROM="5", ROOM_IN=place)

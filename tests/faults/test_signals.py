@@ -175,6 +175,7 @@ def test_a_signal_to_our_launcher(
     resumes(trainers, out, whole_of_two, 2)
 
 
+@pytest.mark.slow  # so are readers of data stopped every day (tests/distributed/test_preemption.py)
 @pytest.mark.fault(
     "F11", injected="SIGTERM to torchrun, 2 processes", outcome="one save; torchrun exits with 1, our message says 75"
 )
@@ -191,6 +192,7 @@ def test_sigterm_to_torchrun(trainers: Trainers, out: Path, whole_of_two: Path, 
     resumes(trainers, out, whole_of_two, 2)
 
 
+@pytest.mark.slow  # a launcher that dies and tells nothing is quick in tests/runtime
 @pytest.mark.fault("F12", injected="SIGTERM to accelerate launch, 1 process", outcome="saved; no orphan process")
 def test_sigterm_to_accelerate_launch(trainers: Trainers, out: Path, whole: Path, launched: list[Launched]) -> None:
     process = begin(launched, out, ACCELERATE)
@@ -367,6 +369,7 @@ def test_the_users_exception(trainers: Trainers, out: Path, whole: Path) -> None
     resumes(trainers, out, whole, 1)
 
 
+@pytest.mark.slow  # on rank 0 it is quick below, and on rank 1 in an evaluation (test_evaluation.py)
 @pytest.mark.fault(
     "F19", injected="an exception on rank 1 alone", outcome="rank 0 stops at once; the error of rank 1 is shown"
 )

@@ -25,7 +25,7 @@ LARGE = ("--hidden", "2048")
 CONTINUE = ("--checkpoints.on_error", "continue")
 SYNC = ("--checkpoints.asynchronous", "false")
 QUICK_MODES = [pytest.param((), id="async"), pytest.param(SYNC, id="sync", marks=pytest.mark.slow)]
-"""The same code writes in either mode, and a disk is full in both where training goes on."""
+"""The same code writes in either mode: one process is killed in both, in test_crash.py."""
 Disk = Callable[..., None]
 
 
@@ -99,7 +99,7 @@ def test_full_at_the_weights(trainers: Trainers, out: Path, disk: Disk, mode: tu
     injected="disk full at the weights, on_error: continue",
     outcome="a warning; training continues; a failed last save exits with 1",
 )
-@pytest.mark.parametrize("mode", [(), SYNC], ids=["async", "sync"])
+@pytest.mark.parametrize("mode", QUICK_MODES)
 def test_full_and_training_goes_on(trainers: Trainers, out: Path, disk: Disk, mode: tuple[str, ...]) -> None:
     disk("size=5m")
     run = trainers.run(out, *EVERY, *LARGE, *CONTINUE, *mode)
@@ -112,6 +112,7 @@ def test_full_and_training_goes_on(trainers: Trainers, out: Path, disk: Disk, mo
     assert debris(out) == []
 
 
+@pytest.mark.slow  # a full disk is quick at the weights, and a manifest that cannot be flushed below
 @pytest.mark.fault(
     "F22", injected="disk full at the manifest", outcome="as at the weights; what was written is deleted"
 )
@@ -331,7 +332,14 @@ def test_rename_fails(trainers: Trainers, out: Path, tmp_path: Path) -> None:
 
 @pytest.mark.fault("F31", injected="fsync fails (EIO) on a file or directory", outcome="a failed save, never a success")
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "trainer_state.json", "manifest.json", "optimizer", "checkpoints"]
+    "name",
+    [
+        "model.safetensors",
+        pytest.param("trainer_state.json", marks=pytest.mark.slow),  # a file as the weights
+        "manifest.json",
+        pytest.param("optimizer", marks=pytest.mark.slow),  # a directory as the next one, before the rename
+        "checkpoints",
+    ],
 )
 def test_fsync_fails(trainers: Trainers, out: Path, tmp_path: Path, name: str) -> None:
     code = f"""

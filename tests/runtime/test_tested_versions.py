@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,13 @@ DOCUMENTED = {"_current_frames", "_exit", "_asdict", "_make", "_replace", "_no_s
 """Of sys and os, and of named tuples; what transformers asks of a model."""
 
 
-def trees() -> list[ast.Module]:
-    return [ast.parse(path.read_text()) for path in FILES]
+@cache
+def nodes() -> list[ast.AST]:
+    return [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+
+
+def is_called(node: ast.Call, *names: str) -> bool:
+    return isinstance(node.func, ast.Name) and node.func.id in names
 
 
 def is_private(name: str) -> bool:
@@ -31,7 +37,7 @@ def is_private(name: str) -> bool:
 def own_names() -> set[str]:
     """Private names that the library gives to things of its own."""
     found: set[str] = set()
-    for node in (node for tree in trees() for node in ast.walk(tree)):
+    for node in nodes():
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -44,14 +50,14 @@ def own_names() -> set[str]:
 def foreign_names() -> set[str]:
     """Private attributes and imports in the library that are not its own, by their last part."""
     found: set[str] = set()
-    for node in (node for tree in trees() for node in ast.walk(tree)):
+    for node in nodes():
         if isinstance(node, ast.Attribute):
             found.add(node.attr)
         elif isinstance(node, ast.ImportFrom):
             found.update(alias.name for alias in node.names)
             if any(map(is_private, str(node.module).split("."))):
                 found.update(f"_{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        elif isinstance(node, ast.Call) and is_called(node, "getattr", "hasattr", "setattr"):
             found.update(str(word.value) for word in node.args[1:2] if isinstance(word, ast.Constant))
     return {name for name in found if is_private(name)} - own_names() - DOCUMENTED
 

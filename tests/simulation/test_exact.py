@@ -21,11 +21,13 @@ ADAPTERS = ("--lora.rank", "4")
 UNPACKED = ("--data.packing", "false")
 
 DAILY = [
+    (Layout("fsdp2", 2), (*RAGGED, *FULL)),
+    (Layout("zero1", 2), NO_EMA),
+]
+WEEKLY = [
     (Layout("ddp", 2), (*RAGGED, *FULL)),
     (Layout("fsdp2", 2), RAGGED),
     (Layout("zero3", 2), (*RAGGED, *BF16)),
-]
-WEEKLY = [
     (Layout("single", 1), ()),
     (Layout("single", 1), (*RAGGED, *FULL)),
     (Layout("single", 1), (*BF16, *NO_EMA)),
@@ -47,7 +49,6 @@ WEEKLY = [
     (Layout("fsdp2", 2, "pde"), FULL),
     (Layout("fsdp2", 2, "causal_lm"), FULL),
     (Layout("zero1", 2), (*RAGGED, *BF16)),
-    (Layout("zero1", 2), NO_EMA),
     (Layout("zero2", 2), (*RAGGED, *FULL)),
     (Layout("zero2", 4), BF16),
     (Layout("zero2", 2), (*RAGGED, "--sync", "last")),
@@ -69,7 +70,8 @@ WEEKLY = [
 ]
 
 
-# Slow: the two of every day contain everything that is own code here; these cover options of torch's strategies.
+# Slow: the two of every day contain everything that is own code here; these cover options of torch's strategies, and
+# closed forms of each strategy are compared every day (test_closed_forms.py).
 @pytest.mark.parametrize(
     ("layout", "flags"), [*DAILY, *(pytest.param(*case, marks=pytest.mark.slow) for case in WEEKLY)], ids=str
 )

@@ -35,7 +35,7 @@ def test_a_checkpoint_has_the_bytes_of_the_simulated_snapshots(
     layout: Layout, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     found = counted(layout, tmp_path, *flags)
-    run_recipe(layout, tmp_path / "run", "--max_steps", "16", *flags)
+    run_recipe(layout, tmp_path / "run", "--max_steps", "2", *flags)
     checkpoint = max((tmp_path / "run" / "checkpoints").iterdir())
     files = json.loads((checkpoint / "manifest.json").read_text())["files"]
     # What a recipe writes beside them, such as adapters in the format of other tools, is none of the state.

@@ -105,9 +105,11 @@ KERNELS: dict[str, Callable[[], Attention]] = {
     "packed": lambda: Attention("packed", packed_kernel(sdpa, segments), pack_mask),
 }
 COMPILED = zip(("sdpa", "packed", "sdpa", "sdpa_math", "sdpa_flash", "packed"), MODES, strict=True)
+QUICK = {"full", PARTIAL}
+"""Compiled in seconds: one graph with everything checkpointed, and two with a part of the blocks."""
 PAIRS = [  # every pair of a kernel and a mode; compiled, each value of both, because it takes seconds
     *((kernel, mode, False) for kernel in KERNELS for mode in MODES),
-    *((kernel, mode, True) for kernel, mode in COMPILED),
+    *(pytest.param(kernel, mode, True, marks=() if mode in QUICK else pytest.mark.slow) for kernel, mode in COMPILED),
 ]
 
 

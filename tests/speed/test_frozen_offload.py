@@ -210,7 +210,17 @@ def test_a_weight_of_two_blocks_stays_on_the_device() -> None:
 @pytest.mark.parametrize(
     ("name", "precision"),
     # Of the other dtypes a UNet and a transformer.
-    [*((name, "fp32") for name in tiny.PIPELINES), ("sd1", "bf16"), ("flux", "bf16"), ("sd1", "fp8"), ("flux", "fp8")],
+    [
+        *(
+            # As sd1 a UNet, and the largest.
+            pytest.param(name, "fp32", marks=pytest.mark.slow if name == "sdxl" else ())
+            for name in tiny.PIPELINES
+        ),
+        ("sd1", "bf16"),
+        ("flux", "bf16"),
+        ("sd1", "fp8"),
+        ("flux", "fp8"),
+    ],
 )
 def test_denoisers_of_diffusers(name: str, precision: Any, tmp_path: Path) -> None:
     pytest.importorskip("peft")

@@ -67,6 +67,7 @@ def test_every_preset_trains(
     assert untrained == WITHOUT_EFFECT["sd3"]
 
 
+@pytest.mark.slow  # a base in nf4 and int8 trains above, and one in float8 is used in tests/domains/language
 def test_a_base_in_float8_trains(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert train(made, "lora_tune", run, "--lora.base_precision", "fp8") == 0

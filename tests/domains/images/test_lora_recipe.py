@@ -175,6 +175,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow  # test_scanning.py leaves out a run's own folders
 def test_a_run_below_its_pictures_does_not_learn_its_own_report(made: Path, tmp_path: Path) -> None:
     photos = pictures(tmp_path / "photos")
     flags = ("--data.path", str(photos), "--data.default_caption", "a curve")

@@ -22,6 +22,7 @@ def test_optional_packages_are_not_named_and_errors_are(name: str, caplog: pytes
     assert logger.getEffectiveLevel() == level
 
 
+@pytest.mark.slow  # the import of diffusers; each logger that it would write by is silenced above
 def test_an_import_of_diffusers_writes_nothing() -> None:
     code = """
 import logging

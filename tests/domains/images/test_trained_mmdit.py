@@ -66,8 +66,11 @@ def conditioning(base: MMDiTBase, captions: list[str]) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def latent_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_on_latents(tmp_path_factory.mktemp("latent"))
+
+
+def run_on_latents(folder: Path) -> Path:
     """A run on the latents of an autoencoder: 12 channels, half the sides, patches of 2 x 2."""
-    folder = tmp_path_factory.mktemp("latent")
     torch.manual_seed(5)
     tiny.vae(12).save_pretrained(folder / "vae")
     return picture_run(folder / "run", vae=load_vae(str(folder / "vae"), None, "vae").reference)
@@ -103,17 +106,22 @@ def test_a_base_on_latents_has_the_autoencoder_of_its_training(latent_run: Path,
     assert (found - levels).abs().max() < 0.6
 
 
+def test_another_autoencoder_than_that_of_the_training_is_refused(tmp_path: Path) -> None:
+    """Other weights under the same name."""
+    run = run_on_latents(tmp_path)
+    torch.manual_seed(6)
+    tiny.vae(12).save_pretrained(tmp_path / "vae")
+    with pytest.raises(UsageError, match="the model was trained on latents of"):
+        base_of(run).components(CPU)
+
+
+@pytest.mark.slow  # the tests below train adapters on a base on pixels, and the one above reads that on latents
 def test_adapters_on_a_base_on_latents(latent_run: Path, tmp_path: Path) -> None:
     recipe: Any = import_recipe(find_recipe("lora"))
     options = settings(tmp_path, latent_run)
     assert recipe.main([*options, "--output_dir", str(tmp_path / "tuned")]) == 0
     tuned: Any = accel_train.load(tmp_path / "tuned")
     assert tuned(PROMPTS[0], seed=1).size == (8, 8)
-    # Other weights under the same name are another autoencoder.
-    torch.manual_seed(6)
-    tiny.vae(12).save_pretrained(latent_run.parent / "vae")
-    with pytest.raises(UsageError, match="the model was trained on latents of"):
-        base_of(latent_run).components(CPU)
 
 
 def test_captions_have_the_tokens_of_training(run: Path) -> None:
@@ -405,6 +413,7 @@ def test_the_report_has_pictures_before_and_after(trained: Path) -> None:
         assert grid.height > 3 * 96
 
 
+@pytest.mark.slow  # another base is refused in test_base_definition.py and in tests/domains/language/test_adapted.py
 def test_load_refuses_another_base(trained: Path, tmp_path: Path) -> None:
     base = picture_run(tmp_path / "base")
     mine = train(tmp_path, base, "mine", "--max_steps", "2", "--evaluation.heldout_prompts", "0")

@@ -148,7 +148,10 @@ def test_the_command_chooses_by_name(
 
 
 # ---------------------------------------------------------------------------------------------------------- exporting
-@pytest.mark.parametrize("variant", ["lora", "dora", pytest.param("rslora", marks=pytest.mark.slow)])  # a factor
+# Slow: a factor, and a norm that the first test of this file has.
+@pytest.mark.parametrize(
+    "variant", ["lora", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dora", "rslora"))]
+)
 def test_a_merged_export_is_a_model_of_transformers(variant: Any, base: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -167,11 +170,14 @@ def test_a_merged_export_is_a_model_of_transformers(variant: Any, base: Path, tm
     assert described["sampler"] == {"temperature": 1.0}
 
 
-def test_a_merged_export_has_the_precision_asked_for(run: Path, tmp_path: Path) -> None:
-    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        out = tmp_path / precision
-        assert cli._main(["export", str(run), str(out), "--merged", "--precision", precision]) == 0
-        assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {dtype}
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), pytest.param("fp16", torch.float16, marks=pytest.mark.slow)]
+)
+def test_a_merged_export_has_the_precision_asked_for(
+    precision: str, dtype: torch.dtype, run: Path, tmp_path: Path
+) -> None:
+    assert cli._main(["export", str(run), str(tmp_path / "out"), "--merged", "--precision", precision]) == 0
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
 
 
 def test_merging_needs_adapters(tmp_path: Path) -> None:

@@ -52,8 +52,7 @@ def edit(base: Path, **values: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps of each kind."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("begun")
     tiny.save(folder / "base")
     (folder / "texts.txt").write_text("\n\n".join(f"{n} {text}" for n in range(12) for text in tiny.TEXTS))
@@ -64,7 +63,19 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "optimizer: {lr: 1e-2}\nschedule: {kind: constant, warmup_steps: 0}\n"
         "evaluation: {samples: 2, shown: 1, max_new_tokens: 2}\ncheckpoints: {keep_last: 0}\n"
     )
-    for kind in KINDS:
+    return folder
+
+
+@pytest.fixture
+def kind() -> str:
+    """Tests that do not ask for another are of adapters."""
+    return "adapters"
+
+
+@pytest.fixture
+def begun(folder: Path, kind: str) -> Path:
+    """A run of two steps of the kind, trained once."""
+    if not (folder / kind).exists():
         train(folder, kind, 2)
     return folder
 
@@ -77,8 +88,17 @@ def base(begun: Path) -> Iterator[Path]:
     (begun / "base" / "config.json").write_text(content)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CHANGES)
+def changes() -> list[Any]:
+    """Each option of the config with a whole model, and one of them with adapters. Slow: the same comparison."""
+    quick = {*((name, "whole") for name in CHANGES), ("rms_norm_eps", "adapters")}
+    return [
+        pytest.param(name, kind, marks=() if (name, kind) in quick else pytest.mark.slow)
+        for name in CHANGES
+        for kind in KINDS
+    ]
+
+
+@pytest.mark.parametrize(("name", "kind"), changes())
 def test_a_changed_config_is_refused_with_both_values(name: str, kind: str, begun: Path, base: Path) -> None:
     before = json.loads((base / "config.json").read_text())[name]
     edit(base, **{name: CHANGES[name]})

@@ -251,6 +251,7 @@ def test_changed_data_go_on_with_the_scale_of_the_checkpoint_and_the_ledger_tell
     assert re.search(r"--data\.changed allow: .*ledger\.json cannot be read .*--allow data_fingerprint", said)
 
 
+@pytest.mark.slow  # of a recipe tests/test_changed_data.py shows it, and of shards the test above the ledger
 @pytest.mark.fault("R8", injected="rows changed between starts", outcome="exit 2; --data.changed allow continues")
 def test_the_recipe_goes_on_with_changed_data_only_if_allowed(tmp_path: Path) -> None:
     shards(tmp_path / "data")
