@@ -114,7 +114,7 @@ def main(argv):
     if config.ends == "crash later" and out.parent.name == "round_2":
         raise RuntimeError("no room left")
     if config.ends == "interrupted later" and out.parent.name == "round_2":
-        os.kill(os.getppid(), 15)
+        os.kill(int(os.environ["COMPARING"]), 15)
         time.sleep(1800)
     if config.ends == "hang":
         (out / "pid").write_text(str(os.getpid()))
@@ -541,8 +541,9 @@ def test_a_gate_on_what_the_recipe_does_not_declare_is_refused_as_the_first_run_
     [("crash_later", r"error: the run ended with.*no room left"), ("interrupted_later", r"inter.*TERM")],
 )
 def test_the_rounds_before_an_end_are_kept(
-    ends: str, says: str, recipe: str, capsys: pytest.CaptureFixture[str]
+    ends: str, says: str, recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COMPARING", str(os.getpid()))
     code, result = call(recipe, "slow", ends, "--rounds", "3", "--gate", "speedup>=0.5")
     shown = capsys.readouterr()
     assert code == 1
