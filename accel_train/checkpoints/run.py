@@ -183,12 +183,18 @@ def earlier_assets(options: RunOptions) -> Path | None:
     """Return the folder ``assets`` of the newest checkpoint in ``output_dir``, else in the run that ``resume`` names.
 
     ``resume`` may name a checkpoint itself. None for a run without one, and for a checkpoint on the Hub, which comes
-    later.
+    later: ``UsageError`` with ``data.changed`` set to ``allow``, which asks for what it holds.
     """
     saved = [path / "assets" for path in _earlier_checkpoints(options) if (path / "assets").is_dir()]
-    if not saved:
-        return None
-    return saved[-1]
+    if saved:
+        return saved[-1]
+    if options.resume.startswith("hub:") and options.experiment.get("data.changed") == "allow":
+        raise UsageError(
+            f"--data.changed allow with --resume {options.resume}: the data that the run has seen so far are required "
+            "while the new ones are read, and a checkpoint on the Hub comes later; download it first (hf download "
+            "ORG/NAME --revision step-... --local-dir FOLDER) and give --resume FOLDER"
+        )
+    return None
 
 
 def pinned(base: Options, options: RunOptions) -> Options:

@@ -22,7 +22,7 @@ from accel_train.checkpoints import opening
 from accel_train.checkpoints.fetch import CheckpointsUnusableError
 from accel_train.checkpoints.opening import open_run
 from accel_train.checkpoints.policy import RunOptions
-from accel_train.checkpoints.run import Run
+from accel_train.checkpoints.run import Run, earlier_assets
 from accel_train.commands.places import find_place
 from accel_train.config import UsageError
 from accel_train.experiment_options import FREE_TO_CHANGE
@@ -62,6 +62,17 @@ def options_of(config: Config) -> RunOptions:
         evaluate_only=getattr(config, "evaluate_only", False),
         init_from=getattr(config, "init_from", None),
     )
+
+
+def test_changed_data_and_a_checkpoint_of_the_hub_are_refused(tmp_path: Path) -> None:
+    options = options_of(Config(str(tmp_path), resume="hub:me/it@5"))
+    assert earlier_assets(options) is None
+    changed = replace(options, experiment=options.experiment | {"data.changed": "allow"})
+    with pytest.raises(UsageError, match=r"--data.changed allow with --resume hub:me/it@5: .*--local-dir FOLDER"):
+        earlier_assets(changed)
+    # The run in the directory goes on from its own.
+    (tmp_path / "checkpoints" / "checkpoint_00000005" / "assets").mkdir(parents=True)
+    assert earlier_assets(changed) == tmp_path / "checkpoints" / "checkpoint_00000005" / "assets"
 
 
 def start(
