@@ -6,40 +6,32 @@ same in all of them. If they are not, the comparison is refused.
 
 from __future__ import annotations
 
-import itertools
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from accel_train.commands.bundled import find_recipe
 from accel_train.compare import report
 from accel_train.compare.figures import Observations, effects, observations, window_of
 from accel_train.compare.request import Request
+from accel_train.compare.rounds import EQUAL, Rounds, Runner
 from accel_train.compare.runs import (
     InterruptedRunError,
     Options,
-    Run,
     RunFailedError,
     Variant,
     read_config,
-    read_run,
-    run_once,
     stop_signals_raise,
 )
 from accel_train.config import UsageError, expand_path, refuse_unwritable
 from accel_train.metrics.gates import Decision, Gate, decide, gate_values, read_gate
-from accel_train.metrics.progress import format_seconds
 from accel_train.options.flags import nearest_option
 from accel_train.wording import did_you_mean
 
-# Options that must be the same in every variant, except for the varied one.
-EQUAL = ("seed", "global_batch_size", "max_steps", "max_epochs")
 # Exclusive options: a recipe takes one and requires None for the other.
 EXCLUSIVE = ("max_steps", "max_epochs")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # also the limit on variants
@@ -74,18 +66,19 @@ def _compare(request: Request, gates: Sequence[Gate]) -> int:
     output = _open_output(request)
     plan = report.Plan(request.recipe, variants, key, request.rounds, request.tolerance)
     print("\n".join(report.header(plan, output)), flush=True)
-    rounds = _Runner(request, recipe, output).run_rounds(variants, key, gates)
-    result = _result(replace(plan, rounds=len(rounds)), gates, rounds)
+    rounds = Runner(request, recipe, output).run_rounds(variants, key, gates)
+    result = _result(replace(plan, rounds=len(rounds.runs)), gates, rounds)
+    rounds.print_end()
     print("\n".join(report.text(result)), flush=True)
     for path in report.write(result, output):
         print(f"written: {path}", flush=True)
     failed = any(decision.verdict == "FAILED" for decisions in result.decisions for decision in decisions)
-    return 1 if failed or len(rounds) < plan.rounds else 0
+    return 1 if failed or rounds.cut_short is not None else 0
 
 
-def _result(plan: report.Plan, gates: Sequence[Gate], rounds: Sequence[Sequence[Run]]) -> report.Result:
-    window = window_of([run for runs in rounds for run in runs])
-    values = observations(rounds, window)
+def _result(plan: report.Plan, gates: Sequence[Gate], rounds: Rounds) -> report.Result:
+    window = window_of([run for runs in rounds.runs for run in runs])
+    values = observations(rounds.runs, window)
     a, *others = values
     found = [effects(a, b, plan.rounds, plan.tolerance) for b in others]
     decisions = [decide_gates(gates, a, b) for b in others]
@@ -155,7 +148,7 @@ def _sides(request: Request, bases: Mapping[str, Options]) -> tuple[str | None, 
         varied: list[_Side] = []
         for value in values:
             # An option of several values takes several words.
-            words = shlex.split(value)
+            words = _words_of_shell("vary", key, value)
             varied.append(_Side(f"{key}={value}", first, (f"--{key}", *words)))
         return key, varied
     sides = [_Side(source, source) for source in request.sources]
@@ -240,16 +233,16 @@ def _common_flags(request: Request, config: Options, source: str, key: str | Non
     flags |= {name: value for name, value in off.items() if config.get(name) and name not in kept}
     words: list[str] = []
     for name, value in flags.items():
-        words += [f"--{name}", *_words_of_shell(name, value)]
+        words += [f"--{name}", *_words_of_shell("set", name, value)]
     return words
 
 
-def _words_of_shell(name: str, value: str) -> list[str]:
+def _words_of_shell(flag: str, name: str, value: str) -> list[str]:
     try:
         return shlex.split(value)
     except ValueError as error:
         raise UsageError(
-            f"--set {name}={value}: {error}; values are divided into words as in a shell: quote the quote"
+            f"--{flag} {name}={value}: {error}; values are divided into words as in a shell: quote the quote"
         ) from None
 
 
@@ -280,121 +273,3 @@ def refuse_unequal_configs(variants: Sequence[Variant], key: str | None) -> None
                     f"{name}: {a!r} in {first.name}, {b!r} in {other.name}: a fair comparison needs the same; "
                     f"{remedy}, or compare it on purpose with --vary {name}=..."
                 )
-
-
-# ---------------------------------------------------------------------------------------------------------- rounds
-@dataclass(frozen=True)
-class _Runner:
-    """Runs of one comparison."""
-
-    request: Request
-    recipe: Path
-    output: Path
-
-    def run_rounds(self, variants: Sequence[Variant], key: str | None, gates: Sequence[Gate]) -> list[list[Run]]:
-        """Run every round and return its runs in the variants' order.
-
-        A run that fails or a signal ends them: the rounds before are the result, and without any its error is raised.
-        """
-        done: list[Run] = []
-        try:
-            for number in range(1, self.request.rounds + 1):
-                self._run_round(number, done, variants, key, gates)
-        except (RunFailedError, InterruptedRunError) as error:
-            if len(done) < len(variants):
-                raise
-            reason = f"error: {error}"
-            if isinstance(error, InterruptedRunError):
-                reason = f"interrupted by {error}: the current run is stopped"
-            text = f"{reason}\nthe result of {len(done) // len(variants)} of {self.request.rounds} rounds:"
-            print(text, file=sys.stderr, flush=True)
-        rounds: list[list[Run]] = []
-        for number in range(len(done) // len(variants)):
-            runs = done[number * len(variants) : (number + 1) * len(variants)]
-            rounds.append(sorted(runs, key=lambda run: run.letter))
-        return rounds
-
-    def _run_round(
-        self, number: int, done: list[Run], variants: Sequence[Variant], key: str | None, gates: Sequence[Gate]
-    ) -> None:
-        # A drift of the machine over time favours no variant if every other round is the other way round.
-        for variant in variants if number % 2 else reversed(variants):
-            run = self._run(variant, number)
-            done.append(run)
-            refuse_unequal_runs(done[0], run, key)  # now, not after all rounds
-            # The names of the evaluation's metrics are known after the first run. Some metrics need log lines
-            # that another variant may not write, which the first round shows.
-            if len(done) in (1, len(variants)):
-                _check_gate_names(gates, done)
-            print(_progress(done, variant, self.request.rounds * len(variants)), flush=True)
-
-    def _run(self, variant: Variant, number: int) -> Run:
-        folder = self.output / f"round_{number}"
-        folder.mkdir(exist_ok=True)
-        directory = folder / variant.letter
-        command = [sys.executable, str(self.recipe)]
-        if self.request.config_file is not None:
-            machine = str(expand_path(self.request.config_file))
-            command[1:1] = ["-m", "accel_train.cli", "launch", "--config_file", machine, *self.request.processes()]
-        command += [variant.source, *variant.flags, "--output_dir", str(directory)]
-        try:
-            seconds, cpu_seconds = run_once(command, folder / f"{variant.letter}.log", self.request.gates)
-        except UsageError:
-            if not directory.exists() and len(list(folder.iterdir())) == 1:
-                # Nothing has run, so nothing is left behind.
-                shutil.rmtree(folder)
-                if not any(self.output.iterdir()):
-                    self.output.rmdir()
-            raise
-        run = read_run(variant.letter, number, directory, seconds, cpu_seconds)
-        if not self.request.keep_checkpoints:
-            # Deleted at once: the checkpoints of all runs together may not fit on the disk.
-            shutil.rmtree(directory / "checkpoints", ignore_errors=True)
-        return run
-
-
-def _check_gate_names(gates: Sequence[Gate], runs: Sequence[Run]) -> None:
-    values = observations([runs], window_of(runs))
-    for gate, other in itertools.product(gates, values):
-        gate_values(gate, values[0], other)
-
-
-def refuse_unequal_runs(first: Run, run: Run, key: str | None) -> None:
-    """Raise ``UsageError`` for differences invisible in the options: data, number of steps, global batch size."""
-    may_change_data = key is not None and key.startswith("data.")
-    batches = [one.lines[-1].get("global_batch_size") for one in (first, run)]
-    if first.fingerprint != run.fingerprint and not may_change_data:
-        raise _unequal("data fingerprint", first, first.fingerprint, run, run.fingerprint)
-    if first.last_step != run.last_step and not may_change_data and key not in EQUAL:
-        raise _unequal("steps done", first, first.last_step, run, run.last_step)
-    if batches[0] != batches[1] and key not in EQUAL:
-        raise _unequal("global_batch_size", first, batches[0], run, batches[1])
-
-
-def _unequal(name: str, first: Run, a: object, run: Run, b: object) -> UsageError:
-    return UsageError(
-        f"{name}: {a!r} in {first.directory}, {b!r} in {run.directory}: a fair comparison needs the same; "
-        "correct the configs, or compare the option that changes it with --vary"
-    )
-
-
-def _progress(done: Sequence[Run], variant: Variant, total: int) -> str:
-    run = done[-1]
-    line = run.lines[-1]
-    parts = [
-        f"run {len(done)} of {total}",
-        f"round {run.round}",
-        f"{variant.letter} {variant.name}",
-        format_seconds(run.seconds),
-        f"{line['step_seconds']:.4g} s/step",
-    ]
-    loss = line.get("loss")
-    if isinstance(loss, (int, float)):
-        parts.append(f"loss {loss:.4g}")
-    left = total - len(done)
-    if left:
-        mean_seconds = fmean(one.seconds for one in done)
-        parts.append(f"{left} left, about {format_seconds(left * mean_seconds)}")
-    else:
-        parts.append("all done")
-    return "  ".join(parts)

@@ -19,6 +19,7 @@ from accel_train.compare.figures import (
     Observations,
     Window,
 )
+from accel_train.compare.rounds import Rounds
 from accel_train.compare.runs import Run, Variant
 from accel_train.config import expand_path
 from accel_train.metrics.bootstrap import LEVEL, ROUNDS_FOR_LEVEL, Estimate, coverage_of_range, estimate
@@ -64,7 +65,7 @@ class Result:
     """Outcome of a comparison. Lists follow the variants. ``effects`` and ``decisions`` leave out the first."""
 
     plan: Plan
-    rounds: Sequence[Sequence[Run]]
+    rounds: Rounds
     window: Window
     values: Sequence[Observations]
     effects: Sequence[Sequence[Effect]]
@@ -222,10 +223,10 @@ def _notes(result: Result) -> list[str]:
 
 
 def _data_note(result: Result) -> str:
-    fingerprints = {run.fingerprint for run in chain.from_iterable(result.rounds)}
+    fingerprints = {run.fingerprint for run in chain.from_iterable(result.rounds.runs)}
     if result.plan.key and len(fingerprints) > 1:
         return "data are not the same, by the varied option"
-    fingerprint = result.rounds[0][0].fingerprint
+    fingerprint = result.rounds.runs[0][0].fingerprint
     if not fingerprint:
         return "the recipe records no fingerprint of its data"
     return f"data {fingerprint[:12]} in every run"
@@ -290,7 +291,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def write(result: Result, output: Path) -> list[Path]:
     """Write ``compare.json`` and ``compare.png`` into ``output``."""
     write_json(output / "compare.json", as_json(result))
-    picture.draw(result.plan.variants, result.rounds, result.window, output / "compare.png")
+    picture.draw(result.plan.variants, result.rounds.runs, result.window, output / "compare.png")
     return [output / "compare.json", output / "compare.png"]
 
 
@@ -298,7 +299,7 @@ def as_json(result: Result) -> dict[str, Any]:
     """Return the whole result and its environment. Values are per round, or per log interval of a single round."""
     plan = result.plan
     # Any run will do: unless the varied option changes the data, all have one fingerprint.
-    first = result.rounds[0][0]
+    first = result.rounds.runs[0][0]
     return {
         "schema": 1,
         "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -308,6 +309,8 @@ def as_json(result: Result) -> dict[str, Any]:
         "environment": dict(first.environment),
         "recipe": plan.recipe,
         "rounds": plan.rounds,
+        "rounds_asked": result.rounds.asked,
+        "cut_short": result.rounds.cut_short,
         "varied": plan.key,
         "tolerance": plan.tolerance,
         "data_fingerprint": first.fingerprint,
@@ -317,7 +320,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "effects": _effects_json(result),
         "best": best_lines(result) if plan.key else None,
         "gates": _gates_json(result),
-        "runs": [_run_json(run) for run in chain.from_iterable(result.rounds)],
+        "runs": [_run_json(run) for run in chain.from_iterable(result.rounds.runs)],
     }
 
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, NoReturn
@@ -91,6 +91,8 @@ class Run:
     """Fingerprint of the data in ``run.json``. None if the recipe writes none."""
     environment: Mapping[str, Any]
     """Versions and hardware recorded by the run."""
+    options: Options = field(default_factory=dict[str, Any])
+    """Options in ``run.json``. Empty if the recipe writes none."""
 
     @property
     def last_step(self) -> int:
@@ -281,6 +283,7 @@ def read_run(letter: str, number: int, directory: Path, seconds: float, cpu_seco
         evaluation=_numbers(evaluation),
         fingerprint=experiment.get("data_fingerprint"),
         environment=hardware,
+        options=experiment,
     )
 
 

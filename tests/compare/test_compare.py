@@ -111,6 +111,11 @@ def main(argv):
         raise RuntimeError("the user's own mistake")
     if config.ends == "refuse":
         raise UsageError("ends: refuse is no end; give another")
+    if config.ends == "edited later":
+        preset = Path(__file__).parent / "presets" / "edited_later.yaml"
+        preset.write_text(preset.read_text() + "shift: 0.5\\n")
+    if config.ends == "broken later":
+        (Path(__file__).parent / "presets" / "broken_later.yaml").write_text("ends: [")
     if config.ends == "crash later" and out.parent.name == "round_2":
         raise RuntimeError("no room left")
     if config.ends == "interrupted later" and out.parent.name == "round_2":
@@ -134,7 +139,8 @@ def main(argv):
                 "processor_seconds": total,
                 "global_batch_size": config.real_batch_size, "step_seconds": total / step, "data_wait_fraction": 0.0,
             })
-    write_json(out / "run.json", {"experiment": {"data_fingerprint": f"length {config.data.length}" * 3}})
+    experiment = {"data_fingerprint": f"length {config.data.length}" * 3, "shift": config.shift}
+    write_json(out / "run.json", {"experiment": experiment})
     (out / "report").mkdir(exist_ok=True)
     write_json(out / "report" / "evaluation.json", {"step": steps, "nll": 3.0 + config.shift, "broken": float("nan")})
     return 0
@@ -163,6 +169,8 @@ FILES = {
     "empty": "ends: empty\n",
     "crash_later": "ends: crash later\n",
     "interrupted_later": "ends: interrupted later\n",
+    "edited_later": "ends: edited later\n",
+    "broken_later": "ends: broken later\n",
     "pushes": "hub: {repo_id: me/it}\n",
     "profiles": "profile: {steps: '10:20'}\n",
     "sparse": "log_every: 10\n",
@@ -438,6 +446,7 @@ def test_a_range_to_profile_does_not_reach_the_runs_unless_it_is_varied(recipe: 
         ("slow fast --set shift=1 shift=2", r"--set shift: given twice, 1 and 2"),
         ("slow fast --set seed=3", r"--set seed=3: it has a flag of its own here"),
         ("slow fast --set hub.repo_id=me/it", r"--set hub.repo_id=me/it: .* belongs to the comparison"),
+        ("slow --vary betas=it's,0.9", r"--vary betas=it's: No closing quotation; values are divided into words"),
         ("slow fast --set betas=it's", r"--set betas=it's: No closing quotation; values are divided into words"),
         ("slow fast --set profile.memory=true", r"--set profile.memory=true: .* belongs to the comparison"),
         ("slow fast --set data.size=3", r"--data.size 3: the recipe has no option data.size"),
@@ -538,7 +547,12 @@ def test_a_gate_on_what_the_recipe_does_not_declare_is_refused_as_the_first_run_
 
 @pytest.mark.parametrize(
     ("ends", "says"),
-    [("crash_later", r"error: the run ended with.*no room left"), ("interrupted_later", r"inter.*TERM")],
+    [
+        ("crash_later", r"error: the run ended with.*no room left"),
+        ("interrupted_later", r"interrupted by SIGTERM: the current run"),
+        ("edited_later", r"shift: 0.0 in .*round_1/B, 0.5 in .*round_2/B: the config of B has changed while"),
+        ("broken_later", r"error: the run ended with exit code 2.*broken_later\.yaml"),
+    ],
 )
 def test_the_rounds_before_an_end_are_kept(
     ends: str, says: str, recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -548,7 +562,8 @@ def test_the_rounds_before_an_end_are_kept(
     shown = capsys.readouterr()
     assert code == 1
     assert re.search(rf"{says}[\s\S]*the result of 1 of 3 rounds:", shown.err, re.DOTALL)
-    assert (result["rounds"], len(result["runs"])) == (1, 2)
+    assert (result["rounds"], result["rounds_asked"], len(result["runs"])) == (1, 3, 2)
+    assert re.search(says, result["cut_short"], re.DOTALL)
     assert result["effects"]["B"]["step_seconds"]["estimate"]["median"] == 1
     assert re.search(r"gate speedup>=0\.5: 1 .*passed", shown.out)
 
