@@ -32,6 +32,8 @@ from accel_train.training import schedules
 from accel_train.training.schedules import ScheduleConfig
 
 logger = logging.getLogger(__name__)
+COUNTABLE = 2**53
+"""Samples of a run that a float counts one by one."""
 SHORTENED = {"schedule.warmup": "warmup_steps", "schedule.cycle": "cycle_steps"}
 """Keys in ``resolved`` of a run with a shortened warm-up or first cycle: the steps asked for, and the steps used."""
 
@@ -57,8 +59,14 @@ def _max_steps(config: ExperimentConfig, dataset_size: int) -> int:
     if config.max_steps is not None:
         return config.max_steps
     assert config.max_epochs is not None, "ExperimentConfig requires one of the two"
+    samples = config.max_epochs * dataset_size
+    if samples > COUNTABLE:
+        raise UsageError(
+            f"max_epochs: {config.max_epochs:g}: of {dataset_size:,} samples, more than {COUNTABLE:,} in all, "
+            "beyond which a sample more is no other number; give fewer, or max_steps"
+        )
     # Rounded up, so that the last pass leaves out no sample.
-    return config.batch_schedule.steps_for(config.global_batch_size, config.max_epochs * dataset_size)
+    return config.batch_schedule.steps_for(config.global_batch_size, samples)
 
 
 def _decay_steps(config: ExperimentConfig, earlier: Mapping[str, Any], max_steps: int) -> int:
@@ -175,7 +183,8 @@ def open_experiment(
     finished = run.start_step >= max_steps and not (config.evaluate_only or run.owes_evaluation)
     if finished:
         remedy = schedules.remedy_when_finished(length.schedule, decay_steps, max_steps)
-        info(logger, *run.finished_notices(max_steps, remedy))
+        option = "max_epochs" if config.max_steps is None else "max_steps"
+        info(logger, *run.finished_notices(max_steps, option, remedy))
     return Opened(
         config=config,
         accelerator=accelerator,

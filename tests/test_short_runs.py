@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 from accel_train import experiment
+from accel_train.config import UsageError
 from accel_train.domains.pde.operator_learning import check_stages
 from accel_train.linting.facts import Facts
 from accel_train.linting.training import warmup_beyond_the_run
@@ -44,6 +45,12 @@ def accelerator() -> Iterator[Accelerator]:
 def loaded(recipe: Any, name: str, length: str, directory: Path) -> Any:
     argv = [name, *length.split(), "--output_dir", str(directory)]
     return load_config(recipe.Config, argv, presets=PRESETS).config
+
+
+def test_more_epochs_than_can_be_counted_are_refused(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = loaded(causal_lm, "causal_lm_demo", "--max_epochs 1e308", tmp_path)
+    with pytest.raises(UsageError, match=r"max_epochs: 1e\+308: of 1,000 samples, .* give fewer, or max_steps"):
+        experiment._resolve_length(config, accelerator, SAMPLES)
 
 
 @pytest.mark.parametrize(("recipe", "name", "length"), CASES, ids=[f"{name} {length}" for _, name, length in CASES])

@@ -130,9 +130,12 @@ class Run:
         reports = sorted((self.directory / REPORT).glob("[!.]*"))
         return [f"checkpoints/{checkpoint_name(step)}", *(f"{REPORT}/{file.name}" for file in reports)]
 
-    def finished_notices(self, max_steps: int, remedy: str = "") -> list[str]:
-        """Return lines for the log of a start that has no step left. ``remedy``: what it takes beside more steps."""
-        lines = [f"the run is finished: step {self.start_step} of {max_steps}; raise --max_steps to continue{remedy}"]
+    def finished_notices(self, max_steps: int, option: str, remedy: str = "") -> list[str]:
+        """Return lines for the log of a start that has no step left.
+
+        ``option`` is the one with the length of the run, and ``remedy`` what it takes beside a larger one.
+        """
+        lines = [f"the run is finished: step {self.start_step} of {max_steps}; raise --{option} to continue{remedy}"]
         report = self.directory / REPORT
         if not (report / EVALUATION_FILE).exists():
             lines.append(f"{report} has no {EVALUATION_FILE}: --evaluate_only writes it")

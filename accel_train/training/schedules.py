@@ -150,8 +150,10 @@ def notices(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[st
 def _short_cycles(config: ScheduleConfig, decay_steps: int) -> list[str]:
     if config.kind != "cosine_restarts":
         return []
-    first, units = _first_cycle(config, decay_steps - config.warmup_steps)
-    if first >= SHORTEST_CYCLE * units:
+    span = decay_steps - config.warmup_steps
+    first, units = _first_cycle(config, span)
+    # A warm-up to the end leaves nothing for a cycle.
+    if span == 0 or first >= SHORTEST_CYCLE * units:
         return []
     return [
         f"the first cycle of the schedule has {first / units:.2g} steps: with fewer than {SHORTEST_CYCLE} the learning "

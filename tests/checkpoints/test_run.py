@@ -64,6 +64,13 @@ def options_of(config: Config) -> RunOptions:
     )
 
 
+def test_a_finished_run_names_the_option_with_its_length(accelerator: Accelerator, tmp_path: Path) -> None:
+    run = start(accelerator, Config(str(tmp_path)))
+    assert run.finished_notices(0, "max_epochs", ", please")[0] == (
+        "the run is finished: step 0 of 0; raise --max_epochs to continue, please"
+    )
+
+
 def test_changed_data_and_a_checkpoint_of_the_hub_are_refused(tmp_path: Path) -> None:
     options = options_of(Config(str(tmp_path), resume="hub:me/it@5"))
     assert earlier_assets(options) is None

@@ -200,6 +200,7 @@ def test_raising_max_steps_does_not_stretch_the_schedule():
         ({"cycles": 40, "warmup_steps": 4}, "0.9"),
         ({"cycles": 4, "cycle_multiplier": 2}, "2.7"),
         ({"cycles": 10}, None),
+        ({"cycles": 10, "warmup_steps": 40}, None),
         ({"cycle_steps": 3}, "3"),
         ({"cycle_steps": 3, "cycle_multiplier": 2}, "3"),
     ],
