@@ -17,7 +17,7 @@ from accel_train.checkpoints.policy import refuse_unknown_metric
 from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError, expand_path, origin_of
 from accel_train.data import sampler
-from accel_train.data.tables.ledger import DataHistory, Ledger
+from accel_train.data.tables.ledger import DataHistory, Ledger, unchanged_ledger
 from accel_train.experiment_options import ExperimentConfig as ExperimentConfig
 from accel_train.experiment_options import Recipe as Recipe
 from accel_train.hub.pusher import push_the_rest
@@ -147,7 +147,7 @@ def open_experiment(
 
     Raises the errors of ``open_run``, and ``UsageError`` for processes with different data, and for a
     ``checkpoints.best_metric`` or a gate of ``accel-train compare`` outside ``metrics``, or steps to profile beyond
-    the last.
+    the last, or data that a run without ``ledger`` has left for others.
     """
     # First, because lengths and the experiment follow from the data.
     _refuse_different_data(accelerator, dataset_size, fingerprint)
@@ -164,6 +164,8 @@ def open_experiment(
     history = DataHistory(fingerprint, dataset_size, ledger)
     run = _open_run(config, accelerator, history.fingerprint, length, micro_batch_size)
     _refuse_lost_growth(config, run)
+    if not ledger and run.checkpoint is not None and not config.evaluate_only:
+        history = replace(history, ledger=unchanged_ledger(fingerprint, run.checkpoint.path / "assets"))
     # A resume keeps the schedule of the first start.
     decay_steps = run.resolved("schedule.decay_steps")
     batch_sizes = (config.global_batch_size, accelerator.num_processes, micro_batch_size)
