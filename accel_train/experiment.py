@@ -163,9 +163,7 @@ def open_experiment(
     micro_batch_size, size_notices = _agree_on_micro_batch(config, accelerator)
     history = DataHistory(fingerprint, dataset_size, ledger)
     run = _open_run(config, accelerator, history.fingerprint, length, micro_batch_size)
-    _refuse_lost_growth(config, run)
-    if not ledger and run.checkpoint is not None and not config.evaluate_only:
-        history = replace(history, ledger=unchanged_ledger(fingerprint, run.checkpoint.path / "assets"))
+    history = _with_kept_ledger(config, run, history)
     # A resume keeps the schedule of the first start.
     decay_steps = run.resolved("schedule.decay_steps")
     batch_sizes = (config.global_batch_size, accelerator.num_processes, micro_batch_size)
@@ -218,7 +216,15 @@ def _open_run(
     run = open_run(options, accelerator, fingerprint, length.resolved)
     # The lock is released however this run ends, so that a notebook can open the directory again.
     current_run.callback(run.close)
+    _refuse_lost_growth(config, run)
     return run
+
+
+def _with_kept_ledger(config: ExperimentConfig, run: Run, history: DataHistory) -> DataHistory:
+    """Add the ledger of the checkpoint where data must not change. It leaves the fingerprint as it is."""
+    if history.ledger or run.checkpoint is None or config.evaluate_only:
+        return history
+    return replace(history, ledger=unchanged_ledger(history.contents, run.checkpoint.path / "assets"))
 
 
 def _refuse_lost_growth(config: ExperimentConfig, run: Run) -> None:
