@@ -17,7 +17,7 @@ from accel_train.checkpoints.policy import refuse_unknown_metric
 from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError, expand_path, origin_of
 from accel_train.data import sampler
-from accel_train.data.tables.ledger import DataHistory, Ledger
+from accel_train.data.tables.ledger import DataHistory, Ledger, unchanged_ledger
 from accel_train.experiment_options import ExperimentConfig as ExperimentConfig
 from accel_train.experiment_options import Recipe as Recipe
 from accel_train.hub.pusher import push_the_rest
@@ -69,6 +69,10 @@ def _max_steps(config: ExperimentConfig, dataset_size: int) -> int:
     return config.batch_schedule.steps_for(config.global_batch_size, samples)
 
 
+def _length_option(config: ExperimentConfig) -> str:
+    return "max_epochs" if config.max_steps is None else "max_steps"
+
+
 def _decay_steps(config: ExperimentConfig, earlier: Mapping[str, Any], max_steps: int) -> int:
     """Return the length of the schedule. ``earlier`` holds the values that the first start resolved."""
     steps = earlier.get("schedule.decay_steps") or max_steps
@@ -91,7 +95,7 @@ def _schedule(config: ExperimentConfig, earlier: Mapping[str, Any], steps: int) 
         asked, used = earlier.get(key) or (None, 0)
         if origins[name] != "command line" and asked is not None and getattr(schedule, name) == asked:
             schedule = replace(schedule, **{name: used})
-    length_origin = origin_of(config, "max_epochs" if config.max_steps is None else "max_steps")
+    length_origin = origin_of(config, _length_option(config))
     if length_origin != "command line":
         return schedule
     free = [name for name, origin in origins.items() if origin not in ("default", "command line")]
@@ -130,9 +134,8 @@ def _resolve_length(config: ExperimentConfig, accelerator: Accelerator, dataset_
 def late_evaluation(config: ExperimentConfig, max_steps: int) -> list[str]:
     """Return a notice about an interval of evaluations that the run does not reach, except where it was shortened."""
     every = getattr(getattr(config, "evaluation", None), "every", 0)
-    length = "max_epochs" if config.max_steps is None else "max_steps"
     origin = origin_of(config, "evaluation.every")
-    if every < max_steps or origin not in ("command line", origin_of(config, length)):
+    if every < max_steps or origin not in ("command line", origin_of(config, _length_option(config))):
         return []
     return [f"evaluation.every: {every}: the run has {max_steps} steps, so its one evaluation is at the end"]
 
@@ -155,7 +158,7 @@ def open_experiment(
 
     Raises the errors of ``open_run``, and ``UsageError`` for processes with different data, and for a
     ``checkpoints.best_metric`` or a gate of ``accel-train compare`` outside ``metrics``, or steps to profile beyond
-    the last.
+    the last, or data that a run without ``ledger`` has left for others.
     """
     # First, because lengths and the experiment follow from the data.
     _refuse_different_data(accelerator, dataset_size, fingerprint)
@@ -171,7 +174,7 @@ def open_experiment(
     micro_batch_size, size_notices = _agree_on_micro_batch(config, accelerator)
     history = DataHistory(fingerprint, dataset_size, ledger)
     run = _open_run(config, accelerator, history.fingerprint, length, micro_batch_size)
-    _refuse_lost_growth(config, run)
+    history = _with_kept_ledger(config, run, history)
     # A resume keeps the schedule of the first start.
     decay_steps = run.resolved("schedule.decay_steps")
     batch_sizes = (config.global_batch_size, accelerator.num_processes, micro_batch_size)
@@ -183,8 +186,7 @@ def open_experiment(
     finished = run.start_step >= max_steps and not (config.evaluate_only or run.owes_evaluation)
     if finished:
         remedy = schedules.remedy_when_finished(length.schedule, decay_steps, max_steps)
-        option = "max_epochs" if config.max_steps is None else "max_steps"
-        info(logger, *run.finished_notices(max_steps, option, remedy))
+        info(logger, *run.finished_notices(max_steps, _length_option(config), remedy))
     return Opened(
         config=config,
         accelerator=accelerator,
@@ -225,7 +227,15 @@ def _open_run(
     run = open_run(options, accelerator, fingerprint, length.resolved)
     # The lock is released however this run ends, so that a notebook can open the directory again.
     current_run.callback(run.close)
+    _refuse_lost_growth(config, run)
     return run
+
+
+def _with_kept_ledger(config: ExperimentConfig, run: Run, history: DataHistory) -> DataHistory:
+    """Add the ledger of the checkpoint where data must not change. It leaves the fingerprint as it is."""
+    if history.ledger or run.checkpoint is None or config.evaluate_only:
+        return history
+    return replace(history, ledger=unchanged_ledger(history.contents, run.checkpoint.path / "assets"))
 
 
 def _refuse_lost_growth(config: ExperimentConfig, run: Run) -> None:

@@ -5,6 +5,7 @@ Latents with texts are in tests/domains/text/test_shard_dataset.py.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,15 @@ import pytest
 
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
-from accel_train.data.tables.ledger import DataHistory, Span, continued, earlier_ledger, read_ledger
+from accel_train.data.tables.ledger import (
+    DataHistory,
+    Span,
+    continued,
+    earlier_ledger,
+    read_ledger,
+    unchanged_ledger,
+    write_ledger,
+)
 from accel_train.domains.pde.data.assets import FieldAssets, load_field_assets, with_scales_of
 from tests.domains.images import tiny_pipelines
 from tests.domains.images.test_lora_recipe import pictures, settings
@@ -46,6 +55,24 @@ def test_a_run_keeps_the_fingerprint_of_its_first_data(tmp_path: Path) -> None:
     ledger = earlier_ledger("allow", tmp_path / "next")
     assert ledger == (Span(0, "a", 5), Span(10, "b", 1234))
     assert DataHistory("b", 1234, ledger).notices == []
+
+
+def test_a_start_without_changes_keeps_what_was_seen(tmp_path: Path) -> None:
+    first, second, third = Span(0, "a", 5), Span(10, "b", 1234), Span(20, "a", 5)
+    assert unchanged_ledger("a", tmp_path) == (), "a checkpoint of an older version has none"
+    write_ledger(tmp_path, [first])
+    assert unchanged_ledger("a", tmp_path) == (first,)
+    # With --allow data_fingerprint: the fingerprint of the run is now theirs.
+    assert unchanged_ledger("b", tmp_path) == ()
+    write_ledger(tmp_path, [first, second])
+    assert unchanged_ledger("b", tmp_path) == ()
+    with pytest.raises(UsageError, match=r"data\.changed refuse: .*from step 10 on .* others, of 1,234 samples.*allow"):
+        unchanged_ledger("a", tmp_path)
+    write_ledger(tmp_path, [first, second, third])
+    history = DataHistory("a", 5, unchanged_ledger("a", tmp_path))
+    assert (history.fingerprint, history.notices) == ("a", [])
+    history.save(tmp_path / "next", 30)
+    assert read_ledger(tmp_path / "next") == [first, second, third]
 
 
 # ------------------------------------------------------------------------------------------------------------- recipes
@@ -101,6 +128,7 @@ def test_a_recipe_goes_on_with_changed_data_if_allowed(
 ) -> None:
     module: Any = import_recipe(find_recipe(recipe))
     words, change = start(tmp_path)
+    data = next(folder for folder in (tmp_path / "data", tmp_path / "photos") if folder.is_dir())
 
     def train(steps: int, *more: str, run: Path = tmp_path / "run") -> Path:
         length = ["--max_steps", str(steps), "--schedule.kind", "constant", "--schedule.warmup_steps", "0"]
@@ -110,11 +138,14 @@ def test_a_recipe_goes_on_with_changed_data_if_allowed(
 
     before = train(2)
     # The same data are no change, whether or not one is allowed.
+    plain = train(3, "--resume", str(before), run=tmp_path / "plain")
+    assert read_ledger(plain / "assets") == read_ledger(before / "assets")
     same = train(3, "--data.changed", "allow")
     assert read_ledger(same / "assets") == read_ledger(before / "assets")
     log = tmp_path / "run" / "logs" / "rank_0.log"
     said = "bit-exact: the same layout as when it was saved"
     assert f"{said}\n" in log.read_text()
+    shutil.copytree(data, tmp_path / "first")
     change()
     with pytest.raises(UsageError, match="data_fingerprint"):
         train(4)
@@ -133,6 +164,15 @@ def test_a_recipe_goes_on_with_changed_data_if_allowed(
     # So does one that names the run, for its newest checkpoint.
     newer = train(5, "--data.changed", "allow", "--resume", str(tmp_path / "run"), run=tmp_path / "newer")
     assert read_ledger(newer / "assets") == [first, second]
+    # The first data are other ones by now.
+    shutil.rmtree(data)
+    shutil.copytree(tmp_path / "first", data)
+    with pytest.raises(UsageError, match=r"--data\.changed refuse: .*from step 3 on it was trained on others"):
+        train(5)
+    back = train(5, "--data.changed", "allow")
+    assert read_ledger(back / "assets") == [first, second, first._replace(from_step=4)]
+    again = train(6)
+    assert read_ledger(again / "assets") == read_ledger(back / "assets")
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

@@ -39,7 +39,7 @@ class DataHistory:
     """sha256 of everything that decides the samples."""
     samples: int
     ledger: Ledger = ()
-    """What the checkpoint tells. Empty for a new run, and where data must not change."""
+    """What the checkpoint tells. Empty for a new run. If data must not change, it begins and ends with `contents`."""
 
     @property
     def fingerprint(self) -> str:
@@ -70,6 +70,28 @@ def earlier_ledger(changed: Changed, earlier: Path | None) -> Ledger:
     if changed == "refuse" or earlier is None:
         return ()
     return tuple(read_ledger(earlier))
+
+
+def unchanged_ledger(contents: str, earlier: Path) -> Ledger:
+    """Read the ledger in the assets of a checkpoint that is resumed with `contents`, where data must not change.
+
+    Empty if it cannot be read, or if the run began with other data: those of `contents` then begin it, as they do its
+    fingerprint. Raises `UsageError` if the run has gone on to other data since it began with `contents`.
+    """
+    try:
+        ledger = tuple(read_ledger(earlier))
+    except UsageError:
+        return ()
+    if ledger[0].fingerprint != contents:
+        return ()
+    last = ledger[-1]
+    if last.fingerprint != contents:
+        raise UsageError(
+            f"--data.changed refuse: the data are those that the run began with, and from step {last.from_step} on it "
+            f"was trained on others, of {last.samples:,} samples. The last ones are required: bring them back, or give "
+            "--data.changed allow to go on with these."
+        )
+    return ledger
 
 
 def continued(ledger: Sequence[Span], start_step: int, fingerprint: str, samples: int) -> list[Span]:

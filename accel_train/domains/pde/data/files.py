@@ -30,7 +30,8 @@ from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
 from accel_train.data.tables.block_cache import BlockCache
 from accel_train.domains.pde.data.header import SCHEMA, FieldHeader, differences, finite_parameters, read_header
-from accel_train.domains.pde.data.stored_arrays import StoredArray, hdf5, open_array, refuse_absent_chunks
+from accel_train.domains.pde.data.on_disk import require, size_and_date, source_files, whole_hdf5
+from accel_train.domains.pde.data.stored_arrays import StoredArray, hdf5, open_array
 
 FACTS_FORMAT = 2
 VALUES_PER_BLOCK = 2**24
@@ -133,11 +134,17 @@ def write_fields(
 ) -> None:
     """Write the first `samples` of `blocks` of fields (n, T, C, H, W) and parameters (n, P).
 
-    One block is in memory at a time. `written` receives the number of samples after each block.
+    One block is in memory at a time. `written` receives the number of samples after each block. Nothing has the name
+    of the file before all samples are in it. Raises `UsageError` for blocks with fewer.
     """
     done = 0
-    with hdf5().File(file, "w") as content:
+    with whole_hdf5(file) as content:
         for fields, parameters in blocks:
+            if len(fields) != len(parameters):
+                raise UsageError(
+                    f"write_fields: a block for {file} has {len(fields)} samples of fields and {len(parameters)} of "
+                    "parameters; as many of both are required: correct the block."
+                )
             if not done:
                 content.attrs["schema"] = SCHEMA
                 content.attrs["grid"] = fields.shape[-2:]
@@ -152,6 +159,11 @@ def write_fields(
             content["parameters"][done:stop] = parameters[:count]
             written(count)
             done = stop
+        if done < samples:
+            raise UsageError(
+                f"write_fields: the blocks for {file} have {done} samples; {samples} are required, because the others "
+                "would be read as zeros: give more blocks, or a lower number of samples."
+            )
 
 
 def _attributes(header: FieldHeader) -> dict[str, Any]:
@@ -168,19 +180,6 @@ def read_stored(file: Path, content: Any) -> StoredFields:
     header = read_header(file, dict(content.attrs), shape, parameters.shape)
     part = FieldPart(file, ("fields",), 0, 0, shape[0])
     return StoredFields(header, part, parameters.astype(np.float32))
-
-
-def require(file: Path, content: Any, names: Sequence[str]) -> None:
-    """Refuse an open file without one of these datasets, or with a part of one. The error lists what there is."""
-    if missing := [name for name in names if name not in content]:
-        items = ((name, content[name]) for name in content)
-        existing = ", ".join(f"{name} {getattr(item, 'shape', '(a group)')}" for name, item in items)
-        raise UsageError(
-            f"--data.path: {file} has no dataset {missing[0]!r}; it holds {existing or 'nothing'}. "
-            f"{' and '.join(names)} are required: check what the file is."
-        )
-    for name in names:
-        refuse_absent_chunks(file, name, content[name])
 
 
 def _view(array: NDArray[Any], space: int) -> NDArray[Any]:
@@ -368,23 +367,14 @@ def cached_facts(both: Mapping[str, Fields], cache: Path, rank: int, barrier: Ca
 
 
 def _identity(both: Mapping[str, Fields]) -> str:
-    """Hash the selected samples with the size and date of their files."""
-    files = dict.fromkeys(part.file for fields in both.values() for part in fields.parts)
+    """Hash the selected samples with the size and date of their files, and of those that virtual datasets name."""
+    used = {part.file: part.datasets for fields in both.values() for part in fields.parts}
+    sources = itertools.chain.from_iterable(source_files(*item) for item in used.items())
     # A hash of the contents would need the very pass that the cache saves.
-    dates = [(str(file), *_size_and_date(file)) for file in files]
+    dates = [(str(file), *size_and_date(file)) for file in dict.fromkeys([*used, *sources])]
     parts = [[split, *map(str, fields.parts)] for split, fields in both.items()]
     text = json.dumps([FACTS_FORMAT, dates, parts])
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _size_and_date(file: Path) -> tuple[int, int]:
-    """Return the bytes and the last date of a file, or of all files in a zarr folder."""
-    stats = [file.stat()]
-    if file.is_dir():
-        stats = [entry.stat() for entry in file.rglob("*") if entry.is_file()]
-    size = sum(stat.st_size for stat in stats)
-    newest = max((stat.st_mtime_ns for stat in stats), default=0)
-    return size, newest
 
 
 def _write_facts(both: Mapping[str, Fields], directory: Path) -> None:

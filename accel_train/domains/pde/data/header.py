@@ -47,11 +47,11 @@ def read_header(
         raise UsageError(f"--data.path: {file} has {problem}; {SCHEMA!r} with {', '.join(names)} is required.")
     header = FieldHeader(
         str(attributes["task"]),
-        tuple(str(name) for name in attributes["parameters"]),
-        int(attributes["input_channels"]),
-        float(attributes["dt"]),
+        tuple(map(str, np.ravel(attributes["parameters"]))),
+        int(_number(file, attributes, "input_channels")),
+        _number(file, attributes, "dt"),
         str(attributes["boundary"]),
-        bool(attributes["conserved"]),
+        bool(_number(file, attributes, "conserved")),
     )
     required = (fields[0], len(header.parameters))
     if len(fields) != 5 or parameters != required:
@@ -61,13 +61,23 @@ def read_header(
         )
     _check_time(file, header, fields)
     # Files written by hand may lack it: the shape tells the same.
-    grid = tuple(int(points) for points in np.ravel(attributes.get("grid", fields[3:])))
+    grid = tuple(np.ravel(attributes.get("grid", fields[3:])).tolist())
     if grid != fields[3:]:
         raise UsageError(
             f"--data.path: {file} has the attribute grid {grid} and fields {fields}, (N, T, C, H, W): its grid is "
             f"{fields[3:]}. Correct the one that is wrong."
         )
     return header
+
+
+def _number(file: Path, attributes: Mapping[str, Any], name: str) -> float:
+    value = attributes[name]
+    try:
+        return float(np.asarray(value).item())
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"--data.path: {file} has the attribute {name} {value!r}; one number is required: correct the attribute."
+        ) from None
 
 
 def differences(

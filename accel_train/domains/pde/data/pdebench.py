@@ -15,13 +15,13 @@ from accel_train.domains.pde.data.solvers import Float
 def check_layout(file: Path, content: Any, task: str, steady: bool) -> None:
     """Refuse an open file whose arrays are not laid out as PDEBench's of `task`."""
     shape = content["tensor"].shape
-    points = len(content["x-coordinate"])
+    points = content["x-coordinate"].size
     found = f"tensor {shape}"
     if steady:
         nu = content["nu"].shape
         found += f" and nu {nu}"
         layout = "tensor (N, 1, X, Y) and nu (N, X, Y)"
-        fits = shape == (*nu[:1], 1, *nu[1:])
+        fits = len(nu) == 3 and shape == (*nu[:1], 1, *nu[1:])
     else:
         layout = "tensor (N, T, X) or (N, T, X, C)"
         fits = len(shape) in (3, 4)
@@ -34,12 +34,17 @@ def check_layout(file: Path, content: Any, task: str, steady: bool) -> None:
 
 def spacing_of(file: Path, times: Float, count: int) -> float:
     """Return the time between snapshots. Refuses fewer than `count` times, and uneven ones."""
-    steps = np.diff(times)
-    even = len(times) > 1 and np.allclose(steps, steps.mean(), rtol=1e-3)
-    if len(times) < count or count < 2 or not even:
+    if len(times) < count or count < 2:
         raise UsageError(
-            f"--data.path: {file} has {len(times)} times in 't-coordinate' for {count} snapshots; as many, 2 or more "
-            "and evenly spaced, are required."
+            f"--data.path: {file} has {len(times)} times in 't-coordinate' for {count} snapshots; as many, and 2 or "
+            "more, are required: check which file it is."
+        )
+    steps = np.diff(times.astype(np.float64))
+    if not np.allclose(steps, steps.mean(), rtol=1e-3):
+        raise UsageError(
+            f"--data.path: {file} has times in 't-coordinate' ({times.dtype}) that are {steps.min():g} to "
+            f"{steps.max():g} apart; even spacing, to 1 in 1000, is required: correct them, with the digits of float32 "
+            "or more."
         )
     return round(float(steps.mean()), 6)
 
@@ -47,7 +52,14 @@ def spacing_of(file: Path, times: Float, count: int) -> float:
 def parameter_of(file: Path, content: Any, name: str) -> float:
     """Read the parameter from the file's attribute or from its name. Some of PDEBench's files have the name only."""
     if name in content.attrs:
-        return float(content.attrs[name])
+        value = content.attrs[name]
+        try:
+            return float(np.asarray(value).item())
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"--data.path: {file} has the attribute {name} {value!r}; one number is required, because it is an "
+                "input of the model: correct the attribute."
+            ) from None
     if found := re.search(rf"{name}(\d+(?:\.\d+)?(?:e-?\d+)?)", file.name, re.IGNORECASE):
         return float(found[1])
     raise UsageError(

@@ -25,8 +25,8 @@ from accel_train.domains.pde.data.files import (
     FieldPart,
     StoredFields,
     read_stored,
-    require,
 )
+from accel_train.domains.pde.data.on_disk import require
 from accel_train.domains.pde.data.pdebench import check_layout, parameter_of, spacing_of
 from accel_train.domains.pde.data.rows import FieldData, build_field_data
 from accel_train.domains.pde.data.stored_arrays import ZARR, open_fields
@@ -133,7 +133,7 @@ def _read_pdebench(file: Path, content: Any, task: str) -> StoredFields:
     check_layout(file, content, task, steady)
     dt = 0.0
     if not steady:  # some files have one time more than snapshots
-        dt = spacing_of(file, content["t-coordinate"][: shape[1]], shape[1])
+        dt = spacing_of(file, np.ravel(content["t-coordinate"])[: shape[1]], shape[1])
     header = FieldHeader(task, (kind.attribute,), 1, dt, kind.boundary, kind.conserved)
     parameter = parameter_of(file, content, kind.attribute)
     samples = shape[0]

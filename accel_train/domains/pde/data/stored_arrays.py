@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
-import math
 import mmap
-import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,53 +71,6 @@ def open_fields(file: Path) -> Generator[Any]:
     yield content
 
 
-def refuse_absent_chunks(file: Path, dataset: str, stored: Any) -> None:
-    """Refuse an array with fewer chunks on disk than its shape has.
-
-    Both libraries read an absent chunk as the fill value without a word. So a folder of zarr whose copy was not
-    finished looks complete, and so does an HDF5 file whose writer was interrupted.
-    """
-    if file.suffix == ZARR:
-        _refuse_absent_chunks_of_zarr(file, dataset, stored)
-    # Something else than an array is refused elsewhere. The chunks of a virtual dataset are in other files.
-    elif math.prod(getattr(stored, "shape", None) or (0,)) and not stored.is_virtual:
-        _refuse_unwritten_storage(file, dataset, stored)
-
-
-def _refuse_unwritten_storage(file: Path, dataset: str, stored: Any) -> None:
-    if stored.chunks is None:
-        expected, written = 1, int(stored.id.get_storage_size() > 0)
-    else:
-        counts = [math.ceil(length / step) for length, step in zip(stored.shape, stored.chunks, strict=True)]
-        expected, written = math.prod(counts), stored.id.get_num_chunks()
-    if written < expected:
-        raise UsageError(
-            f"--data.path: {file}, {dataset!r}: {expected - written} of {expected} chunks were never written. All are "
-            f"required, because they would be read as {stored.fillvalue}: write the file again, to its end."
-        )
-
-
-def _refuse_absent_chunks_of_zarr(file: Path, dataset: str, stored: Any) -> None:
-    """From one listing of the folder. Chunks of nothing but the fill value may have been left out on purpose."""
-    folder = file / dataset
-    size: tuple[int, ...] = stored.shards or stored.chunks  # a shard is a file of several chunks
-    counts = [math.ceil(length / step) for length, step in zip(stored.shape, size, strict=True)]
-    # By the keys and not by zarr's `nchunks_initialized`, whose cost is quadratic and which rounds shards up.
-    keys: Any = map(stored.metadata.encode_chunk_key, itertools.product(*map(range, counts)))
-    present: set[str] = set()
-    for directory, _, names in os.walk(folder):
-        place = Path(directory).relative_to(folder)
-        present.update((place / name).as_posix() for name in names)
-    absent: list[str] = [key for key in keys if key not in present]
-    if absent:
-        raise UsageError(
-            f"--data.path: {file}, {dataset!r}: {len(absent)} of {math.prod(counts)} chunks are absent, the first is "
-            f"{absent[0]}. All are required, because after an unfinished copy they would be read as "
-            f"{stored.fill_value}: copy the folder again, or, if it was written without chunks of the fill value, "
-            "write it with zarr's write_empty_chunks=True."
-        )
-
-
 def open_array(file: Path, dataset: str, cache: BlockCache[Array]) -> StoredArray:
     """Open a dataset. Each process and worker does so for itself."""
     if file.suffix == ZARR:
@@ -132,8 +82,8 @@ def open_array(file: Path, dataset: str, cache: BlockCache[Array]) -> StoredArra
     if offset is None:  # chunked or compressed
         # The file stays open, because chunks are read through it.
         return ChunkedArray(file, dataset, stored, cache)
-    # The map needs the offset and no HDF5 handle.
-    mapped = MappedArray(file, offset, stored.shape, stored.dtype, cache.limit_bytes)
+    # The map needs the offset and no HDF5 handle. The offset is in another file if the dataset is a link to there.
+    mapped = MappedArray(Path(stored.file.filename), offset, stored.shape, stored.dtype, cache.limit_bytes)
     content.close()
     return mapped
 
