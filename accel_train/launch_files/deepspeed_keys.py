@@ -64,7 +64,7 @@ _ZERO: Mapping[str, object] = {
     "overlap_comm": BOOLEAN,
     "sub_group_size": COUNT,
     "ignore_unused_parameters": BOOLEAN,
-    "round_robin_gradients": BOOLEAN,
+    "round_robin_gradients": Only(False, "the weights after a step differ with it"),
     "parameter_alignment": BOOLEAN,
     "memory_efficient_linear": BOOLEAN,
     "override_module_apply": BOOLEAN,

@@ -60,6 +60,7 @@ REFUSED_IN_ZERO = [
         {"cpu_offload": True},
         r"`zero_optimization\.cpu_offload: true`.*write `.offload_optimizer.: {.device.: .cpu",
     ),
+    ({"round_robin_gradients": True}, r"`zero_optimization\.round_robin_gradients: true`: must be false"),
     ({"zero_quantized_gradients": True}, r"must be false: the weights and gradients would be rounded"),
     ({"gradient_clipping": 1.0}, r"`zero_optimization\.gradient_clipping: 1.0`.*belongs at the top of the file"),
     ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, r"offload_optimizer\.ratio: 0.5`: must be 1"),
@@ -113,7 +114,6 @@ def test_a_file_as_transformers_documents_it_is_taken(tmp_path: Path) -> None:
         reduce_scatter=True,
         reduce_bucket_size=500_000_000,
         contiguous_gradients=True,
-        round_robin_gradients=True,
     )
     assert read_machine_config(file).strategy == "zero2"
 
