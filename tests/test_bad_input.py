@@ -808,7 +808,7 @@ LAUNCHERS = [
     Row(
         "I23-rank-flag",
         "launch --config_file {}/two_hosts.yaml --machine_rank 2 {recipe}",
-        r"machine_rank: 2 must be below num_machines: 2",
+        r"--machine_rank 2: must be 0 to 1, because num_machines is 2; count",
         2,
     ),
     Row(

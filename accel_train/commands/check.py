@@ -250,5 +250,9 @@ def _refuse_contradictions(machine: MachineConfig, config: Any, accumulation: in
     # Accelerate hands this one to the processes in an environment variable of its own, not with the DeepSpeed settings.
     steps = values.pop("gradient_accumulation_steps", 1)
     refuse_accumulation(requested, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(steps)}, accumulation)
-    generated = {"gradient_clipping": float(config.optimizer.max_grad_norm)}
+    generated = {
+        "gradient_clipping": float(config.optimizer.max_grad_norm),
+        "train_micro_batch_size_per_gpu": config.micro_batch_size,
+        "train_batch_size": config.micro_batch_size * (machine.num_processes or 1),
+    }
     refuse_zero_contradictions(values, generated, config.precision, source)

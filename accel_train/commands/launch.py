@@ -28,6 +28,7 @@ from accel_train.launch_files.machine_config import (
     visible_machine,
 )
 from accel_train.launch_files.parents import end_with_parent
+from accel_train.launch_files.processes import refuse_rank_and_port
 from accel_train.launch_files.rendezvous import check_rendezvous
 from accel_train.launch_files.requested import (
     MACHINE_FILE_VARIABLE,
@@ -134,7 +135,16 @@ def launch_environment(path: Path | None, machine: MachineConfig, settings: Any)
 
 
 def read_machine(request: Launch) -> tuple[Path | None, MachineConfig, str | None]:
-    """Return the launch file, the machine, and without ``--config_file`` a line about the file or devices used."""
+    """Return the launch file, the machine, and without ``--config_file`` a line about the file or devices used.
+
+    Raises ``UsageError`` for a bad file, and for flags that are out of range.
+    """
+    path, machine, assumption = _file_or_devices(request)
+    refuse_rank_and_port(machine.num_machines, request.machine_rank, request.main_process_port)
+    return path, machine, assumption
+
+
+def _file_or_devices(request: Launch) -> tuple[Path | None, MachineConfig, str | None]:
     if request.config_file is not None:
         path = expand_path(request.config_file)
         return path, read_machine_config(path, num_processes=request.num_processes), None
@@ -245,12 +255,6 @@ def _check_rendezvous(machine: MachineConfig, request: Launch) -> None:
         if value is not None:
             overrides[name] = value
     machine = replace(machine, **overrides)
-    # The reader has checked the rank in the file, and a flag may have replaced it.
-    if machine.machine_rank >= machine.num_machines:
-        raise UsageError(
-            f"machine_rank: {machine.machine_rank} must be below num_machines: {machine.num_machines}; machines count "
-            "from 0"
-        )
     check_rendezvous(machine)
 
 

@@ -60,7 +60,7 @@ def _compare(request: Request, gates: Sequence[Gate]) -> int:
         from accel_train.launch_files.machine_config import read_machine_config
 
         # An invalid launch file is refused here, before the first run would do so.
-        read_machine_config(expand_path(request.config_file))
+        read_machine_config(expand_path(request.config_file), num_processes=request.num_processes)
     key, variants = read_variants(request, recipe)
     refuse_unequal_configs(variants, key)
     output = _open_output(request)

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Literal, cast
 
 from accel_train.config import UsageError
+from accel_train.launch_files.deepspeed_settings import DeepSpeedSettings, read_deepspeed
+from accel_train.launch_files.processes import HIGHEST_PORT, read_processes, refuse_processes
 from accel_train.launch_files.section import Section, read_sections
-from accel_train.launch_files.sharding import DeepSpeedSettings, FsdpSettings, read_deepspeed, read_fsdp
+from accel_train.launch_files.sharding import FsdpSettings, read_fsdp
 from accel_train.strict_yaml import Document, Places, YamlError, read_document
 from accel_train.wording import did_you_mean, nearest
 
@@ -132,6 +134,7 @@ def visible_machine(num_processes: int | None = None) -> MachineConfig:
     """
     import torch
 
+    refuse_processes(num_processes)
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     processes = num_processes
     if processes is None:
@@ -153,7 +156,7 @@ def _read(path: Path, document: Document, num_processes: int | None) -> MachineC
     top, sections = read_sections(path, document)
     kind = _supported_type(top, sections)
     machines = top.integer("num_machines", 1, low=1)
-    processes = _processes(top, kind, machines, num_processes)
+    processes = read_processes(top, kind, machines, num_processes)
     fsdp, deepspeed = _read_sharding(top, sections, kind, machines, processes)
     return MachineConfig(
         path=path,
@@ -260,33 +263,6 @@ def _strategy(kind: str, deepspeed: DeepSpeedSettings | None) -> Strategy:
     return "single" if kind == "NO" else "ddp"
 
 
-def _processes(top: Section, kind: str, machines: int, override: int | None) -> int | None:
-    """Return the number of processes over all machines, or None if neither file nor flag has one."""
-    count = 1 if kind == "NO" else None
-    if top.values.get("num_processes") is not None:
-        # Refuses Accelerate's -1, which asks for a flag: an absent key does the same.
-        count = top.integer("num_processes", 1, low=1)
-    if override is not None:
-        count = override
-    if count is None:
-        return None
-    if kind == "NO" and (count > 1 or machines > 1):
-        key = "num_processes" if count > 1 else "num_machines"
-        raise top.refuse(
-            key,
-            "1 with `distributed_type: NO`, which starts one process whatever the number",
-            "write MULTI_GPU (or FSDP, DEEPSPEED) as distributed_type, or 1 here",
-        )
-    here, rest = divmod(count, machines)
-    if rest:
-        raise top.refuse(
-            "num_processes",
-            f"a multiple of num_machines ({machines}): it counts the processes of all machines",
-            f"write {max(1, here) * machines} or {(here + 1) * machines}",
-        )
-    return count
-
-
 def _machine_rank(top: Section, machines: int) -> int:
     rank = top.integer("machine_rank", 0, low=0)
     if rank >= machines:
@@ -318,7 +294,7 @@ def _main_process_port(top: Section, machines: int) -> int | None:
         return None
     # Several machines cannot agree on "any free port".
     lowest = 1 if machines > 1 else 0
-    return top.integer("main_process_port", DEFAULT_PORT, low=lowest, high=65535)
+    return top.integer("main_process_port", DEFAULT_PORT, low=lowest, high=HIGHEST_PORT)
 
 
 def _use_cpu(top: Section, kind: str) -> bool:

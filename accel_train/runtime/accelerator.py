@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore, TCPStore
 from accel_train.config import UsageError
 from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files import flight_recorder
+from accel_train.launch_files.deepspeed_settings import check_file_of_environment
 from accel_train.launch_files.parents import parent_command_lines
 from accel_train.launch_files.requested import (
     Requested,
@@ -275,6 +276,7 @@ def zero_plugin(
 
     A DeepSpeed file with other values is refused.
     """
+    check_file_of_environment(os.environ)
     # Under every strategy the model is built, loaded, then sharded. ZeRO-3 would shard it while it is built.
     os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"
     try:

@@ -348,7 +348,7 @@ def test_the_default_file_of_accelerate_config_is_read_and_named(
     default = (files / "one.yaml").rename(files / "accelerate" / "default_config.yaml")
     assert launch(Launch(None, worker, ("75",))) == 75
     assert capfd.readouterr().out == f"no --config_file: {default} is read, the default file of `accelerate config`\n"
-    with pytest.raises(UsageError, match=r"machine_rank: 1 .*num_machines: 1"):
+    with pytest.raises(UsageError, match=r"--machine_rank 1: must be 0 to 0, because num_machines is 1"):
         launch(Launch(None, worker, machine_rank=1))
 
 

@@ -1,0 +1,71 @@
+"""The number of processes of a launch, and the flags that replace numbers of the launch file.
+
+A flag is refused by its own name: Accelerate takes 0 processes for a flag that is absent, and other numbers out of
+range end in its tracebacks.
+"""
+
+from __future__ import annotations
+
+from accel_train.config import UsageError
+from accel_train.launch_files.section import Section
+
+HIGHEST_PORT = 65535
+_OTHER_TYPE = "write MULTI_GPU (or FSDP, DEEPSPEED) as distributed_type, or"
+
+
+def read_processes(top: Section, kind: str, machines: int, flag: int | None) -> int | None:
+    """Return the number of processes over all machines, or None if neither file nor flag has one."""
+    count = 1 if kind == "NO" else None
+    if top.values.get("num_processes") is not None:
+        # Refuses Accelerate's -1, which asks for a flag: an absent key does the same.
+        count = top.integer("num_processes", 1, low=1)
+    if flag is not None:
+        refuse_processes(flag)
+        count = flag
+    if count is None:
+        return None
+    if kind == "NO" and (count > 1 or machines > 1):
+        raise _one_process(top, count, flag)
+    here, rest = divmod(count, machines)
+    if rest:
+        required = f"a multiple of num_machines ({machines}): it counts the processes of all machines"
+        nearest = f"{max(1, here) * machines} or {(here + 1) * machines}"
+        if flag is not None:
+            raise UsageError(f"--num_processes {flag}: must be {required}, in {top.file}; give {nearest}")
+        raise top.refuse("num_processes", required, f"write {nearest}")
+    return count
+
+
+def _one_process(top: Section, count: int, flag: int | None) -> UsageError:
+    """Return the error for more than one process or machine with `distributed_type: NO`."""
+    required = "1 with `distributed_type: NO`, which starts one process whatever the number"
+    if count > 1 and flag is not None:
+        place = top.where("distributed_type")
+        return UsageError(f"--num_processes {flag}: must be {required} ({place}); {_OTHER_TYPE} give 1")
+    key = "num_processes" if count > 1 else "num_machines"
+    return top.refuse(key, required, f"{_OTHER_TYPE} 1 here")
+
+
+def refuse_processes(flag: int | None) -> None:
+    """Refuse a flag `--num_processes` below 1. None stands for no flag."""
+    if flag is not None and flag < 1:
+        raise UsageError(
+            f"--num_processes {flag}: must be a whole number, 1 or more, for the processes of all machines; correct "
+            "it, or leave it out for the number in the launch file"
+        )
+
+
+def refuse_rank_and_port(machines: int, rank: int | None, port: int | None) -> None:
+    """Refuse flags `--machine_rank` and `--main_process_port` out of range. None stands for no flag."""
+    if rank is not None and not 0 <= rank < machines:
+        raise UsageError(
+            f"--machine_rank {rank}: must be 0 to {machines - 1}, because num_machines is {machines}; count the "
+            "machines from 0, which is the one at main_process_ip"
+        )
+    # Several machines cannot agree on "any free port".
+    lowest = 1 if machines > 1 else 0
+    if port is not None and not lowest <= port <= HIGHEST_PORT:
+        raise UsageError(
+            f"--main_process_port {port}: must be a whole number, {lowest} to {HIGHEST_PORT}; correct it, or leave it "
+            "out"
+        )
