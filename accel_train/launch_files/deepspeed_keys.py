@@ -23,6 +23,8 @@ ANY = "any"
 """Its type and value are checked elsewhere: by the reader of the section, or against the experiment."""
 BOOLEAN = "boolean"
 COUNT = "count"
+COUNT_OR_AUTO = "count or auto"
+"""Accelerate puts a number by the model's width in the place of ``auto``."""
 _PREDIVIDE = "the gradient is averaged as by the other strategies"
 _SCALING = "the loss is scaled in the same way under every launch file"
 _ROUNDED = "the weights and gradients would be rounded, and the run be another"
@@ -57,7 +59,7 @@ _ZERO: Mapping[str, object] = {
     "offload_optimizer": ANY,
     "contiguous_gradients": BOOLEAN,
     "reduce_scatter": BOOLEAN,
-    "reduce_bucket_size": COUNT,
+    "reduce_bucket_size": COUNT_OR_AUTO,
     "use_multi_rank_bucket_allreduce": BOOLEAN,
     "allgather_partitions": BOOLEAN,
     "allgather_bucket_size": COUNT,
@@ -70,8 +72,8 @@ _ZERO: Mapping[str, object] = {
     "override_module_apply": BOOLEAN,
     "log_trace_cache_warnings": BOOLEAN,
     "enable_sanity_checks": BOOLEAN,
-    "stage3_prefetch_bucket_size": COUNT,
-    "stage3_param_persistence_threshold": COUNT,
+    "stage3_prefetch_bucket_size": COUNT_OR_AUTO,
+    "stage3_param_persistence_threshold": COUNT_OR_AUTO,
     "stage3_model_persistence_threshold": COUNT,
     "stage3_max_live_parameters": COUNT,
     "stage3_max_reuse_distance": COUNT,

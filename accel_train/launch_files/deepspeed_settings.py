@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_train.config import UsageError
-from accel_train.launch_files.deepspeed_keys import BOOLEAN, COUNT, INSTEAD, SECTIONS, Only
+from accel_train.launch_files.deepspeed_keys import BOOLEAN, COUNT, COUNT_OR_AUTO, INSTEAD, SECTIONS, Only
 from accel_train.launch_files.section import Section
 from accel_train.strict_yaml import Document, YamlError, read_document
 from accel_train.wording import did_you_mean, nearest
@@ -253,7 +253,7 @@ def _check_value(section: Section, key: str, kind: object) -> None:
     # The words for them in YAML 1.1 are not those of DeepSpeed.
     elif kind == BOOLEAN and not isinstance(value, bool):
         raise section.refuse(key, "true or false", "write one of them, or delete it")
-    elif kind == COUNT and not _is_count(value):
+    elif kind in (COUNT, COUNT_OR_AUTO) and not (_is_count(value) or (kind == COUNT_OR_AUTO and value == "auto")):
         raise section.refuse(key, "a whole number, 0 or more", "write digits without quotes, or delete it")
 
 

@@ -53,7 +53,8 @@ REFUSED = [
 ]
 REFUSED_IN_ZERO = [
     ({"reduce_bucketsize": 5}, r"`zero_optimization\.reduce_bucketsize: 5`.*did you mean 'reduce_bucket_size'\?"),
-    ({"reduce_bucket_size": "auto"}, r"`zero_optimization\.reduce_bucket_size: auto`: must be a whole number"),
+    ({"allgather_bucket_size": "auto"}, r"`zero_optimization\.allgather_bucket_size: auto`: must be a whole number"),
+    ({"reduce_bucket_size": "much"}, r"`zero_optimization\.reduce_bucket_size: much`: must be a whole number"),
     ({"reduce_bucket_size": -5}, r"must be a whole number, 0 or more"),
     ({"overlap_comm": 1}, r"`zero_optimization\.overlap_comm: 1`: must be true or false"),
     (
@@ -112,7 +113,7 @@ def test_a_file_as_transformers_documents_it_is_taken(tmp_path: Path) -> None:
         allgather_bucket_size=5e8,
         overlap_comm=True,
         reduce_scatter=True,
-        reduce_bucket_size=500_000_000,
+        reduce_bucket_size="auto",
         contiguous_gradients=True,
     )
     assert read_machine_config(file).strategy == "zero2"
