@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -81,10 +81,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def noted_unfreeze(unfreeze: Callable[[], None] = gc.unfreeze) -> None:
+    # The end of a run thaws everything. Half a second each for the next runs is worth a little garbage that stays.
+    unfreeze()
+    thawed.append(True)
+
+
+thawed: list[bool] = []
+gc.unfreeze = noted_unfreeze  # because `gc.get_freeze_count` looks at every object
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logfinish() -> None:
-    # The end of a run thaws everything. Half a second each for the next runs is worth a little garbage that stays.
-    if gc.get_freeze_count() == 0:
+    if thawed:
+        thawed.clear()
         gc.freeze()
 
 
