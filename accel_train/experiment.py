@@ -33,7 +33,7 @@ from accel_train.training.schedules import ScheduleConfig
 
 logger = logging.getLogger(__name__)
 COUNTABLE = 2**53
-"""Samples of a run that a float counts one by one."""
+"""Most samples that a run may read: a float counts no further one by one."""
 SHORTENED = {"schedule.warmup": "warmup_steps", "schedule.cycle": "cycle_steps"}
 """Keys in ``resolved`` of a run with a shortened warm-up or first cycle: the steps asked for, and the steps used."""
 
@@ -62,8 +62,8 @@ def _max_steps(config: ExperimentConfig, dataset_size: int) -> int:
     samples = config.max_epochs * dataset_size
     if samples > COUNTABLE:
         raise UsageError(
-            f"max_epochs: {config.max_epochs:g}: of {dataset_size:,} samples, more than {COUNTABLE:,} in all, "
-            "beyond which a sample more is no other number; give fewer, or max_steps"
+            f"max_epochs: {config.max_epochs:g}: over {dataset_size:,} samples, at most {COUNTABLE:,} in all can be "
+            "counted exactly; give fewer epochs, or max_steps"
         )
     # Rounded up, so that the last pass leaves out no sample.
     return config.batch_schedule.steps_for(config.global_batch_size, samples)

@@ -49,7 +49,9 @@ def loaded(recipe: Any, name: str, length: str, directory: Path) -> Any:
 
 def test_more_epochs_than_can_be_counted_are_refused(accelerator: Accelerator, tmp_path: Path) -> None:
     config = loaded(causal_lm, "causal_lm_demo", "--max_epochs 1e308", tmp_path)
-    with pytest.raises(UsageError, match=r"max_epochs: 1e\+308: of 1,000 samples, .* give fewer, or max_steps"):
+    with pytest.raises(
+        UsageError, match=r"max_epochs: 1e\+308: over 1,000 samples, .* give fewer epochs, or max_steps"
+    ):
         experiment._resolve_length(config, accelerator, SAMPLES)
 
 

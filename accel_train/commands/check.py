@@ -253,6 +253,8 @@ def _refuse_contradictions(machine: MachineConfig, config: Any, accumulation: in
     generated = {
         "gradient_clipping": float(config.optimizer.max_grad_norm),
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
-        "train_batch_size": config.micro_batch_size * (machine.num_processes or 1),
     }
+    # The number of processes may be left to a flag of the launcher.
+    if machine.num_processes is not None:
+        generated["train_batch_size"] = config.micro_batch_size * machine.num_processes
     refuse_zero_contradictions(values, generated, config.precision, source)

@@ -14,7 +14,7 @@ from typing import Literal
 from accel_train.config import Fraction, NonNegativeInt, PositiveInt, UsageError
 
 SHORTEST_CYCLE = 4
-"""Steps of a cosine of which a notice does not speak."""
+"""Fewest steps of a cycle without a notice. With fewer, nothing is left of the cosine."""
 ScheduleKind = Literal["constant", "linear", "cosine", "cosine_restarts", "wsd", "inverse_sqrt"]
 
 _ENDLESS: frozenset[ScheduleKind] = frozenset(("constant", "inverse_sqrt"))
@@ -162,7 +162,7 @@ def _short_cycles(config: ScheduleConfig, decay_steps: int) -> list[str]:
 
 
 def _other_end(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[str]:
-    """As of a resume with another max_steps."""
+    """Return a notice if the run ends elsewhere than its schedule, as after a resume with another max_steps."""
     if config.kind in _ENDLESS or max_steps == decay_steps:
         return []
     if max_steps < decay_steps:
