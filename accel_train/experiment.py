@@ -33,7 +33,7 @@ from accel_train.training.schedules import ScheduleConfig
 
 logger = logging.getLogger(__name__)
 COUNTABLE = 2**53
-"""Most samples that a run may read: a float counts no further one by one."""
+"""Most samples that a run may read: beyond it a float does not represent every integer."""
 SHORTENED = {"schedule.warmup": "warmup_steps", "schedule.cycle": "cycle_steps"}
 """Keys in ``resolved`` of a run with a shortened warm-up or first cycle: the steps asked for, and the steps used."""
 
@@ -132,7 +132,7 @@ def _resolve_length(config: ExperimentConfig, accelerator: Accelerator, dataset_
 
 
 def late_evaluation(config: ExperimentConfig, max_steps: int) -> list[str]:
-    """Return a notice about an interval of evaluations that the run does not reach, except where it was shortened."""
+    """Return a notice if the run is too short for ``evaluation.every``, unless only its shortening made it so."""
     every = getattr(getattr(config, "evaluation", None), "every", 0)
     origin = origin_of(config, "evaluation.every")
     if every < max_steps or origin not in ("command line", origin_of(config, _length_option(config))):
@@ -152,13 +152,13 @@ def open_experiment(
 ) -> Opened:
     """Open the run directory for a start or a resume. All processes call it; collective.
 
-    An epoch has ``dataset_size`` samples. ``fingerprint`` identifies the data. With a ``ledger``, that of the
-    checkpoint to resume, they may differ from those that the run began with. ``notices`` are logged first. ``metrics``
-    names everything that an evaluation reports. With None, the first one without ``best_metric`` ends the run.
+    ``dataset_size`` is the samples of an epoch, and ``fingerprint`` identifies the data. A ``ledger``, read from the
+    checkpoint to resume by ``earlier_ledger``, permits both to change. ``notices`` are logged first. ``metrics`` names
+    everything that an evaluation reports. With None, the first evaluation without ``best_metric`` ends the run.
 
-    Raises the errors of ``open_run``, and ``UsageError`` for processes with different data, and for a
-    ``checkpoints.best_metric`` or a gate of ``accel-train compare`` outside ``metrics``, or steps to profile beyond
-    the last, or data that a run without ``ledger`` has left for others.
+    Raises the errors of ``open_run``, and ``UsageError`` if the processes have different data, if
+    ``checkpoints.best_metric`` or a gate of ``accel-train compare`` is not in ``metrics``, if the steps to profile lie
+    beyond the last, or if, without a ``ledger``, the run has gone on from these data to others.
     """
     # First, because lengths and the experiment follow from the data.
     _refuse_different_data(accelerator, dataset_size, fingerprint)
@@ -293,7 +293,7 @@ def _keep_threads(run: Run, accelerator: Accelerator) -> None:
 def _refuse_different_data(accelerator: Accelerator, dataset_size: int, fingerprint: str) -> None:
     """Refuse processes with different data, such as a host with a stale copy of the files.
 
-    It would train on something else, or leave the others waiting.
+    Such a host would train on other samples, or leave the other processes waiting.
     """
     if accelerator.num_processes == 1:
         return

@@ -35,11 +35,12 @@ def resolve_base(
     option: BasePolicy,
     precision: Precision,
 ) -> tuple[Mapping[str, Any] | None, list[str]]:
-    """Decide by ``checkpoints.base``, and set ``base`` of the run for its checkpoints. Collective, before ``prepare``.
+    """Decide whether checkpoints store the frozen parameters or reference ``base``. Collective, before ``prepare``.
 
-    ``option`` is ``checkpoints.base``. Returns the reference to the files of ``base``, None without frozen parameters,
-    and notices. Raises ``UsageError`` for an option that cannot be obeyed, for files that are not there or differ
-    between hosts, and for frozen weights that the precision or the strategy would change.
+    ``option`` is ``checkpoints.base``. Sets ``run.base`` or ``run.embedded_base``, which every manifest then records.
+    Returns the reference to the files of ``base``, None without them or without frozen parameters, and notices.
+    Raises ``UsageError`` for an option that cannot be obeyed, for files that are missing or differ between hosts, and
+    for frozen weights that the precision or the strategy would change.
     """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     if option == "reference":

@@ -69,13 +69,13 @@ def load(
     ``hub:org/name``, ``hub:org/name@1200`` or ``hub:org/name@REVISION``. EMA weights are used where a checkpoint has
     them. Files are compared with the sha256 of the manifest, or of the export's example, before any is read.
 
-    A place of adapters is loaded on their base, whose files are compared with the sha256 that the checkpoint has of
-    them. ``adapters`` are further ones by name, each a place, on the base of ``place`` or on ``place`` itself; a call
-    chooses by name.
+    If ``place`` holds adapters, they are loaded onto their base, whose files must match the sha256 in the checkpoint.
+    ``adapters`` maps names to further places with adapters for the same base, or for the model at ``place``. A call of
+    the pipeline selects one by name.
 
     The folder is data: its config.json can name a pipeline of this package and nothing else. For a recipe of your own
     pass its class as ``pipeline``. Raises ``UsageError`` for a place without a model, a damaged file, an unknown
-    pipeline, a base that is gone or another one, an absent device, and ``HubError`` if the Hub cannot be reached.
+    pipeline, a missing or changed base, an absent device, and ``HubError`` if the Hub cannot be reached.
     """
     refuse_absent(device)
     directory = find(place)
@@ -85,11 +85,11 @@ def load(
 
 
 def refuse_absent(device: str) -> None:
-    """Raise ``UsageError`` for a name that is no device of torch on this machine, with those that there are."""
+    """Raise ``UsageError`` if torch cannot use ``device`` on this machine. The message lists the devices present."""
     import torch
 
     try:
-        # Made there, because torch knows the names of many devices that it cannot use.
+        # A tensor on it, because torch accepts the names of many devices that it cannot use.
         is_usable = torch.empty(1, device=device).device.type != "meta"
     except (RuntimeError, AssertionError):
         is_usable = False
@@ -128,7 +128,7 @@ def find(place: Place) -> Path:
         _verify_export(path)
         return path
     checkpoint, skipped = places.newest_at(path)
-    # A damaged checkpoint is passed over, and said: the model is then of an earlier step.
+    # Warned of, because without the damaged checkpoint the model is that of an earlier step.
     for reason in skipped:
         logger.warning("skipped: %s", reason)
     return checkpoint.path

@@ -25,7 +25,7 @@ from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import log_evaluation, write_report
 from accel_train.metrics.throughput import Count
-from accel_train.opened import Opened, Prepared, double_micro_batch, roll_back, run_out_of_memory, without_left_out
+from accel_train.opened import Opened, Prepared, double_micro_batch, handle_out_of_memory, roll_back, without_left_out
 from accel_train.reporting.reports import Reports, build_reports, record_owed_evaluation
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED
@@ -58,8 +58,9 @@ def training(
                     training.evaluate(evaluation)
         return loop.finish(training)
 
-    Leaving it for any reason finishes the last save and ends readers and trackers. The main process calls
-    ``write_extras(directory)`` to add files to a checkpoint, such as the model's config.
+    Leaving it ends readers and trackers, and without an error commits the save in progress. After an error a single
+    process still commits it; several abandon it, because the others may be waiting in another collective. The main
+    process calls ``write_extras(directory)`` to add files to a checkpoint, such as the model's config.
     """
     first = sampler.scheduled(order, opened.config.batch_schedule)
     if (simulation := simulated.active()) is not None:
@@ -76,22 +77,22 @@ def training(
         config.checkpoints,
         config.hub,
         opened.with_ledger(write_extras),
-        epoch=lambda step: made.order.epoch(step),
+        epoch=lambda step: current.order.epoch(step),
         on_commit=reports.log.saved,
     )
 
-    def read(made: Training) -> Generator[StepBatches]:
-        made.order = without_left_out(opened, prepared, sampler.scheduled(order, opened.batch_schedule))
-        return _read(made, dataset)
+    def read(current: Training) -> Generator[StepBatches]:
+        current.order = without_left_out(opened, prepared, sampler.scheduled(order, opened.batch_schedule))
+        return _read(current, dataset)
 
-    made = Training(opened, first, reports, saver, iter(()), prepared)
-    made.steps = steps = reports.watched(_growing(made, read(made), read))
-    observation = nullcontext() if _observe is None else _observe(made, prepared, dataset)
+    current = Training(opened, first, reports, saver, iter(()), prepared)
+    current.steps = steps = reports.watched(_reread_after_growth(current, read(current), read))
+    observation = nullcontext() if _observe is None else _observe(current, prepared, dataset)
     # Left from the right: the saver's last commit is still recorded in the log.
-    with step_overhead.garbage_frozen(), reports.log, closing(steps), saver, observation, _recorded(made):
-        yield made
+    with step_overhead.garbage_frozen(), reports.log, closing(steps), saver, observation, _recorded(current):
+        yield current
     # A request may have ended the saver's wait for the Hub, after the last step.
-    made.stopped = made.stopped or saver.stopping
+    current.stopped = current.stopped or saver.stopping
 
 
 def _read(training: Training, dataset: MapDataset) -> Generator[StepBatches]:
@@ -109,13 +110,10 @@ def _read(training: Training, dataset: MapDataset) -> Generator[StepBatches]:
     )
 
 
-def _growing(
+def _reread_after_growth(
     training: Training, steps: Generator[StepBatches], read: Callable[[Training], Generator[StepBatches]]
 ) -> Generator[StepBatches]:
-    """Yield the steps, and read them anew behind one after which the batch has grown.
-
-    What was read ahead by then has the size of before, and is dropped.
-    """
+    """Yield the steps. After one that changes the batch size, read again: prefetched batches have the old size."""
     opened = training.opened
     changes = len(opened.run.grown)
     while True:
@@ -132,7 +130,7 @@ def _growing(
 
 @contextmanager
 def _recorded(training: Training) -> Generator[None]:
-    """Record the error that ended the body, if any, and its bad steps."""
+    """Record the error that ends training, if any, and the bad steps not yet recorded."""
     try:
         yield
     except NonFiniteError as error:
@@ -142,10 +140,10 @@ def _recorded(training: Training) -> Generator[None]:
         if ran_out(error, training.part):
             memory = training.reports.memory_after_running_out()
             log = training.reports.log
-            run_out_of_memory(training.opened, log, error, training.done, training.part, memory)
+            handle_out_of_memory(training.opened, log, error, training.done, training.part, memory)
         raise
     finally:
-        # Those of a step that ends the run as well.
+        # Also after an error: the step that ended the run may be one of them.
         training.reports.bad_steps()
 
 
@@ -168,8 +166,8 @@ class Training:
     _ended: bool = False
     part: Part = "step"
     """What the loop is doing, and after an error what it was doing."""
-    to_evaluate: str | None = None
-    """The start that makes the evaluation after the last step, if a stop has broken it off."""
+    evaluation_remedy: str | None = None
+    """How to run the evaluation after the last step that a stop interrupted: what follows "start". None: not owed."""
     _result: StepResult | None = None
     _metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of an evaluation after the current step."""
@@ -256,11 +254,11 @@ class Training:
             self._owe_evaluation()
             return {}
         with self.reports.throughput.pause():
-            with self._apart("save"), self.reports.throughput.saving():
+            with self._doing("save"), self.reports.throughput.saving():
                 self.saver.finish()
             try:
                 # All processes must leave it at the same forward, so they ask each other there.
-                with self._apart("evaluation"), stoppable(self.saver.asked_to_stop):
+                with self._doing("evaluation"), stoppable(self.saver.asked_to_stop):
                     metrics = evaluate()
             except EvaluationStopped:
                 info(logger, f"asked to stop: the evaluation after step {self.done} is broken off")
@@ -268,9 +266,9 @@ class Training:
                 self._save()  # does nothing if a due save has written this step
                 self._owe_evaluation()
                 return {}
-            with self._apart("evaluation"):
+            with self._doing("evaluation"):
                 self.reports.log.evaluation(self.done, metrics)
-            with self._apart("save"):
+            with self._doing("save"):
                 self.saver.add_metrics(self.done, metrics)
         self._metrics = metrics
         self.opened.refuse_unreported(metrics, self._save, self.saver.finish)
@@ -286,9 +284,9 @@ class Training:
             return
         if not self.opened.config.checkpoints.save_state:
             # From weights alone no start resumes.
-            self.to_evaluate = "again with --evaluate_only"
+            self.evaluation_remedy = "again with --evaluate_only"
             return
-        self.to_evaluate = "the same command again"
+        self.evaluation_remedy = "the same command again"
         # Before the saver's last exchange with the others, which may end the launcher once they have left.
         if self.opened.accelerator.is_main_process:
             self.opened.run.owe_evaluation(self.done)
@@ -297,7 +295,7 @@ class Training:
         if self._result is None:
             return  # an evaluation before the first step of this start: nothing is new
         self._result.check()  # raises after a step that ends the run, which no checkpoint may follow
-        with self._apart("save"):
+        with self._doing("save"):
             with self.reports.throughput.pause():
                 self.reports.before_save(self.done)
             with self.reports.throughput.saving():
@@ -305,8 +303,8 @@ class Training:
         self._saved = self.done
 
     @contextmanager
-    def _apart(self, part: Part) -> Generator[None]:
-        """Do ``part`` in the body. An error in it leaves ``part`` as it is, for those who tell what has failed."""
+    def _doing(self, part: Part) -> Generator[None]:
+        """Set ``part`` during the body. After an error it stays set, so that the handler knows what failed."""
         self.part = part
         yield
         self.part = "step"
@@ -359,8 +357,8 @@ def heldout_means(
 def evaluate_only(opened: Opened, evaluate: Callable[[], Mapping[str, float]]) -> int:
     """Evaluate the restored checkpoint and write the report, without training. All processes. Returns exit code 0.
 
-    One that a stop had broken off is recorded as part of the run, with its metrics in the checkpoint. Raises
-    ``UsageError`` if they lack ``checkpoints.best_metric``.
+    An evaluation that a stop interrupted is recorded as part of the run, and its metrics are added to the checkpoint.
+    Raises ``UsageError`` if ``checkpoints.best_metric`` is not among them.
     """
     step = opened.start_step
     if opened.config.evaluate_only:
@@ -376,15 +374,15 @@ def evaluate_only(opened: Opened, evaluate: Callable[[], Mapping[str, float]]) -
 
 
 def finish(training: Training) -> int:
-    """End the trackers, log where the results are, and return the exit code: 75 if the run was asked to stop."""
+    """End the trackers, log where the results are, and return the exit code: 0, or 75 after a stop. All processes."""
     opened = training.opened
     step = training.done
     opened.accelerator.end_training()
     if training.stopped and step >= opened.max_steps:
         info(logger, f"stopped after the last step, {step}, which is saved (exit code 75)")
         # Only the wait for the Hub may have been broken off, after the evaluation.
-        if training.to_evaluate is not None:
-            info(logger, f"start {training.to_evaluate} to evaluate it")
+        if training.evaluation_remedy is not None:
+            info(logger, f"start {training.evaluation_remedy} to evaluate it")
         return EXIT_PREEMPTED
     if opened.run.owes_evaluation and opened.accelerator.is_main_process:
         # A recipe that asks for `config.evaluate_only` alone has come here without a step.

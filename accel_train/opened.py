@@ -207,10 +207,10 @@ class Prepared:
         coefficients: Mapping[str, float],
         step: int,
     ) -> GradientWindow:
-        """Return the gradient of optimizer step ``step`` from (inputs, weights) of each micro-batch.
+        """Return the window of optimizer step ``step`` over its micro-batches, each given as (inputs, weights).
 
-        Costs two small reductions per step. Every process must have the same number of micro-batches.
-        ``GradientWindow`` describes the rest.
+        Collective: every process passes the same number of micro-batches. Costs two small reductions per step.
+        ``GradientWindow`` describes weights and coefficients.
         """
         self.ema.announce(step)
         return GradientWindow(
@@ -225,7 +225,7 @@ class Prepared:
         )
 
 
-def run_out_of_memory(
+def handle_out_of_memory(
     opened: Opened,
     log: Recorder,
     error: Exception,
@@ -311,7 +311,7 @@ def roll_back(opened: Opened, log: Recorder, error: NonFiniteError) -> None:
 
 
 def without_left_out(opened: Opened, prepared: Prepared, order: Sampler) -> Sampler:
-    """Return the order without the samples of the option and of rollbacks, which coming checkpoints then list."""
+    """Return ``order`` without the samples of ``without_samples`` and of rollbacks. Checkpoints list the latter."""
     history = prepared.guard.history
     history.left_out = sorted({*history.left_out, *rollback.left_out(opened.run.rollbacks)})
     return leaving_out.without_samples(order, [*opened.config.without_samples, *history.left_out])

@@ -77,9 +77,9 @@ class TrainedModel(Protocol):
 
 
 class Pipeline(TrainedModel, Protocol):
-    """A trained model with everything around it. Each recipe has its own call, with inputs in the units of its data.
+    """A trained model with everything that its calls need. Calls take inputs in the units of the data.
 
-    ``domains.NAME.pipeline`` of the library defines a pipeline. Its options have the fields of ``SampleOptions``.
+    Those of this package are in ``accel_train.domains.NAME.pipeline``. Options have the fields of ``SampleOptions``.
     """
 
     recipe: ClassVar[str]
@@ -102,7 +102,7 @@ class Pipeline(TrainedModel, Protocol):
 
     @classmethod
     def recognises(cls, description: Mapping[str, Any]) -> bool:
-        """Return True for the config.json of such a model without the name of its pipeline, from an older version."""
+        """Return True if a config.json from an older version, which names no pipeline, belongs to this one."""
         ...
 
     def examples(self) -> Sequence[Example]:

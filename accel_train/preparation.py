@@ -100,12 +100,13 @@ def prepare(
 ) -> Prepared:
     """Load initial weights, apply speed options, build the optimizer, prepare with Accelerate, restore the checkpoint.
 
-    All processes call it with the same weights in ``model``; collective. Parameters without ``requires_grad`` stay as
-    they are, and only ``base``, the files that ``model`` was built from, makes checkpoints without them possible.
-    ``needs`` describes the attention of a model of this package. A model of transformers or diffusers has none: its
-    library chooses, or ``--attention`` by its names, and ``example``, which calls the model on a few small inputs, lets
-    it be proven. ``freezable`` maps parts that are frozen for some steps only to prefixes of their modules.
-    The schedule and the loader are never prepared, because both are functions of the step.
+    Collective: every process calls it with the same weights in ``model``. Parameters with ``requires_grad`` off stay
+    frozen. Checkpoints can leave them out only if ``base`` names the files that ``model`` was loaded from.
+
+    ``needs`` describes the attention of a model of this package. A transformers or diffusers model has none: its
+    library selects the kernel, or ``--attention`` names one that the library has. ``example`` calls such a model on a
+    few small inputs, so that the kernel can be checked. ``freezable`` maps each part that is frozen in some steps only
+    to prefixes of its modules. The schedule and the loader are never prepared: both are functions of the step.
 
     Raises ``UsageError`` for options that cannot be obeyed, for a base that has changed since the checkpoint, and for
     a model that was not wrapped as the strategy requires.

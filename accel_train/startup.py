@@ -38,7 +38,7 @@ def refuse_options(config: ExperimentConfig) -> None:
     resolve_trackers(config.log.trackers)
     check_name(config.attention)
     config.run_options()
-    # A number of epochs becomes one of steps with the data.
+    # max_epochs becomes a number of steps only once the data are known, and is compared then.
     if config.max_steps is not None:
         config.profile.refuse_beyond(config.max_steps)
 
@@ -46,14 +46,14 @@ def refuse_options(config: ExperimentConfig) -> None:
 def start(config: ExperimentConfig) -> Accelerator:
     """Return the verified ``Accelerator``, with logging set up. All processes call it, before anything heavy.
 
-    Whatever an earlier run of this process still holds is released first. A run that ends in ``UsageError`` before its
-    first step removes what it created in ``output_dir``.
+    Releases whatever an earlier run in this process still holds. A run that ends in ``UsageError`` before its first
+    step removes what it created in ``output_dir``.
 
     Raises ``UsageError`` if the machine is not the requested one, a tracker is not installed, the attention kernel is
     unknown, the device cannot obey the options of the loader, of its memory or of float8, or the caller is not the main
     thread, because Python delivers signals to no other.
     """
-    # Wrong usage that needs no other process is refused before the processes wait for each other.
+    # Usage errors that need no other process are reported before the processes wait for each other.
     refuse_options(config)
     refused.refuse_missing_base(config.recipe.base_option, config.base_source(), config.run_options())
     directory = expand_path(config.output_dir)

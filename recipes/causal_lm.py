@@ -3,8 +3,8 @@
     accelerate launch recipes/causal_lm.py                                    # a small Llama on Shakespeare, offline
     accelerate launch recipes/causal_lm.py causal_lm_tune --model.source Qwen/Qwen3-0.6B --data.path chats.jsonl
 
-Texts are packed into rows without seeing each other. Every token that the loss counts weighs alike, on any number of
-processes and any micro-batch.
+Texts are packed into rows, and attention stays within each text. Every token in the loss has the same weight, on any
+number of processes and with any micro-batch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Config(experiment.ExperimentConfig):
     """Causal language model of transformers, on plain text, completions or chats."""
 
     recipe: ClassVar = experiment.Recipe(
-        # Runs of before have the last one, in whose place there is --attention.
+        # The last one is an option of older runs, which --attention has replaced.
         free_to_change=("evaluation", "data.cache_dir", "data.changed", "model.attn_implementation"),
         labels=Labels(
             units={"nll": "nats per token", "accuracy": "fraction"},
@@ -96,7 +96,7 @@ def weigh(batch: Batch) -> tuple[Batch, Tensor]:
 
 
 def loss_sums(model: pretrained.LanguageModel, batch: Batch) -> Tensor:
-    """Sum the loss over the tokens of each row, (B,) fp32. The window divides by those of the global batch."""
+    """Sum the loss over the tokens of each row, (B,) fp32. The window divides by the tokens of the global batch."""
     logits = model.logits(batch)
     return perplexity.loss_sums(logits, perplexity.targets(batch))
 
@@ -119,11 +119,11 @@ def evaluate(
 ) -> dict[str, float]:
     """Compute held-out perplexity and write samples.md, with the EMA weights. Every process calls it."""
     options = config.evaluation
-    at_once = options.batch_size or config.micro_batch_size
+    batch_size = options.batch_size or config.micro_batch_size
     accelerator = prepared.accelerator
     unigram = data.unigram.to(accelerator.device)
     with evaluation.evaluating(prepared.model, prepared.ema):
-        batches = evaluation.heldout_batches(accelerator, data.heldout, options.samples, at_once)
+        batches = evaluation.heldout_batches(accelerator, data.heldout, options.samples, batch_size)
 
         def sums_of(batch: Batch) -> dict[str, Tensor]:
             return perplexity.metric_sums(model.logits(batch), batch, unigram)

@@ -1,7 +1,7 @@
 """Train LoRA adapters on a pretrained text-to-image model, from pictures with captions.
 
     accelerate launch recipes/mmdit.py image_demo   # the base of the demo, offline
-    accelerate launch recipes/lora.py               # the demo: flags, of which that model has seen none
+    accelerate launch recipes/lora.py               # the demo: flags, which that model has never seen
     accelerate launch recipes/lora.py --base.source stabilityai/stable-diffusion-xl-base-1.0 --data.path photos
 
 What is predicted (noise, v, flow or the picture) is taken from the base. Noise, times and dropped captions are
@@ -50,7 +50,7 @@ logger = logging.getLogger("recipes.lora")
 PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESET = "lora_demo"
 TUNE_PRESET = "lora_tune"
-"""Without a preset, where --base.source is given."""
+"""The preset if none is named but --base.source is given."""
 
 
 # ---------------------------------------------------------------------------------------------------------- config
@@ -109,16 +109,16 @@ def preset_without_one(argv: Sequence[object]) -> str:
 # ------------------------------------------------------------------------------------------------------------ loss
 # A batch holds mean and logvar of the VAE (B, C, H, W), sizes (B, 2), embeddings or tokens of captions, and what the
 # loader adds.
-def noised(
-    config: Config, inputs: Inputs, process: Denoising, batch: Batch, step: int, size: int
+def corrupt(
+    config: Config, inputs: Inputs, process: Denoising, batch: Batch, step: int, batch_size: int
 ) -> tuple[Batch, Tensor]:
-    """Return the denoiser's inputs with their target, and the weight of each picture. A step has ``size`` samples."""
+    """Return the denoiser's inputs with their target, and the weight of each picture, (rows * B,)."""
     encoded = inputs.encoded(batch)
-    return process.noised(encoded, config.seed, step, inputs.rows * size), inputs.counted(batch)
+    return process.noised(encoded, config.seed, step, inputs.rows * batch_size), inputs.counted(batch)
 
 
-def losses(process: Denoising, model: nn.Module, batch: Batch) -> Tensor:
-    """Return the weighted squared error of each picture, (B,). The window divides by those of the global batch."""
+def loss_sums(process: Denoising, model: nn.Module, batch: Batch) -> Tensor:
+    """Return the weighted squared error of each picture, (rows * B,). The window divides by the global weight."""
     return process.errors(model, batch) * batch["level_weight"] * batch["weight"]
 
 
@@ -138,8 +138,8 @@ def heldout_losses(config: Config, prepared: Prepared, inputs: Inputs, process: 
     if not len(inputs.heldout):
         return {}
     accelerator = prepared.accelerator
-    at_once = config.evaluation.batch_size or config.micro_batch_size
-    batches = evaluation.heldout_batches(accelerator, inputs.heldout, config.evaluation.samples, at_once)
+    batch_size = config.evaluation.batch_size or config.micro_batch_size
+    batches = evaluation.heldout_batches(accelerator, inputs.heldout, config.evaluation.samples, batch_size)
     sums_of = partial(heldout_sums, inputs, process, prepared.model)
     sums = evaluation.weighted_sums(accelerator, batches, sums_of)
     return objective.metrics_of(sums)
@@ -177,8 +177,8 @@ def main(argv: Sequence[str]) -> int:
     found = loading.find_base(pinned(config.base, config.run_options()))
     base = adapters.with_trained_text(found, config.text_encoders, strategy_of(accelerator))
     levels = base.levels()
-    given = (config.data, base, config.evaluation, accelerator.device)
-    preparing = partial(prepare_inputs, *given, earlier=earlier_assets(config.run_options()))
+    earlier = earlier_assets(config.run_options())
+    preparing = partial(prepare_inputs, config.data, base, config.evaluation, accelerator.device, earlier=earlier)
     inputs = startup.prepare_data(accelerator, preparing)
     if config.cache_only:
         logs.info(logger, *inputs.notices)
@@ -211,14 +211,14 @@ def main(argv: Sequence[str]) -> int:
     write_extras = partial(pictures.write_files, plain, base, *facts)
     with loop.training(opened, prepared, inputs.train, order, write_extras) as training:
         for batches in training:
-            step, size = batches.step, opened.batch_size(batches.step)
+            step, batch_size = batches.step, opened.batch_size(batches.step)
             set_learning_rate(prepared.optimizer, opened.learning_rate_factor(step))
 
-            inputs_of_step = [noised(config, inputs, process, batch, step, size) for batch in batches.micro_batches]
-            window = prepared.window(inputs_of_step, {"loss": 1.0}, step)
+            corrupted = [corrupt(config, inputs, process, batch, step, batch_size) for batch in batches.micro_batches]
+            window = prepared.window(corrupted, {"loss": 1.0}, step)
             # Gradients stay local until the last micro-batch.
             for batch in window:
-                window.backward(losses(process, prepared.model, batch))
+                window.backward(loss_sums(process, prepared.model, batch))
             result = window.finish(config.optimizer.max_grad_norm)
             prepared.optimizer.step()
             prepared.optimizer.zero_grad()

@@ -5,7 +5,8 @@
     accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/mmdit.py base --data.path my.jsonl
 
 Text is learned by masked diffusion, latents by rectified flow or DDPM: text from its latent (l2t), the latent from
-its text (t2l), and both from nothing. The curve is the same on any number of processes, any micro-batch and strategy.
+its text (t2l), and both unconditionally. The trajectory does not depend on the number of processes, the micro-batch
+or the strategy.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Config(experiment.ExperimentConfig):
 
 # ------------------------------------------------------------------------------------------------------------ loss
 # A batch holds tokens, text_mask, maskable (B, S) and latent (B, L, D). The loader adds weight, sample, occurrence and
-# position (B,). The weight of padding is 0, so that every process runs equally many micro-batches.
+# position (B,). Padding samples, which give every process equally many micro-batches, have weight 0.
 def corrupt(config: Config, batch: Batch, step: int, batch_size: int, mask_id: int) -> tuple[Batch, dict[str, Tensor]]:
     """Return the model's inputs and the weights (B,) of each loss term. Draws are keyed by sample, never by process."""
     text_time, latent_time = draw_times(config, batch, step, batch_size)
@@ -130,11 +131,11 @@ def evaluate(
 ) -> dict[str, float]:
     """Compute held-out metrics, the same on any layout, and write the report, with the EMA weights. Collective."""
     options = config.evaluation
-    at_once = options.batch_size or config.micro_batch_size
+    batch_size = options.batch_size or config.micro_batch_size
     both = build_samplers(config, prepared.model, data.tokenizer.mask_id)
     with evaluation.evaluating(prepared.model, prepared.ema):
         sums_of = partial(both.metric_sums, timesteps=options.timesteps, scores=scores)
-        sums = evaluation.paired_sums(prepared.accelerator, data.heldout, options.samples, at_once, sums_of)
+        sums = evaluation.paired_sums(prepared.accelerator, data.heldout, options.samples, batch_size, sums_of)
         shown = evaluation.first_samples(prepared.accelerator, data.heldout, options.shown)
         drawn = both.sample_all(shown, unconditional=scores is not None)
     metrics = both_ways.metrics_from_sums(sums, options.timesteps) | picture_scores.metrics(scores, sums)
@@ -159,9 +160,10 @@ def save_extras(
     config: Config, shape: mmdit.MultimodalMMDiTConfig, data: dataset.PreparedData, directory: Path
 ) -> None:
     """Write the files for sampling from the checkpoint, beside its weights."""
-    objective = config.modes, config.text, config.latent
-    facts = config.evaluation, config.seed, data.assets, config.data.path
-    records.write_json(directory / "config.json", pipeline.describe_model(shape, *objective, *facts))
+    description = pipeline.describe_model(
+        shape, config.modes, config.text, config.latent, config.evaluation, config.seed, data.assets, config.data.path
+    )
+    records.write_json(directory / "config.json", description)
     data.assets.save(directory / "assets")
 
 
@@ -211,13 +213,13 @@ def main(argv: Sequence[str]) -> int:
     write_extras = partial(save_extras, config, shape, data)
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
-            step = batches.step
+            step, batch_size = batches.step, opened.batch_size(batches.step)
             mode = modes.mode_of_step(config.modes, config.seed, step)
             optimizers.set_frozen(optimizer, modes.frozen_parts(config.modes, step))
             optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(step))
 
-            noisy = [corrupt(config, batch, step, opened.batch_size(step), mask_id) for batch in batches.micro_batches]
-            window = prepared.window(noisy, modes.coefficients(config.modes, mode), step)
+            corrupted = [corrupt(config, batch, step, batch_size, mask_id) for batch in batches.micro_batches]
+            window = prepared.window(corrupted, modes.coefficients(config.modes, mode), step)
             # Gradients stay local until the last micro-batch.
             for inputs in window:
                 window.backward(loss_sums(config, prepared.model, inputs, mask_id))

@@ -91,7 +91,7 @@ class Config(experiment.ExperimentConfig):
 
 # ------------------------------------------------------------------------------------------------------------ loss
 # A batch holds input, target (B, C, H, W), parameters (B, P), dt, and what the loader adds: weight, sample ... (B,).
-def prepare(config: Config, batch: Batch, step: int, learned: StepObjective) -> tuple[Batch, Tensor]:
+def corrupt(config: Config, batch: Batch, step: int, learned: StepObjective) -> tuple[Batch, Tensor]:
     """Return the model's inputs and the weight of every loss term. Draws are keyed by sample, never by process."""
     objective = config.objective
     task = learned.task
@@ -147,12 +147,12 @@ def evaluate(config: Config, prepared: Prepared, data: rows.FieldData) -> dict[s
     panels: list[tuple[str, scores.Panels]] = []
     accelerator = prepared.accelerator
     options = config.evaluation
-    at_once = options.batch_size or config.micro_batch_size
+    batch_size = options.batch_size or config.micro_batch_size
     forward = evaluation.interruptible(prepared.model)
     with evaluation.evaluating(prepared.model, prepared.ema):
         for number, task in enumerate(data.tasks):
             found, drawn = scores.evaluate_task(
-                accelerator, forward, data, number, options, at_once, config.objective.residual_steps, config.seed
+                accelerator, forward, data, number, options, batch_size, config.objective.residual_steps, config.seed
             )
             metrics |= found
             panels.append((task.name, drawn))
@@ -212,12 +212,12 @@ def main(argv: Sequence[str]) -> int:
             step = batches.step
             number = order.task_of_step(step)
             learned = operator_learning.objective_of_step(config.objective, step, number, data.tasks[number])
-            at, length = operator_learning.place_in_schedule(config.objective, step, opened.decay_steps)
+            schedule_step, decay_steps = operator_learning.place_in_schedule(config.objective, step, opened.decay_steps)
             optimizers.set_frozen(optimizer, learned.frozen)
-            optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(at, length))
+            optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(schedule_step, decay_steps))
 
-            prepared_batches = [prepare(config, batch, step, learned) for batch in batches.micro_batches]
-            window = prepared.window(prepared_batches, learned.coefficients, step)
+            corrupted = [corrupt(config, batch, step, learned) for batch in batches.micro_batches]
+            window = prepared.window(corrupted, learned.coefficients, step)
             # Gradients stay local until the last micro-batch.
             for inputs in window:
                 window.backward(loss_sums(prepared.model, inputs, learned))

@@ -105,7 +105,7 @@ class GradientWindow:
         if self.guard.balance is not None:
             self._balance = self.guard.balance.factors(self.weights)
         self._factors = self._factors_of_terms()
-        self._forget_losses()
+        self._reset_attempt()
         self._is_last = False
         self._is_complete = False
         self._overflows = 0
@@ -132,24 +132,24 @@ class GradientWindow:
         """
         self._leftovers.refuse(self.step)
         if _will_rebuild_buckets(self.model, self.accelerator.num_processes):
-            yield from self._rehearsal()
+            yield from self._rebuild_buckets()
         yield from self._attempt()
         while self._overflowed():
             self._overflows += 1
-            self._forget_losses()
+            self._reset_attempt()
             yield from self._attempt()
         self._is_complete = True
 
-    def _forget_losses(self) -> None:
-        """Begin an attempt at the step without anything of an earlier one."""
+    def _reset_attempt(self) -> None:
+        """Clear the losses, sums and norms of an earlier attempt at the step."""
         self._losses: list[list[Tensor]] = []
         self._sums: list[list[Tensor]] = []
         self._totals: Tensor | None = None
         self._norm: Tensor | None = None
         self._gradient_norms: GradientNorms | None = None
 
-    def _rehearsal(self) -> Iterator[Batch]:
-        """Discarded backward, with its random draws: the first of a process under DDP (``_will_rebuild_buckets``)."""
+    def _rebuild_buckets(self) -> Iterator[Batch]:
+        """Run a backward that is discarded, with its random draws, so that DDP rebuilds its buckets in it."""
         cpu_state = torch.get_rng_state()
         cuda_state: Tensor | None = None
         if torch.cuda.is_initialized():
@@ -157,7 +157,7 @@ class GradientWindow:
         self._is_last = True  # DDP rebuilds its buckets in a backward with reduction
         yield self.inputs[0]
         self.model.zero_grad(set_to_none=True)
-        self._forget_losses()
+        self._reset_attempt()
         # The step draws what it would have drawn without the rehearsal.
         torch.set_rng_state(cpu_state)
         if cuda_state is not None:
@@ -254,12 +254,13 @@ class GradientWindow:
         return found
 
     def finish(self, max_grad_norm: float) -> StepResult:
-        """Clip the global gradient to ``max_grad_norm`` (0: only measure it), and check that the step is finite.
+        """Measure the norm of the global gradient, have it clipped to ``max_grad_norm`` (0: not), and check the step.
 
-        A guard on the host raises ``NonFiniteError`` on every rank, one on the device later, in ``guard.check``. Under
-        ZeRO the engine has clipped already, by the same number, and skips a step with a non-finite gradient. If the
-        guard leaves out this step, the optimizer's next ``step`` does nothing. Raises ``RuntimeError`` unless
-        ``backward`` was called once for each micro-batch.
+        Every rank calls it; collective. A guard on the host waits for the device, clips here, and raises
+        ``NonFiniteError`` on every rank. A guard on the device waits for nothing: the optimizer's next ``step`` clips,
+        or does nothing, and ``guard.check`` raises later. ZeRO's engine has clipped already, to the same norm, and
+        skips a step with a non-finite gradient. A step that the guard leaves out does not move the weights. Raises
+        ``RuntimeError`` unless the window was iterated to its end with one ``backward`` for each micro-batch.
         """
         self._refuse_incomplete()
         norm = self._norm  # fp16 has measured it before the loss scale was decided
@@ -336,7 +337,7 @@ class GradientWindow:
     def _measure(self) -> Tensor:
         """Norm of the global gradient, without the loss scale. A collective where the gradient is sharded.
 
-        It is where the losses are, although the gradients of an offloaded model are on the host.
+        Returned on the device of the losses, even if the gradients of an offloaded model are on the host.
         """
         device = self._reduce_sums().device
         if self._zero_stage > 0:

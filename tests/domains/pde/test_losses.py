@@ -63,7 +63,7 @@ def sums_of(config: pde.Config, data: FieldData, model: PdeTransformer, number: 
     batch = data.training[task.name].batch([0, 1, 2]) | {
         "weight": torch.ones(3), "occurrence": torch.arange(3), "sample": torch.arange(3), "position": torch.arange(3)
     }  # fmt: skip
-    inputs, weight = pde.prepare(config, batch, step, learned)
+    inputs, weight = pde.corrupt(config, batch, step, learned)
     assert float(weight.sum()) == 3
     found = pde.loss_sums(model, inputs, learned)
     assert set(found) == set(TERMS) == set(learned.coefficients)
