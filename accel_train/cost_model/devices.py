@@ -162,7 +162,8 @@ def by_calibration(name: str, found: Calibration, precision: str, gpus: int) -> 
         moved=figures.operators.value,
         host_seconds=1 / figures.host.value,
         links=links,
-        on_host=figures.adamw.value,
+        # Measured while so many processes step. More of them share the same memory.
+        on_host=figures.adamw.value * min(1, machine.processes / gpus),
         copied=figures.transfer.value,
         serial=machine.device_type == "cpu",
     )
@@ -207,7 +208,10 @@ def _notes(found: Calibration, gpus: int) -> list[str]:
     notes: list[str] = []
     processes = found.machine.processes
     if processes == 1 < gpus:
-        notes.append(f"measured with one process, so its links are by a rule: calibrate with {gpus} processes")
+        notes.append(
+            f"measured with one process, so its links are by a rule, and {gpus} share its rate of host memory: "
+            f"calibrate with {gpus} processes"
+        )
     elif processes != gpus:
         notes.append(f"measured with {processes} processes at once, and used for {gpus}: their rates may differ")
     noisy = found.noisy()

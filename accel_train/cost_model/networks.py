@@ -42,7 +42,7 @@ class Network(NamedTuple):
 
     def bytes_per_second(self, gpus: int) -> float:
         """Return the share of one of a machine's ``gpus`` in its ports, by the data sheet."""
-        return self.gbits * 1e9 / 8 / (self.gpus_per_port or gpus)
+        return self.gbits * 1e9 / 8 / min(self.gpus_per_port or gpus, gpus)
 
 
 NETWORKS = {

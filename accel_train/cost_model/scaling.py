@@ -23,6 +23,8 @@ class Point:
     processes: int
     global_batch_size: int
     seconds: float
+    is_another: bool = False
+    """Of another global batch than the config's, which a start with so many processes would refuse."""
 
     @property
     def samples_per_second(self) -> float:
@@ -50,11 +52,20 @@ class Scaling:
 
     def is_another(self, point: Point) -> bool:
         """Return True for another experiment: under strong scaling one with another global batch."""
-        return not self.is_weak and point.global_batch_size != self.points[0].global_batch_size
+        return point.is_another and not self.is_weak
 
-    def pays_up_to(self) -> tuple[Point, Point | None, float]:
-        """Return the last point up to which more processes pay, the next one if there is one, and the gain to it."""
-        compared = [point for point in self.points if not self.is_another(point)]
+    def compared(self) -> list[Point]:
+        """Return the points of one experiment, the fewest processes first."""
+        return [point for point in self.points if not self.is_another(point)]
+
+    def pays_up_to(self) -> tuple[Point, Point | None, float] | None:
+        """Return the last point up to which more processes pay, the next one if there is one, and the gain to it.
+
+        None if there is no point of the experiment itself.
+        """
+        compared = self.compared()
+        if not compared:
+            return None
         for point, following in itertools.pairwise(compared):
             found = gain(point, following)
             if found < PAYS:
@@ -63,7 +74,10 @@ class Scaling:
 
     def describe(self) -> str:
         """Return a line with the number of processes that pay."""
-        last, following, found = self.pays_up_to()
+        pays = self.pays_up_to()
+        if pays is None:
+            return "what pays: unknown, as each of these numbers is larger than the global batch of the config"
+        last, following, found = pays
         if following is None:
             return f"pays up to {last.processes:,} processes, the most of them that were compared"
         return (
@@ -73,7 +87,10 @@ class Scaling:
 
     def as_json(self) -> dict[str, Any]:
         """Return where more processes stop paying. Without a ``next`` they did not."""
-        last, following, found = self.pays_up_to()
+        pays = self.pays_up_to()
+        if pays is None:
+            return {"kind": self.kind, "pays_up_to": None, "least_gain": PAYS}
+        last, following, found = pays
         tree: dict[str, Any] = {"kind": self.kind, "pays_up_to": last.processes, "least_gain": PAYS}
         if following is not None:
             tree |= {"next": following.processes, "gain_of_doubling": found}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_train.config import UsageError
@@ -53,12 +53,16 @@ class Timing:
     is_cpu: bool
     machines: Machines
 
-    def of(self, counted: Mapping[str, Any]) -> TimedStep:
-        """Return the time of a step from the fields of ``simulation.step.Counted``. Raises ``UsageError``."""
+    def of(self, counted: Mapping[str, Any], *, is_another: bool = False) -> TimedStep:
+        """Return the time of a step from the fields of ``simulation.step.Counted``. Raises ``UsageError``.
+
+        ``is_another``: its global batch is not that of the config.
+        """
         processes = counted["processes"]
         self.machines.refuse(processes)
         device = rated(self.device, counted["precision"], min(processes, self.machines.gpus))
-        return timed(counted, device, self.machines)
+        found = timed(counted, device, self.machines)
+        return replace(found, point=replace(found.point, is_another=is_another))
 
 
 def timing_of(device: str, link: str | None, gpus_per_machine: int) -> Timing:

@@ -11,8 +11,9 @@ On a CPU host and device are one:
     step          = computation + communication
 
 Products come one after the other with the operators between them, so their times add up. Collectives run beside the
-computation: under FSDP2 and ZeRO-3 beside all micro-batches, under DDP beside the backward of the last one, and under
-ZeRO-1 and -2 beside nothing, because DeepSpeed's ``overlap_comm`` is off there.
+computation: under FSDP2 and ZeRO-3 beside all micro-batches, under DDP beside the backward of each that reduces its
+gradients (the last one, or all with ``sync: every``), and under ZeRO-1 and -2 beside nothing, because DeepSpeed's
+``overlap_comm`` is off there.
 
 The last two terms exist under an offload: bytes over the rates of the host link and of host memory. By a rule nothing
 runs beside them.
@@ -124,6 +125,9 @@ def step_time(
     beside = max(beside, (total.kernels - end.kernels) * rates.host_seconds)
     if strategy == "ddp":
         beside = BACKWARD_SHARE * max(rates.device_seconds(last), last.kernels * rates.host_seconds)
+        if last.sent:
+            # Of one micro-batch, or with `sync: every` of all.
+            beside *= max(1, round(total.sent / last.sent))
     # Processes on a CPU share its cores with what sends for them.
     if rates.serial or strategy.startswith(NOT_BESIDE):
         beside = 0.0

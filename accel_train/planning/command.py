@@ -6,13 +6,14 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from accel_train.commands.bundled import find_recipe
 from accel_train.config import UsageError
 from accel_train.cost_model.devices import DEFAULT, rated
 from accel_train.cost_model.rates import Rates
 from accel_train.planning import report, writing
-from accel_train.planning.candidates import Candidate, has_deepspeed, space_of
+from accel_train.planning.candidates import Candidate, has_deepspeed, on_a_cpu, space_of
 from accel_train.planning.flags import Options
 from accel_train.planning.memory import BALANCED_SHARE, Budget, default_margin, memory_of_this_machine_gib
 from accel_train.planning.plan import make_plan, without_needless_checkpointing
@@ -34,12 +35,13 @@ def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
     config = loaded.config
     space = space_of(config, loaded.origins, options.gpus)
     device = rated(options.device or DEFAULT, config.precision, options.gpus)
-    # Calibrated on a CPU.
-    if device.rates.serial:
+    on_cpu = device.rates.serial
+    if on_cpu:
+        space = on_a_cpu(space, device.name)
         simulator.device_type = "cpu"
     named = device if options.device else None
-    budget = budget_of(options)
-    measure = _reporting(simulator, budget, device.rates, space.share)
+    budget = replace(budget_of(options), on_cpu=on_cpu)
+    measure = _reporting(simulator, budget, device.rates)
     chains = search(space, options.goal, budget, measure)
     found = make_plan(recipe, options.goal, space, budget, chains, config)
     found = without_needless_checkpointing(found, measure)
@@ -72,12 +74,12 @@ def budget_of(options: Options) -> Budget:
     return Budget(options.vram_gib, margin, options.gpus, share, host)
 
 
-def _reporting(simulator: Simulator, budget: Budget, rates: Rates, share: int) -> Measure:
+def _reporting(simulator: Simulator, budget: Budget, rates: Rates) -> Measure:
     """Return a measure with a line on stderr for each candidate, because some take many seconds."""
 
     def measure(candidate: Candidate) -> Probe:
         counted = simulator.count(candidate)
-        probe = probe_of(candidate, share // candidate.micro_batch_size, counted, rates)
+        probe = probe_of(candidate, counted["of_the_step"], counted, rates)
         verdict = "fits" if probe.fits(budget) else "too much"
         needed = f"{probe.needed_gib(budget):.2f} GiB"
         host = probe.needed_host_gib(budget)

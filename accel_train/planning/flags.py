@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accel_train.config import UsageError, refuse_impossible
+from accel_train.planning.memory import default_margin
 
 Goal = Literal["speed", "memory", "balanced"]
 GOALS: tuple[Goal, ...] = ("speed", "memory", "balanced")
@@ -72,8 +73,8 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
     margin = flags.margin_gib
     if margin is not None and not 0 <= margin < flags.vram_gib:
         raise UsageError(
-            f"margin_gib: {margin:g}: from 0 to less than --vram_gib {flags.vram_gib:g} is required; give "
-            "--margin_gib 2"
+            f"margin_gib: {margin:g}: from 0 to less than --vram_gib {flags.vram_gib:g} is required; "
+            f"leave it out for {default_margin(flags.vram_gib):.2g}"
         )
     options = Options(
         gpus=flags.gpus,

@@ -31,6 +31,11 @@ RULES = (
     Rule("NCCL buffers", 0.5, 0.0, True, "of channels to the other GPUs"),
     Rule("fragmentation", 0.0, 0.05, False, "gaps in segments of 2 and 20 MiB: 5 % of the tensors"),
 )
+CPU_RULES = (
+    Rule("process", 0.5, 0.0, False, "Python, torch's libraries, the code of kernels"),
+    Rule("fragmentation", 0.0, 0.05, False, "gaps between blocks: 5 % of the tensors"),
+)
+"""Of a process that trains on the CPU, in place of ``RULES``."""
 HOST_RULES = (
     Rule("processes", 4.0, 0.0, False, "4 GiB for each: its libraries, CUDA's host side, its data"),
     Rule("page-locked blocks", 0.0, 1 / 3, False, "sizes that are powers of two: a third more on average"),
@@ -54,6 +59,8 @@ class Budget:
     """Part to use of the memory left by the margin."""
     host_gib: float = math.inf
     """Memory of the machine, which its GPUs share."""
+    on_cpu: bool = False
+    """One process on a CPU, whose memory takes the place of a GPU's."""
 
     @property
     def host_limit_gib(self) -> float:
@@ -72,10 +79,26 @@ class Budget:
     def limit_gib(self) -> float:
         return (self.vram_gib - self.margin_gib) * self.share
 
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        if self.on_cpu:
+            return CPU_RULES
+        return tuple(rule for rule in RULES if self.processes > 1 or not rule.several)
+
+    @property
+    def memory(self) -> str:
+        """What has the memory, for texts."""
+        return "the machine" if self.on_cpu else "a GPU"
+
+    def machine(self) -> str:
+        """Describe the devices of a plan."""
+        if self.on_cpu:
+            return f"one process on a CPU with {self.vram_gib:g} GiB"
+        return f"{self.processes} GPU(s) of {self.vram_gib:g} GiB"
+
     def parts_gib(self, tensors: int) -> dict[str, float]:
         """Return the GiB added by each rule to ``tensors`` bytes."""
-        rules = [rule for rule in RULES if self.processes > 1 or not rule.several]
-        return {rule.name: rule.gib + rule.share * tensors / GIB for rule in rules}
+        return {rule.name: rule.gib + rule.share * tensors / GIB for rule in self.rules}
 
     def needed_gib(self, tensors: int) -> float:
         """Return the GiB needed on a GPU for ``tensors`` bytes in blocks of the allocator."""

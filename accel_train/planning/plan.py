@@ -43,7 +43,7 @@ class Plan:
         """Return why each value was chosen, by option."""
         candidate = self.chosen.candidate
         others = [name for name in self.space.strategies if name != candidate.strategy]
-        strategy = "one GPU"
+        strategy = "one process" if self.budget.on_cpu else "one GPU"
         if others:
             strategy = self._compared_with(others, lambda chain: chain.strategy)
         modes = [name for name in self.space.modes if name != candidate.mode]
@@ -96,7 +96,7 @@ class Plan:
         if self.chosen.candidate.micro_batch_size < size:
             return self._reason_of_smaller_size()
         if size == self.space.share:
-            return "the whole share of a GPU: nothing is accumulated"
+            return "the whole share of a process: nothing is accumulated"
         nearest = self._next_larger()
         if nearest is None:
             return "the largest that fits"
@@ -182,7 +182,7 @@ def _nothing_fits(space: Space, budget: Budget, chains: Sequence[Chain], config:
     activations = found.by_category[ledger.ACTIVATIONS] / GIB
     needed = found.needed_gib(budget)
     enough = _enough(budget, needed)
-    helps = [*_more_host_memory(budget, chains), f"a GPU of {enough:.1f} GiB"]
+    helps = [*_more_host_memory(budget, chains), f"{_device(budget)} {enough:.1f} GiB"]
     rules = [f"{name} {gib:.2f}" for name, gib in budget.parts_gib(found.tensors).items()]
     # With no tensor at all it would not fit: nothing that makes them smaller helps.
     if budget.needed_gib(0) <= replace(budget, share=1.0).limit_gib:
@@ -193,6 +193,10 @@ def _nothing_fits(space: Space, budget: Budget, chains: Sequence[Chain], config:
         f"{states:.2f}, activations {activations:.2f}; beside all tensors {', '.join(rules)}. What helps: "
         f"{'; '.join(helps)}"
     )
+
+
+def _device(budget: Budget) -> str:
+    return "a machine with" if budget.on_cpu else "a GPU of"
 
 
 def _more_host_memory(budget: Budget, chains: Sequence[Chain]) -> list[str]:
@@ -224,6 +228,8 @@ def _share(budget: Budget) -> str:
 
 def _more_gpus_can_help(space: Space, budget: Budget, found: Probe) -> bool:
     """Return False if it would not fit with all its states on other GPUs, or no more of them divide the batch."""
+    if budget.on_cpu:
+        return False
     size = found.candidate.micro_batch_size
     # A smaller share of the batch may be a single micro-batch, of one sample at least.
     spared = found.states + found.by_category[ledger.UNREDUCED]
@@ -242,6 +248,8 @@ def _remedies(space: Space, budget: Budget, config: Any, found: Probe) -> list[s
     # A flag with the smallest value is not the cause, and leaving it out helps nothing.
     larger = [name for name in sorted(space.fixed) if values[name] != smallest_values[name]]
     remedies += [f"without --{name} a smaller value is tried" for name in larger]
+    if space.blocks is not None:
+        remedies.append(f"without --{BLOCKS} {space.blocks} all blocks are checkpointed")
     if _more_gpus_can_help(space, budget, found):
         remedies.append(f"more --gpus than {space.gpus}, over which {LAUNCH_FILES['fsdp2']} divides the states")
     if config.precision == "fp32":
@@ -249,7 +257,7 @@ def _remedies(space: Space, budget: Budget, config: Any, found: Probe) -> list[s
     unreduced = found.by_category[ledger.UNREDUCED] / GIB
     if unreduced > 0 and config.sync != "every":
         remedies.append(f"--sync every, which keeps no whole gradients between micro-batches ({unreduced:.2f} GiB)")
-    if not set(OFFLOADS) & set(space.strategies):
+    if not budget.on_cpu and not set(OFFLOADS) & set(space.strategies):
         remedies.append("pip install 'accel-train[deepspeed]', for zero2_offload.yaml with states in host memory")
     remedies.append("a smaller model or shorter samples")
     return remedies

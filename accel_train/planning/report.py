@@ -10,7 +10,7 @@ from accel_train.cost_model.devices import FILE, Rated
 from accel_train.cost_model.rates import RULE
 from accel_train.cost_model.report import EXACT, MODELLED, time_lines
 from accel_train.planning.candidates import BLOCKS, LAUNCH_FILES, MICRO_BATCH, MODE, MODES
-from accel_train.planning.memory import GIB, HOST_RULES, RULES
+from accel_train.planning.memory import GIB, HOST_RULES
 from accel_train.planning.plan import Plan
 from accel_train.planning.probe import Probe
 from accel_train.simulation.ledger import BATCH, BLOCK, CATEGORIES, TEMPORARY
@@ -27,7 +27,7 @@ def describe(plan: Plan, named: Rated | None, *, explain: bool) -> str:
     counted = chosen.counted
     device = f" ({named.name})" if named else ""
     lines = [
-        f"{plan.recipe} on {plan.space.gpus} GPU(s) of {plan.budget.vram_gib:g} GiB{device}, goal {plan.goal}",
+        f"{plan.recipe} on {plan.budget.machine()}{device}, goal {plan.goal}",
         f"{counted['values']:,} parameters, {counted['precision']}; step {counted['step']:,} simulated",
         "",
         *_values(plan),
@@ -55,7 +55,11 @@ def _values(plan: Plan) -> list[str]:
     if candidate.mode != MODES[0]:
         values[BLOCKS] = f"{plan.chosen.checkpointed} of {plan.chosen.counted['blocks']}"
     lines = [f"{name:<32}{value:<20}{reasons[name]}" for name, value in values.items()]
-    product = f"{plan.space.global_batch_size:,} = {size} x {plan.space.gpus} GPU(s) x {count} accumulated"
+    processes = "process" if plan.budget.on_cpu else "GPU(s)"
+    product = f"{plan.space.global_batch_size:,} = {size} x {plan.space.gpus} {processes} x {count} accumulated"
+    if count != plan.space.micro_batches(candidate):
+        # Samples of several shapes: a micro-batch has one of them, and need not be full.
+        product = f"{count} micro-batches of at most {size} in the simulated step, each of one shape"
     lines.append(f"{'global_batch_size':<32}{plan.space.global_batch_size:<20,}unchanged: {product}")
     if plan.space.gpus > MACHINE_GPUS:
         lines.append(
@@ -73,7 +77,7 @@ def origin_of_category(probe: Probe, category: str) -> str:
 
 def _memory(plan: Plan) -> list[str]:
     probe = plan.chosen
-    lines = [f"memory of a GPU at its peak, {probe.place}"]
+    lines = [f"memory of {plan.budget.memory} at its peak, {probe.place}"]
     total = sum(probe.by_category.values())
     for category in CATEGORIES:
         size = probe.by_category[category]
@@ -83,7 +87,7 @@ def _memory(plan: Plan) -> list[str]:
                 origin += f": {probe.simulated} of {probe.micro_batches} micro-batches simulated"
             lines.append(_row(category, size / GIB, origin))
     lines.append(_row("rounding", (probe.tensors - total) / GIB, f"{MODELLED}: blocks of {BLOCK} B"))
-    reasons = {rule.name: rule.reason for rule in RULES}
+    reasons = {rule.name: rule.reason for rule in plan.budget.rules}
     rules = plan.budget.parts_gib(probe.tensors)
     lines += [_row(name, size, f"{RULE}: {reasons[name]}") for name, size in rules.items()]
     needed = probe.needed_gib(plan.budget)
@@ -161,8 +165,11 @@ def as_json(plan: Plan, named: Rated | None) -> dict[str, Any]:
     return {
         "recipe": plan.recipe,
         "goal": plan.goal,
+        **{name: plan.chosen.counted[name] for name in ("values", "precision", "step")},
         "gpus": plan.space.gpus,
+        "on_cpu": plan.budget.on_cpu,
         "vram_gib": plan.budget.vram_gib,
+        "margin_gib": plan.budget.margin_gib,
         "limit_gib": plan.budget.limit_gib,
         "host_gib": plan.budget.host_gib,
         "host_limit_gib": plan.budget.host_limit_gib,
@@ -194,6 +201,8 @@ def _probe_json(probe: Probe, plan: Plan, named: Rated | None) -> dict[str, Any]
         "launch_file": LAUNCH_FILES[probe.candidate.strategy],
         **dataclasses.asdict(probe.candidate),
         "micro_batches": probe.micro_batches,
+        "simulated_micro_batches": probe.simulated,
+        "place": probe.place,
         "fits": probe.fits(plan.budget),
         "needed_gib": probe.needed_gib(plan.budget),
         "host_bytes": probe.on_host(plan.budget),

@@ -49,8 +49,6 @@ class Simulator:
         self._processes = processes
         self._step = step
         self.device_type: DeviceType = "cuda"
-        self.simulated = 0
-        """Processes started so far."""
 
     def read_config(self) -> Loaded[Any]:
         """Return the config of a start of the recipe. Its modules are then imported for all candidates."""
@@ -95,7 +93,6 @@ class Simulator:
             device_type=self.device_type,
             largest=LARGEST,
         )
-        self.simulated += 1
         with tempfile.TemporaryDirectory(prefix="accel-train-plan-") as place:
             words, environment, _ = worker_command(request, options, Path(place))
             output = run_apart(words, environment, Path(place))

@@ -41,7 +41,7 @@ def simulate(recipe: str, arguments: Sequence[str], options: Options) -> str:
     for request in requests:
         simulated = _simulate_one(request, options)
         if timing is not None:
-            simulated = replace(simulated, timed=timing.of(simulated.counted))
+            simulated = replace(simulated, timed=timing.of(simulated.counted, is_another=simulated.is_another))
         found.append(simulated)
     scaling = scaling_of(found, is_weak=options.micro_batches is not None)
     text = _text(found, scaling, options)
@@ -114,7 +114,7 @@ def _simulate_one(request: Launch, options: Options) -> Simulated:
     if "refused" in report:
         raise UsageError(report["refused"])
     notes = [assumption] if assumption else []
-    return Simulated(report["counted"], report["curve"], (*notes, *report["notes"]))
+    return Simulated(report["counted"], report["curve"], (*notes, *report["notes"]), is_another=report["is_another"])
 
 
 def worker_command(request: Launch, options: Options, folder: Path) -> tuple[list[str], dict[str, str], str | None]:
@@ -130,6 +130,7 @@ def worker_command(request: Launch, options: Options, folder: Path) -> tuple[lis
         "micro_batches": options.micro_batches,
         "device_type": options.device_type or DEVICE_TYPE,
         "largest": options.largest,
+        "device": options.device,
     }
     (folder / REQUEST).write_text(json.dumps(asked))
     words = [sys.executable, "-m", "accel_train.simulation.worker", str(folder)]
@@ -139,11 +140,13 @@ def worker_command(request: Launch, options: Options, folder: Path) -> tuple[lis
 def _environment(path: Path | None, machine: MachineConfig, request: Launch) -> dict[str, str]:
     """Return the environment of rank 0 of a launch, on CPUs."""
     processes = machine.num_processes or 1
-    # DeepSpeed has processes that are connected even if there is one of them.
-    connected = processes > 1 or machine.deepspeed is not None
+    # A single process of DDP is a plain one. FSDP2 and DeepSpeed have processes that are connected even then.
+    connected = processes > 1 or machine.strategy not in ("single", "ddp")
     settings = accelerate_settings(path, machine, request)
     environment = launch_environment(path, machine, settings)
     environment |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
+    # Accelerate ignores FSDP on CPUs, and a start refuses files of GPUs there, except in a rehearsal.
+    environment[REHEARSAL_VARIABLE] = "1"
     # Those of a launcher around this command would pass for the simulated ones.
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)
@@ -156,7 +159,5 @@ def _environment(path: Path | None, machine: MachineConfig, request: Launch) -> 
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(PORT),
-            # Accelerate ignores FSDP on CPUs, except in a rehearsal.
-            REHEARSAL_VARIABLE: "1",
         }
     return environment

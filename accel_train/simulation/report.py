@@ -31,6 +31,8 @@ class Simulated:
     notes: tuple[str, ...]
     timed: TimedStep | None = None
     """With ``--device``."""
+    is_another: bool = False
+    """Its global batch is not that of the config, which a start with so many processes would refuse."""
 
     def as_json(self, scaling: Scaling | None = None) -> dict[str, Any]:
         """Return everything, with the origin of each figure."""
@@ -161,10 +163,19 @@ def table(found: Sequence[Simulated], scaling: Scaling | None = None) -> str:
     lines += [
         "states: parameters, gradients, optimizer state and EMA. gathered and activations: their part of the peak",
         "exact, but for what a process sends in a step: modelled, as a ring",
+        *_offloaded([simulated.counted for simulated in found]),
     ]
     if scaling is not None:
         lines += _scaling(found, scaling)
     return "\n".join(lines)
+
+
+def _offloaded(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Describe what the columns leave out under an offload."""
+    if not any(counted.get("host") for counted in found):
+        return []
+    sizes = ", ".join(readable_size(sum(counted["host"].values())) for counted in found)
+    return [f"the peak is modelled under an offload. Beside it, in host memory of each process at rest: {sizes}"]
 
 
 def time_cells(timed: TimedStep | None, scaling: Scaling | None) -> tuple[str, ...]:
@@ -186,17 +197,18 @@ def time_cells(timed: TimedStep | None, scaling: Scaling | None) -> tuple[str, .
 def _scaling(found: Sequence[Simulated], scaling: Scaling) -> list[str]:
     """Describe the columns of time, and where more processes stop paying."""
     first = scaling.points[0]
-    kind = f"strong scaling: the global batch of {first.global_batch_size:,} stays"
+    compared = scaling.compared()
+    kind = "strong scaling"
     if scaling.is_weak:
         kind = "weak scaling: each process has as many micro-batches"
+    elif compared:
+        kind = f"strong scaling: the global batch of {compared[0].global_batch_size:,} stays"
     lines = [
         f"step, exposed communication (and its share of the step) and efficiency: {MODELLED}",
         f"efficiency: samples per second of a process, against {first.processes:,} process(es); {kind}",
     ]
     if any(scaling.is_another(point) for point in scaling.points):
-        lines.append(
-            f"{ANOTHER} of another global batch than {first.global_batch_size:,}, so not compared in what pays"
-        )
+        lines.append(f"{ANOTHER} of another global batch than that of the config, so not compared in what pays")
     timed = [simulated.timed for simulated in found if simulated.timed is not None]
     # The largest, which extends over most machines.
     largest = max(timed, key=lambda one: one.point.processes)
@@ -300,8 +312,10 @@ def _draw_efficiency(scaling: Scaling, axes: Any, title: str) -> None:
     axes.plot([point.processes for point in same], percent(same), "o-", label=f"{scaling.kind} scaling")
     if others:
         axes.plot([point.processes for point in others], percent(others), "o", mfc="none", label="another global batch")
-    last = scaling.pays_up_to()[0]
-    axes.axvline(last.processes, color="black", linewidth=0.8, linestyle=":", label=f"pays up to {last.processes:,}")
+    pays = scaling.pays_up_to()
+    if pays is not None:
+        last = pays[0].processes
+        axes.axvline(last, color="black", linewidth=0.8, linestyle=":", label=f"pays up to {last:,}")
     numbers = [point.processes for point in scaling.points]
     axes.set_xscale("log", base=2)
     axes.set_xticks(numbers, [f"{number:,}" for number in numbers])

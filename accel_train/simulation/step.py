@@ -49,6 +49,9 @@ class Counted:
     processes: int
     global_batch_size: int
     micro_batches: int
+    """Those that were run."""
+    of_the_step: int
+    """Micro-batches of the whole step: more than its samples need where they have several shapes."""
     rows: int
     """Samples of the largest micro-batch."""
     precision: str
@@ -103,6 +106,7 @@ class FakeStep:
         self._casts = cuda_casts if device_type == "cuda" else nullcontext
         self._is_zero = False
         self._blocks = 0
+        self._of_the_step = 0
         self._largest = largest
         # Numbers of the host stay real and meet fake tensors in the same operators.
         self._fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
@@ -138,14 +142,14 @@ class FakeStep:
         batches = self._read(opened, dataset, order)
         if self._where is None:
             with self._casts():
-                yield Steps(opened, prepared, batches, self._blocks)
+                yield Steps(opened, prepared, batches, self._of_the_step, self._blocks)
             return
         # Without a guard on the device the step reads its norm, and clips if it is large.
         reading = mock.patch.object(Evidence, "examine", return_value=Examined(math.inf, None))
         engine = self._engine(self._where)
         computing = self._computing(self._where, prepared.model)
         with reading, engine, self._casts(), self._where, computing:
-            yield Steps(opened, prepared, batches, self._blocks)
+            yield Steps(opened, prepared, batches, self._of_the_step, self._blocks)
 
     def _read(self, opened: Any, dataset: Any, order: Any) -> StepBatches:
         config = opened.config
@@ -172,6 +176,7 @@ class FakeStep:
         )
         # Unpacked, not next(): the end of the generator ends its workers.
         (read,) = steps
+        self._of_the_step = len(read.micro_batches)
         if self._largest is not None:
             by_size = sorted(read.micro_batches, key=batch_bytes, reverse=True)
             read = replace(read, micro_batches=by_size[: self._largest])
@@ -203,10 +208,11 @@ class FakeStep:
 class Steps:
     """Takes the place of ``loop.Training``."""
 
-    def __init__(self, opened: Any, prepared: Any, batches: StepBatches, blocks: int) -> None:
+    def __init__(self, opened: Any, prepared: Any, batches: StepBatches, of_the_step: int, blocks: int) -> None:
         self._opened = opened
         self._prepared = prepared
         self._batches = batches
+        self._of_the_step = of_the_step
         self._blocks = blocks
 
     def __iter__(self) -> Iterator[StepBatches]:
@@ -242,6 +248,7 @@ class Steps:
             processes=opened.accelerator.num_processes,
             global_batch_size=opened.batch_size(batches.done - 1),
             micro_batches=len(batches.micro_batches),
+            of_the_step=self._of_the_step,
             rows=max(len(batch["weight"]) for batch in batches.micro_batches),
             precision=opened.config.precision,
             # A sharded parameter tells its whole size.

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
+from accel_train.cost_model.devices import rated
 from accel_train.data.sampler import StepSampler
 from accel_train.options.loading import config_of
 from accel_train.simulated import simulating
@@ -35,6 +36,8 @@ OFFLOADED = (
     "offload: host memory is counted apart. The peak has the copies that DeepSpeed makes of it on a GPU, but not what "
     "other streams keep"
 )
+SUBSTITUTED = "which a start refuses"
+"""In the note on a global batch that is not that of the config, and was not asked for."""
 POINTS = 400
 """Points of the curve of memory over the step."""
 
@@ -47,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         found, notes = simulate_recipe(**request, place=folder)
         report = {"counted": dataclasses.asdict(found.counted), "curve": curve(found.ledger), "notes": notes}
+        report["is_another"] = any(SUBSTITUTED in note for note in notes)
     except UsageError as error:
         report = {"refused": str(error)}
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -62,6 +66,7 @@ def simulate_recipe(
     micro_batches: int | None = None,
     device_type: DeviceType = "cuda",
     largest: int | None = None,
+    device: str | None = None,
     place: Path | None = None,
 ) -> tuple[StepCounted, list[str]]:
     """Run the recipe's ``main`` on fake tensors until a step is counted, as rank 0 of ``WORLD_SIZE``.
@@ -77,6 +82,9 @@ def simulate_recipe(
         raise UsageError(f"recipe {recipe!r}: its main ended without a config; a recipe first reads it (load_config)")
     # Before `main` builds the model.
     refuse_config(loaded.config)
+    if device is not None:
+        # One without units for this precision, before a simulation that takes its time.
+        rated(device, loaded.config.precision, 1)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     # Of a launch with one process, set for DeepSpeed alone.
     if "WORLD_SIZE" in os.environ:
@@ -118,6 +126,13 @@ def _without_resume(resume: str, notes: list[str]) -> list[str]:
 def _global_batch(config: Any, processes: int, micro_batches: int | None) -> tuple[list[str], list[str]]:
     """Return flags for another global batch, and a note, if one was asked for or a start would refuse the config's."""
     asked = config.global_batch_size
+    sizes = config.batch_schedule.sizes
+    if micro_batches is not None and sizes:
+        raise UsageError(
+            f"micro_batches: {micro_batches}: it takes the place of global_batch_size, and batch_schedule.sizes "
+            f"{list(sizes)} sets that of later steps: one of them is required; leave --micro_batches out, or the "
+            "schedule"
+        )
     if micro_batches is None and asked >= processes:
         return [], []
     size = processes * config.micro_batch_size * (micro_batches or 1)
@@ -126,7 +141,7 @@ def _global_batch(config: Any, processes: int, micro_batches: int | None) -> tup
     note = f"global_batch_size: {size:,} in place of {asked:,}, as --micro_batches says"
     if micro_batches is None:
         note = (
-            f"global_batch_size: {asked:,} is smaller than {processes:,} processes, which a start refuses: simulated "
+            f"global_batch_size: {asked:,} is smaller than {processes:,} processes, {SUBSTITUTED}: simulated "
             f"with {size:,}, one micro-batch of {config.micro_batch_size} on each"
         )
     return ["--global_batch_size", str(size)], [note]

@@ -42,6 +42,12 @@ def counted(
     }
 
 
+def pays_up_to(scaling: Scaling) -> tuple[Point, Point | None, float]:
+    found = scaling.pays_up_to()
+    assert found is not None
+    return found
+
+
 def test_one_machine_takes_the_device_s_own_link() -> None:
     link = Machines(4, "slow", SLOW).link(ALL_GATHER, 4, 1, RATES)
     assert link == RATES.links[ALL_GATHER]
@@ -136,7 +142,7 @@ def test_efficiency_is_of_one_process() -> None:
 @pytest.mark.parametrize(("second", "paying"), [(1.5, 16), (1.499, 8)])
 def test_half_of_an_ideal_doubling_still_pays(second: float, paying: int) -> None:
     scaling = Scaling([Point(8, 256, 3.0), Point(16, 256, 3.0 / second)], is_weak=False)
-    last, following, found = scaling.pays_up_to()
+    last, following, found = pays_up_to(scaling)
     assert last.processes == paying
     assert (following is None) == (paying == 16)
     if following is not None:
@@ -147,16 +153,31 @@ def test_half_of_an_ideal_doubling_still_pays(second: float, paying: int) -> Non
 
 def test_a_larger_number_that_pays_again_does_not_count() -> None:
     points = [Point(8, 256, 8.0), Point(16, 256, 8.0), Point(32, 256, 1.0)]
-    assert Scaling(points, is_weak=False).pays_up_to()[0].processes == 8
+    assert pays_up_to(Scaling(points, is_weak=False))[0].processes == 8
 
 
 def test_another_global_batch_is_another_experiment() -> None:
     """With more processes than samples a simulation enlarges the batch, which a run refuses."""
-    points = [Point(8, 256, 3.0), Point(16, 256, 1.6), Point(512, 16384, 3.0)]
+    points = [Point(8, 256, 3.0), Point(16, 256, 1.6), Point(512, 16384, 3.0, is_another=True)]
     strong = Scaling(points, is_weak=False)
     assert [strong.is_another(point) for point in points] == [False, False, True]
-    assert strong.pays_up_to()[0].processes == 16
-    assert Scaling(points, is_weak=True).pays_up_to()[0].processes == 512
+    assert pays_up_to(strong)[0].processes == 16
+    assert pays_up_to(Scaling(points, is_weak=True))[0].processes == 512
+
+
+def test_without_a_point_of_the_experiment_nothing_is_said_to_pay() -> None:
+    """All numbers of processes are larger than the global batch."""
+    points = [Point(512, 16384, 3.0, is_another=True), Point(1024, 32768, 3.0, is_another=True)]
+    strong = Scaling(points, is_weak=False)
+    assert strong.pays_up_to() is None
+    assert strong.describe().startswith("what pays: unknown")
+    assert strong.as_json()["pays_up_to"] is None
+
+
+def test_a_gpu_has_no_more_than_its_port() -> None:
+    """Two GPUs of a DGX-1 share a port, and one alone has it for itself."""
+    network = NETWORKS["roce-100"]
+    assert [network.bytes_per_second(gpus) for gpus in (8, 2, 1)] == [6.25e9, 6.25e9, 12.5e9]
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,13 @@ def test_ddp_hides_them_beside_the_last_backward(sent: int, exposed: float) -> N
     assert time.total == pytest.approx(9.0 + exposed)
 
 
+@pytest.mark.parametrize(("sent", "exposed"), [(2, 0.0), (3, 8.0)])
+def test_ddp_that_reduces_in_each_micro_batch_hides_them_beside_each_backward(sent: int, exposed: float) -> None:
+    """Eight of them, each with a backward of two seconds."""
+    part = Work(products=3000, sent=sent)
+    assert step_time(part.times(8), part, Work(), "ddp", UNIT).exposed == pytest.approx(exposed, abs=1e-3)
+
+
 @pytest.mark.parametrize(("strategy", "exposed"), [("fsdp2", 4.0), ("ddp", 12.0)])
 def test_collectives_run_beside_kernels_that_wait_for_the_host(strategy: str, exposed: float) -> None:
     """Ten seconds of the host, of which the last micro-batch has three and the optimizer four."""

@@ -47,8 +47,26 @@ def test_links_that_were_not_measured_are_by_a_rule(path: Path) -> None:
     found = rated(str(path), "fp32", 2)
     assert found.rates.links["all-reduce"].bytes_per_second == VALUES["copy"] / COPIES
     assert found.origins["link"] == "5 GB/s, a rule, not measured: a quarter of a copy"
-    assert found.notes == ("measured with one process, so its links are by a rule: calibrate with 2 processes",)
+    assert found.notes == (
+        "measured with one process, so its links are by a rule, and 2 share its rate of host memory: calibrate with 2 "
+        "processes",
+    )
     assert rated(str(path), "fp32", 1).notes == ()
+
+
+@pytest.mark.parametrize(("measured", "gpus", "share"), [(1, 8, 1 / 8), (2, 8, 1 / 4), (2, 1, 1)])
+def test_more_processes_than_measured_share_the_rate_of_host_memory(
+    path: Path, measured: int, gpus: int, share: float
+) -> None:
+    record.write(path, made_up(processes=measured))
+    assert rated(str(path), "fp32", gpus).rates.on_host == pytest.approx(VALUES["adamw"] * share)
+
+
+def test_several_processes_on_the_cpu_of_a_calibration_are_refused(path: Path) -> None:
+    record.write(path, made_up())
+    done = plan("--gpus", "2", "--vram_gib", "24", "--device", str(path))
+    assert done.returncode == 2
+    assert f"gpus: 2: {path} was measured on a CPU, where a plan is for one process" in done.stderr
 
 
 def test_the_rule_for_a_known_gpu_is_its_data_sheet(path: Path) -> None:
@@ -69,7 +87,7 @@ def test_other_processes_and_noise_are_notices(path: Path) -> None:
 @pytest.mark.slow  # two plans; the tests above have the rates and their origins
 def test_a_plan_names_the_origin_of_each_figure(path: Path) -> None:
     record.write(path, made_up())
-    flags = ("--gpus", "2", "--vram_gib", "24", "--micro_batch_size", "8", "--activation_checkpointing.mode", "none")
+    flags = ("--gpus", "1", "--vram_gib", "24", "--micro_batch_size", "8", "--activation_checkpointing.mode", "none")
     done = plan(*flags, "--device", str(path), "--json")
     assert done.returncode == 0, done.stderr
     listed = json.loads(done.stdout)
@@ -87,6 +105,10 @@ def test_a_plan_names_the_origin_of_each_figure(path: Path) -> None:
     for name in ("products", "attention", "other operators", "host", "communication"):
         line = next(line for line in text.splitlines() if line.strip().startswith(name))
         assert line.endswith("measured by calibrate on 2026-11-26"), line
+    # Of a process without a GPU.
+    assert "on one process on a CPU with 24 GiB" in done.stdout
+    assert "memory of the machine at its peak" in done.stdout
+    assert not any(word in done.stdout for word in ("CUDA", "NCCL", "workspaces", "GPU(s)"))
     assert "data sheet" not in text
     assert "nothing measured" not in text
 

@@ -15,7 +15,7 @@ from accel_train.config import UsageError
 from accel_train.cost_model.devices import find_device, rated
 from accel_train.data.options import ONE_BATCH_SIZE, BatchScheduleConfig
 from accel_train.planning import command, report
-from accel_train.planning.candidates import MICRO_BATCH, MODE, Candidate, divisors, space_of
+from accel_train.planning.candidates import MICRO_BATCH, MODE, Candidate, divisors, on_a_cpu, space_of
 from accel_train.planning.command import budget_of
 from accel_train.planning.flags import Goal, Options, add_flags, read_arguments
 from accel_train.planning.memory import GIB, Budget
@@ -210,9 +210,28 @@ def test_a_flag_at_its_smallest_value_is_not_to_blame() -> None:
     assert f"without --{MICRO_BATCH}" not in str(error.value)
 
 
+def test_fewer_checkpointed_blocks_than_all_are_named_where_nothing_fits() -> None:
+    partly = dataclasses.replace(space(8, 512), sizes=(1,), modes=("full",), blocks=2, fixed=frozenset({MODE}))
+    chains = search(partly, "speed", Budget(2.0, 0.0, 8), lambda one: made_up(one, partly.micro_batches(one)))
+    with pytest.raises(UsageError, match=r"without --activation_checkpointing\.blocks 2 all blocks are checkpointed"):
+        make_plan("mmdit", "speed", partly, Budget(2.0, 0.0, 8), chains, config())
+
+
+def test_a_cpu_has_rules_of_its_own() -> None:
+    budget = Budget(16.0, 0.0, 1, on_cpu=True)
+    assert set(budget.parts_gib(GIB)) == {"process", "fragmentation"}
+    assert budget.machine() == "one process on a CPU with 16 GiB"
+    given = space(1, 8)
+    assert on_a_cpu(given, "cpu.json").strategies == ("single",)
+    found = made_plan(24.0, gpus=1, batch=8)
+    on_cpu = dataclasses.replace(found, budget=dataclasses.replace(found.budget, on_cpu=True))
+    text = report.describe(on_cpu, None, explain=False)
+    assert "GPU" not in text.partition("not considered")[0]
+
+
 def test_one_sample_for_each_gpu_leaves_nothing_to_choose() -> None:
     reason = made_plan(100.0, batch=8, goal="memory").reasons()["micro_batch_size"]
-    assert reason == "the whole share of a GPU: nothing is accumulated"
+    assert reason == "the whole share of a process: nothing is accumulated"
 
 
 def test_a_plan_gives_the_reason_of_each_value() -> None:

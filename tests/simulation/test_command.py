@@ -314,6 +314,31 @@ def test_a_batch_is_that_of_the_simulated_step(tmp_path: Path, step: int, size: 
     assert (found["global_batch_size"], found["micro_batches"]) == (size, math.ceil(size / 16))
 
 
+def test_of_few_simulated_micro_batches_it_is_known_how_many_the_step_has(tmp_path: Path) -> None:
+    """Samples of several shapes need more of them than their number says."""
+    found = counted(Layout("single", 1), tmp_path, "--micro_batch_size", "2", largest=3)
+    assert (found["micro_batches"], found["of_the_step"]) == (3, 8)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_one_process_of_a_file_for_several_needs_no_gpu(tmp_path: Path, strategy: str) -> None:
+    """As a base for the efficiency of several. DDP is not wrapped around the model of a single process."""
+    found = counted(Layout(strategy, 1), tmp_path)
+    assert (found["processes"], found["strategy"]) == (1, {"ddp": "single"}.get(strategy, strategy))
+
+
+def test_a_number_of_micro_batches_is_refused_beside_a_schedule_of_batches(tmp_path: Path) -> None:
+    schedule = ("--batch_schedule.steps", "4", "--batch_schedule.sizes", "24", "--max_steps", "9")
+    found = simulated(Layout("ddp", 2), tmp_path, *schedule, options=replace(ANYTHING, micro_batches=1))
+    assert found["refused"].startswith("micro_batches: 1: it takes the place of global_batch_size, and batch_schedule")
+
+
+def test_a_precision_without_units_is_refused_before_the_simulation(tmp_path: Path) -> None:
+    options = replace(ANYTHING, device="v100-sxm")
+    found = simulated(Layout("single", 1), tmp_path, "--precision", "bf16", options=options)
+    assert found["refused"].startswith("device: v100-sxm: it has no matrix units for precision bf16")
+
+
 # Slow: two starts of a pipeline of diffusers. The casts themselves are tested in tests/domains/images.
 @pytest.mark.slow
 def test_casts_are_those_of_the_device_type(tmp_path: Path) -> None:
