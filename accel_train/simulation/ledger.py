@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_train.simulation.tensors.fake_tensors import tensors_in
+from accel_train.simulation.tensors.fake_tensors import DEVICE, tensors_in
 
 PARAMETERS = "parameters"
 BUFFERS = "buffers"
@@ -98,19 +98,23 @@ class Ledger(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is DEVICE:
+            return args[0].device
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A DTensor: its operators on local tensors come here afterwards.
             return NotImplemented
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        phase, place = self._place()
-        for tensor in tensors_in(result):
+        # Below the operators no function is looked at, or each shape that is read would pass through ``cuda_casts``.
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            result = func(*args, **kwargs)
+            phase, place = self._place()
             # DTensor asks for the shapes of results with whole tensors that have no memory anywhere.
-            if has_no_memory(tensor) or in_shape_propagation():
-                continue
-            self._see(tensor.untyped_storage(), phase, place)
-        self._on_operator(func, args, kwargs, result)
-        return result
+            if not in_shape_propagation():
+                for tensor in tensors_in(result):
+                    if not has_no_memory(tensor):
+                        self._see(tensor.untyped_storage(), phase, place)
+            self._on_operator(func, args, kwargs, result)
+            return result
 
     def _see(self, storage: Any, phase: str, place: str) -> Record:
         # The address of the C++ storage, which all views of it share.

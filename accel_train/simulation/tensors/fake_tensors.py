@@ -18,6 +18,8 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+DEVICE = torch.ops.prim.device.default
+"""The question for a tensor's device, which the C++ of torch asks of a fake one more often than all else together."""
 HOST_BYTES = 2**20
 """A tensor made from nothing outside of forward and backward is real below this size."""
 
@@ -50,6 +52,8 @@ class FakeWhereNeeded(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is DEVICE:
+            return args[0].device
         kwargs = kwargs or {}
         if self._reads_zero and func is torch.ops.aten._local_scalar_dense.default:
             return 0.0 if args[0].is_floating_point() else 0
