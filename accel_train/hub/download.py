@@ -25,7 +25,8 @@ from accel_train.store.strict_json import Json
 T = TypeVar("T")
 
 SPEC = re.compile(r"(?:hub:)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-STEP = re.compile(r"step-(\d{8,})")
+STEP = re.compile(r"step-(\d{8,})(?P<more>-.+)?")
+"""Names of pushed steps: the step, and more where another run or version had its name already."""
 ATTEMPTS = 5
 """Attempts per file, each with the retries of ``huggingface_hub`` itself."""
 
@@ -79,7 +80,7 @@ def pushed_steps(spec: str) -> list[int]:
     with limited_silence(60.0):
         refs = _persist(lambda: hub_api().list_repo_refs(repo), repo)
     matches = [STEP.fullmatch(ref.name) for ref in (*refs.branches, *refs.tags)]
-    return sorted({int(match[1]) for match in matches if match})
+    return sorted({int(match[1]) for match in matches if match and not match["more"]})
 
 
 def _parse(spec: str) -> tuple[str, str | None]:
@@ -114,11 +115,29 @@ def _get(repo: str, name: str, oid: str, folder: Path) -> Path:
 def _get_manifest(repo: str, revision: str | None, oid: str, folder: Path) -> Json:
     try:
         file = _get(repo, manifests.MANIFEST, oid, folder)
-        return manifests.parse(strict_json.read_bytes(file, manifests.MAX_BYTES))
+        manifest = manifests.parse(strict_json.read_bytes(file, manifests.MAX_BYTES))
     except UsageError:  # a ValueError, but already worded for the user
         raise
     except (FileNotFoundError, ValueError) as error:
         raise UsageError(f"{repo} at {revision or 'main'}: manifest.json cannot be read ({error})") from None
+    _refuse_another_step(repo, revision, manifest["step"])
+    return manifest
+
+
+def _refuse_another_step(repo: str, revision: str | None, step: int) -> None:
+    """Raise ``UsageError`` if the name of a step leads to the checkpoint of another one.
+
+    Earlier versions named the branch of a step before they had committed it.
+    """
+    match = STEP.fullmatch(revision or "")
+    if match is None or int(match[1]) == step:
+        return
+    named = int(match[1])
+    raise UsageError(
+        f"hub checkpoint: {repo} at {revision} holds step {step}, not {named}: its push has not finished, or the name "
+        f"was moved; push step {named} again (accel-train checkpoints push CHECKPOINT), or give another step, or none "
+        "for the newest"
+    )
 
 
 def _resolve(repo: str, revision: str | None) -> str:

@@ -235,6 +235,65 @@ def test_main_only_advances(server: HubServer, run: Path, tmp_path: Path) -> Non
     assert len(server.titles(REPO)) == 1
 
 
+@pytest.mark.parametrize("fault", [Fault("commit", 413), Fault("commit", "drop_before"), Fault("commit", "drop_after")])
+def test_the_name_of_a_step_never_leads_to_another_one(
+    server: HubServer, run: Path, tmp_path: Path, fault: Fault
+) -> None:
+    """A run that went back pushes a step older than main's, and the commit is refused or its answer is lost."""
+    push(make_checkpoint(run, 200))
+    branches = server.repositories[REPO].branches
+    back = make_checkpoint(run, 150)
+    during: list[set[str]] = []
+    server.before_commit = [lambda repo: during.append(set(repo.branches))]
+    server.faults = [replace(fault)]
+    with pytest.raises(Exception, match=r"413|disconnected"):
+        push(back)
+    assert "step-00000150" not in branches
+    with pytest.raises(UsageError, match="no revision step-00000150"):
+        download("org/model@150", tmp_path / "there")
+    server.faults = []
+    assert push(back)["revision"] == push(back)["revision"] == "step-00000150"  # a second time: what was killed
+    assert commit.verify(download("org/model@150", tmp_path / "there")).step == 150
+    assert b'revision="step-00000150"' in server.files(REPO, "step-00000150")["README.md"]
+    assert set(branches) == {"main", "step-00000150", "step-00000200"}
+    assert len(server.titles(REPO, "step-00000150")) == 2
+    assert "step-00000150" not in during[0]
+
+
+def test_killed_before_the_branch_of_an_older_step_is_tidied_up(
+    server: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(make_checkpoint(run, 200))
+    back = make_checkpoint(run, 150)
+    for endpoint in ("branch", "delete_branch"):
+        server.faults = [Fault(endpoint, 500, count=9)]
+        with pytest.raises(Exception, match="500"):
+            push(back)
+    server.faults = []
+    push(back)
+    assert set(server.repositories[REPO].branches) == {"main", "step-00000150", "step-00000200"}
+    assert len(server.titles(REPO, "step-00000150")) == 2
+
+
+def test_the_name_of_a_step_that_leads_to_another_one_is_refused_and_mended(
+    server: HubServer, run: Path, tmp_path: Path
+) -> None:
+    """As an earlier version left it: the branch made before the commit, which never came."""
+    push(make_checkpoint(run, 200), include_state=True)
+    repository = server.repositories[REPO]
+    for name in ("step-00000150", "step-00000150-other9"):
+        repository.branches[name] = repository.branches["main"]
+    for spec in ("org/model@150", "org/model@step-00000150", "hub:org/model@step-00000150-other9"):
+        with pytest.raises(UsageError, match=r"at step-00000150\S* holds step 200, not 150: .*push step 150 again"):
+            download(spec, tmp_path / "there")
+        with pytest.raises(UsageError, match="holds step 200, not 150"):
+            download_manifest(spec)
+    assert list((tmp_path / "there").iterdir()) == []
+    push(make_checkpoint(run, 150))
+    assert download_manifest("org/model@150")["step"] == 150
+    assert len(server.titles(REPO)) == 1
+
+
 def test_tags(server: HubServer, run: Path, tmp_path: Path) -> None:
     where = push(make_checkpoint(run, 7), revisions="tag")
     assert server.repositories[REPO].tags == {"step-00000007": where["commit"]}
