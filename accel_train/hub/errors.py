@@ -29,7 +29,11 @@ class HubError(RuntimeError):
 
 
 class NotPushableError(ValueError):
-    """The checkpoint is gone or damaged. Another attempt will not help."""
+    """The checkpoint is gone, damaged or without the optimizer state to push. Another attempt will not help."""
+
+
+class StateMissingError(NotPushableError):
+    """The checkpoint has no optimizer state, and the push is to include it. Without it the checkpoint can be pushed."""
 
 
 @dataclass(frozen=True)

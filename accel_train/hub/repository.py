@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_train import __version__
 from accel_train.hub.client import hub_api
-from accel_train.hub.errors import NotPushableError
+from accel_train.hub.errors import NotPushableError, StateMissingError
 from accel_train.hub.model_card import CardFacts, build_card
 from accel_train.hub.queue import Entry
 from accel_train.pipeline import ADAPTER_DESCRIPTION
@@ -70,12 +70,18 @@ def pushed_manifest(path: Path, include_state: bool) -> tuple[bytes, list[str]]:
     """Return the manifest to push and the names of its files.
 
     Without optimizer state the manifest is rewritten with ``state: false``. Otherwise it is returned byte for byte.
-    Both verify against the pushed files. Raises ``NotPushableError``.
+    Both verify against the pushed files. Raises ``NotPushableError``, also for a state that is not there: a resume from
+    the Hub would miss it only when it is needed.
     """
     try:
         manifest, raw = manifests.read_with_text(path)
     except ValueError as error:
         raise NotPushableError(str(error)) from None
+    if include_state and not manifest.get("state", True):
+        raise StateMissingError(
+            f"hub.include_state: true: {path} has no optimizer state: it was saved without, or retention has stripped "
+            "it; push it without --include_state, or a checkpoint that has its state"
+        )
     files = manifest["files"]
     kept = {name: facts for name, facts in files.items() if include_state or not name.startswith(STATE_FILES)}
     if len(kept) == len(files):

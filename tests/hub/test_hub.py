@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import pytest
 from huggingface_hub import ModelCard
 from safetensors.numpy import save_file
 
+from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.config import UsageError
 from accel_train.hub import pusher as hub
 from accel_train.hub.access import check_repository
@@ -31,10 +33,10 @@ from accel_train.hub.push_now import push_now
 from accel_train.hub.pusher import Pusher
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.hub.repository import push_checkpoint
-from accel_train.store import atomic_files, commit, strict_json
+from accel_train.store import atomic_files, commit, retention, strict_json
 from accel_train.store.manifest import Checkpoint
 from recipes import mmdit, pde
-from tests.hub_server import READER, WRITER, Fault, HubServer, serving
+from tests.hub_server import READER, WRITER, Fault, HubServer, Repository, serving
 from tests.waiting import until
 
 REPO = "org/model"
@@ -626,6 +628,76 @@ def test_by_hand_what_cannot_be_pushed_is_said(server: HubServer, run: Path, tmp
     server.faults = [Fault("commit", 503, count=99)]
     with pytest.raises(HubError, match="503"):
         push_now(good.path, replace(CONFIG, finish_minutes=0.001))
+
+
+@pytest.mark.parametrize("names", [("checkpoints", "checkpoint_00000001"), ()])
+def test_by_hand_what_is_being_pushed_is_kept_by_retention(
+    server: HubServer, run: Path, names: tuple[str, ...]
+) -> None:
+    """A checkpoint by its directory, and the newest of a run whose queue is empty."""
+    point = make_checkpoint(run, 1)
+    check_repository(CONFIG)
+    seen: list[str | None] = []
+
+    def train_on(_: object) -> None:
+        with HubQueue(run).pushing() as holder:
+            seen.append(holder)
+        make_checkpoint(run, 2)
+        done = retention.prune(run / "checkpoints", CheckpointConfig(keep_last=1), 2, HubQueue(run).names(), {})
+        seen.append(done.reasons.get("checkpoint_00000001"))
+
+    server.before_commit = [train_on]
+    assert len(push_now(run.joinpath(*names), CONFIG)) == 1
+    assert seen == [f"process {os.getpid()} on {socket.gethostname()}", "being pushed"]
+    assert point.path.is_dir()
+    assert HubQueue(run).names() == set()
+
+
+def test_by_hand_what_the_hub_does_not_take_stays_in_the_queue(server: HubServer, run: Path) -> None:
+    point = make_checkpoint(run, 1)
+    check_repository(CONFIG)
+    server.faults = [Fault("commit", 413)]
+    with pytest.raises(HubError, match="413"):
+        push_now(point.path, CONFIG)
+    assert HubQueue(run).names() == {"checkpoint_00000001"}
+    assert len(push_now(run, HubConfig())) == 1
+
+
+def test_by_hand_beside_another_push_of_the_run_it_is_queued(server: HubServer, run: Path) -> None:
+    point = make_checkpoint(run, 1)
+    queue = HubQueue(run)
+    with queue.pushing():
+        with pytest.raises(HubError, match=f"is queued: process {os.getpid()} on .*takes it next; .*push {run}"):
+            push_now(point.path, CONFIG)
+        assert [entry.reason for entry in queue.entries()] == ["hand"]
+        with pytest.raises(UsageError, match="is in the queue of process"):
+            push_now(point.path, replace(CONFIG, repo_id="org/other"))
+        assert [entry.repo_id for entry in queue.entries()] == [REPO]
+    assert server.titles(REPO) == []
+
+
+def test_a_state_that_is_not_there_is_not_pushed_as_if_it_were(server: HubServer, run: Path) -> None:
+    point = make_checkpoint(run, 1)
+    check_repository(CONFIG)
+    queue = HubQueue(run)
+    with_state = replace(CONFIG, include_state=True)
+
+    def strip_between_attempts(repo: Repository) -> None:
+        retention.strip_state(point.path)
+        repo.add("main", "someone else", "", {})
+
+    server.before_commit = [strip_between_attempts]
+    refusal = r"hub\.include_state: true: .*has no optimizer state.*push it without"
+    for place in (point.path, point.path, run):  # stripped during the first push, and before the others
+        with pytest.raises(UsageError, match=refusal):
+            push_now(place, with_state)
+        assert queue.names() == set()
+    queue.add(entry_of(point))
+    with pytest.raises(HubError, match=f"0 pushed, 1 not: {refusal}"):
+        push_now(run, with_state)
+    assert [entry.include_state for entry in queue.entries()] == [False]
+    assert server.titles(REPO) == ["someone else"]
+    assert len(push_now(run, HubConfig())) == 1
 
 
 # --------------------------------------------------------------------------------------------------------- loading back
