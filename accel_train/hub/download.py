@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from accel_train.config import UsageError
 from accel_train.hub.client import hub_api, limited_silence
-from accel_train.hub.errors import HubError
+from accel_train.hub.errors import DownloadError
 from accel_train.hub.repository import revision_name
 from accel_train.hub.retry import GaveUpError, retried
 from accel_train.store import atomic_files, commit, strict_json
@@ -37,7 +37,8 @@ def download(spec: str, directory: Path) -> Path:
     ``spec`` is ``org/name@1200`` or ``org/name@step-00001200`` (a step), ``org/name@REVISION`` (any branch, tag or
     commit) or ``org/name`` (main, the newest). It may begin with ``hub:``. The files of the manifest go to a temporary
     directory, renamed once every sha256 matches. An identical checkpoint at the path is kept. Raises ``UsageError`` for
-    a different one and for other errors of the user, else ``HubError``.
+    a different one and for other errors of the user, and ``DownloadError``, which is a ``HubError`` too, if the Hub
+    cannot be reached or delivers a damaged file.
     """
     repo, revision = _parse(spec)
     directory.mkdir(parents=True, exist_ok=True)
@@ -179,7 +180,13 @@ def _persist(call: Callable[[], T], repo: str) -> T:
         )
     if problem.status in (401, 403, 404):
         raise UsageError(f"hub checkpoint: {repo} cannot be read: {problem.reason}")
-    raise HubError(f"{repo} could not be downloaded: {problem.reason}") from error
+    remedy = "the Hub is in trouble: try again later"
+    if problem.status is None:
+        remedy = "give this machine a way there (HF_HUB_OFFLINE unset, HF_ENDPOINT or HTTPS_PROXY where one is needed)"
+    raise DownloadError(
+        f"hub checkpoint: {repo} could not be downloaded from {hub_api().endpoint}: {problem.reason}; {remedy}, or "
+        f"download it elsewhere (hf download {repo} --revision step-... --local-dir FOLDER) and give FOLDER instead"
+    ) from error
 
 
 def _settle(temporary: Path, directory: Path, spec: str) -> Path:
@@ -187,7 +194,10 @@ def _settle(temporary: Path, directory: Path, spec: str) -> Path:
     try:
         checkpoint = commit.verify(temporary)
     except ValueError as error:
-        raise HubError(f"{spec} does not verify after the download: {error}") from None
+        raise DownloadError(
+            f"hub checkpoint: {spec} does not verify after the download: {error}; try again, and if it stays so, push "
+            "that checkpoint again or give another step"
+        ) from None
     final = directory / manifests.checkpoint_name(checkpoint.step)
     commit.clear_name(final)
     if final.exists():

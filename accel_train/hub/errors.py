@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from accel_train.config import UsageError
+
 RETRIED = (408, 409, 412, 425, 429)
 """Retried in addition to 5xx: timeouts, concurrent commits and rate limits.
 
@@ -26,6 +28,10 @@ ADVICE = {
 
 class HubError(RuntimeError):
     """The Hub could not be reached, or it refused. Local files are unharmed."""
+
+
+class DownloadError(HubError, UsageError):
+    """A checkpoint did not come from the Hub. The text has the remedy, so a command ends with exit code 2."""
 
 
 class NotPushableError(ValueError):

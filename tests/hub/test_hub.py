@@ -21,6 +21,8 @@ import pytest
 from huggingface_hub import ModelCard
 from safetensors.numpy import save_file
 
+from accel_train import load
+from accel_train.checkpoints import fetch
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.config import UsageError
 from accel_train.hub import pusher as hub
@@ -742,8 +744,34 @@ def test_a_download_goes_on_through_trouble(server: HubServer, run: Path, tmp_pa
     server.faults = [Fault("info", 503), Fault("info", "drop_before"), Fault("resolve", "drop_before")]
     assert contents(download("org/model", tmp_path / "there")) == contents(checkpoint.path)
     server.faults = [Fault("info", 500, count=99)]
-    with pytest.raises(HubError, match=r"could not be downloaded.*500"):
+    with pytest.raises(HubError, match=r"could not be downloaded.*500.*try again later"):
         download("org/model", tmp_path / "there")
+
+
+def test_a_hub_out_of_reach_is_said_with_the_remedy(
+    server: HubServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a ``HubError`` to Python, as ``load`` documents, and as a usage error at the end of a command."""
+    from huggingface_hub import constants
+
+    from accel_train.domains.images.pipelines.loading import BaseConfig
+    from accel_train.domains.images.trained_mmdit import finding
+
+    push(make_checkpoint(run, 1), include_state=True)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "cache"))
+    source = "hub:org/model@1"
+    remedy = r"org/model could not be downloaded from http://hub\.invalid: .*HF_ENDPOINT or .*hf download org/model"
+    for asked in (
+        lambda: load(source),
+        lambda: finding.find(BaseConfig(source=source)),
+        lambda: fetch.fetch(source, tmp_path / "there"),
+        lambda: fetch.read_manifest(source),
+    ):
+        with pytest.raises(HubError, match=remedy) as refused:
+            asked()
+        assert isinstance(refused.value, UsageError)
+    assert list((tmp_path / "there").iterdir()) == []
 
 
 def test_what_is_there_is_kept_or_the_download_refused(server: HubServer, run: Path, tmp_path: Path) -> None:
