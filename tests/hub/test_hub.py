@@ -539,7 +539,7 @@ def test_behind_the_newest_goes_and_the_log_says_so(
     assert "hub: coalesced checkpoint_00000002: behind: checkpoint_00000004 is newer" in caplog.text
 
 
-def test_a_checkpoint_that_is_gone_or_damaged_is_dropped(
+def test_a_checkpoint_that_is_gone_or_damaged_has_failed(
     server: HubServer, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_repository(CONFIG)
@@ -551,10 +551,24 @@ def test_a_checkpoint_that_is_gone_or_damaged_is_dropped(
     commit.remove(gone.path)
     status = Pusher(run, CONFIG, is_main=True).finish()
     assert status.pushed == ("checkpoint_00000003",)
-    assert status.code == 0
-    assert "dropped checkpoint_00000001" in caplog.text
-    assert "7 bytes, the manifest says" in caplog.text
-    assert "checkpoint_00000002 is not there any more" in caplog.text
+    assert (status.code, status.waiting, list(status.failed)) == (1, (), [damaged.path.name, gone.path.name])
+    assert "7 bytes, the manifest says" in status.failed[damaged.path.name]
+    assert "checkpoint_00000002 is not there any more" in status.failed[gone.path.name]
+    assert "1 pushed, 0 waiting, 2 failed; hub status 1" in caplog.text
+    assert json.loads((run / "run.json").read_text())["hub"]["failed"] == dict(status.failed)
+    with pytest.raises(HubError, match=r"0 pushed, 2 not: .*7 bytes, the manifest says"):
+        push_now(run, HubConfig())
+    assert queue.failed() == {}
+
+
+def test_the_last_checkpoint_damaged_before_its_push_is_no_success(server: HubServer, run: Path) -> None:
+    check_repository(CONFIG)
+    pusher = Pusher(run, replace(CONFIG, push="last"), is_main=True)
+    last = make_checkpoint(run, 1)
+    pusher.offer(last)
+    (last.path / "model.safetensors").write_bytes(b"damaged")
+    status = pusher.finish()
+    assert (status.code, status.pushed, list(status.failed)) == (1, (), [last.path.name])
 
 
 def test_the_token_is_written_nowhere(server: HubServer, run: Path, caplog: pytest.LogCaptureFixture) -> None:
