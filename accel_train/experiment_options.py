@@ -337,7 +337,8 @@ class ExperimentConfig:
         self._resolve_micro_batch()
         if self.recipe.one_loss_term:
             self.balance.refuse_single_term(1)
-        refuse_choice_of_pushes(self.hub, self.checkpoints.best_metric)
+        saved = self.checkpoints
+        refuse_choice_of_pushes(self.hub, saved.best_metric, saves_state=saved.save_state)
         if self.evaluate_only:
             self.profile.refuse_without_training()
         optimizer = self.optimizer

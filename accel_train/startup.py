@@ -11,7 +11,7 @@ from typing import TypeVar
 from accelerate import Accelerator
 
 from accel_train.checkpoints import refused
-from accel_train.config import UsageError, expand_path
+from accel_train.config import MendedError, UsageError, expand_path
 from accel_train.data.options import resolve_loader
 from accel_train.experiment_options import ExperimentConfig
 from accel_train.linting.reporting import log_findings
@@ -88,7 +88,7 @@ def _set_up_directory(directory: Path, before: frozenset[Path], accelerator: Acc
     rank = accelerator.process_index
 
     def remove_created(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is UsageError:
+        if _is_wrong_usage(kind):
             refused.remove_new(directory, before, rank)
 
     # Pushed first, so that it runs last: the log is closed by then.
@@ -99,12 +99,17 @@ def _set_up_directory(directory: Path, before: frozenset[Path], accelerator: Acc
         kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # A usage error is reported as one line, so the log gets no traceback of it.
-        if kind is UsageError:
+        if _is_wrong_usage(kind):
             logs.__exit__(None, None, None)
         else:
             logs.__exit__(kind, error, traceback)
 
     current_run.push(end_logging)
+
+
+def _is_wrong_usage(kind: type[BaseException] | None) -> bool:
+    """Return True for errors that the user has to correct. The next start mends a ``MendedError`` itself."""
+    return kind is not None and issubclass(kind, UsageError) and not issubclass(kind, MendedError)
 
 
 def prepare_data(accelerator: Accelerator, prepare: Callable[..., T]) -> T:

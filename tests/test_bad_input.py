@@ -692,6 +692,18 @@ def test_a_checkpoint_from_elsewhere_keeps_its_schedule(here: Path, capsys: pyte
         reset()
 
 
+def test_a_hub_out_of_reach_is_an_answer_and_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    os.environ["ACCEL_TRAIN_HUB_BACKOFF_SECONDS"] = "0"
+    before = names(here)
+    code, text = outcome(words("--resume hub:me/it@1", here))
+    assert (code, text) == (2, text)
+    assert re.search(r"hub checkpoint: me/it could not be downloaded .*HF_HUB_OFFLINE unset.*hf download me/it", text)
+    assert names(here) == before
+
+
 def test_a_stream_without_length_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """I53: what `datasets` hands out for a source that it only streams."""
     import datasets

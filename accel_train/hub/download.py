@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from accel_train.config import UsageError
 from accel_train.hub.client import hub_api, limited_silence
-from accel_train.hub.errors import HubError
+from accel_train.hub.errors import DownloadError
 from accel_train.hub.repository import revision_name
 from accel_train.hub.retry import GaveUpError, retried
 from accel_train.store import atomic_files, commit, strict_json
@@ -25,7 +25,8 @@ from accel_train.store.strict_json import Json
 T = TypeVar("T")
 
 SPEC = re.compile(r"(?:hub:)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-STEP = re.compile(r"step-(\d{8,})")
+STEP = re.compile(r"step-(\d{8,})(?P<more>-.+)?")
+"""Names of pushed steps: the step, and more where another run or version had its name already."""
 ATTEMPTS = 5
 """Attempts per file, each with the retries of ``huggingface_hub`` itself."""
 
@@ -36,7 +37,8 @@ def download(spec: str, directory: Path) -> Path:
     ``spec`` is ``org/name@1200`` or ``org/name@step-00001200`` (a step), ``org/name@REVISION`` (any branch, tag or
     commit) or ``org/name`` (main, the newest). It may begin with ``hub:``. The files of the manifest go to a temporary
     directory, renamed once every sha256 matches. An identical checkpoint at the path is kept. Raises ``UsageError`` for
-    a different one and for other errors of the user, else ``HubError``.
+    a different one and for other errors of the user, and ``DownloadError``, which is a ``HubError`` too, if the Hub
+    cannot be reached or delivers a damaged file.
     """
     repo, revision = _parse(spec)
     directory.mkdir(parents=True, exist_ok=True)
@@ -79,7 +81,7 @@ def pushed_steps(spec: str) -> list[int]:
     with limited_silence(60.0):
         refs = _persist(lambda: hub_api().list_repo_refs(repo), repo)
     matches = [STEP.fullmatch(ref.name) for ref in (*refs.branches, *refs.tags)]
-    return sorted({int(match[1]) for match in matches if match})
+    return sorted({int(match[1]) for match in matches if match and not match["more"]})
 
 
 def _parse(spec: str) -> tuple[str, str | None]:
@@ -114,11 +116,29 @@ def _get(repo: str, name: str, oid: str, folder: Path) -> Path:
 def _get_manifest(repo: str, revision: str | None, oid: str, folder: Path) -> Json:
     try:
         file = _get(repo, manifests.MANIFEST, oid, folder)
-        return manifests.parse(strict_json.read_bytes(file, manifests.MAX_BYTES))
+        manifest = manifests.parse(strict_json.read_bytes(file, manifests.MAX_BYTES))
     except UsageError:  # a ValueError, but already worded for the user
         raise
     except (FileNotFoundError, ValueError) as error:
         raise UsageError(f"{repo} at {revision or 'main'}: manifest.json cannot be read ({error})") from None
+    _refuse_another_step(repo, revision, manifest["step"])
+    return manifest
+
+
+def _refuse_another_step(repo: str, revision: str | None, step: int) -> None:
+    """Raise ``UsageError`` if the name of a step leads to the checkpoint of another one.
+
+    Earlier versions named the branch of a step before they had committed it.
+    """
+    match = STEP.fullmatch(revision or "")
+    if match is None or int(match[1]) == step:
+        return
+    named = int(match[1])
+    raise UsageError(
+        f"hub checkpoint: {repo} at {revision} holds step {step}, not {named}: its push has not finished, or the name "
+        f"was moved; push step {named} again (accel-train checkpoints push CHECKPOINT), or give another step, or none "
+        "for the newest"
+    )
 
 
 def _resolve(repo: str, revision: str | None) -> str:
@@ -160,7 +180,13 @@ def _persist(call: Callable[[], T], repo: str) -> T:
         )
     if problem.status in (401, 403, 404):
         raise UsageError(f"hub checkpoint: {repo} cannot be read: {problem.reason}")
-    raise HubError(f"{repo} could not be downloaded: {problem.reason}") from error
+    remedy = "the Hub is in trouble: try again later"
+    if problem.status is None:
+        remedy = "give this machine a way there (HF_HUB_OFFLINE unset, HF_ENDPOINT or HTTPS_PROXY where one is needed)"
+    raise DownloadError(
+        f"hub checkpoint: {repo} could not be downloaded from {hub_api().endpoint}: {problem.reason}; {remedy}, or "
+        f"download it elsewhere (hf download {repo} --revision step-... --local-dir FOLDER) and give FOLDER instead"
+    ) from error
 
 
 def _settle(temporary: Path, directory: Path, spec: str) -> Path:
@@ -168,7 +194,10 @@ def _settle(temporary: Path, directory: Path, spec: str) -> Path:
     try:
         checkpoint = commit.verify(temporary)
     except ValueError as error:
-        raise HubError(f"{spec} does not verify after the download: {error}") from None
+        raise DownloadError(
+            f"hub checkpoint: {spec} does not verify after the download: {error}; try again, and if it stays so, push "
+            "that checkpoint again or give another step"
+        ) from None
     final = directory / manifests.checkpoint_name(checkpoint.step)
     commit.clear_name(final)
     if final.exists():

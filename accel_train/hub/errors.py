@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from accel_train.config import UsageError
+
 RETRIED = (408, 409, 412, 425, 429)
 """Retried in addition to 5xx: timeouts, concurrent commits and rate limits.
 
@@ -28,8 +30,16 @@ class HubError(RuntimeError):
     """The Hub could not be reached, or it refused. Local files are unharmed."""
 
 
+class DownloadError(HubError, UsageError):
+    """A checkpoint did not come from the Hub. The text has the remedy, so a command ends with exit code 2."""
+
+
 class NotPushableError(ValueError):
-    """The checkpoint is gone or damaged. Another attempt will not help."""
+    """The checkpoint is gone, damaged or without the optimizer state to push. Another attempt will not help."""
+
+
+class StateMissingError(NotPushableError):
+    """The checkpoint has no optimizer state, and the push is to include it. Without it the checkpoint can be pushed."""
 
 
 @dataclass(frozen=True)

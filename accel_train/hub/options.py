@@ -59,10 +59,11 @@ class HubConfig:
         ]
 
 
-def refuse_choice_of_pushes(config: HubConfig, best_metric: str | None) -> None:
+def refuse_choice_of_pushes(config: HubConfig, best_metric: str | None, *, saves_state: bool = True) -> None:
     """Raise ``UsageError`` for ``push: best`` without a metric to compare by, and for choices that choose nothing.
 
-    Only for pushes during a run. By hand any checkpoint can be pushed, with the other options.
+    ``saves_state`` is False if the checkpoints of the run have no optimizer state, which then cannot be pushed. Only
+    for pushes during a run. By hand any checkpoint can be pushed, with the other options.
     """
     if config.repo_id is None:
         names = [name for name in ("push", "push_every") if getattr(config, name) != getattr(HubConfig, name)]
@@ -82,6 +83,11 @@ def refuse_choice_of_pushes(config: HubConfig, best_metric: str | None) -> None:
         raise UsageError(
             f"hub.push_every: {config.push_every}: has no effect with hub.push: {config.push}; give --hub.push every, "
             "or leave it out"
+        )
+    if config.include_state and not saves_state:
+        raise UsageError(
+            "hub.include_state: true: has nothing to push with checkpoints.save_state: false, which saves no optimizer "
+            "state; leave one of the two out"
         )
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 from accel_train.config import UsageError
 from accel_train.hub.access import check_repository
 from accel_train.hub.client import limit_silence
-from accel_train.hub.errors import HubError, NotPushableError, Problem
+from accel_train.hub.errors import HubError, NotPushableError, Problem, StateMissingError
 from accel_train.hub.options import HubConfig
 from accel_train.hub.pusher import new_entry
 from accel_train.hub.queue import Entry, HubQueue
-from accel_train.hub.repository import push_checkpoint
+from accel_train.hub.repository import push_checkpoint, pushed_manifest
 from accel_train.hub.retry import GaveUpError, retried
 from accel_train.store import commit
 
@@ -25,8 +26,9 @@ def push_now(run_or_checkpoint: Path, config: HubConfig) -> list[str]:
 
     For a run: its waiting and failed entries, or its newest checkpoint if there are none. Entries are pushed with their
     queued options, or with those of ``config`` if it names a repository. For a checkpoint directory: that checkpoint.
-    Network errors are retried for ``finish_minutes``. Raises ``UsageError`` for errors of the user, and ``HubError`` if
-    the Hub is unreachable or refuses. Unfinished entries of a run then stay in its queue.
+    What is pushed from a run is in its queue meanwhile, so that retention keeps it. Network errors are retried for
+    ``finish_minutes``. Raises ``UsageError`` for errors of the user, and ``HubError`` if the Hub is unreachable or
+    refuses. Unfinished entries of a run then stay in its queue.
     """
     limit_silence()
     path = run_or_checkpoint
@@ -46,10 +48,31 @@ def _push_directory(path: Path, config: HubConfig) -> str:
     entry = _entry_of(path, config)
     check_repository(config)
     if path.parent.name == "checkpoints":
-        return _push_queued(HubQueue(path.parents[1]), entry, config.finish_minutes)
+        return _push_of_run(HubQueue(path.parents[1]), entry, config.finish_minutes)
     # Outside a run there is no queue to record the push in.
-    pushed = _push_with_retries(path, entry, path.parent, config.finish_minutes)
+    try:
+        pushed = _push_with_retries(path, entry, path.parent, config.finish_minutes)
+    except NotPushableError as error:
+        raise UsageError(f"{error}; it is not pushed") from None
     return pushed["url"]
+
+
+def _push_of_run(queue: HubQueue, entry: Entry, minutes: float) -> str:
+    """Push one checkpoint of a run, from its queue like all others, and return the URL of the commit."""
+    with queue.pushing() as holder:
+        is_queued = entry.checkpoint in queue.names()
+        if holder is None:
+            # One that waits already keeps its options for the case that this push fails.
+            if not is_queued:
+                queue.add(entry)
+            return _push_queued(queue, entry, minutes)
+    if is_queued:
+        raise UsageError(f"{entry.checkpoint} is in the queue of {holder}, which pushes it; wait for it or end it")
+    queue.add(entry)
+    raise HubError(
+        f"{entry.checkpoint} is queued: {holder}, which is pushing this run, takes it next; if that ends before, the "
+        f"next start pushes it, or: accel-train checkpoints push {shlex.quote(str(queue.run))}"
+    )
 
 
 def _push_run(queue: HubQueue, config: HubConfig) -> list[str]:
@@ -69,6 +92,11 @@ def _push_run(queue: HubQueue, config: HubConfig) -> list[str]:
     # All of them before the first upload, which may take long.
     for repo_id, private in sorted(repositories):
         check_repository(replace(config, repo_id=repo_id, private=private))
+    waiting = queue.names()
+    for entry in entries:
+        # The newest, if nothing was queued: retention must not delete it during the upload.
+        if entry.checkpoint not in waiting:
+            queue.add(entry)
     urls: list[str] = []
     problems: list[str] = []
     for entry in entries:
@@ -86,9 +114,14 @@ def _entry_of(path: Path, config: HubConfig) -> Entry:
     if config.repo_id is None:
         raise UsageError(f"{path}: where to? Nothing is queued that would say so; give hub.repo_id ORGANISATION/NAME")
     try:
-        return new_entry(commit.verify(path), config, "hand")
+        entry = new_entry(commit.verify(path), config, "hand")
     except ValueError as error:
         raise UsageError(f"{error}; only a checkpoint that verifies is pushed") from None
+    try:
+        pushed_manifest(path, entry.include_state)
+    except NotPushableError as error:
+        raise UsageError(str(error)) from None
+    return entry
 
 
 def _with_options(entry: Entry, config: HubConfig) -> Entry:
@@ -108,10 +141,15 @@ def _push_queued(queue: HubQueue, entry: Entry, minutes: float) -> str:
     path = queue.run / "checkpoints" / entry.checkpoint
     try:
         pushed = _push_with_retries(path, entry, queue.run, minutes)
-    except UsageError as error:
+    except StateMissingError as error:
+        # It stays if it was queued without the state.
+        if entry in queue.entries():
+            queue.drop(entry, str(error))
+        raise UsageError(str(error)) from None
+    except NotPushableError as error:
         # The checkpoint does not verify, so a later start could not push it either.
         queue.drop(entry, str(error))
-        raise
+        raise UsageError(f"{error}; only a checkpoint that verifies is pushed") from None
     queue.done(entry, pushed)
     return pushed["url"]
 
@@ -122,7 +160,5 @@ def _push_with_retries(path: Path, entry: Entry, run: Path, minutes: float) -> d
 
     try:
         return retried(lambda: push_checkpoint(path, entry, run), seconds=60 * minutes, waiting=log_wait)
-    except NotPushableError as error:
-        raise UsageError(f"{error}; only a checkpoint that verifies is pushed") from None
     except GaveUpError as error:
         raise HubError(f"{entry.checkpoint} to {entry.repo_id}: {error.problem.reason}") from error.__cause__

@@ -41,7 +41,7 @@ class HubStatus:
     waiting: tuple[str, ...] = ()
     """Still in the queue."""
     failed: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Reasons of the refused ones."""
+    """Reasons of those that the Hub has refused, or that were gone or damaged before they were pushed."""
 
     @property
     def code(self) -> int:

@@ -3,7 +3,7 @@
 | below ``RUN/hub`` | |
 |---|---|
 | ``queue/<checkpoint>.json`` | waiting or being pushed; retention keeps the checkpoint as long as the file exists |
-| ``failed/<checkpoint>.json`` | refused by the Hub, with the reason; ``accel-train checkpoints push`` tries again |
+| ``failed/<checkpoint>.json`` | refused by the Hub, gone or damaged, with the reason; a push by hand tries again |
 | ``pushed/<checkpoint>.json`` | place of a pushed checkpoint: repository, revision, commit |
 | ``log.jsonl`` | pushes, retries, drops and failures, one per line |
 | ``offers.json`` | checkpoints offered by training so far, so that every n-th and best survive a restart |
@@ -110,7 +110,7 @@ class HubQueue:
         self._leave(entry)
 
     def fail(self, entry: Entry, reason: str) -> None:
-        """Move an entry to ``failed`` with the Hub's reason."""
+        """Move an entry to ``failed`` with the reason, the Hub's or that of the checkpoint."""
         record = asdict(entry) | {"reason": reason, "failed_at": _now()}
         # Recorded before it leaves the queue: a crash in between loses nothing.
         self._write("failed", entry.checkpoint, record)

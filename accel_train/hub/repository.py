@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_train import __version__
 from accel_train.hub.client import hub_api
-from accel_train.hub.errors import NotPushableError
+from accel_train.hub.errors import NotPushableError, StateMissingError
 from accel_train.hub.model_card import CardFacts, build_card
 from accel_train.hub.queue import Entry
 from accel_train.pipeline import ADAPTER_DESCRIPTION
@@ -70,12 +70,18 @@ def pushed_manifest(path: Path, include_state: bool) -> tuple[bytes, list[str]]:
     """Return the manifest to push and the names of its files.
 
     Without optimizer state the manifest is rewritten with ``state: false``. Otherwise it is returned byte for byte.
-    Both verify against the pushed files. Raises ``NotPushableError``.
+    Both verify against the pushed files. Raises ``NotPushableError``, also for a state that is not there: a resume from
+    the Hub would miss it only when it is needed.
     """
     try:
         manifest, raw = manifests.read_with_text(path)
     except ValueError as error:
         raise NotPushableError(str(error)) from None
+    if include_state and not manifest.get("state", True):
+        raise StateMissingError(
+            f"hub.include_state: true: {path} has no optimizer state: it was saved without, or retention has stripped "
+            "it; push it without --include_state, or a checkpoint that has its state"
+        )
     files = manifest["files"]
     kept = {name: facts for name, facts in files.items() if include_state or not name.startswith(STATE_FILES)}
     if len(kept) == len(files):
@@ -103,6 +109,8 @@ class _Place:
         step = revision_name(entry.step)
         # The longer ones are for a step whose name another run, or another version of this step, has taken.
         self._names = (step, f"{step}-{entry.run_id}", f"{step}-{entry.run_id}-{digest}")
+        self._unfinished = f"unfinished-{step}-{entry.run_id}"
+        """Branch of a commit beside main until the step's own name points at it."""
 
     def find(self, commits: Sequence[GitCommitInfo]) -> str | None:
         """Return the id of the commit of exactly this checkpoint, if there is one."""
@@ -114,21 +122,21 @@ class _Place:
     def branch(self) -> tuple[str | None, list[GitCommitInfo]]:
         """Return the branch to commit on and its commits. None stands for ``main``.
 
-        A step older than the newest on main gets a branch of its own, because main never goes back.
+        A step older than the newest on main gets a branch of its own, because main never goes back. The branch has
+        another name than the step's until it is committed: it begins at a checkpoint of main, and the upload may take
+        hours or be refused.
         """
         newest = next((match for match in map(_parse_title, self.main) if match), None)
         # Another run on main is followed, not replaced: its commits stay in the history.
         if newest is None or newest["run"] != self.entry.run_id or int(newest["step"]) <= self.entry.step:
             return None, self.main
-        branches, tags = self._targets()
+        branches, _ = self._targets()
         for name in self._names:
-            if name in tags:
-                continue
-            if name in branches and not self._is_ours(name, branches[name]):
-                continue
-            self.api.create_branch(self.entry.repo_id, branch=name, revision=self.main[0].commit_id, exist_ok=True)
-            return name, self.api.list_repo_commits(self.entry.repo_id, revision=name)
-        return None, self.main
+            if name in branches and self._step_of_ours(name, branches[name]) == self.entry.step:
+                return name, self.api.list_repo_commits(self.entry.repo_id, revision=name)
+        name = self._unfinished
+        self.api.create_branch(self.entry.repo_id, branch=name, revision=self.main[0].commit_id, exist_ok=True)
+        return name, self.api.list_repo_commits(self.entry.repo_id, revision=name)
 
     def commit(self, path: Path, run: Path, branch: str | None, commits: Sequence[GitCommitInfo]) -> str:
         """Verify and upload the checkpoint, commit it on top of ``commits`` and return the id of the commit."""
@@ -143,7 +151,9 @@ class _Place:
             head = commits[0].commit_id
             existing = self.api.list_repo_files(self.entry.repo_id, revision=head)
         # For the text of the card only: `name` decides after the commit, by the names taken by then.
-        revision = branch or self._free_name() or "main"
+        revision = self._free_name() or "main"
+        if branch in self._names:
+            revision = branch
         state = "With" if self.entry.include_state else "Without"
         created = self.api.create_commit(
             self.entry.repo_id,
@@ -165,18 +175,28 @@ class _Place:
         name = self._free_name(oid)
         if name is None:
             return oid
-        if oid in (branches.get(name), tags.get(name)):
-            return name
+        is_beside_main = branches.get(self._unfinished) == oid
+        if oid not in (branches.get(name), tags.get(name)):
+            self._point(name, oid, as_tag=self.entry.revisions == "tag" and not is_beside_main)
+        if is_beside_main:
+            # Last: until here the commit was on no other branch.
+            api.delete_branch(repo, branch=self._unfinished)
+        return name
+
+    def _point(self, name: str, oid: str, as_tag: bool) -> None:
+        """Make the branch or tag ``name`` of the commit ``oid``, in place of another one of this name."""
+        api = self.api
+        repo = self.entry.repo_id
+        branches, tags = self._targets()
         if name in tags:
             # The Hub has no call that moves a tag or a branch.
             api.delete_tag(repo, tag=name)
         elif name in branches:
             api.delete_branch(repo, branch=name)
-        if self.entry.revisions == "tag":
+        if as_tag:
             api.create_tag(repo, tag=name, revision=oid, exist_ok=True)
         else:
             api.create_branch(repo, branch=name, revision=oid, exist_ok=True)
-        return name
 
     def _free_name(self, oid: str | None = None) -> str | None:
         """Return the first candidate name: unused, pointing at ``oid``, or replaceable.
@@ -190,7 +210,7 @@ class _Place:
             target = branches.get(name) or tags.get(name)
             if target is None or target == oid:
                 return name
-            if target in in_main and self._is_ours(name, target):
+            if target in in_main and self._step_of_ours(name, target) is not None:
                 return name
         return None
 
@@ -200,16 +220,18 @@ class _Place:
         tags = {ref.name: ref.target_commit for ref in self._refs.tags}
         return branches, tags
 
-    def _is_ours(self, name: str, target: str) -> bool:
-        """Return True if the commit ``target`` of a branch or tag was made by this run."""
+    def _step_of_ours(self, name: str, target: str) -> int | None:
+        """Return the step of the commit ``target`` of a branch or tag, or None unless this run has made it."""
         # Commits of main are known already and cost no request.
         head = [found for found in self.main if found.commit_id == target]
         if not head:
             head = self.api.list_repo_commits(self.entry.repo_id, revision=name)[:1]
         if not head:
-            return False
+            return None
         match = _parse_title(head[0])
-        return match is not None and match["run"] == self.entry.run_id
+        if match is None or match["run"] != self.entry.run_id:
+            return None
+        return int(match["step"])
 
 
 def _parse_title(commit_info: GitCommitInfo) -> re.Match[str] | None:

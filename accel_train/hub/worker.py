@@ -28,17 +28,20 @@ LOCK_PATIENCE_SECONDS = 60.0
 
 
 def push_one(queue: HubQueue, entry: Entry) -> Problem | None:
-    """Make one attempt and return its problem, if any. The entry is then pushed, failed, dropped or still waiting."""
+    """Make one attempt and return its problem, if any. The entry is then pushed, failed or still waiting.
+
+    A checkpoint that is gone or damaged has failed: it was to be pushed, and the status of the run must show it.
+    """
     from accel_train.hub.repository import push_checkpoint
 
     path = queue.run / "checkpoints" / entry.checkpoint
     if not path.is_dir():
-        queue.drop(entry, f"{path} is not there any more")
+        queue.fail(entry, f"{path} is not there any more")
         return None
     try:
         where = push_checkpoint(path, entry, queue.run)
     except NotPushableError as error:
-        queue.drop(entry, str(error))
+        queue.fail(entry, str(error))
         return None
     except Exception as error:
         # Every error of the Hub and of its client ends here: none may end the worker.

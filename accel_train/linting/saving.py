@@ -279,23 +279,6 @@ def many_revisions(facts: Facts) -> Finding | None:
     )
 
 
-def state_not_there_to_push(facts: Facts) -> Finding | None:
-    """`hub.include_state` pushes the optimizer state of checkpoints. With `checkpoints.save_state: false` they have
-    none.
-    """
-    if facts.option("hub.repo_id") is None or not facts.option("hub.include_state"):
-        return None
-    if facts.option("checkpoints.save_state") is not False:
-        return None
-    return Finding(
-        option="hub.include_state",
-        value=True,
-        reason="checkpoints.save_state: false writes no optimizer state, so nobody can resume from the Hub",
-        remedy="save the state",
-        change=("checkpoints.save_state", True),
-    )
-
-
 def public_without_license(facts: Facts) -> Finding | None:
     """Weights without a licence may be looked at and not used."""
     if facts.option("hub.repo_id") is None or facts.option("hub.private") is not False:
@@ -341,6 +324,5 @@ SAVING_RULES = (
     Rule("state-missing-for-restarts", "error", RELIABILITY, weights_alone_of_a_long_run),
     Rule("grace-above-torchrun", "warning", "docs/machines.md", grace_above_torchrun),
     Rule("many-revisions", "warning", PAGE, many_revisions),
-    Rule("state-missing-for-push", "warning", PAGE, state_not_there_to_push),
     Rule("public-without-license", "warning", "Hub: licenses", public_without_license),
 )

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ import pytest
 from huggingface_hub import ModelCard
 from safetensors.numpy import save_file
 
+from accel_train import load
+from accel_train.checkpoints import fetch
+from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.config import UsageError
 from accel_train.hub import pusher as hub
 from accel_train.hub.access import check_repository
@@ -31,10 +35,10 @@ from accel_train.hub.push_now import push_now
 from accel_train.hub.pusher import Pusher
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.hub.repository import push_checkpoint
-from accel_train.store import atomic_files, commit, strict_json
+from accel_train.store import atomic_files, commit, retention, strict_json
 from accel_train.store.manifest import Checkpoint
 from recipes import mmdit, pde
-from tests.hub_server import READER, WRITER, Fault, HubServer, serving
+from tests.hub_server import READER, WRITER, Fault, HubServer, Repository, serving
 from tests.waiting import until
 
 REPO = "org/model"
@@ -232,6 +236,65 @@ def test_main_only_advances(server: HubServer, run: Path, tmp_path: Path) -> Non
     assert commit.verify(download("org/model@600", tmp_path / "there")).step == 600
     push(old, include_state=True)  # the same step with more: on top of its own branch
     assert len(server.titles(REPO, "step-00000600")) == 3
+    assert len(server.titles(REPO)) == 1
+
+
+@pytest.mark.parametrize("fault", [Fault("commit", 413), Fault("commit", "drop_before"), Fault("commit", "drop_after")])
+def test_the_name_of_a_step_never_leads_to_another_one(
+    server: HubServer, run: Path, tmp_path: Path, fault: Fault
+) -> None:
+    """A run that went back pushes a step older than main's, and the commit is refused or its answer is lost."""
+    push(make_checkpoint(run, 200))
+    branches = server.repositories[REPO].branches
+    back = make_checkpoint(run, 150)
+    during: list[set[str]] = []
+    server.before_commit = [lambda repo: during.append(set(repo.branches))]
+    server.faults = [replace(fault)]
+    with pytest.raises(Exception, match=r"413|disconnected"):
+        push(back)
+    assert "step-00000150" not in branches
+    with pytest.raises(UsageError, match="no revision step-00000150"):
+        download("org/model@150", tmp_path / "there")
+    server.faults = []
+    assert push(back)["revision"] == push(back)["revision"] == "step-00000150"  # a second time: what was killed
+    assert commit.verify(download("org/model@150", tmp_path / "there")).step == 150
+    assert b'revision="step-00000150"' in server.files(REPO, "step-00000150")["README.md"]
+    assert set(branches) == {"main", "step-00000150", "step-00000200"}
+    assert len(server.titles(REPO, "step-00000150")) == 2
+    assert "step-00000150" not in during[0]
+
+
+def test_killed_before_the_branch_of_an_older_step_is_tidied_up(
+    server: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(make_checkpoint(run, 200))
+    back = make_checkpoint(run, 150)
+    for endpoint in ("branch", "delete_branch"):
+        server.faults = [Fault(endpoint, 500, count=9)]
+        with pytest.raises(Exception, match="500"):
+            push(back)
+    server.faults = []
+    push(back)
+    assert set(server.repositories[REPO].branches) == {"main", "step-00000150", "step-00000200"}
+    assert len(server.titles(REPO, "step-00000150")) == 2
+
+
+def test_the_name_of_a_step_that_leads_to_another_one_is_refused_and_mended(
+    server: HubServer, run: Path, tmp_path: Path
+) -> None:
+    """As an earlier version left it: the branch made before the commit, which never came."""
+    push(make_checkpoint(run, 200), include_state=True)
+    repository = server.repositories[REPO]
+    for name in ("step-00000150", "step-00000150-other9"):
+        repository.branches[name] = repository.branches["main"]
+    for spec in ("org/model@150", "org/model@step-00000150", "hub:org/model@step-00000150-other9"):
+        with pytest.raises(UsageError, match=r"at step-00000150\S* holds step 200, not 150: .*push step 150 again"):
+            download(spec, tmp_path / "there")
+        with pytest.raises(UsageError, match="holds step 200, not 150"):
+            download_manifest(spec)
+    assert list((tmp_path / "there").iterdir()) == []
+    push(make_checkpoint(run, 150))
+    assert download_manifest("org/model@150")["step"] == 150
     assert len(server.titles(REPO)) == 1
 
 
@@ -476,7 +539,7 @@ def test_behind_the_newest_goes_and_the_log_says_so(
     assert "hub: coalesced checkpoint_00000002: behind: checkpoint_00000004 is newer" in caplog.text
 
 
-def test_a_checkpoint_that_is_gone_or_damaged_is_dropped(
+def test_a_checkpoint_that_is_gone_or_damaged_has_failed(
     server: HubServer, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_repository(CONFIG)
@@ -488,10 +551,24 @@ def test_a_checkpoint_that_is_gone_or_damaged_is_dropped(
     commit.remove(gone.path)
     status = Pusher(run, CONFIG, is_main=True).finish()
     assert status.pushed == ("checkpoint_00000003",)
-    assert status.code == 0
-    assert "dropped checkpoint_00000001" in caplog.text
-    assert "7 bytes, the manifest says" in caplog.text
-    assert "checkpoint_00000002 is not there any more" in caplog.text
+    assert (status.code, status.waiting, list(status.failed)) == (1, (), [damaged.path.name, gone.path.name])
+    assert "7 bytes, the manifest says" in status.failed[damaged.path.name]
+    assert "checkpoint_00000002 is not there any more" in status.failed[gone.path.name]
+    assert "1 pushed, 0 waiting, 2 failed; hub status 1" in caplog.text
+    assert json.loads((run / "run.json").read_text())["hub"]["failed"] == dict(status.failed)
+    with pytest.raises(HubError, match=r"0 pushed, 2 not: .*7 bytes, the manifest says"):
+        push_now(run, HubConfig())
+    assert queue.failed() == {}
+
+
+def test_the_last_checkpoint_damaged_before_its_push_is_no_success(server: HubServer, run: Path) -> None:
+    check_repository(CONFIG)
+    pusher = Pusher(run, replace(CONFIG, push="last"), is_main=True)
+    last = make_checkpoint(run, 1)
+    pusher.offer(last)
+    (last.path / "model.safetensors").write_bytes(b"damaged")
+    status = pusher.finish()
+    assert (status.code, status.pushed, list(status.failed)) == (1, (), [last.path.name])
 
 
 def test_the_token_is_written_nowhere(server: HubServer, run: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -569,6 +646,76 @@ def test_by_hand_what_cannot_be_pushed_is_said(server: HubServer, run: Path, tmp
         push_now(good.path, replace(CONFIG, finish_minutes=0.001))
 
 
+@pytest.mark.parametrize("names", [("checkpoints", "checkpoint_00000001"), ()])
+def test_by_hand_what_is_being_pushed_is_kept_by_retention(
+    server: HubServer, run: Path, names: tuple[str, ...]
+) -> None:
+    """A checkpoint by its directory, and the newest of a run whose queue is empty."""
+    point = make_checkpoint(run, 1)
+    check_repository(CONFIG)
+    seen: list[str | None] = []
+
+    def train_on(_: object) -> None:
+        with HubQueue(run).pushing() as holder:
+            seen.append(holder)
+        make_checkpoint(run, 2)
+        done = retention.prune(run / "checkpoints", CheckpointConfig(keep_last=1), 2, HubQueue(run).names(), {})
+        seen.append(done.reasons.get("checkpoint_00000001"))
+
+    server.before_commit = [train_on]
+    assert len(push_now(run.joinpath(*names), CONFIG)) == 1
+    assert seen == [f"process {os.getpid()} on {socket.gethostname()}", "being pushed"]
+    assert point.path.is_dir()
+    assert HubQueue(run).names() == set()
+
+
+def test_by_hand_what_the_hub_does_not_take_stays_in_the_queue(server: HubServer, run: Path) -> None:
+    point = make_checkpoint(run, 1)
+    check_repository(CONFIG)
+    server.faults = [Fault("commit", 413)]
+    with pytest.raises(HubError, match="413"):
+        push_now(point.path, CONFIG)
+    assert HubQueue(run).names() == {"checkpoint_00000001"}
+    assert len(push_now(run, HubConfig())) == 1
+
+
+def test_by_hand_beside_another_push_of_the_run_it_is_queued(server: HubServer, run: Path) -> None:
+    point = make_checkpoint(run, 1)
+    queue = HubQueue(run)
+    with queue.pushing():
+        with pytest.raises(HubError, match=f"is queued: process {os.getpid()} on .*takes it next; .*push {run}"):
+            push_now(point.path, CONFIG)
+        assert [entry.reason for entry in queue.entries()] == ["hand"]
+        with pytest.raises(UsageError, match="is in the queue of process"):
+            push_now(point.path, replace(CONFIG, repo_id="org/other"))
+        assert [entry.repo_id for entry in queue.entries()] == [REPO]
+    assert server.titles(REPO) == []
+
+
+def test_a_state_that_is_not_there_is_not_pushed_as_if_it_were(server: HubServer, run: Path) -> None:
+    point = make_checkpoint(run, 1)
+    check_repository(CONFIG)
+    queue = HubQueue(run)
+    with_state = replace(CONFIG, include_state=True)
+
+    def strip_between_attempts(repo: Repository) -> None:
+        retention.strip_state(point.path)
+        repo.add("main", "someone else", "", {})
+
+    server.before_commit = [strip_between_attempts]
+    refusal = r"hub\.include_state: true: .*has no optimizer state.*push it without"
+    for place in (point.path, point.path, run):  # stripped during the first push, and before the others
+        with pytest.raises(UsageError, match=refusal):
+            push_now(place, with_state)
+        assert queue.names() == set()
+    queue.add(entry_of(point))
+    with pytest.raises(HubError, match=f"0 pushed, 1 not: {refusal}"):
+        push_now(run, with_state)
+    assert [entry.include_state for entry in queue.entries()] == [False]
+    assert server.titles(REPO) == ["someone else"]
+    assert len(push_now(run, HubConfig())) == 1
+
+
 # --------------------------------------------------------------------------------------------------------- loading back
 @pytest.mark.parametrize("spec", ["model", "org/model@", "org/model@a b", "hub:", "a/b/c@3", "hub:hub:org/model"])
 def test_a_malformed_source_is_refused(tmp_path: Path, spec: str) -> None:
@@ -611,8 +758,34 @@ def test_a_download_goes_on_through_trouble(server: HubServer, run: Path, tmp_pa
     server.faults = [Fault("info", 503), Fault("info", "drop_before"), Fault("resolve", "drop_before")]
     assert contents(download("org/model", tmp_path / "there")) == contents(checkpoint.path)
     server.faults = [Fault("info", 500, count=99)]
-    with pytest.raises(HubError, match=r"could not be downloaded.*500"):
+    with pytest.raises(HubError, match=r"could not be downloaded.*500.*try again later"):
         download("org/model", tmp_path / "there")
+
+
+def test_a_hub_out_of_reach_is_said_with_the_remedy(
+    server: HubServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a ``HubError`` to Python, as ``load`` documents, and as a usage error at the end of a command."""
+    from huggingface_hub import constants
+
+    from accel_train.domains.images.pipelines.loading import BaseConfig
+    from accel_train.domains.images.trained_mmdit import finding
+
+    push(make_checkpoint(run, 1), include_state=True)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "cache"))
+    source = "hub:org/model@1"
+    remedy = r"org/model could not be downloaded from http://hub\.invalid: .*HF_ENDPOINT or .*hf download org/model"
+    for asked in (
+        lambda: load(source),
+        lambda: finding.find(BaseConfig(source=source)),
+        lambda: fetch.fetch(source, tmp_path / "there"),
+        lambda: fetch.read_manifest(source),
+    ):
+        with pytest.raises(HubError, match=remedy) as refused:
+            asked()
+        assert isinstance(refused.value, UsageError)
+    assert list((tmp_path / "there").iterdir()) == []
 
 
 def test_what_is_there_is_kept_or_the_download_refused(server: HubServer, run: Path, tmp_path: Path) -> None:

@@ -348,10 +348,6 @@ SAVING = {
         given({**HUB, "checkpoints.save_every": 49}),
         given({**HUB, "checkpoints.save_every": 50}),
     ),
-    "state-missing-for-push": (
-        given({**HUB, "hub.include_state": True, "checkpoints.save_state": False}),
-        given({**HUB, "hub.include_state": True, "checkpoints.save_state": True}),
-    ),
     "public-without-license": (
         given({**HUB, "hub.private": False}),
         given({**HUB, "hub.private": False, "hub.license": "mit"}),

@@ -72,6 +72,12 @@ ROWS = [
         r"push_every: 5: .*push: last",
         "--hub.push every",
     ),
+    Row(
+        mmdit,
+        "--hub.repo_id me/model --hub.include_state --checkpoints.no_save_state",
+        r"include_state: true: .*save_state: false",
+        "--checkpoints.save_state",
+    ),
     Row(mmdit, "--health.max_skipped 3", r"max_skipped: 3: .*stop, which skips no", "--health.non_finite skip"),
     Row(mmdit, "--health.max_rollbacks 1", r"max_rollbacks: 1: .*never goes", "--health.non_finite rollback"),
     Row(mmdit, "--health.spike_window 50", r"spike_window: 50: nothing looks", "--health.spike_factor 10"),
