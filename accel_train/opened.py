@@ -187,6 +187,8 @@ class Prepared:
     run_info: RunInfo
     sync: SyncPolicy
     guard: StepGuard
+    base_files: Mapping[str, Any] | None = None
+    """Reference to the files of the base as they were when its weights were read. None: no base."""
 
     @cached_property
     def times(self) -> StepTimes:

@@ -148,7 +148,7 @@ def prepare(
     info(logger, wrapped, *notices, *prefetch, *applied.notices, *config.health.describe())
     _log_choices(opened, choices)
     run_info = _run_info(opened, applied, optimizer, choices)
-    return Prepared(accelerator, model, optimizer, ema, run_info, config.sync, guard)
+    return Prepared(accelerator, model, optimizer, ema, run_info, config.sync, guard, reference)
 
 
 def _build_guard(opened: Opened, optimizer: Any, *, on_cpu: bool) -> tuple[StepGuard, str]:

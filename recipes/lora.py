@@ -208,7 +208,7 @@ def main(argv: Sequence[str]) -> int:
         return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))
 
     facts = (levels.prediction, config.evaluation, config.side, config.data.path)
-    write_extras = partial(pictures.write_files, plain, base, *facts)
+    write_extras = partial(pictures.write_files, plain, base, prepared.base_files, *facts)
     with loop.training(opened, prepared, inputs.train, order, write_extras) as training:
         for batches in training:
             step, batch_size = batches.step, opened.batch_size(batches.step)

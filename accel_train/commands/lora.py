@@ -207,7 +207,7 @@ def _validate(request: _Request) -> int:
     for line in _findings(request.run / METRICS_FILE):
         print(line)
     if config.evaluation.prompts:
-        print(f"{report / 'pictures.png'}: the prompts, a row for each evaluation")
+        print(f"{report / 'pictures.png'}: the prompts, a row for each of up to 10 evaluations")
     else:
         print("no pictures: give --evaluation.prompts 'a red flag' to see the same prompts at every evaluation")
     return 0

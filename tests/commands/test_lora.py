@@ -253,7 +253,7 @@ def test_the_steps_one_after_the_other(
     # A small base fits with the preset of the largest device.
     assert "chosen: lora_141gb, the largest that fits" in shown
     assert "at step 1, " in shown
-    assert "pictures.png: the prompts, a row for each evaluation" in shown
+    assert "pictures.png: the prompts, a row for each of up to 10 evaluations" in shown
     exported = run / "exported-00000002" / "pytorch_lora_weights.safetensors"
     first = load_file(exported)
     assert first

@@ -23,6 +23,7 @@ from accel_train.metrics.tracking import sending
 from accel_train.metrics.tracking.report_files import ReportFile, ReportFiles
 from accel_train.metrics.tracking.sending import send
 from tests import compiling
+from tests.domains.images.drawn import beyond_pillow
 from tests.metrics.test_records import FIELDS
 
 PIXELS = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
@@ -78,10 +79,11 @@ def test_a_file_that_cannot_be_read_costs_itself_alone(tmp_path: Path, caplog: p
     files = ReportFiles(tmp_path / "report")
     write(tmp_path / "report", "whole.png")
     (tmp_path / "report" / "torn.png").write_bytes(b"\x89PNG")
+    (tmp_path / "report" / "large.png").write_bytes(beyond_pillow())
     (tmp_path / "report" / "broken.md").write_bytes(b"\xff\xfe")
     assert [file.name for file in files.take_written()] == ["report/whole"]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
-    assert len(caplog.records) == 2
+    assert len(caplog.records) == 3
     assert files.take_written() == []
     assert ReportFiles(tmp_path / "nothing").take_written() == []
 

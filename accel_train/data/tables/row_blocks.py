@@ -59,6 +59,10 @@ class RowBlocks(Protocol):
         """Lines for the log."""
         ...
 
+    def schemas(self) -> Iterator[Sequence[str] | None]:
+        """Yield the columns of each table. None stands for a file whose rows have fields of their own."""
+        ...
+
     def read(self, number: int, /) -> Iterator[PlacedRow]:
         """Yield the rows of a block. Raises ``UsageError`` for a file that is damaged or was written meanwhile."""
         ...
@@ -98,6 +102,16 @@ class FileRows:
         filled = {block.file for block in self.blocks}
         empty = [str(file) for number, file in enumerate(self.files) if number not in filled]
         return [f"files without rows are left out: {shortened(empty, SHOWN)}"] if empty else []
+
+    def schemas(self) -> Iterator[Sequence[str] | None]:
+        """Yield the columns of each parquet or Arrow file, and None for any other. Reads the footers."""
+        for file in self.files:
+            kind = KINDS[file.suffix]
+            if kind in ("parquet", "arrow"):
+                types, _ = index_file(self.option, file, kind)
+                yield list(types)
+            else:
+                yield None
 
     def _index(self, file: Path) -> list[tuple[int, ...]]:
         kind = KINDS[file.suffix]
@@ -261,6 +275,10 @@ class DatasetRows:
     def notices(self) -> list[str]:
         """Nothing to say."""
         return []
+
+    def schemas(self) -> Iterator[Sequence[str] | None]:
+        """Yield the columns."""
+        yield self.dataset.column_names
 
     def read(self, number: int) -> Iterator[PlacedRow]:
         """Yield the rows of a block."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MOST_EVALUATIONS = 6
 """Columns of earlier evaluations: the first, the last, and some between them."""
@@ -57,13 +59,11 @@ def report_pictures(
 
 def _over_time(folder: Path, step: int, sampled: Tensor) -> list[Column]:
     """Return the evaluations up to `step`, of the same prompts and size."""
-    from PIL import Image
-
     steps = sorted(int(file.stem) for file in folder.glob("[0-9]*.png"))
     past = [number for number in steps if number <= step]
     found: list[Column] = []
-    for number in _evenly(past, MOST_EVALUATIONS):
-        with Image.open(folder / f"{number:08d}.png") as strip:
+    for number in evenly(past, MOST_EVALUATIONS):
+        with opened_picture(folder / f"{number:08d}.png") as strip:
             pixels = torch.from_numpy(np.array(strip.convert("RGB")))
         # A run that was resumed with other options may have left pictures of another size.
         if pixels.numel() == sampled.numel():
@@ -71,7 +71,23 @@ def _over_time(folder: Path, step: int, sampled: Tensor) -> list[Column]:
     return found
 
 
-def _evenly(values: list[int], most: int) -> list[int]:
+@contextmanager
+def opened_picture(file: Path) -> Generator[Image.Image]:
+    """Open a picture that an earlier evaluation has written. Pixels are read at the first use.
+
+    Raises ``OSError`` for a damaged one, and for one of more pixels than Pillow reads.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(file) as picture:
+            yield picture
+    except (SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise OSError(f"{file}: {error}") from None
+
+
+def evenly(values: Sequence[T], most: int) -> Sequence[T]:
+    """Return at most ``most`` of the values, evenly spaced, with the first and the last."""
     if len(values) <= most:
         return values
     places = torch.linspace(0, len(values) - 1, most).round().int().tolist()

@@ -312,9 +312,19 @@ def _refuse_other_files(base: Base, described: Mapping[str, Any], directory: Pat
 
 
 def write_files(
-    model: nn.Module, base: Base, prediction: str, evaluation: EvaluationConfig, side: int, path: str, directory: Path
+    model: nn.Module,
+    base: Base,
+    base_files: Mapping[str, Any] | None,
+    prediction: str,
+    evaluation: EvaluationConfig,
+    side: int,
+    path: str,
+    directory: Path,
 ) -> None:
-    """Write the files beside the weights of a checkpoint: peft's config, and the description of the pipeline."""
+    """Write the files beside the weights of a checkpoint: peft's config, and the description of the pipeline.
+
+    ``base_files`` are those of the start. Reads no file of the base, which may be gone or updated by now.
+    """
     adapted: Any = model
     atomic_files.write_json(directory / lora.CONFIG_FILE, lora.adapter_config(model, base.location))
     family = base.family
@@ -323,7 +333,7 @@ def write_files(
         PicturePipeline,
         {
             "base": asdict(base.config) | {"source": base.location},
-            "base_files": base.files().reference(cache_if_usable()),
+            "base_files": base_files,
             "denoiser": family.denoiser,
             "family": family.name,
             "kohya": facts,

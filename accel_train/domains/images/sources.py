@@ -134,13 +134,19 @@ def caption_of_row(
     return None
 
 
-def choice_notices(fields: Collection[str], source: Source) -> list[str]:
-    """Return a line if two `fields` may hold captions and no column is chosen."""
+def choice_notices(fields: Collection[str], source: Source, *, one_column: bool = False) -> list[str]:
+    """Return a line if two `fields` may hold captions and no column is chosen.
+
+    With ``one_column`` only the first is read. Else a row without a value there has that of the second.
+    """
     found = [name for name in CAPTION_COLUMNS if name in fields]
     if source.caption_column is not None or len(found) < 2:
         return []
     other = "" if source.group is None else f"; {source.group}caption_column chooses another"
-    return [f"captions are those of {found[0]!r}, which comes before {found[1]!r}{other}"]
+    first, second = found
+    if one_column:
+        return [f"captions are those of {first!r}, and those of {second!r} are not read{other}"]
+    return [f"captions are those of {first!r}, and in rows without one those of {second!r}{other}"]
 
 
 def is_saved_dataset(folder: Path) -> bool:

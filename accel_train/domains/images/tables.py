@@ -79,7 +79,7 @@ def list_shards(source: Source, cache: Path) -> Listing:
     captions = _captions(index, columns, source, places)
     folder = index.files[0].parent
     contents = [ShardBytes(table, row, image_column, folder) for row in range(len(table))]
-    return _listing(places, captions, contents, choice_notices(columns, source))
+    return _listing(places, captions, contents, choice_notices(columns, source, one_column=True))
 
 
 def _listing(

@@ -217,11 +217,11 @@ class _Sources:
     def _refuse_unread(self) -> None:
         """Raise ``UsageError`` for options of lines of text, or of columns, where no source has them."""
         config = self.config
+        sources = [source for source in (self.train, self.heldout) if source is not None]
         kinds: set[str] = set()
-        for source in (self.train, self.heldout):
-            if source is not None:
-                # A dataset has columns, as tables do.
-                kinds |= {file.suffix for file in source.files} if isinstance(source, FileRows) else {"dataset"}
+        for source in sources:
+            # A dataset has columns, as tables do.
+            kinds |= {file.suffix for file in source.files} if isinstance(source, FileRows) else {"dataset"}
         read = {"sample_by": ".txt" in kinds, "text_column": kinds != {".txt"}}
         wanted = {"sample_by": "a .txt file, which it divides", "text_column": "JSONL, a table or a dataset"}
         for name, is_read in read.items():
@@ -231,6 +231,8 @@ class _Sources:
                     f"--data.{name} {value!r} has no effect with --data.path {config.path!r}: required is "
                     f"{wanted[name]}. Leave it out, or give such a source."
                 )
+        schemas = (names for source in sources for names in source.schemas())
+        rows.refuse_missing_column(config.text_column, config.path, schemas)
 
     def _open(self, path: str, option: str) -> RowBlocks:
         config = self.config

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from accel_train.config import UsageError
 from accel_train.data.tables import text_sources
 from accel_train.data.tables.formats import KINDS
-from accel_train.wording import nearest
+from accel_train.wording import did_you_mean, nearest
 
 FILES = tuple(KINDS)
 DEFAULT_COLUMN = "text"
@@ -147,6 +148,25 @@ def _messages_fault(messages: Any) -> str | None:
     if not any(message["role"] == "assistant" for message in messages):
         return "no message has the role 'assistant', so there is nothing to learn"
     return _unpaired_fault("messages", messages)
+
+
+def refuse_missing_column(column: str, path: str, schemas: Iterable[Sequence[str] | None]) -> None:
+    """Raise ``UsageError`` if the columns of all tables show that no row has the ``column``.
+
+    None in ``schemas`` stands for other files, whose fields are only known once all rows are read.
+    """
+    if column == DEFAULT_COLUMN:
+        return
+    seen: set[str] = set()
+    for names in schemas:
+        if names is None or column in names:
+            return
+        seen.update(names)
+    hint = did_you_mean(nearest(column, sorted(seen)))
+    raise UsageError(
+        f"--data.text_column {column!r}: no column of --data.path {path!r}, which has {sorted(seen)}{hint}. Name one "
+        "of these, or leave the option out to train on 'text', on messages, or on prompt and completion."
+    )
 
 
 def is_hub_id(path: str) -> bool:

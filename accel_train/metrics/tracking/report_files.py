@@ -76,5 +76,9 @@ def _read(path: Path) -> ReportFile:
         return ReportFile(name, path, text=path.read_text(encoding="utf-8"))
     from PIL import Image
 
-    with Image.open(path) as opened:
-        return ReportFile(name, path, image=opened.convert("RGB"))
+    try:
+        with Image.open(path) as opened:
+            return ReportFile(name, path, image=opened.convert("RGB"))
+    except (SyntaxError, Image.DecompressionBombError) as error:
+        # Pillow's further errors for a damaged picture, and for one of more pixels than it opens.
+        raise OSError(error) from None

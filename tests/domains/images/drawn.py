@@ -48,6 +48,21 @@ def bomb(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
+def with_torn_header() -> bytes:
+    """A PNG with a header of 12 bytes in place of 13, which Pillow reports as a ``ValueError``."""
+    content = bytearray(encoded(drawn(8, 8)))
+    content[11] = 12
+    return bytes(content)
+
+
+def beyond_pillow() -> bytes:
+    """A PNG of more pixels than Pillow opens."""
+    return bomb(14_000)
+
+
+UNREADABLE = (with_torn_header, beyond_pillow)
+
+
 def folder_of(folder: Path, *sizes: tuple[int, int]) -> Path:
     """A folder with a picture and a caption for each (width, height)."""
     folder.mkdir(parents=True, exist_ok=True)

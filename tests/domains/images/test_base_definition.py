@@ -13,6 +13,7 @@ import torch
 
 import accel_train
 from accel_train import cli
+from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
 from accel_train.domains.images.pipelines import loading
 from accel_train.store import commit
@@ -173,6 +174,34 @@ def test_what_no_run_reads_may_change(change: str, begun: Path, base: Path, tmp_
     TAKEN[change](base, begun / change)
     run = train(begun, change)
     assert all(bool(torch.isfinite(value).all()) for value in weights_of(run).values())
+
+
+def purge(base: Path) -> None:
+    for name in ("model_index.json", "unet", "vae"):
+        (base / name).rename(base / f"{name}.gone")
+
+
+@pytest.mark.parametrize("change", [purge, REFUSED["denoiser"]], ids=["purged", "updated"])
+def test_a_save_needs_no_file_of_the_base(
+    change: Callable[[Path], object], begun: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(begun / "run", tmp_path / "run")
+    recipe: Any = import_recipe(find_recipe("lora"))
+    loss_sums = recipe.loss_sums
+    calls: list[object] = []
+
+    def changing(*inputs: Any) -> torch.Tensor:
+        if not calls:
+            calls.append(change(base))
+        return loss_sums(*inputs)
+
+    monkeypatch.setattr(recipe, "loss_sums", changing)
+    options = [str(begun / "tiny.yaml"), "--evaluation.every", "0", "--max_steps", "6"]
+    assert recipe.main([*options, "--output_dir", str(tmp_path / "run")]) == 0
+    saved = tmp_path / "run" / "checkpoints" / "checkpoint_00000006"
+    recorded = commit.verify(begun / "run" / "checkpoints" / CHECKPOINT).manifest["base"]
+    assert commit.verify(saved).manifest["base"] == recorded
+    assert json.loads((saved / "config.json").read_text())["base_files"] == recorded
 
 
 @pytest.mark.parametrize("change", ["prediction", "weights of the VAE"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from accel_train.domains.images.options import PictureDataConfig, PriorConfig
 from accel_train.domains.images.pipelines import adapter_files, validation
 from accel_train.store import commit
 from tests.domains.images import tiny_pipelines as tiny
+from tests.domains.images.drawn import UNREADABLE
 
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
@@ -275,6 +277,30 @@ def test_pictures_of_all_steps_are_in_one_grid(tmp_path: Path) -> None:
         assert grid.size == (8 + 4 + 8, 8 + 4 + 8)
         assert grid.getpixel((2, 2)) == (191, 191, 191)
         assert grid.getpixel((2, 14)) == (128, 128, 128)
+
+
+def test_the_grid_of_many_steps_has_ten_evenly_spaced_rows(tmp_path: Path) -> None:
+    for step in range(1, 29):
+        validation.report(tmp_path, step, [torch.full((3, 8, 8), step / 50)])
+    rows = [tmp_path / "pictures" / f"step_{step:08d}.png" for step in range(1, 29, 3)]
+    with Image.open(tmp_path / "pictures.png") as grid:
+        assert grid.size == (8, 10 * 8 + 9 * 4)
+        for number, file in enumerate(rows):
+            with Image.open(file) as row:
+                assert grid.crop((0, 12 * number, 8, 12 * number + 8)).tobytes() == row.tobytes()
+    assert len(list((tmp_path / "pictures").iterdir())) == 28
+
+
+@pytest.mark.parametrize("content", UNREADABLE)
+def test_an_earlier_row_that_cannot_be_read_is_named(
+    content: Callable[[], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    validation.report(tmp_path, 5, [torch.zeros(3, 8, 8)])
+    row = tmp_path / "pictures" / "step_00000005.png"
+    row.write_bytes(content())
+    validation.report(tmp_path, 10, [torch.zeros(3, 8, 8)])
+    assert f"pictures.png could not be written ({row}: " in caplog.text
+    assert (tmp_path / "pictures" / "step_00000010.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from accel_train.domains.images.grids import CELL, GAP, HEADER, LABEL, report_pi
 from accel_train.domains.images.picture_rows import CaptionedPictures, Patching
 from accel_train.domains.images.picture_scores import ERRORS, PictureScores, metric_names, rms_distance, shape_scores
 from accel_train.domains.models.patches import to_patches
+from tests.domains.images.drawn import UNREADABLE
 
 COUNT = 24
 
@@ -75,6 +76,17 @@ def test_sums_are_weighted_and_divided(drawn, tmp_path):
     words = [sum(a == b for a, b in zip(texts[COUNT].split(), c.split(), strict=True)) / 6 for c in captions[:-1]]
     found = scores.metrics(errors | scores(batch, shuffled, latents, said))
     assert found["caption_words"] == pytest.approx(sum(words) / len(words))
+
+
+@pytest.mark.parametrize("content", UNREADABLE)
+def test_an_earlier_picture_that_cannot_be_read_is_named(content, drawn, tmp_path, caplog):
+    captions, pictures = drawn
+    earlier = tmp_path / "pictures" / "00000100.png"
+    earlier.parent.mkdir()
+    earlier.write_bytes(content())
+    report_pictures(tmp_path, 200, captions[:2], pictures[:2], pictures[2:4], [])
+    assert f"pictures.png could not be written ({earlier}: " in caplog.text
+    assert (tmp_path / "pictures" / "00000200.png").exists()
 
 
 def test_the_grid_shows_the_same_prompts_over_time(drawn, tmp_path):

@@ -438,13 +438,26 @@ def test_captions_of_a_saved_dataset_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_the_choice_between_two_columns_of_captions_is_said(tmp_path: Path) -> None:
-    said = ["captions are those of 'text', which comes before 'caption'; --data.caption_column chooses another"]
-    table = table_of(tmp_path / "table", 2, caption=["b", "b"])
-    assert read(table, tmp_path / "cache").notices == said
+    import datasets
+
+    chooses = "; --data.caption_column chooses another"
+    table = table_of(tmp_path / "table", 2, text=["a", None], caption=["b", "b"])
+    found = read(table, tmp_path / "cache")
+    assert found.notices == [f"captions are those of 'text', and those of 'caption' are not read{chooses}"]
+    assert list(captions(found).values()) == ["a", None]
     assert not read(table, tmp_path / "cache", caption_column="caption").notices
-    folder = metadata(folder_of(tmp_path / "data", (48, 32)), {"file_name": "000.png", "text": "a", "caption": "b"})
-    found = read(folder, tmp_path / "cache")
-    assert (found.notices, captions(found)) == (said, {"000.png": "a"})
+
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    names, texts = ("000.png", "001.png"), ("a", None)
+    columns = {"image": [str(folder / name) for name in names], "text": list(texts), "caption": ["b", "b"]}
+    made = datasets.Dataset.from_dict(columns)
+    made.cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
+    rows = [{"file_name": name, "text": text, "caption": "b"} for name, text in zip(names, texts, strict=True)]
+    metadata(folder, *rows)
+    for source in (folder, tmp_path / "saved"):
+        found = read(source, tmp_path / "cache")
+        assert found.notices == [f"captions are those of 'text', and in rows without one those of 'caption'{chooses}"]
+        assert list(captions(found).values()) == ["a", "b"]
 
 
 # To open a pipe without a writer waits for one: a scan that does so never ends, so this would fail by its time limit.

@@ -39,6 +39,32 @@ def test_a_named_column_is_read_or_refused(tmp_path: Path) -> None:
     assert any("1 rows without 'body' (--data.text_column)" in notice for notice in some.notices)
 
 
+@pytest.mark.parametrize("kind", ["saved", "rows.parquet"])
+def test_a_column_that_no_table_has_is_refused_before_a_row_is_read(kind: str, tmp_path: Path) -> None:
+    import datasets
+
+    chats: Any = datasets.Dataset.from_dict({"prompt": ["p"] * len(LINES), "completion": LINES})
+    (tmp_path / "tables").mkdir()
+    path = tmp_path / "tables" / kind
+    if kind == "saved":
+        chats.save_to_disk(str(path))
+    else:
+        chats.to_parquet(str(path))
+    with pytest.raises(UsageError, match=r"no column of .*'completion', 'prompt'. .did you mean .prompt"):
+        prepared(tmp_path, path=str(path), text_column="promt")
+    assert {folder.name for folder in (tmp_path / "cache").iterdir()} <= {"sha256"}
+    # Held-out rows in a file of their own may have what the table lacks.
+    named = prepared(
+        tmp_path,
+        *({"promt": line} for line in LINES[:9]),
+        path=str(path),
+        text_column="promt",
+        heldout_path=str(tmp_path / "rows.jsonl"),
+        heldout_fraction=0.0,
+    )
+    assert any("rows without 'promt' (--data.text_column)" in notice for notice in named.notices)
+
+
 def test_another_column_of_a_dataset_is_other_data(tmp_path: Path) -> None:
     import datasets
 

@@ -1,4 +1,4 @@
-"""Pictures of the same prompts and seeds at every evaluation, in one grid over the steps."""
+"""Pictures of the same prompts and seeds at every evaluation, and a grid of some of them over the steps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from accel_train import rng
 from accel_train.config import NonNegativeInt, PositiveInt, UsageError, WithoutEffectError
 from accel_train.domains.images.demo.emoji import check_groups
+from accel_train.domains.images.grids import evenly, opened_picture
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines.drawing import draw_picture, refuse_side
 from accel_train.domains.images.pipelines.family import Family
@@ -21,6 +22,8 @@ from accel_train.metrics import evaluation
 logger = logging.getLogger(__name__)
 FOLDER = "pictures"
 GRID = "pictures.png"
+ROWS = 10
+"""Evaluations in the grid: the first, the newest, and some between them."""
 MARGIN = 4
 """Pixels between pictures."""
 
@@ -114,12 +117,10 @@ def draw(
 
 
 def report(directory: Path, step: int, pictures: Sequence[Tensor]) -> None:
-    """Write the pictures of a step as one row, and all rows so far as ``pictures.png``, on the main process.
+    """Write the pictures of a step as one row, and ``ROWS`` of the rows so far as ``pictures.png``.
 
-    A write error is logged as a warning.
+    On the main process. A write error, or an earlier row that cannot be read, is logged as a warning.
     """
-    from PIL import Image
-
     if not pictures:
         return
     try:
@@ -127,20 +128,31 @@ def report(directory: Path, step: int, pictures: Sequence[Tensor]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         _in_a_row(pictures).save(folder / f"step_{step:08d}.png")
         files = [file for file in sorted(folder.glob("step_*.png")) if _step(file) <= step]
-        rows = [Image.open(file).convert("RGB") for file in files]
-        width = max(row.width for row in rows)
-        grid = Image.new("RGB", (width, sum(row.height + MARGIN for row in rows) - MARGIN), "white")
-        top = 0
-        for row in rows:
-            grid.paste(row, (0, top))
-            top += row.height + MARGIN
-        grid.save(directory / GRID)
+        _below_each_other(evenly(files, ROWS)).save(directory / GRID)
     except OSError as error:
         logger.warning("%s could not be written (%s); training is not affected", directory / GRID, error)
 
 
 def _step(file: Path) -> int:
     return int(file.stem.removeprefix("step_"))
+
+
+def _below_each_other(files: Sequence[Path]) -> Any:
+    """Join rows. One of them is in memory at a time, beside the whole."""
+    from PIL import Image
+
+    sizes: list[tuple[int, int]] = []
+    for file in files:
+        with opened_picture(file) as row:
+            sizes.append(row.size)
+    width = max(width for width, _ in sizes)
+    grid = Image.new("RGB", (width, sum(height + MARGIN for _, height in sizes) - MARGIN), "white")
+    top = 0
+    for file, (_, height) in zip(files, sizes, strict=True):
+        with opened_picture(file) as row:
+            grid.paste(row.convert("RGB"), (0, top))
+        top += height + MARGIN
+    return grid
 
 
 def _in_a_row(pictures: Sequence[Tensor]) -> Any:
