@@ -179,7 +179,7 @@ def _apply_speed_options(
         opened.accelerator.device,
         config.precision,
         needs,
-        opened.accumulation_steps,
+        opened.most_accumulated,
         strategy_of(opened.accelerator),
         example,
     )

@@ -43,7 +43,8 @@ class WithoutSamples:
 
     def draws(self, step: int) -> list[Draw]:
         """Return the global batch of a step."""
-        return self._replaced(step, self.order.draws(step))
+        draws = self.order.draws(step)
+        return self._replaced(draws, self._remaining(draws))
 
     def epoch(self, step: int) -> float:
         """Return the passes over the dataset completed before a step."""
@@ -52,15 +53,24 @@ class WithoutSamples:
     def micro_batches(self, step: int, rank: int, world_size: int, micro_batch_size: int) -> list[list[Draw]]:
         """Return the share of a rank."""
         micro_batches = self.order.micro_batches(step, rank, world_size, micro_batch_size)
-        return [self._replaced(step, draws) for draws in micro_batches]
+        if not any(draw.sample in self.samples for draws in micro_batches for draw in draws):
+            return micro_batches
+        # Of the whole step, so that every process reads the same in a place, whatever its share.
+        remaining = self._remaining(self.order.draws(step))
+        return [self._replaced(draws, remaining) for draws in micro_batches]
 
     def is_empty(self, step: int) -> bool:
         """Return True if no sample of a step has a weight."""
+        # Mostly the first one has, and the whole batch takes long to draw.
+        (first,) = self.order.micro_batches(step, 0, self.batch_size(step), 1)
+        if any(draw.weight and draw.sample not in self.samples for draw in first):
+            return False
         return all(draw.weight == 0 for draw in self.draws(step))
 
-    def _replaced(self, step: int, draws: Sequence[Draw]) -> list[Draw]:
-        # Of the whole step, so that every process reads the same in a place, whatever its share.
-        remaining = [draw.sample for draw in self.order.draws(step) if draw.sample not in self.samples]
+    def _remaining(self, draws: Sequence[Draw]) -> list[int]:
+        return [draw.sample for draw in draws if draw.sample not in self.samples]
+
+    def _replaced(self, draws: Sequence[Draw], remaining: Sequence[int]) -> list[Draw]:
         replaced: list[Draw] = []
         for draw in draws:
             if draw.sample in self.samples:

@@ -248,7 +248,9 @@ def accumulation_steps(global_batch_size: int, world_size: int, micro_batch_size
 def refuse_small_batches(order: Sampler, world_size: int, micro_batch_size: int) -> None:
     """Raise `UsageError` for a step of fewer samples than processes."""
     accumulation_steps(order.global_batch_size, world_size, micro_batch_size)
-    sizes = order.schedule.sizes if isinstance(order, StepSampler) else ()
+    # Samples that are left out do not change the sizes.
+    plain: object = getattr(order, "order", order)
+    sizes = plain.schedule.sizes if isinstance(plain, StepSampler) else ()
     if min(sizes, default=world_size) < world_size:
         raise UsageError(
             f"batch_schedule.sizes {list(sizes)}: {min(sizes)} is smaller than the {world_size} processes, so some "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,8 +43,13 @@ class EarlyStopping:
         """True if the run should end now."""
         if self.patience is None or not self._values:
             return False
-        best = self._values.index(min(self._values))  # the first of equal values, so a tie is no improvement
-        return len(self._values) - 1 - best >= self.patience
+        values = self._comparable()
+        best = values.index(min(values))  # the first of equal values, so a tie is no improvement
+        return len(values) - 1 - best >= self.patience
+
+    def _comparable(self) -> list[float]:
+        # Python's `min` keeps a NaN that comes first, whatever follows.
+        return [math.inf if math.isnan(value) else value for value in self._values]
 
     def ended(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Record the metrics after ``step`` steps, empty for an interrupted evaluation. Return True to end the run."""
@@ -51,6 +57,6 @@ class EarlyStopping:
             return False
         self._values.append(metrics[self.metric])
         if self.exhausted:
-            best = min(self._values)
+            best = min(self._comparable())
             logger.info(f"{self.metric} has not been below {best:.4g} for {self.patience} evaluations: the run ends")
         return self.exhausted

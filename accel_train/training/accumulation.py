@@ -154,8 +154,13 @@ class GradientWindow:
         cuda_state: Tensor | None = None
         if torch.cuda.is_initialized():
             cuda_state = torch.cuda.get_rng_state()
+        # A batch norm counts every forward.
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         self._is_last = True  # DDP rebuilds its buckets in a backward with reduction
         yield self.inputs[0]
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
         self.model.zero_grad(set_to_none=True)
         self._reset_attempt()
         # The step draws what it would have drawn without the rehearsal.

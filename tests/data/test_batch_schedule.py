@@ -92,6 +92,9 @@ def test_what_cannot_be_obeyed_is_refused() -> None:
         scheduled(TaskSampler((31, 31), 4, 3), GROWING)
     with pytest.raises(UsageError, match=r"sizes \[3\]: 3 is smaller than the 4 processes"):
         refuse_small_batches(scheduled(StepSampler(31, 4, 3), BatchScheduleConfig((2,), (3,))), 4, 1)
+    left_out = without_samples(scheduled(StepSampler(31, 4, 3), BatchScheduleConfig((2,), (3,))), [5])
+    with pytest.raises(UsageError, match=r"sizes \[3\]: 3 is smaller than the 4 processes"):
+        refuse_small_batches(left_out, 4, 1)
     refuse_small_batches(scheduled(StepSampler(31, 4, 3), BatchScheduleConfig((2,), (4,))), 4, 1)
 
 

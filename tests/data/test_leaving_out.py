@@ -6,7 +6,7 @@ import pytest
 
 from accel_train.config import UsageError
 from accel_train.data.leaving_out import has_no_weight, without_samples
-from accel_train.data.sampler import StepSampler
+from accel_train.data.sampler import Draw, StepSampler
 
 ORDER = StepSampler(30, 8, seed=3)
 
@@ -28,6 +28,27 @@ def test_only_the_places_of_these_samples_change() -> None:
         assert weighed == {draw.position: draw.sample for draw in order.draws(step) if draw.weight}
         read = {draw.position: draw.sample for share in shares for draws in share for draw in draws}
         assert read == {draw.position: draw.sample for draw in order.draws(step)}
+
+
+def test_the_whole_batch_is_drawn_at_most_once_for_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes long to draw, and a share may have hundreds of micro-batches."""
+    left_out = ORDER.draws(2)[0].sample
+    order = without_samples(ORDER, [left_out])
+    drawn: list[int] = []
+    draws = StepSampler.draws
+
+    def counted(self: StepSampler, step: int) -> list[Draw]:
+        drawn.append(step)
+        return draws(self, step)
+
+    monkeypatch.setattr(StepSampler, "draws", counted)
+    shares = [order.micro_batches(step, 0, 1, 1) for step in range(4)]
+    assert len(shares[2]) == 8
+    # Only the step that has the sample.
+    assert drawn == [step for step in range(4) if any(draw.weight == 0 for part in shares[step] for draw in part)]
+    drawn.clear()
+    assert not has_no_weight(order, 0)
+    assert drawn == []
 
 
 def test_a_step_without_weight_is_known() -> None:

@@ -115,6 +115,11 @@ def test_events_are_read_at_log_points_and_used_again(monkeypatch: pytest.Monkey
     for _ in range(100):
         times.end("update")
     assert Event.made == 12
+    # What is left of a longer interval would pass for the whole of it.
+    assert times.take() == {}
+    times.begin()
+    times.end("update")
+    assert times.take() == {"update": 0}
 
 
 def test_other_devices_have_no_parts() -> None:

@@ -89,6 +89,31 @@ def test_a_frozen_part_counts_neither_in_the_norm_nor_in_the_clip(accelerator: A
         line.zero_grad()
 
 
+def test_the_backward_for_ddp_s_buckets_counts_nowhere(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch norm moves its statistics in each forward, and a resumed run has one more such backward."""
+
+    def norm_after_a_step() -> nn.Module:
+        torch.manual_seed(0)
+        model = accelerator.prepare(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2)))
+        window = window_over(accelerator, model, 4)
+        for inputs in window:
+            window.backward(sums(model, inputs))
+        window.finish(0.0)
+        return model
+
+    expected = norm_after_a_step()
+    monkeypatch.setattr("accel_train.training.accumulation._will_rebuild_buckets", lambda *_: True)
+    found = norm_after_a_step()
+    for (name, before), after in zip(expected.named_buffers(), found.buffers(), strict=True):
+        assert torch.equal(before, after), name
+    for before, after in zip(expected.parameters(), found.parameters(), strict=True):
+        assert before.grad is not None
+        assert after.grad is not None
+        assert torch.equal(before.grad, after.grad)
+
+
 def test_the_norm_is_clipped_and_reported_as_it_was(accelerator: Accelerator) -> None:
     model = accelerator.prepare(nn.Linear(6, 2))
     window = window_over(accelerator, model, 4)

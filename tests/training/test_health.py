@@ -40,6 +40,7 @@ from tests.distributed.worker import GLOBAL_BATCH, Toy, Wide, loss_sums, micro_b
 
 pytestmark = pytest.mark.usefixtures("fresh")
 SKIP = HealthConfig(non_finite="skip")
+ROLLBACK = HealthConfig(non_finite="rollback")
 FIXED = BalanceConfig()
 STEPS = 8
 MICRO_BATCH = 6
@@ -414,6 +415,7 @@ class Normed(nn.Module):
     ("health", "model", "strategy", "precision", "hook", "because"),
     [
         (SKIP, nn.Linear(2, 2), "zero2", "fp16", "none", r"non_finite: skip under zero2 with precision: fp16"),
+        (ROLLBACK, nn.Linear(2, 2), "zero1", "fp16", "none", r"non_finite: rollback under zero1 with precision: fp16"),
         (SKIP, nn.Linear(2, 2), "ddp", "bf16", "powersgd", r"comm_hook: powersgd: the hook carries"),
         (SKIP, Normed(), "ddp", "bf16", "none", r"running statistics \(norm\)"),
         (HealthConfig(spike_factor=9, spike="skip"), nn.Linear(2, 2), "zero1", "bf16", "none", r"spike: skip: under"),

@@ -102,11 +102,13 @@ class _EventClock:
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
         self._parts: list[Part | None] = []
+        self._is_incomplete = False
 
     def mark(self, part: Part | None) -> None:
         if len(self._parts) == MOST_EVENTS:
-            # Nobody reads them: a loop without log points.
+            # A loop without log points, or many micro-batches between two of them.
             self._parts = []
+            self._is_incomplete = True
         if len(self._parts) == len(self._events):
             self._events.append(torch.cuda.Event(enable_timing=True))
         self._events[len(self._parts)].record()
@@ -122,4 +124,8 @@ class _EventClock:
                 milliseconds = self._events[place - 1].elapsed_time(self._events[place])
                 seconds[part] = seconds.get(part, 0.0) + milliseconds / 1e3
         self._parts = []
+        if self._is_incomplete:
+            # A part of the interval would pass for the whole.
+            self._is_incomplete = False
+            return {}
         return seconds

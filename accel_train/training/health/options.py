@@ -185,15 +185,16 @@ def refuse_inexact(config: HealthConfig, model: nn.Module, strategy: str, precis
             f"health.spike: {config.spike}: under {strategy} DeepSpeed steps before the norm of the gradient is known; "
             "use --health.spike warn, or a launch file for DDP or FSDP2"
         )
+    # What a bad step leaves behind differs by part: each has its own refusal and remedy.
+    if zero and precision == "fp16" and config.non_finite in ("skip", "rollback"):
+        raise UsageError(
+            f"health.non_finite: {config.non_finite} under {strategy} with precision: fp16: DeepSpeed lowers its loss "
+            "scale for a gradient that is not finite at any scale, until it stops; use --precision bf16, or "
+            "--health.non_finite stop"
+        )
     if not config.skips:
         return
     option = "health.non_finite: skip" if config.non_finite == "skip" else "health.spike: skip"
-    # What a bad step leaves behind differs by part: each has its own refusal and remedy.
-    if zero and precision == "fp16":
-        raise UsageError(
-            f"{option} under {strategy} with precision: fp16: DeepSpeed lowers its loss scale for a gradient that is "
-            "not finite at any scale, until it stops; use --precision bf16, or --health.non_finite stop"
-        )
     if comm_hook == "powersgd":
         raise UsageError(
             f"{option} with distributed.comm_hook: powersgd: the hook carries the error of one gradient over to the "

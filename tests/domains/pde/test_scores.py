@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -216,6 +217,12 @@ def test_a_run_ends_when_it_stops_getting_better(tmp_path: Path) -> None:
     assert not early.ended(1, {})
     assert early.ended(1, {"error": 0.41})
     assert not EarlyStopping(None, "error", tmp_path, 0).ended(1, {"error": 1.0})
+
+
+def test_an_evaluation_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
+    early = EarlyStopping(2, "error", tmp_path, 0)
+    values = [math.nan, 1.0, 0.5, math.nan, 0.5]
+    assert [early.ended(step, {"error": value}) for step, value in enumerate(values, 1)] == [False] * 4 + [True]
 
 
 def test_a_resumed_run_knows_its_earlier_evaluations(tmp_path: Path) -> None:
