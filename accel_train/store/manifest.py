@@ -68,6 +68,23 @@ def read_with_text(directory: Path) -> tuple[Json, bytes]:
     return manifest, content
 
 
+def is_checkpoint(directory: Path) -> bool:
+    """True for a checkpoint, damaged or not, by its name or its manifest. Other programs have manifests of their own.
+
+    A manifest that cannot be read may be of a checkpoint.
+    """
+    if NAME.fullmatch(directory.name):
+        return True
+    try:
+        content = strict_json.read_bytes(directory / MANIFEST, MAX_BYTES)
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        return True
+    # In the bytes, because a damaged manifest may not be JSON. One flipped bit leaves one of the two.
+    return any(f'"{key}"'.encode() in content for key in ("accel_train", strict_json.SEAL))
+
+
 def parse(content: bytes) -> Json:
     """Parse and check a manifest. Raises ``ValueError`` with the reason."""
     manifest = strict_json.parse(content)
