@@ -63,6 +63,8 @@ def read_with_text(directory: Path) -> tuple[Json, bytes]:
         if file.is_symlink():  # the file is there, its target is not
             problem = f"{MANIFEST} cannot be read ({error})"
         raise ValueError(f"{directory}: {problem}, so it is not a committed checkpoint") from None
+    except strict_json.UnreadableError as error:
+        raise strict_json.UnreadableError(f"{directory}: {MANIFEST} cannot be read now: {error}") from None
     except ValueError as error:
         raise ValueError(f"{directory}: {MANIFEST} cannot be read ({error})") from None
     return manifest, content
