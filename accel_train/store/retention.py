@@ -154,14 +154,20 @@ def plan(
     do not count for ``keep_last``. Damaged checkpoints do not count either. They are removed once ``keep_last`` newer
     ones verify. ``unreadable`` have the errors of ``survey``: they do not count and are never removed.
     """
+    planned = _plan(verified, damaged, keep, newest, busy)
+    unread = {path.name: error for path, error in unreadable.items()}
+    return replace(planned, reasons={**planned.reasons, **unread}, unreadable=unread)
+
+
+def _plan(
+    verified: Sequence[CheckpointFacts], damaged: Sequence[Path], keep: Keep, newest: int, busy: Collection[str]
+) -> Plan:
     paths = [*(facts.path for facts in verified), *damaged]
-    names = {path.name for path in (*paths, *unreadable)}
-    unread = {path.name: reason.removeprefix(f"{path}: ") for path, reason in unreadable.items()}
+    names = {path.name for path in paths}
     if all(facts.step != newest for facts in verified):
-        waiting = dict.fromkeys(sorted(names), f"step {newest} does not verify, so nothing goes")
-        return Plan(reasons=waiting | unread, unreadable=unread)
+        return Plan(reasons=dict.fromkeys(sorted(names), f"step {newest} does not verify, so nothing goes"))
     past = sorted((facts for facts in verified if facts.step <= newest), key=lambda facts: -facts.step)
-    reasons = _reasons(past, damaged, keep) | {name: [reason] for name, reason in unread.items()}
+    reasons = _reasons(past, damaged, keep)
     protected = dict.fromkeys(keep.pinned, "pinned") | dict.fromkeys(busy, "being pushed")
     for name in names & protected.keys():
         reasons.setdefault(name, []).append(protected[name])
@@ -169,7 +175,7 @@ def plan(
     remove = _to_remove(paths, reasons, newest)
     # A push reads the files that a strip would delete, and a pinned checkpoint is left untouched.
     strip = _to_strip(past, keep, reasons.keys() - protected.keys())
-    return Plan(remove, strip, {name: ", ".join(reasons[name]) for name in sorted(reasons)}, unread)
+    return Plan(remove, strip, {name: ", ".join(reasons[name]) for name in sorted(reasons)})
 
 
 def _to_remove(paths: Sequence[Path], reasons: Collection[str], newest: int) -> tuple[Path, ...]:
@@ -327,7 +333,7 @@ def survey(directory: Path, cache: commit.VerifyCache) -> Survey:
         try:
             checkpoint = commit.verify_cached(cache, path)
         except UnreadableError as error:
-            found.unreadable[path] = str(error)
+            found.unreadable[path] = str(error).removeprefix(f"{path}: ")
         except ValueError as error:
             found.damaged[path] = str(error)
         else:
