@@ -102,6 +102,12 @@ def with_temporary_checkpoint(folder: Path) -> None:
     (folder / "run" / "checkpoints" / ".tmp-00000010-0123abcd").mkdir()
 
 
+def damaged_checkpoint(folder: Path) -> None:
+    """The only checkpoint of another run, with other weights than were written."""
+    path = make(folder / "other" / "checkpoints", 10)
+    (path / "model.safetensors").write_bytes(b"weightz")
+
+
 def then(*steps: Callable[[Path], object]) -> Callable[[Path], object]:
     def run(folder: Path) -> None:
         for step in steps:
@@ -386,6 +392,18 @@ RESUMING = [
         "I35-not-a-checkpoint",
         "--init_from {}",
         r"init_from: .* holds .*texts\.jsonl; a directory with model\.safetensors",
+    ),
+    Row(
+        "I35-damaged-run",
+        "--init_from {}/other",
+        r"init_from: no checkpoint of .*other verifies; restore.*checkpoint_00000010: model\.safetensors has changed",
+        prepare=damaged_checkpoint,
+    ),
+    Row(
+        "I35-damaged-checkpoint",
+        "--init_from {}/other/checkpoints/checkpoint_00000010",
+        r"init_from: .*checkpoint_00000010: model\.safetensors has changed.*; restore it",
+        prepare=damaged_checkpoint,
     ),
     Row("I35-torn", "", r"none can be loaded.*checkpoint_00000010: no manifest\.json", 1, with_torn_checkpoint),
     Row("I35-temporary", "", "no checkpoint yet", None, with_temporary_checkpoint),

@@ -38,6 +38,20 @@ def _allocate(memory: int, size: int) -> None:
         ) from error
 
 
+def _start(connection: int, memory: int, size: int) -> subprocess.Popen[bytes]:
+    # Our process id tells a writer that starts late whether its trainer is still there.
+    arguments = [connection, memory, size, os.getpid()]
+    # The writer must import this package even if the script's directory alone is on the path.
+    search = str(Path(accel_train.__file__).parents[1])
+    if os.environ.get("PYTHONPATH"):
+        search += os.pathsep + os.environ["PYTHONPATH"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "accel_train.checkpoints.writer", *map(str, arguments)],
+        pass_fds=(connection, memory),
+        env=os.environ | {"PYTHONPATH": search},
+    )
+
+
 class Writer:
     """One writer process and the memory for its snapshots, allocated once and reused for every save.
 
@@ -48,35 +62,25 @@ class Writer:
     def __init__(self, size: int) -> None:
         self.size = size
         mapped = max(size, 1)  # an empty mapping is an error
-        memory = os.memfd_create("accel_train_snapshot")
-        ours, theirs = socket.socketpair()
-        try:
-            _allocate(memory, mapped)
-            self.buffer = mmap.mmap(memory, mapped)
-            # Our process id tells a writer that starts late whether its trainer is still there.
-            arguments = [theirs.fileno(), memory, mapped, os.getpid()]
-            # The writer must import this package even if the script's directory alone is on the path.
-            package = str(Path(accel_train.__file__).parents[1])
-            search = package
-            if os.environ.get("PYTHONPATH"):
-                search += os.pathsep + os.environ["PYTHONPATH"]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "accel_train.checkpoints.writer", *map(str, arguments)],
-                pass_fds=(theirs.fileno(), memory),
-                env=os.environ | {"PYTHONPATH": search},
-            )
-        except (OSError, CheckpointWriteError) as error:
-            ours.close()
-            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-                error.add_note(
-                    f"a snapshot takes {size:,} bytes of host memory in this process, allocated at the first save and "
-                    "kept for later ones"
-                )
-            raise
-        finally:
-            os.close(memory)
-            # With a copy of the writer's end open here, its death would never reach us as an end of file.
-            theirs.close()
+        # What the child inherits is closed here in any case. With a copy of its end of the socket open in this process,
+        # its death would never reach us as an end of file.
+        with contextlib.ExitStack() as inherited:
+            memory = os.memfd_create("accel_train_snapshot")
+            inherited.callback(os.close, memory)
+            ours, theirs = socket.socketpair()
+            inherited.enter_context(theirs)
+            try:
+                _allocate(memory, mapped)
+                self.buffer = mmap.mmap(memory, mapped)
+                self._process = _start(theirs.fileno(), memory, mapped)
+            except (OSError, CheckpointWriteError) as error:
+                ours.close()
+                if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                    error.add_note(
+                        f"a snapshot takes {size:,} bytes of host memory in this process, allocated at the first save "
+                        "and kept for later ones"
+                    )
+                raise
         self._connection = Connection(ours.detach())
         self._busy = False
         self.broken = False

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import __version__
@@ -22,6 +23,7 @@ from accel_train.store.planning import Collection
 from accel_train.store.strict_json import Json
 from accel_train.training.ema import Ema
 from accel_train.training.shards import Shards
+from accel_train.training.step_guard import read_loss_scale
 from accel_train.wording import shortened
 
 
@@ -143,19 +145,21 @@ def state_index(planned: planning.Plan, step: int, numbers: Mapping[str, Any]) -
 
 
 def texts(
+    accelerator: Accelerator,
+    ema: Ema,
+    config: CheckpointConfig,
     planned: planning.Plan,
     step: int,
-    random_states: Sequence[Any] | None,
-    numbers: Mapping[str, Any],
-    loss_scale: Mapping[str, Any] | None,
-    health: Mapping[str, Any],
+    random_states: Sequence[Any],
 ) -> dict[str, str]:
-    """Build the small JSON files by name. ``random_states`` of all ranks are None for a save without state.
-
-    ``health`` is ``StepGuard.state``.
-    """
+    """Build the small JSON files by name. ``random_states`` are of all ranks. May be a collective."""
     found = indices(planned)
-    if random_states is not None:
+    health = ema.guard.state()
+    numbers: Mapping[str, Any] = {}
+    if step > 0:  # without a step there is no state yet
+        numbers = ema.view.numbers()
+    loss_scale = read_loss_scale(accelerator, ema.view.model)
+    if config.save_state:
         # The optimizer has not counted the steps that were left out.
         left_out = int(health.get("skipped", 0)) + int(health.get("without_samples", 0))
         found["optimizer/index.json"] = state_index(planned, step - left_out, numbers)

@@ -17,6 +17,8 @@ from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.manifest import Checkpoint
 
 HUB = "hub:"
+UNFINISHED = (".tmp-", ".trash-")
+"""Beginnings of the names of a save or a deletion in progress."""
 
 
 class CheckpointsUnusableError(RuntimeError):
@@ -87,18 +89,12 @@ def _explain_errors(place: str) -> Generator[None]:
 def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
     """Find the weights of ``init_from``, with notices about them, before a model is built.
 
-    ``init_from`` is a run or a directory made by ``convert`` (the newest verified checkpoint counts), or a directory
-    with weights. Raises ``UsageError`` for anything else.
+    ``init_from`` is a run or a directory made by ``convert`` (the newest verified checkpoint counts), a checkpoint, or
+    another program's directory with weights. Raises ``UsageError`` for anything else, and for damaged checkpoints.
     """
     if init_from is None:
         return None, []
-    source = expand_path(init_from)
-    folder = source if manifests.committed(source) else source / "checkpoints"
-    newest, reasons = commit.newest_verified(folder)
-    if newest is None and reasons:
-        raise CheckpointsUnusableError(f"init_from: no checkpoint of {source} verifies:\n  " + "\n  ".join(reasons))
-    if newest is not None:
-        source = newest.path
+    source, reasons = _verified(expand_path(init_from))
     if any((source / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json")):
         return source, [f"weights of {source}", *(f"refused: {reason}" for reason in reasons)]
     problem = "is a file" if source.exists() else "does not exist"
@@ -108,6 +104,35 @@ def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
         f"init_from: {source} {problem}; a directory with model.safetensors, or a run with a checkpoint, is required; "
         "correct --init_from or leave it out"
     )
+
+
+def _verified(source: Path) -> tuple[Path, list[str]]:
+    """Return the verified checkpoint at ``source``, and the reasons against newer ones.
+
+    Returns ``source`` itself if it holds no checkpoint and is none.
+    """
+    if source.name.startswith(UNFINISHED):
+        raise UsageError(
+            f"init_from: {source} is unfinished or half-deleted; name a checkpoint_ directory beside it, or the run"
+        )
+    if source.is_dir() and manifests.is_checkpoint(source):
+        try:
+            return commit.verify(source).path, []
+        except ValueError as error:
+            raise UsageError(
+                f"init_from: {error}; restore it from a copy, or name another checkpoint, or the run, whose newest "
+                "that verifies is used; move weights of another program to a folder without this name and manifest.json"
+            ) from None
+    folder = source if manifests.committed(source) else source / "checkpoints"
+    newest, reasons = commit.newest_verified(folder)
+    if newest is not None:
+        return newest.path, reasons
+    if reasons:
+        listed = "\n  ".join(reasons)
+        raise UsageError(
+            f"init_from: no checkpoint of {source} verifies; restore one from a copy, or name another run:\n  {listed}"
+        )
+    return source, []
 
 
 def is_path_of(place: str, checkpoint: Path) -> bool:

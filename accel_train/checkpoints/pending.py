@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from accel_train.speed.out_of_memory import explain_save, ran_out
+from accel_train.store import commit
 from accel_train.store.manifest import checkpoint_name
 from accel_train.store.strict_json import Json
 
@@ -24,6 +28,77 @@ REDUCTIONS: Mapping[str, Callable[..., int]] = {
 }
 """Values exchanged by the ranks after every step, with their reductions. Saves are numbered from 1, because the values
 arrive one step late and must not be mistaken for those of the next save."""
+
+
+@dataclass
+class Attempt:
+    """Beginning of a save, before the writers have their job. Any rank may fail in it alone, and tells the others."""
+
+    step: int
+    directory: Path
+    """Folder of the checkpoints."""
+    gather: Callable[[Any], list[Any]]
+    """Collective: returns the values of all ranks."""
+    needed_bytes: int = 0
+    temporary: Path | None = None
+    """Temporary directory made by this rank."""
+    error: Exception | None = None
+    """Error of this rank."""
+    reason: str = ""
+    """Errors of all ranks, after ``agree`` has found one."""
+
+    @contextmanager
+    def part(self, *, alone: bool = True) -> Generator[None]:
+        """Keep an error of the body for ``agree``. Raise it unless the body works ``alone``, without other ranks."""
+        try:
+            yield
+        except Exception as error:  # code of the recipe may raise anything
+            if not alone:
+                # The others wait for what this rank would have sent, so its process has to end.
+                self.discard()
+                raise
+            self.error = error
+
+    def agree(self, value: Any) -> list[Any] | None:
+        """Return the value of every rank, or None if a rank has failed. A collective."""
+        answers = self.gather((value, self._described()))
+        failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
+        self.reason = "; ".join(failed)
+        if failed:
+            return None
+        return [value for value, _ in answers]
+
+    def _described(self) -> str | None:
+        if self.error is None:
+            return None
+        if self.ran_out_of_memory:
+            text = explain_save(self.error, self.step)
+        else:
+            text = commit.describe_write_error(self.error, self.directory, self.needed_bytes)
+        return "; ".join([text, *getattr(self.error, "__notes__", ())])
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """True if this rank has."""
+        return self.error is not None and ran_out(self.error, "save")
+
+    def write_job(self, temporary: Path, rank: int, files: list[Json], *, hurry: bool) -> Json:
+        """Build a writer's job. The main process adds ``texts`` and ``extras``, which others do not write."""
+        return {
+            "do": "write",
+            "rank": rank,
+            "directory": str(temporary),
+            "files": files,
+            "texts": {},
+            "extras": [],
+            "needed_bytes": self.needed_bytes,
+            "hurry": hurry,
+        }
+
+    def discard(self) -> None:
+        """Delete the temporary directory."""
+        if self.temporary is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 class Phase(Enum):

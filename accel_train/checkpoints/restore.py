@@ -6,7 +6,6 @@ import logging
 import random
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,16 @@ def load_initial_weights(model: nn.Module, run: Run, base: Mapping[str, Any] | N
     elif run.initial_weights is not None:
         described: Mapping[str, Any] = {}
         # Another tool's directory may have a manifest.json of its own. Without ours, every parameter is required.
-        with suppress(ValueError):
-            described = manifest.read(run.initial_weights)
+        if manifest.is_checkpoint(run.initial_weights):
+            described = _read_manifest(run.initial_weights)
         _load_into(model, run.initial_weights, described, base)
+
+
+def _read_manifest(directory: Path) -> Mapping[str, Any]:
+    try:
+        return manifest.read(directory)
+    except ValueError as error:
+        raise UsageError(f"init_from: {error}; restore it from a copy, or name another checkpoint") from None
 
 
 def _refuse_other_base(checkpoint: Checkpoint, base: Mapping[str, Any] | None) -> None:

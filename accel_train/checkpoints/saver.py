@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from accel_train.checkpoints import contents, policy, snapshot
 from accel_train.checkpoints.background import Writer
-from accel_train.checkpoints.pending import REDUCTIONS, Buffers, PendingSave, Phase
+from accel_train.checkpoints.pending import REDUCTIONS, Attempt, Buffers, PendingSave, Phase
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
 from accel_train.hub.options import HubConfig
@@ -30,7 +30,6 @@ from accel_train.store import commit, failpoints, planning
 from accel_train.store.commit import CheckpointWriteError
 from accel_train.store.manifest import Checkpoint, checkpoint_name
 from accel_train.training.ema import Ema
-from accel_train.training.step_guard import read_loss_scale
 
 logger = logging.getLogger(__name__)
 
@@ -240,78 +239,79 @@ class Saver:
 
     # ------------------------------------------------------------------------------------------------------- beginning
     def _take_snapshot(self, step: int, began: float, metrics: Mapping[str, float]) -> PendingSave | None:
-        """Copy the state and build the writer's job. None if the directory could not be made. A collective."""
-        buffers = self._prepare(step)
-        needed_bytes = sum(buffers.plan.sizes)
-        temporary, extras = self._make_directory(step, needed_bytes)
+        """Copy the state and build the writer's job. None if any rank could not. A collective."""
+        attempt = Attempt(step, self._run.checkpoints, self._agreement.gather)
+        planned = self._prepare(step, attempt)
+        attempt.needed_bytes = sum(planned.sizes)
+        temporary, extras = self._make_directory(attempt)
         if temporary is None:
-            return None
-        # One value of each buffer is saved, and a resume gives it to every rank.
-        self._shards.agree_on_buffers()
-        buffers.snapshot.take()
-        failpoints.hit("after_snapshot", self._rank)
-        texts = self._texts(step, buffers.plan)  # a collective, so every rank builds them
-        job = {
-            "do": "write",
-            "rank": self._rank,
-            "directory": str(temporary),
-            "files": buffers.files,
-            "texts": texts if self._main else {},
-            "extras": extras,
-            "needed_bytes": needed_bytes,
-            "hurry": self._stopping,
-        }
+            return self._give_up(attempt)
+        random_states = self._copy(attempt)
+        if random_states is None:
+            return self._give_up(attempt)
+        # May be a collective, so every rank builds them.
+        texts = contents.texts(self._accelerator, self._ema, self._config, planned, step, random_states)
+        assert self._snapshot is not None
+        job = attempt.write_job(temporary, self._rank, self._snapshot.files, hurry=self._stopping)
+        if self._main:
+            job |= {"texts": texts, "extras": extras}
         layout = layout_of(self._accelerator)
         manifest = contents.manifest(self._run, self._config, step, self._epoch(step), layout, metrics)
-        return PendingSave(self._number, step, temporary, manifest, began, needed_bytes, job)
+        return PendingSave(self._number, step, temporary, manifest, began, attempt.needed_bytes, job)
 
-    def _prepare(self, step: int) -> Buffers:
-        """Return plan and buffers. They are built at the first save, and again once the optimizer has state."""
+    def _prepare(self, step: int, attempt: Attempt) -> planning.Plan:
+        """Plan the save and allocate its buffers, at the first save, and again once the optimizer has state."""
         keys: dict[str, list[str]] = {}
         if step > 0 and self._config.save_state:
             keys = self._shards.state_names()
         if self._writer is not None and self._snapshot is not None and self._snapshot.keys == keys:
-            return self._snapshot
+            return self._snapshot.plan
         names = contents.saved_names(self._shards, self._run)
         collections = contents.collections(self._shards, self._ema, self._config, keys, names)
         if self._extents is None and not self._shards.replicated:
             self._extents = self._agreement.gather({name: self._shards.extent(name) for name in names})
         planned = contents.plan(self._shards, collections, names, self._accelerator.num_processes)
-        # The old buffers go first: both at once would need twice the host memory.
-        self._release()
-        self._writer = Writer(planned.sizes[self._rank])
-        taken = snapshot.Snapshot(
-            planned, collections, self._writer.buffer, self._extents, self._rank, self._agreement.group
-        )
-        files = planned.jobs(self._rank, collections, self._shards.shape)
-        self._snapshot = Buffers(keys, planned, files, taken)
-        return self._snapshot
+        with attempt.part():
+            # The old buffers go first: both at once would need twice the host memory.
+            self._release()
+            self._writer = Writer(planned.sizes[self._rank])
+            taken = snapshot.Snapshot(
+                planned, collections, self._writer.buffer, self._extents, self._rank, self._agreement.group
+            )
+            files = planned.jobs(self._rank, collections, self._shards.shape)
+            self._snapshot = Buffers(keys, planned, files, taken)
+        return planned
 
-    def _make_directory(self, step: int, needed_bytes: int) -> tuple[Path | None, list[str]]:
-        """Agree on the temporary directory, made by the main process. Returns it and its extra files, or None."""
-        begun = self._begin(step, needed_bytes) if self._main else {}
-        begun = next(b for b in self._agreement.gather(begun) if b)
-        if "error" in begun:
-            self._report_failure(step, f"rank 0: {begun['error']}")
-            return None, []
-        return begun["temporary"], begun["extras"] if self._main else []
+    def _make_directory(self, attempt: Attempt) -> tuple[Path | None, list[str]]:
+        """Return the temporary directory, made by the main process, and its extra files there. A collective."""
+        extras: list[str] = []
+        with attempt.part():
+            if self._main and attempt.error is None:
+                attempt.temporary, extras = self._run.begin_checkpoint(
+                    attempt.step, self._write_extras, state=self._config.save_state
+                )
+        directories = attempt.agree(attempt.temporary) or [None]
+        return directories[0], extras
 
-    def _begin(self, step: int, needed_bytes: int) -> dict[str, Any]:
-        """Make the temporary directory and its extra files. An error is returned, for all ranks to raise."""
-        try:
-            temporary, extras = self._run.begin_checkpoint(step, self._write_extras, state=self._config.save_state)
-        except Exception as error:  # code of the recipe may raise anything, and the other ranks must learn of it
-            return {"error": commit.describe_write_error(error, self._run.checkpoints, needed_bytes)}
-        return {"temporary": temporary, "extras": extras}
+    def _copy(self, attempt: Attempt) -> list[Any] | None:
+        """Take the snapshot. Returns the random states of all ranks, None if any has failed. A collective."""
+        # One value of each buffer is saved, and a resume gives it to every rank.
+        self._shards.agree_on_buffers()
+        assert self._snapshot is not None
+        with attempt.part(alone=self._shards.replicated or self._accelerator.num_processes == 1):
+            self._snapshot.snapshot.take()
+            failpoints.hit("after_snapshot", self._rank)
+        return attempt.agree(contents.random_state())
 
-    def _texts(self, step: int, planned: planning.Plan) -> dict[str, str]:
-        """Build the small JSON files. A collective."""
-        random_states = self._agreement.gather(contents.random_state())
-        shards = self._shards
-        loss_scale = read_loss_scale(self._accelerator, shards.model)
-        state = random_states if self._config.save_state else None
-        numbers = shards.numbers() if step > 0 else {}  # without a step there is no state yet
-        return contents.texts(planned, step, state, numbers, loss_scale, self._ema.guard.state())
+    def _give_up(self, attempt: Attempt) -> None:
+        """Raise or report the failure of a save that no writer has begun. Every rank."""
+        attempt.discard()
+        error = attempt.error
+        if error is not None and attempt.ran_out_of_memory and self._config.on_error == "stop":
+            raise error  # the loop records it, and explains it
+        # An error that is kept keeps the frames of this save, and these keep it.
+        attempt.error = None
+        self._report_failure(attempt.step, attempt.reason, error)
 
     # ------------------------------------------------------------------------------------------------------- finishing
     def _take_answer(self, *, wait: bool) -> None:
@@ -392,9 +392,9 @@ class Saver:
             shutil.rmtree(pending.temporary, ignore_errors=True)
         self._report_failure(pending.step, reason)
 
-    def _report_failure(self, step: int, reason: str) -> None:
-        """Raise, or warn and remember the failure, in case this was the final save. Every rank."""
+    def _report_failure(self, step: int, reason: str, error: Exception | None = None) -> None:
+        """Raise, from this rank's ``error``, or warn and remember it, in case this was the final save. Every rank."""
         if self._config.on_error == "stop":
-            raise CheckpointWriteError(reason)
+            raise CheckpointWriteError(reason) from error
         self._last_failure = reason
         logger.warning("checkpoint of step %d was not saved; training continues: %s", step, reason)

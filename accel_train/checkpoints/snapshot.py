@@ -96,10 +96,22 @@ class Snapshot:
             for bucket in _buckets(self._plan.tensors, BUCKET_BYTES):
                 for part in self._by_device(bucket):
                     self._exchange(part)
-        except torch.OutOfMemoryError as error:
-            largest = max(sum(slot.bytes for slot in bucket) for bucket in _buckets(self._plan.tensors, BUCKET_BYTES))
-            error.add_note(f"a snapshot needs room for up to {largest:,} bytes on the device, beside the state itself")
+        except Exception as error:
+            self._forget_clones()
+            if isinstance(error, torch.OutOfMemoryError):
+                largest = max(
+                    sum(slot.bytes for slot in bucket) for bucket in _buckets(self._plan.tensors, BUCKET_BYTES)
+                )
+                error.add_note(
+                    f"a snapshot needs room for up to {largest:,} bytes on the device, beside the state itself"
+                )
             raise
+
+    def _forget_clones(self) -> None:
+        """Free the clones of a snapshot that failed, once none of their copies can reach the buffer of the next one."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._clones = []
 
     def _by_device(self, bucket: Sequence[TensorSlot]) -> Sequence[Sequence[TensorSlot]]:
         """Split a bucket by device. With offload, buffers are on the GPU and the trained weights in host memory."""

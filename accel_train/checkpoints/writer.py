@@ -131,9 +131,10 @@ class Retention:
     """
 
     def __init__(self) -> None:
-        self._cache: retention.VerifyCache = {}
+        self._cache: commit.VerifyCache = {}
         self._job: Mapping[str, Any] | None = None
         self._hashing: Iterator[None] | None = None
+        self._unreadable: Mapping[str, str] = {}
         self.notices: list[str] = []
         """Log lines for the trainer, sent with the next answer."""
 
@@ -147,7 +148,7 @@ class Retention:
         self._job = job
         final = Path(job["final"])
         # Hashed while it was written, so it need not be read again.
-        retention.remember(self._cache, final)
+        commit.remember(self._cache, final)
         if self._hashing is None:
             self._hashing = retention.hash_ahead(final.parent, self._cache)
 
@@ -193,9 +194,14 @@ class Retention:
         if queue.is_dir():
             busy = {path.stem for path in queue.glob("*.json")}
         step = int(job["manifest"]["step"])
-        failed = retention.prune(directory, keep, step, busy, self._cache).failed
-        for name, reason in failed.items():
+        done = retention.prune(directory, keep, step, busy, self._cache)
+        for name, reason in done.failed.items():
             self._note_failure(f"{name}: {reason}")
+        for name, reason in done.unreadable.items():
+            # Once, and not after every save.
+            if self._unreadable.get(name) != reason:
+                self.notices.append(f"{name} is kept whatever the options say: {reason}")
+        self._unreadable = done.unreadable
 
     def _note_failure(self, what: str) -> None:
         self.notices.append(f"an old checkpoint could not be deleted: {what}")

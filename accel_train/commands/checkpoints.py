@@ -21,6 +21,7 @@ from accel_train.options.loading import from_tree, read_tree
 from accel_train.options.tree import option_names
 from accel_train.store import commit, lock, retention
 from accel_train.store.manifest import NAME
+from accel_train.store.strict_json import UnreadableError
 from accel_train.wording import readable_size
 
 AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60))
@@ -225,7 +226,7 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def verify(place: str) -> int:
-    """Hash every file of one checkpoint, or of all checkpoints of a run. Return 1 if one is damaged."""
+    """Hash every file of one checkpoint, or of all of a run. Return 1 if one is damaged or cannot be read now."""
     found = find_place(place)
     if not found.checkpoints:
         raise UsageError(f"{found.path}: holds no checkpoint to verify; name a run with a saved checkpoint")
@@ -235,7 +236,10 @@ def verify(place: str) -> int:
             files = commit.verify(path).manifest["files"]
         except ValueError as error:
             damaged += 1
-            print(f"DAMAGED  {path.name}  {_without_path(error, path)}", flush=True)
+            label = "DAMAGED "
+            if isinstance(error, UnreadableError):
+                label = "UNREADABLE"
+            print(f"{label} {path.name}  {_without_path(error, path)}", flush=True)
             continue
         size = sum(int(facts["size"]) for facts in files.values())
         print(f"ok       {path.name}  {len(files)} files, {readable_size(size)}", flush=True)
@@ -274,7 +278,7 @@ def prune(run: str, *, dry_run: bool = False, flags: Mapping[str, Any] | None = 
 
 def _plan(run: Path, keep: retention.Keep) -> tuple[retention.Plan, list[Path]]:
     """Return the plan, and the damaged checkpoints it leaves alone: those newer than the newest verified."""
-    verified, damaged = retention.survey(run / "checkpoints", {})
+    verified, damaged, unreadable = retention.survey(run / "checkpoints", {})
     if not verified:
         raise UsageError(f"{run}: no checkpoint verifies, so nothing is deleted; see `verify`")
     _refuse_unknown_metric(keep, verified)
@@ -285,7 +289,7 @@ def _plan(run: Path, keep: retention.Keep) -> tuple[retention.Plan, list[Path]]:
     old = [path for path in damaged if path not in later]
     # The queue holds names only, so deleting a checkpoint would cancel its push at the next start.
     queued = HubQueue(run).names()
-    return retention.plan(verified, old, keep, newest=newest, busy=queued), later
+    return retention.plan(verified, old, keep, newest=newest, busy=queued, unreadable=unreadable), later
 
 
 def _keep_options(place: Place, run: Path, flags: dict[str, Any]) -> retention.Keep:

@@ -15,7 +15,9 @@ import os
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from accel_train.store import failpoints
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory, new_nonce, replace_json, set_aside, to_json
 from accel_train.store.manifest import MANIFEST, NAME, Checkpoint, checkpoint_name, committed
-from accel_train.store.strict_json import Json
+from accel_train.store.strict_json import NO_FILE, Json, UnreadableError
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,11 @@ RENAME_EXCHANGE = 2
 
 TEMPORARY = re.compile(r"\.(?:tmp|trash)-checkpoint_\d+-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+FileFacts = tuple[int, int, int, int, str]
+"""Size in bytes, mtime_ns, ctime_ns and inode of a file, and the sha256 of its content at that time."""
+VerifyCache = dict[Path, dict[str, FileFacts]]
+"""Known hashes by checkpoint and file name, for ``verify_cached``. Belongs to one process and starts as ``{}``."""
 
 
 class CheckpointWriteError(RuntimeError):
@@ -169,28 +176,68 @@ def hash_file(path: Path) -> str:
 def verify(path: Path, sha256: Callable[[Path], str] = hash_file) -> Checkpoint:
     """Read the manifest and check the size and the sha256 of every file. Raises ``ValueError`` with the reason.
 
-    ``sha256`` returns the hash of a file; a cache can replace it.
+    It is ``UnreadableError`` if a file cannot be read now, which says nothing of its content. ``sha256`` returns the
+    hash of a file; a cache can replace it.
     """
     manifest = manifests.read(path)
     for name, expected in manifest["files"].items():
         try:
             _check_file(path, name, expected, sha256)
         except OSError as error:
-            raise ValueError(f"{path}: {name} cannot be read ({error})") from None
+            raise UnreadableError(f"{path}: {name} cannot be read now: {error.strerror or error}") from None
     return Checkpoint(path, manifest["step"], manifest)
 
 
 def _check_file(path: Path, name: str, expected: Mapping[str, Any], sha256: Callable[[Path], str]) -> None:
-    """Compare one file with its entry in the manifest."""
+    """Compare one file with its entry in the manifest. Raises ``OSError`` if it cannot be read now."""
     file = path / name
-    if not file.is_file():
-        problem = "not a regular file" if file.exists() else "missing"
-        raise ValueError(f"{path}: {name} is {problem}")
-    size = file.stat().st_size
+    try:
+        # Not `is_file`, for which a file on a lost disk is as good as none.
+        status = file.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, *NO_FILE):
+            raise
+        raise ValueError(f"{path}: {name} is missing") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path}: {name} is not a regular file")
+    size = status.st_size
     if size != expected["size"]:  # before the hash: a truncated file is found without reading it
         raise ValueError(f"{path}: {name} has {size} bytes, the manifest says {expected['size']}")
     if sha256(file) != expected["sha256"]:
         raise ValueError(f"{path}: {name} has changed since it was written (sha256 differs)")
+
+
+def verify_cached(cache: VerifyCache, path: Path) -> Checkpoint:
+    """Verify a checkpoint like ``verify``, but reuse the hashes of unchanged files. Raises ``ValueError``.
+
+    Unchanged means equal size, times of change and inode. Bit rot on the disk alters none of them, so this may decide
+    on deletions but not on a checkpoint to load.
+    """
+    known = cache.setdefault(path, {})
+
+    def sha256(file: Path) -> str:
+        name = file.relative_to(path).as_posix()
+        identity = file_identity(file.stat())
+        if name not in known or known[name][:4] != identity:
+            known[name] = (*identity, hash_file(file))
+        return known[name][4]
+
+    return verify(path, sha256)
+
+
+def file_identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    """Return size, mtime_ns, ctime_ns and inode: a file in which none of them differs counts as unchanged."""
+    return (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+def remember(cache: VerifyCache, path: Path) -> None:
+    """Add the hashes of a checkpoint just written by this process, to avoid reading it again."""
+    # After an error they are missing, and it is read again.
+    with suppress(OSError, ValueError):
+        known: dict[str, FileFacts] = {}
+        for name, facts in manifests.read(path)["files"].items():
+            known[name] = (*file_identity((path / name).stat()), facts["sha256"])
+        cache[path] = known
 
 
 def unlisted(checkpoint: Checkpoint) -> list[str]:

@@ -63,9 +63,28 @@ def read_with_text(directory: Path) -> tuple[Json, bytes]:
         if file.is_symlink():  # the file is there, its target is not
             problem = f"{MANIFEST} cannot be read ({error})"
         raise ValueError(f"{directory}: {problem}, so it is not a committed checkpoint") from None
+    except strict_json.UnreadableError as error:
+        raise strict_json.UnreadableError(f"{directory}: {MANIFEST} cannot be read now: {error}") from None
     except ValueError as error:
         raise ValueError(f"{directory}: {MANIFEST} cannot be read ({error})") from None
     return manifest, content
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """True for a checkpoint, damaged or not, by its name or its manifest. Other programs have manifests of their own.
+
+    A manifest that cannot be read may be of a checkpoint.
+    """
+    if NAME.fullmatch(directory.name):
+        return True
+    try:
+        content = strict_json.read_bytes(directory / MANIFEST, MAX_BYTES)
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        return True
+    # In the bytes, because a damaged manifest may not be JSON. One flipped bit leaves one of the two.
+    return any(f'"{key}"'.encode() in content for key in ("accel_train", strict_json.SEAL))
 
 
 def parse(content: bytes) -> Json:

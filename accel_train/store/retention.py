@@ -13,22 +13,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Protocol
 
 from accel_train.store import commit
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory
-from accel_train.store.manifest import Checkpoint
-from accel_train.store.strict_json import Json
+from accel_train.store.strict_json import Json, UnreadableError
 
 PIECE_BYTES = 8 << 20
 STATE_FILES = ("optimizer/", "trainer_state.json")
 """Prefixes of the files deleted when the optimizer state is stripped."""
-
-FileFacts = tuple[int, int, int, int, str]
-"""Size in bytes, mtime_ns, ctime_ns and inode of a file, and the sha256 of its content at that time."""
-VerifyCache = dict[Path, dict[str, FileFacts]]
-"""Known hashes by checkpoint and file name, for ``verify_cached``. Belongs to one process and starts as ``{}``."""
+NONE: Mapping[Path, str] = MappingProxyType({})
 
 
 class Keep(Protocol):
@@ -104,6 +100,8 @@ class Plan:
     """Checkpoints to keep without their optimizer state."""
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     """Reason to keep each remaining checkpoint, by name."""
+    unreadable: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Error of each checkpoint kept because it cannot be read now, by name."""
     failed: Mapping[str, str] = field(default_factory=dict[str, str])
     """Error of each failed removal or strip, by name of the checkpoint. Empty before ``apply``."""
 
@@ -141,15 +139,29 @@ def read_manifest(path: Path) -> Json | None:
 
 
 def plan(
-    verified: Sequence[CheckpointFacts], damaged: Sequence[Path], keep: Keep, *, newest: int, busy: Collection[str] = ()
+    verified: Sequence[CheckpointFacts],
+    damaged: Sequence[Path],
+    keep: Keep,
+    *,
+    newest: int,
+    busy: Collection[str] = (),
+    unreadable: Mapping[Path, str] = NONE,
 ) -> Plan:
     """Decide on removals and strips. A pure function of its arguments.
 
     ``newest`` is the step just committed; unless it is in ``verified``, nothing is removed. ``busy`` are names of
     checkpoints being pushed. If the run went back to an earlier checkpoint, steps later than ``newest`` are removed and
     do not count for ``keep_last``. Damaged checkpoints do not count either. They are removed once ``keep_last`` newer
-    ones verify.
+    ones verify. ``unreadable`` have the errors of ``survey``: they do not count and are never removed.
     """
+    planned = _plan(verified, damaged, keep, newest, busy)
+    unread = {path.name: error for path, error in unreadable.items()}
+    return replace(planned, reasons={**planned.reasons, **unread}, unreadable=unread)
+
+
+def _plan(
+    verified: Sequence[CheckpointFacts], damaged: Sequence[Path], keep: Keep, newest: int, busy: Collection[str]
+) -> Plan:
     paths = [*(facts.path for facts in verified), *damaged]
     names = {path.name for path in paths}
     if all(facts.step != newest for facts in verified):
@@ -303,51 +315,30 @@ def strip_state(path: Path) -> None:
     fsync_directory(path)
 
 
-def verify_cached(cache: VerifyCache, path: Path) -> Checkpoint:
-    """Verify a checkpoint like ``commit.verify``, but reuse the hashes of unchanged files. Raises ``ValueError``.
+class Survey(NamedTuple):
+    """Checkpoints of a directory as a verification found them."""
 
-    Unchanged means equal size, times of change and inode. Bit rot on the disk alters none of them, so this may decide
-    on deletions but not on a checkpoint to load.
-    """
-    known = cache.setdefault(path, {})
-
-    def sha256(file: Path) -> str:
-        name = file.relative_to(path).as_posix()
-        identity = _identity(file.stat())
-        if name not in known or known[name][:4] != identity:
-            known[name] = (*identity, commit.hash_file(file))
-        return known[name][4]
-
-    return commit.verify(path, sha256)
+    verified: list[CheckpointFacts]
+    """Oldest first."""
+    damaged: dict[Path, str]
+    """With the reason."""
+    unreadable: dict[Path, str]
+    """With the error of the disk or the network. Their content may be whole, so retention never removes them."""
 
 
-def _identity(stat: os.stat_result) -> tuple[int, int, int, int]:
-    return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-
-
-def remember(cache: VerifyCache, path: Path) -> None:
-    """Add the hashes of a checkpoint just written by this process, to avoid reading it again."""
-    manifest = read_manifest(path)
-    if manifest is None:
-        return
-    known: dict[str, FileFacts] = {}
-    for name, facts in manifest["files"].items():
-        known[name] = (*_identity((path / name).stat()), facts["sha256"])
-    cache[path] = known
-
-
-def survey(directory: Path, cache: VerifyCache) -> tuple[list[CheckpointFacts], dict[Path, str]]:
-    """Verify every checkpoint. Returns the verified ones, oldest first, and the damaged ones with the reason."""
-    verified: list[CheckpointFacts] = []
-    damaged: dict[Path, str] = {}
+def survey(directory: Path, cache: commit.VerifyCache) -> Survey:
+    """Verify every checkpoint."""
+    found = Survey([], {}, {})
     for _, path in manifests.committed(directory):
         try:
-            checkpoint = verify_cached(cache, path)
+            checkpoint = commit.verify_cached(cache, path)
+        except UnreadableError as error:
+            found.unreadable[path] = str(error).removeprefix(f"{path}: ")
         except ValueError as error:
-            damaged[path] = str(error)
+            found.damaged[path] = str(error)
         else:
-            verified.append(facts_from_manifest(path, checkpoint.manifest))
-    return verified, damaged
+            found.verified.append(facts_from_manifest(path, checkpoint.manifest))
+    return found
 
 
 def keeps_all(directory: Path, keep: Keep, newest: int) -> bool:
@@ -360,7 +351,7 @@ def keeps_all(directory: Path, keep: Keep, newest: int) -> bool:
     return not any(facts.leftover for facts in list_facts(directory))
 
 
-def hash_ahead(directory: Path, cache: VerifyCache) -> Iterator[None]:
+def hash_ahead(directory: Path, cache: commit.VerifyCache) -> Iterator[None]:
     """Hash the files of the next ``prune``, newest first, into ``cache``. Yields after each piece."""
     for _, path in reversed(manifests.committed(directory)):
         known = cache.setdefault(path, {})
@@ -368,32 +359,35 @@ def hash_ahead(directory: Path, cache: VerifyCache) -> Iterator[None]:
         if manifest is None:
             continue
         for name in manifest["files"]:
-            if (path / name).is_file():
-                yield from _hash_in_pieces(path / name, name, known)
+            yield from _hash_in_pieces(path / name, name, known)
 
 
-def _hash_in_pieces(path: Path, name: str, known: dict[str, FileFacts]) -> Iterator[None]:
-    with suppress(OSError), path.open("rb") as file:  # `prune` reports unreadable files
-        # Before reading: if the file changes meanwhile, its identity no longer matches and it is hashed again.
-        identity = _identity(os.fstat(file.fileno()))
-        if name in known and known[name][:4] == identity:
+def _hash_in_pieces(path: Path, name: str, known: dict[str, commit.FileFacts]) -> Iterator[None]:
+    with suppress(OSError):  # `prune` reports unreadable files
+        if not path.is_file():
             return
-        digest = hashlib.sha256()
-        while piece := file.read(PIECE_BYTES):
-            digest.update(piece)
-            yield
-        known[name] = (*identity, digest.hexdigest())
+        with path.open("rb") as file:
+            # Before reading: if the file changes meanwhile, its identity no longer matches and it is hashed again.
+            identity = commit.file_identity(os.fstat(file.fileno()))
+            if name in known and known[name][:4] == identity:
+                return
+            digest = hashlib.sha256()
+            while piece := file.read(PIECE_BYTES):
+                digest.update(piece)
+                yield
+            known[name] = (*identity, digest.hexdigest())
 
 
-def prune(directory: Path, keep: Keep, newest: int, busy: Collection[str], cache: VerifyCache) -> Plan:
+def prune(directory: Path, keep: Keep, newest: int, busy: Collection[str], cache: commit.VerifyCache) -> Plan:
     """List, verify, plan and apply, after step ``newest`` was committed. One process. Failures are in ``failed``.
 
     The first call of a process hashes every checkpoint, unless all are kept.
     """
     if keeps_all(directory, keep, newest):
         return Plan(reasons={path.name: "keep_last: 0 keeps all" for _, path in manifests.committed(directory)})
-    verified, damaged = survey(directory, cache)
-    done = apply(plan(verified, list(damaged), keep, newest=newest, busy=busy))
+    found = survey(directory, cache)
+    planned = plan(found.verified, list(found.damaged), keep, newest=newest, busy=busy, unreadable=found.unreadable)
+    done = apply(planned)
     # Otherwise the cache would grow with every save of a long run.
     for path in done.remove:
         cache.pop(path, None)

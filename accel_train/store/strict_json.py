@@ -6,6 +6,7 @@ deep nesting, and blocks forever on a FIFO. Standard library only, because the w
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -20,8 +21,14 @@ Json = dict[str, Any]
 MAX_BYTES = 256 << 20
 """Enough for random states and indices of thousands of processes."""
 READ_BYTES = 1 << 24
+NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
+"""Errors of opening something other than a file, which no later attempt will read."""
 SEAL = "self_sha256"
 """Key of an object's hash over its other keys as canonical JSON: sorted keys, no spaces, ASCII."""
+
+
+class UnreadableError(ValueError):
+    """A file cannot be read now, by an error of the disk, the network or permissions. Its content may be whole."""
 
 
 def read(path: Path, max_bytes: int = MAX_BYTES) -> Any:
@@ -38,7 +45,10 @@ def read_object(path: Path, max_bytes: int = MAX_BYTES) -> Json:
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a regular file, following links. Never blocks on a FIFO. Raises like ``read``."""
+    """Return the content of a regular file, following links. Never blocks on a FIFO.
+
+    Raises like ``read``, with ``UnreadableError`` for a file that a later attempt may read.
+    """
     try:
         # O_NONBLOCK opens a FIFO without waiting for a writer. O_NOCTTY keeps a terminal from becoming ours.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -52,7 +62,10 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
             raise FileNotFoundError(f"it is a link to {path.readlink()}, which does not exist") from None
         raise FileNotFoundError("it does not exist") from None
     except OSError as error:
-        raise ValueError(error.strerror or str(error)) from None
+        reason = error.strerror or str(error)
+        if error.errno in NO_FILE:
+            raise ValueError(reason) from None
+        raise UnreadableError(reason) from None
     return content
 
 

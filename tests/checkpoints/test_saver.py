@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,13 +18,14 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accel_train.checkpoints import restore
+from accel_train.checkpoints import background, restore
 from accel_train.checkpoints.policy import CheckpointConfig, warn_about_grace
 from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
+from accel_train.checkpoints.snapshot import Snapshot
 from accel_train.config import UsageError
 from accel_train.hub.options import HubConfig
-from accel_train.store import atomic_files, commit, manifest
+from accel_train.store import atomic_files, commit, failpoints, manifest
 from accel_train.store.commit import CheckpointWriteError
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.shards import Shards
@@ -226,6 +229,69 @@ def test_a_failed_write_is_heard_within_a_step(toy: Toy, monkeypatch: pytest.Mon
             saver.save(2)
     assert toy.committed == ([] if policy == "stop" else [2])
     assert [p.name for p in toy.run.checkpoints.iterdir()] == ([] if policy == "stop" else ["checkpoint_00000002"])
+
+
+def no_file_left(*_: object) -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def fail_to_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first writer cannot start."""
+    original = background._allocate
+    failures = iter([no_file_left])
+    monkeypatch.setattr(background, "_allocate", lambda *given: next(failures, original)(*given))
+
+
+def fail_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first copy of the state fails."""
+    monkeypatch.setenv(failpoints.VARIABLE, "after_snapshot#1=EMFILE")
+    failpoints._passages.clear()
+
+
+@pytest.mark.parametrize("fail", [fail_to_allocate, fail_to_copy])
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_save_that_cannot_begin_is_an_error_of_a_save(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, policy: Any, fail: Any
+) -> None:
+    fail(monkeypatch)
+    reason = r"rank 0: checkpoint in .*/checkpoints could not be written: OSError: \[Errno 24\] Too many open files"
+    with toy.saver(CheckpointConfig(on_error=policy)) as saver:
+        toy.step(1)
+        if policy == "stop":
+            with pytest.raises(CheckpointWriteError, match=reason):
+                saver.save(1)
+        else:
+            assert not saver.save(1)
+            assert re.search(rf"checkpoint of step 1 was not saved; training continues: {reason}", caplog.text)
+        assert list(toy.run.checkpoints.iterdir()) == []
+        saver.save(1)
+    assert toy.committed == [1]
+    commit.verify(toy.run.checkpoints / "checkpoint_00000001")
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_save_without_memory_keeps_its_own_error_and_advice(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, policy: Any
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with toy.saver(CheckpointConfig(on_error=policy)) as saver:
+        toy.step(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Snapshot, "_shard", fail)
+            if policy == "stop":
+                # The loop records it, and adds advice.
+                with pytest.raises(torch.OutOfMemoryError) as failed:
+                    saver.save(1)
+                assert "a snapshot needs room for up to" in failed.value.__notes__[0]
+            else:
+                saver.save(1)
+                assert "training continues: rank 0: the save of step 1 ran out of device memory" in caplog.text
+                assert "a snapshot needs room for up to" in caplog.text
+        assert list(toy.run.checkpoints.iterdir()) == []
+        saver.save(1)
+    assert toy.committed == [1]
 
 
 def test_the_last_save_never_fails_in_silence(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from accel_train.domains.models.mmdit import MMDiTConfig, ModelConfig, Multimoda
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.options.tree import to_tree
 from accel_train.store import atomic_files, commit, manifest, planning, strict_json, weights
+from tests.store.test_commit import unreadable
 from tests.store.test_weights import plant, read_weights
 from tests.waiting import PATIENCE_SECONDS
 
@@ -507,6 +508,16 @@ def test_what_could_not_go_is_said(
     lines = lines_of(capsys)
     assert lines[0].split()[:2] == [name(10), "FAILED"]
     assert "Permission denied" in lines[0]
+
+
+def test_what_cannot_be_read_now_is_no_damage_and_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unreadable(run / "checkpoints" / name(10) / "manifest.json")
+    assert call("prune", run, "--keep_last", "1") == 0
+    assert steps_in(run) == [10, 30]
+    kept = ["keep", "manifest.json cannot be read now: Input/output error"]
+    assert lines_of(capsys)[0].split(maxsplit=2) == [name(10), *kept]
+    assert call("verify", run) == 1
+    assert lines_of(capsys)[0] == f"UNREADABLE {name(10)}  {kept[1]}"
 
 
 def test_what_waits_to_be_pushed_stays(run: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -236,6 +237,58 @@ def test_a_save_that_cannot_begin_does_not_stop_training(trainers: Trainers, out
     assert "checkpoint of step 10 was not saved; training continues: rank 0: no space left" in run.output()
     assert acknowledged(out) == [5, 15, 20]
     same_run(out, whole)
+
+
+NO_WRITER = """
+import errno, os
+from accel_train.checkpoints import background
+original = background._allocate
+def allocate(memory, size):
+    background._allocate = original
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+if os.environ["RANK"] == "1":
+    background._allocate = allocate
+"""
+"""The first writer of rank 1 cannot start."""
+CANNOT_BEGIN = [
+    pytest.param({"patch": NO_WRITER}, "Too many open files", id="writer"),
+    pytest.param({"failpoint": "after_snapshot@1#1=EIO"}, "Input/output error", id="snapshot"),
+]
+
+
+@pytest.mark.fault(
+    "F24",
+    injected="rank 1 alone has no memory or file for its snapshot",
+    outcome="both ranks raise the same error; on_error: continue: a warning, and a later save succeeds",
+)
+@pytest.mark.parametrize(("broken", "reason"), CANNOT_BEGIN)
+@pytest.mark.parametrize("flags", [(), CONTINUE], ids=["stop", "continue"])
+def test_one_rank_cannot_begin(
+    trainers: Trainers, out: Path, whole_of_two: Path, flags: tuple[str, ...], broken: dict[str, str], reason: str
+) -> None:
+    run = trainers.run(out, *EVERY, *flags, ranks=2, **broken)
+    assert run.wait() == ([0, 0] if flags else [1, 1]), run.output()
+    told = rf"rank 1: checkpoint in \S+ could not be written: OSError: \[Errno \d+\] {reason}"
+    if flags:
+        assert len(re.findall(f"checkpoint of step 5 was not saved; training continues: {told}", run.output())) >= 1
+        assert acknowledged(out) == [10, 15, 20]
+        same_run(out, whole_of_two)
+    else:
+        assert len(re.findall(f"CheckpointWriteError: {told}", run.output())) == 2
+        assert checkpoints(out) == debris(out) == []
+
+
+@pytest.mark.fault(
+    "F52", injected="no host memory for the save of one rank of two", outcome="both ranks end; no temporary directory"
+)
+def test_one_rank_has_no_memory_for_a_save(trainers: Trainers, out: Path) -> None:
+    run = trainers.run(out, *EVERY, ranks=2, patch=NO_WRITER.replace("EMFILE", "ENOMEM"))
+    assert run.wait() == [1, 1]
+    assert "CheckpointWriteError: rank 1: the save of step 5 ran out of host memory" in run.output()
+    assert re.search(
+        r"OSError: \[Errno 12\] Cannot allocate memory\n.*bytes of host memory in this process", run.output()
+    )
+    assert checkpoints(out) == debris(out) == []
 
 
 # ------------------------------------------------------------------------------------- directories that do not answer

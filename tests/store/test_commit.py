@@ -60,8 +60,9 @@ def _umask() -> int:
 def test_damage_is_found_and_an_older_checkpoint_is_used(tmp_path: Path, damage: object, reason: str) -> None:
     older, newer = make(tmp_path, 10), make(tmp_path, 20)
     damage(newer)  # type: ignore[operator]
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match=reason) as found_by:
         commit.verify(newer)
+    assert not isinstance(found_by.value, strict_json.UnreadableError)
     found, reasons = commit.newest_verified(tmp_path)
     assert found is not None
     assert found.path == older
@@ -178,8 +179,42 @@ def test_something_else_in_the_manifest_s_place(tmp_path: Path, make_it: Callabl
         make_it(newer / "manifest.json")
     else:
         _instead(newer / "manifest.json", make_it)
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match=reason) as found:
         commit.verify(newer)
+    assert not isinstance(found.value, strict_json.UnreadableError)
+    assert commit.newest_verified(tmp_path)[0] == commit.open_verified(older)
+
+
+def unreadable(path: Path) -> None:
+    """Replace a file by one whose reads fail with EIO, as on a failing disk."""
+    _instead(path, lambda place: place.symlink_to("/proc/self/mem"))
+
+
+def lost(path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let every look at a file fail, as on a network disk that is away."""
+    original = Path.stat
+
+    def stat(self: Path, **options: bool) -> os.stat_result:
+        if self == path:
+            raise OSError(number, os.strerror(number), str(path))
+        return original(self, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+
+
+def test_what_cannot_be_read_now_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older, newer = make(tmp_path, 10), make(tmp_path, 20)
+    with monkeypatch.context() as patch:
+        lost(newer / "model.safetensors", patch, errno.ESTALE)
+        with pytest.raises(
+            strict_json.UnreadableError, match=r"00000020: model\.safetensors cannot be read now: Stale"
+        ):
+            commit.verify(newer)
+    assert commit.verify(newer).step == 20
+    unreadable(newer / "manifest.json")
+    with pytest.raises(strict_json.UnreadableError, match=r"00000020: manifest\.json cannot be read now: Input/output"):
+        commit.verify(newer)
+    # A resume goes on from the one before, as with a damaged one.
     assert commit.newest_verified(tmp_path)[0] == commit.open_verified(older)
 
 

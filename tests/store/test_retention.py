@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -25,6 +26,7 @@ from accel_train.checkpoints import policy
 from accel_train.checkpoints.writer import Retention
 from accel_train.store import commit, manifest, retention
 from accel_train.store.retention import CheckpointFacts, Plan
+from tests.store.test_commit import lost, unreadable
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,19 @@ def test_every_plan_keeps_what_it_must_and_nothing_else(situation: Any) -> None:
         assert (path.name in removed) == (may_go and not every and path.name not in protected), path
 
 
+@settings(max_examples=200, deadline=None)
+@given(situations())
+def test_what_cannot_be_read_now_always_stays_and_does_not_count(situation: Any) -> None:
+    verified, paths, keep, newest, busy = situation
+    reason = "model.safetensors cannot be read now: Input/output error"
+    unreadable = dict.fromkeys(paths, reason)
+    plan = retention.plan(verified, [], keep, newest=newest, busy=busy, unreadable=unreadable)
+    assert all(plan.reasons[path.name] == reason for path in paths)
+    assert plan.unreadable == dict.fromkeys((path.name for path in paths), reason)
+    without = retention.plan(verified, [], keep, newest=newest, busy=busy)
+    assert (plan.remove, plan.strip) == (without.remove, without.strip)
+
+
 @settings(max_examples=300, deadline=None)
 @given(situations())
 def test_state_goes_from_the_oldest_only(situation: Any) -> None:
@@ -280,6 +295,28 @@ def test_a_damaged_one_takes_no_place_and_goes_when_it_is_old(tmp_path: Path) ->
     assert plan.reasons[name(4)] == "damaged, newer than the oldest that keep_last keeps"
 
 
+@pytest.mark.fault(
+    "R2", injected="the best checkpoint cannot be read for a while (ESTALE)", outcome="kept, with a warning"
+)
+def test_a_disk_that_fails_for_a_while_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step, loss in ((100, 0.1), (200, 0.2), (300, 0.3)):
+        make(tmp_path, step, metrics={"loss": loss})
+    keep = Options(keep_last=1, keep_best=1)
+    with monkeypatch.context() as patch:
+        lost(tmp_path / name(100) / "model.safetensors", patch, errno.ESTALE)
+        plan = prune(tmp_path, keep, 300)
+    assert steps_in(tmp_path) == [100, 200, 300]
+    assert plan.reasons[name(100)] == "model.safetensors cannot be read now: Stale file handle"
+    assert prune(tmp_path, keep, 300).reasons == {name(100): "best 1 by loss", name(300): "newest, last 1"}
+    assert steps_in(tmp_path) == [100, 300]
+    # The manifest of a checkpoint that the options would not keep.
+    make(tmp_path, 50)
+    unreadable(tmp_path / name(50) / "manifest.json")
+    plan = prune(tmp_path, keep, 300)
+    assert plan.reasons[name(50)] == "manifest.json cannot be read now: Input/output error"
+    assert steps_in(tmp_path) == [50, 100, 300]
+
+
 def test_nothing_goes_while_the_newest_does_not_verify(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         make(tmp_path, step)
@@ -387,7 +424,7 @@ def interrupted_copies(
         make(source, step, metrics={"loss": abs(step - 2)})
     damage(source / name(1))
     keep = Options(keep_last=2, keep_best=1, keep_state_last=1)
-    verified, damaged = retention.survey(source, {})
+    verified, damaged, _ = retention.survey(source, {})
     for at in range(1000):
         copy = tmp_path / f"at_{at}"
         shutil.copytree(source, copy)
@@ -492,25 +529,25 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_only_what_has_changed_is_hashed_again(tmp_path: Path, hashed: list[str]) -> None:
     path, cache = make(tmp_path, 1), {}
-    assert retention.verify_cached(cache, path) == commit.verify(path)
+    assert commit.verify_cached(cache, path) == commit.verify(path)
     hashed.clear()
-    retention.verify_cached(cache, path)
+    commit.verify_cached(cache, path)
     assert hashed == []
     content = (path / "config.json").read_bytes()
     (path / "config.json").unlink()
     (path / "config.json").write_bytes(content)  # another inode, the same content
-    retention.verify_cached(cache, path)
+    commit.verify_cached(cache, path)
     assert hashed == ["config.json"]
     hashed.clear()
     retention.strip_state(path)
-    assert retention.verify_cached(cache, path).manifest["state"] is False
+    assert commit.verify_cached(cache, path).manifest["state"] is False
     assert hashed == []
 
 
 @pytest.mark.parametrize("keep_times", [False, True])
 def test_a_file_changed_on_disk_is_found(tmp_path: Path, keep_times: bool) -> None:
     path, cache = make(tmp_path, 1), {}
-    retention.verify_cached(cache, path)
+    commit.verify_cached(cache, path)
     file = path / "model.safetensors"
     before = file.stat()
     with file.open("r+b") as opened:
@@ -518,12 +555,12 @@ def test_a_file_changed_on_disk_is_found(tmp_path: Path, keep_times: bool) -> No
     if keep_times:
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ValueError, match="sha256 differs"):
-        retention.verify_cached(cache, path)
+        commit.verify_cached(cache, path)
     with pytest.raises(ValueError, match="sha256 differs"):
-        retention.verify_cached(cache, path)
+        commit.verify_cached(cache, path)
     with file.open("r+b") as opened:
         opened.write(b"w")
-    assert retention.verify_cached(cache, path).step == 1
+    assert commit.verify_cached(cache, path).step == 1
 
 
 @pytest.mark.parametrize(
@@ -538,17 +575,17 @@ def test_a_file_changed_on_disk_is_found(tmp_path: Path, keep_times: bool) -> No
 )
 def test_the_reasons_are_those_of_verify(tmp_path: Path, harm: Callable[[Path], object], reason: str) -> None:
     path, cache = make(tmp_path, 1), {}
-    retention.verify_cached(cache, path)
+    commit.verify_cached(cache, path)
     harm(path)
     with pytest.raises(ValueError, match=reason):
-        retention.verify_cached(cache, path)
+        commit.verify_cached(cache, path)
 
 
 def test_a_run_hashes_each_checkpoint_once(tmp_path: Path, hashed: list[str]) -> None:
-    cache: retention.VerifyCache = {}
+    cache: commit.VerifyCache = {}
     for step in range(1, 8):
         path = make(tmp_path, step)
-        retention.remember(cache, path)
+        commit.remember(cache, path)
         retention.prune(tmp_path, Options(keep_last=2), step, (), cache)
     assert hashed == []
     assert set(cache) == {tmp_path / name(6), tmp_path / name(7)}
@@ -611,3 +648,23 @@ def test_what_could_not_go_is_told_later(tmp_path: Path, monkeypatch: pytest.Mon
     left.advance(60)
     (notice,) = left.notices
     assert notice.startswith("an old checkpoint could not be deleted: checkpoint_00000001: PermissionError")
+
+
+def test_what_cannot_be_read_now_is_told_once(tmp_path: Path) -> None:
+    unreadable(make(tmp_path, 1) / "manifest.json")
+    left = Retention()
+    for step in (2, 3):
+        left.begin(job_of(make(tmp_path, step), Options(keep_last=1)))
+        left.finish(hurry=False)
+    assert steps_in(tmp_path) == [1, 3]
+    assert left.notices == [
+        f"{name(1)} is kept whatever the options say: manifest.json cannot be read now: Input/output error"
+    ]
+
+
+def test_a_new_checkpoint_that_cannot_be_read_back_is_committed_all_the_same(tmp_path: Path) -> None:
+    cache: commit.VerifyCache = {}
+    path = make(tmp_path, 1)
+    unreadable(path / "manifest.json")
+    commit.remember(cache, path)
+    assert cache == {}
