@@ -24,7 +24,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from accel_train import experiment, loop, preparation, startup
-from accel_train.checkpoints.run import earlier_assets, pinned
+from accel_train.checkpoints.run import earlier_assets
 from accel_train.data.loader import StepBatches
 from accel_train.data.sampler import StepSampler
 from accel_train.domains.language import (
@@ -150,7 +150,7 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=PRESETS, default_preset=DEFAULT_PRESET).config
     accelerator = startup.start(config)
-    model_config = pinned(config.model, config.run_options())
+    model_config = startup.pinned(accelerator, config.model, "model.revision", config.run_options())
     preparing = partial(prepare.prepare_data, config.data, model_config, earlier=earlier_assets(config.run_options()))
     data = startup.prepare_data(accelerator, preparing)
     order = StepSampler(len(data.train), config.global_batch_size, config.seed)

@@ -127,13 +127,13 @@ def _sha256(path: Path) -> str:
 
 
 def at_recorded_revision(options: Options, recorded: Mapping[str, Any] | None) -> Options:
-    """Return the options of a base with the commit of a checkpoint's reference, if they name its Hub id alone.
+    """Return the options of a base with the commit of a checkpoint's reference, if it is to the same source.
 
     A branch moves on, and the checkpoint is of the commit that its run began with.
     """
-    if recorded is None or options.revision is not None or options.source != recorded["source"]:
+    if recorded is None or options.source != recorded["source"] or recorded.get("revision") is None:
         return options
-    return replace(options, revision=recorded.get("revision"))
+    return replace(options, revision=recorded["revision"])
 
 
 def refuse_other_base(recorded: Mapping[str, Any], current: Mapping[str, Any] | None, checkpoint: Path) -> None:

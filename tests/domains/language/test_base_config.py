@@ -161,10 +161,12 @@ def test_of_a_branch_on_the_hub_the_commit_is_recorded(tmp_path: Path, monkeypat
     for revision in (None, "main"):
         assert pretrained.find_base("me/tiny", revision).revision == "a" * 40
     assert pretrained.find_base(str(folder), None).revision is None
-    # A later start reads that commit, unless its flags ask for another.
+    # What is loaded later reads that commit, also of a branch that was named.
     recorded = pretrained.find_base("me/tiny", None).reference()
-    options = ModelConfig(source="me/tiny")
-    assert at_recorded_revision(options, recorded).revision == "a" * 40
-    assert at_recorded_revision(options, None) is options
-    for other in (ModelConfig(source="me/tiny", revision="main"), ModelConfig(source="me/other"), ModelConfig()):
+    for revision in (None, "main"):
+        options = ModelConfig(source="me/tiny", revision=revision)
+        assert at_recorded_revision(options, recorded).revision == "a" * 40
+        assert at_recorded_revision(options, None) is options
+        assert at_recorded_revision(options, {**recorded, "revision": None}) is options
+    for other in (ModelConfig(source="me/other", revision="main"), ModelConfig()):
         assert at_recorded_revision(other, recorded) is other
