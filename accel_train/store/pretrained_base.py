@@ -78,15 +78,19 @@ class PretrainedBase:
 
     def _facts(self, cache: Path | None, name: str) -> dict[str, Any]:
         path = self.directory / name
-        digest = _sha256(path) if cache is None else remembered_sha256(path, cache)
-        return {"size": path.stat().st_size, "sha256": digest}
+        return {"size": path.stat().st_size, "sha256": sha256_of(path, cache)}
 
     def _digest(self, cache: Path | None, path: Path) -> str:
         if path.name.endswith(PARSED):
             # Its reader says what is wrong with a file that is no JSON.
             with suppress(ValueError):
                 return strict_json.json_sha256(strict_json.read(path, MAX_PARSED_BYTES), self.unread)
-        return _sha256(path) if cache is None else remembered_sha256(path, cache)
+        return sha256_of(path, cache)
+
+
+def sha256_of(path: Path, cache: Path | None) -> str:
+    """Return the sha256 of a file: ``remembered_sha256``, or read without a cache."""
+    return _sha256(path) if cache is None else remembered_sha256(path, cache)
 
 
 def remembered_sha256(path: Path, cache: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_config_and_weights_are_of_one_commit(
     expected = load_vae(str(tmp_path / "vae"), None, "the autoencoder").reference.sha256
     read = diffusers.AutoModel.load_config
 
-    def read_and_push(*arguments: object, **named: object) -> object:
+    def read_and_push(*arguments: Any, **named: Any) -> Any:
         found = read(*arguments, **named)
         push(server, tmp_path / "vae", 1)
         return found
