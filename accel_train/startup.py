@@ -122,19 +122,27 @@ def prepare_data(accelerator: Accelerator, prepare: Callable[..., T]) -> T:
         return prepare(rank=rank, world_size=world_size, barrier=barrier)
 
 
-def pinned(accelerator: Accelerator, base: Options, option: str, options: RunOptions) -> Options:
+def pinned(
+    accelerator: Accelerator,
+    base: Options,
+    option: str,
+    options: RunOptions,
+    at_commit: Callable[[Options], Options] = lambda base: base,
+) -> Options:
     """Return the options of a base on the Hub with the commit that the run began with. Collective.
 
     ``base`` is a dataclass with ``source`` and ``revision``, and ``option`` the name of the latter, such as
-    ``model.revision``: given another value than at the start of the run, it counts. Unchanged for a fresh start.
-    Raises like ``fetch.read_manifest`` for a checkpoint on the Hub to resume from that is not there.
+    ``model.revision``: given another value than at the start of the run, it counts. ``at_commit`` is called on the main
+    process and returns the options with the commit to begin with; without it, a fresh start leaves them unchanged.
+    Raises like ``at_commit``, and like ``fetch.read_manifest`` for a checkpoint on the Hub that is not there.
     """
 
     def pin() -> Options:
         recorded = _earlier_manifest(options)
         if recorded.get("experiment", {}).get(option) != options.experiment.get(option):
-            return base
-        return at_recorded_revision(base, recorded.get("base") or recorded.get("embedded_base"))
+            return at_commit(base)
+        names = [name for name in ("base", "embedded_base", "hub_base") if name in recorded]
+        return at_commit(at_recorded_revision(base, recorded[names[0]] if names else None))
 
     return on_main(accelerator, pin)
 

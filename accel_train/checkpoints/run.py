@@ -49,6 +49,8 @@ class Run:
     None: checkpoints hold every parameter."""
     embedded_base: Mapping[str, Any] | None = None
     """Source and definition of the base whose parameters checkpoints hold. None: no base, or none is embedded."""
+    hub_base: Mapping[str, Any] | None = None
+    """Hub id and commit of a base of which nothing is frozen. None: no base, or none of the Hub."""
     rollbacks: Sequence[Rollback] = ()
     """Rollbacks of earlier starts."""
     grown: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])

@@ -24,6 +24,7 @@ from accel_train.store import atomic_files, strict_json
 # hashlib releases the GIL, so threads hash in parallel.
 THREADS = min(8, os.cpu_count() or 1)
 SHA256 = re.compile("[0-9a-f]{64}")
+COMMIT = re.compile("[0-9a-f]{40}")
 COARSE_SECONDS = 5.0
 """Longer than the resolution of times on any file system."""
 PARSED = ("config.json", "model_index.json")
@@ -31,6 +32,19 @@ PARSED = ("config.json", "model_index.json")
 MAX_PARSED_BYTES = 4 << 20
 Options = TypeVar("Options", bound=Any)
 """A dataclass with ``source`` and ``revision`` of a base."""
+
+
+@dataclass(frozen=True)
+class TrainedBase:
+    """Model on the Hub whose parameters are all trained: checkpoints hold these, and the commit that they began with.
+
+    Every start reads its other files again.
+    """
+
+    source: str
+    """Hub id, as given by the user."""
+    revision: str
+    """Commit."""
 
 
 @dataclass(frozen=True)
