@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from accel_train.precision import Precision
 from accel_train.runtime.main_alone import failing_together
 from accel_train.runtime.strategy import strategy_of
 from accel_train.speed.memory.frozen_offload import offload_frozen_blocks
-from accel_train.store.pretrained_base import PretrainedBase
+from accel_train.store.pretrained_base import PretrainedBase, TrainedBase
 
 NARROW = (torch.bfloat16, torch.float16)
 QUANTISED = (torch.int8, torch.uint8)
@@ -30,18 +31,22 @@ def resolve_base(
     accelerator: Accelerator,
     run: Run,
     model: nn.Module,
-    base: PretrainedBase | None,
+    base: PretrainedBase | TrainedBase | None,
     *,
     option: BasePolicy,
     precision: Precision,
 ) -> tuple[Mapping[str, Any] | None, list[str]]:
     """Decide whether checkpoints store the frozen parameters or reference ``base``. Collective, before ``prepare``.
 
-    ``option`` is ``checkpoints.base``. Sets ``run.base`` or ``run.embedded_base``, which every manifest then records.
+    ``option`` is ``checkpoints.base``. Sets ``run.base``, ``run.embedded_base`` or ``run.hub_base``, which every
+    manifest then records.
     Returns the reference to the files of ``base``, None without them or without frozen parameters, and notices.
     Raises ``UsageError`` for an option that cannot be obeyed, for files that are missing or differ between hosts, and
     for frozen weights that the precision or the strategy would change.
     """
+    if isinstance(base, TrainedBase):
+        run.hub_base = asdict(base)
+        base = None
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     if option == "reference":
         _refuse_without_base(frozen, base)

@@ -39,7 +39,7 @@ from accel_train.training.step_guard import StepGuard, resolve_step_guard
 if TYPE_CHECKING:
     from accel_train.speed.attention.other_libraries import Example
     from accel_train.speed.attention.table import AttentionNeeds
-    from accel_train.store.pretrained_base import PretrainedBase
+    from accel_train.store.pretrained_base import PretrainedBase, TrainedBase
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -95,7 +95,7 @@ def prepare(
     model: nn.Module,
     needs: AttentionNeeds | None = None,
     freezable: Mapping[str, Sequence[str]] = NOTHING,
-    base: PretrainedBase | None = None,
+    base: PretrainedBase | TrainedBase | None = None,
     example: Example | None = None,
 ) -> Prepared:
     """Load initial weights, apply speed options, build the optimizer, prepare with Accelerate, restore the checkpoint.

@@ -24,7 +24,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from accel_train import experiment, loop, preparation, startup
-from accel_train.checkpoints.run import earlier_assets, pinned
+from accel_train.checkpoints.run import earlier_assets
 from accel_train.data.loader import StepBatches
 from accel_train.data.sampler import StepSampler
 from accel_train.domains.language import (
@@ -35,6 +35,7 @@ from accel_train.domains.language import (
     pretrained,
     row_checks,
     samples,
+    sources,
     tokenizers,
 )
 from accel_train.domains.models.lora import LoraConfig, describe_lora
@@ -150,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=PRESETS, default_preset=DEFAULT_PRESET).config
     accelerator = startup.start(config)
-    model_config = pinned(config.model, config.run_options())
+    model_config = startup.pinned(accelerator, config.model, "model.revision", config.run_options(), sources.at_commit)
     preparing = partial(prepare.prepare_data, config.data, model_config, earlier=earlier_assets(config.run_options()))
     data = startup.prepare_data(accelerator, preparing)
     order = StepSampler(len(data.train), config.global_batch_size, config.seed)
@@ -176,7 +177,7 @@ def main(argv: Sequence[str]) -> int:
     logs.info(logger, *describe_lora(plain, config.lora), *row_checks.check_rows(plain, packing=config.data.packing))
     flops_per_token = flops.training_flops_per_token(plain, config.data.max_length)
     example = partial(row_checks.attention_example, packing=config.data.packing)
-    prepared = preparation.prepare(opened, plain, base=pretrained.base_of(model_config, config.lora), example=example)
+    prepared = preparation.prepare(opened, plain, base=sources.base_of(model_config, config.lora), example=example)
     model = pretrained.LanguageModel(prepared.model, config.data.packing, pretrained.attention_of(plain))
     run_evaluation = partial(evaluate, config, prepared, model, data)
     if opened.only_evaluates:

@@ -25,7 +25,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, startup
-from accel_train.checkpoints.run import earlier_assets, pinned
+from accel_train.checkpoints.run import earlier_assets
 from accel_train.config import UsageError
 from accel_train.data.sampler import StepSampler
 from accel_train.domains.diffusion.timesteps import TimeConfig
@@ -174,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=PRESETS, default_preset=preset_without_one(argv)).config
     accelerator = startup.start(config)
-    found = loading.find_base(pinned(config.base, config.run_options()))
+    found = loading.find_base(startup.pinned(accelerator, config.base, "base.revision", config.run_options()))
     base = adapters.with_trained_text(found, config.text_encoders, strategy_of(accelerator))
     levels = base.levels()
     earlier = earlier_assets(config.run_options())

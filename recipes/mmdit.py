@@ -171,7 +171,7 @@ def prepare_data(
     config: Config, device: str, earlier: Path | None, **processes: Any
 ) -> tuple[dataset.PreparedData, Scores]:
     """Prepare texts with their latents, or captions with their pictures as latents. Every process calls it."""
-    pictures = captioned.prepare_pictures(config.pictures, config.data, device=device, **processes)
+    pictures = captioned.prepare_pictures(config.pictures, config.data, device=device, earlier=earlier, **processes)
     options = pictures.rows(config.data) if pictures else config.data
     data = prepare.prepare_data(options, device=device, earlier=earlier, **processes)
     data = data.with_vae(pictures.vae if pictures else None)

@@ -18,6 +18,7 @@ from accel_train.domains.language import pipeline as language_pipeline
 from accel_train.domains.language import pretrained
 from accel_train.domains.language.pretrained import ModelConfig as LanguageModelConfig
 from accel_train.domains.language.samples import EvaluationConfig as LanguageEvaluation
+from accel_train.domains.language.sources import find_base
 from accel_train.domains.models.lora import LoraConfig
 from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
 from accel_train.domains.models.vae import VaeReference
@@ -233,8 +234,6 @@ def adapter_run(
         if ema:
             save_file({name: 0.5 * value for name, value in trained.items()}, directory / "ema.safetensors")
 
-    files = pretrained.base_of(source, adapters)
-    assert files is not None
-    reference = None if embedded else files.reference()
+    reference = None if embedded else find_base(str(source.source), None).reference()
     commit_checkpoint(run, torch.nn.Identity(), {}, save, reference)
     return run

@@ -184,7 +184,7 @@ def manifest(
 ) -> Json:
     """Build the manifest of a save. Its files, seconds and hash are added at the commit."""
     experiment = dict(run.saved["experiment"])
-    bases = {"base": run.base, "embedded_base": run.embedded_base}
+    bases = {"base": run.base, "embedded_base": run.embedded_base, "hub_base": run.hub_base}
     optional: Json = {name: base for name, base in bases.items() if base is not None}
     if run.grown:
         optional["grown"] = list(run.grown)

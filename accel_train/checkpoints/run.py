@@ -15,10 +15,9 @@ import torch
 from accel_train.checkpoints.policy import POLICIES, CheckpointConfig, RunOptions
 from accel_train.config import UsageError, expand_path
 from accel_train.hub.options import HubConfig
-from accel_train.store import atomic_files, commit, failpoints, manifest, strict_json
+from accel_train.store import atomic_files, commit, failpoints, strict_json
 from accel_train.store.manifest import Checkpoint, checkpoint_name, committed
 from accel_train.store.names import EVALUATION_FILE, LOADING_FILE, REPORT, RUN_FILE
-from accel_train.store.pretrained_base import Options, at_recorded_revision
 from accel_train.store.run_file import load, renew_run, write_run
 from accel_train.training.health.rollback import Rollback
 
@@ -50,6 +49,8 @@ class Run:
     None: checkpoints hold every parameter."""
     embedded_base: Mapping[str, Any] | None = None
     """Source and definition of the base whose parameters checkpoints hold. None: no base, or none is embedded."""
+    hub_base: Mapping[str, Any] | None = None
+    """Hub id and commit of a base of which nothing is frozen. None: no base, or none of the Hub."""
     rollbacks: Sequence[Rollback] = ()
     """Rollbacks of earlier starts."""
     grown: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -188,7 +189,7 @@ def earlier_assets(options: RunOptions) -> Path | None:
     ``resume`` may name a checkpoint itself. None for a run without one, and for a checkpoint on the Hub, which comes
     later: ``UsageError`` with ``data.changed`` set to ``allow``, which asks for what it holds.
     """
-    saved = [path / "assets" for path in _earlier_checkpoints(options) if (path / "assets").is_dir()]
+    saved = [path / "assets" for path in earlier_checkpoints(options) if (path / "assets").is_dir()]
     if saved:
         return saved[-1]
     if options.resume.startswith("hub:") and options.experiment.get("data.changed") == "allow":
@@ -200,24 +201,12 @@ def earlier_assets(options: RunOptions) -> Path | None:
     return None
 
 
-def pinned(base: Options, options: RunOptions) -> Options:
-    """Return the options of a base on the Hub with the commit that the run began with. Unchanged for a fresh start.
-
-    From the same checkpoint as ``earlier_assets``. ``base`` is a dataclass with ``source`` and ``revision``.
-    """
-    for checkpoint in reversed(_earlier_checkpoints(options)):
-        with suppress(ValueError):  # a damaged one is passed over by the resume too
-            recorded = manifest.read(checkpoint)
-            return at_recorded_revision(base, recorded.get("base") or recorded.get("embedded_base"))
-    return base
-
-
-def _earlier_checkpoints(options: RunOptions) -> list[Path]:
-    """Return what a start finds in ``output_dir``, else at the place that ``resume`` names. The newest is the last."""
+def earlier_checkpoints(options: RunOptions) -> list[Path]:
+    """Return what a start finds in ``output_dir``, else at the path that ``resume`` names. The newest is the last."""
     if options.overwrite:
         return []
     found = _checkpoints_of(options.output_dir)
-    if not found and options.resume not in POLICIES:
+    if not found and options.resume not in POLICIES and not options.resume.startswith("hub:"):
         found = [expand_path(options.resume), *_checkpoints_of(options.resume)]
     return found
 

@@ -187,6 +187,10 @@ def _is_embedded_base(value: Any) -> bool:
     return isinstance(value, dict) and _is_text(value.get("source")) and _is_definition(value.get("definition"))
 
 
+def _is_hub_base(value: Any) -> bool:
+    return isinstance(value, dict) and _is_text(value.get("source")) and _is_text(value.get("revision"))
+
+
 def _is_definition(value: Any) -> bool:
     return isinstance(value, dict) and all(_is_sha256(digest) for digest in value.values())
 
@@ -230,6 +234,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "grown": ("pairs of a step and a size", _is_grown),
     "base": ("a source, files with their size and sha256, and a definition with sha256", _is_base),
     "embedded_base": ("a source, and a definition with sha256", _is_embedded_base),
+    "hub_base": ("a source and a revision", _is_hub_base),
 }
 REQUIRED = ("step", "files")
 

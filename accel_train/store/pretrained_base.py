@@ -24,6 +24,7 @@ from accel_train.store import atomic_files, strict_json
 # hashlib releases the GIL, so threads hash in parallel.
 THREADS = min(8, os.cpu_count() or 1)
 SHA256 = re.compile("[0-9a-f]{64}")
+COMMIT = re.compile("[0-9a-f]{40}")
 COARSE_SECONDS = 5.0
 """Longer than the resolution of times on any file system."""
 PARSED = ("config.json", "model_index.json")
@@ -31,6 +32,19 @@ PARSED = ("config.json", "model_index.json")
 MAX_PARSED_BYTES = 4 << 20
 Options = TypeVar("Options", bound=Any)
 """A dataclass with ``source`` and ``revision`` of a base."""
+
+
+@dataclass(frozen=True)
+class TrainedBase:
+    """Model on the Hub whose parameters are all trained: checkpoints hold these, and the commit that they began with.
+
+    Every start reads its other files again.
+    """
+
+    source: str
+    """Hub id, as given by the user."""
+    revision: str
+    """Commit."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +92,19 @@ class PretrainedBase:
 
     def _facts(self, cache: Path | None, name: str) -> dict[str, Any]:
         path = self.directory / name
-        digest = _sha256(path) if cache is None else remembered_sha256(path, cache)
-        return {"size": path.stat().st_size, "sha256": digest}
+        return {"size": path.stat().st_size, "sha256": sha256_of(path, cache)}
 
     def _digest(self, cache: Path | None, path: Path) -> str:
         if path.name.endswith(PARSED):
             # Its reader says what is wrong with a file that is no JSON.
             with suppress(ValueError):
                 return strict_json.json_sha256(strict_json.read(path, MAX_PARSED_BYTES), self.unread)
-        return _sha256(path) if cache is None else remembered_sha256(path, cache)
+        return sha256_of(path, cache)
+
+
+def sha256_of(path: Path, cache: Path | None) -> str:
+    """Return the sha256 of a file: ``remembered_sha256``, or read without a cache."""
+    return _sha256(path) if cache is None else remembered_sha256(path, cache)
 
 
 def remembered_sha256(path: Path, cache: Path) -> str:
@@ -127,13 +145,13 @@ def _sha256(path: Path) -> str:
 
 
 def at_recorded_revision(options: Options, recorded: Mapping[str, Any] | None) -> Options:
-    """Return the options of a base with the commit of a checkpoint's reference, if they name its Hub id alone.
+    """Return the options of a base with the commit of a checkpoint's reference, if it is to the same source.
 
     A branch moves on, and the checkpoint is of the commit that its run began with.
     """
-    if recorded is None or options.revision is not None or options.source != recorded["source"]:
+    if recorded is None or options.source != recorded["source"] or recorded.get("revision") is None:
         return options
-    return replace(options, revision=recorded.get("revision"))
+    return replace(options, revision=recorded["revision"])
 
 
 def refuse_other_base(recorded: Mapping[str, Any], current: Mapping[str, Any] | None, checkpoint: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,8 @@ from accel_train.domains.images.picture_rows import (
 from accel_train.domains.images.scanning import Picture, Pictures, read_pictures
 from accel_train.domains.images.sources import Source
 from accel_train.domains.models.vae import IDENTITY_FILE, PictureVae, load_vae
+from accel_train.store import strict_json
+from accel_train.store.run_file import experiment_options
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -122,12 +125,14 @@ def prepare_pictures(
     rank: int = 0,
     world_size: int = 1,
     barrier: Callable[[], None] = lambda: None,
+    earlier: Path | None = None,
 ) -> CaptionedPictures | None:
     """Write the rows of `data.path` into the cache unless they are there. Every rank calls it (two barriers).
 
     With an autoencoder rank 0 encodes the pictures on `device`, and every rank keeps it there to decode samples. About
     `heldout_fraction` of the emoji's names are held out; of shapes, the pairs of colour and form absent from training
-    pictures. Returns None where the data are texts. Raises ``UsageError``.
+    pictures. `earlier` is the folder of assets in the checkpoint to resume, which names the commit of the autoencoder.
+    Returns None where the data are texts. Raises ``UsageError``.
     """
     if config.latents == "none":
         return None
@@ -139,7 +144,7 @@ def prepare_pictures(
             "pictures are held out from --data.path. Leave it out, or set --data.heldout_fraction."
         )
     _refuse_fraction_of_shapes(data)
-    patching = _patching(config, device)
+    patching = _patching(config, device, _revision(config, earlier))
     cache = cache_directory(data.cache_dir)
     notices: tuple[str, ...] = ()
     total = 0
@@ -183,11 +188,21 @@ def _refuse_fraction_of_shapes(data: DataOptions) -> None:
         )
 
 
-def _patching(config: PictureConfig, device: str) -> Patching:
+def _revision(config: PictureConfig, earlier: Path | None) -> str | None:
+    """Return the commit of the autoencoder that the run began with, if its options are those of the start."""
+    if earlier is not None:
+        with suppress(OSError, ValueError):  # a damaged checkpoint is passed over by the resume too
+            begun = experiment_options(earlier.parent)
+            if (begun.get("pictures.vae"), begun.get("pictures.vae_revision")) == (config.vae, config.vae_revision):
+                return (strict_json.read_object(earlier / "assets.json").get("vae") or {}).get("revision")
+    return config.vae_revision
+
+
+def _patching(config: PictureConfig, device: str, revision: str | None) -> Patching:
     """Load the autoencoder of the options, if there is one. Raises ``UsageError``, also for a size that it cuts."""
     if config.vae is None:
         return Patching(config.patch)
-    vae = load_vae(config.vae, config.vae_revision, "--pictures.vae")
+    vae = load_vae(config.vae, revision, "--pictures.vae")
     patching = Patching(config.patch, vae.to(device), config.vae_batch_size)
     if config.size % patching.side:
         nearest = max(1, round(config.size / patching.side)) * patching.side

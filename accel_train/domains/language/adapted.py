@@ -13,6 +13,7 @@ from accel_train.config import UsageError
 from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.language import pretrained
 from accel_train.domains.language.pretrained import ModelConfig
+from accel_train.domains.language.sources import find_base
 from accel_train.domains.models import quantised
 from accel_train.domains.models.adapters import (
     add_adapter,
@@ -125,7 +126,7 @@ def _referenced_base(directory: Path) -> nn.Module:
         "load(BASE, adapters={'mine': PATH}), or accel-train sample BASE --adapters mine=PATH"
     )
     try:
-        base = pretrained.find_base(source, reference.get("revision"))
+        base = find_base(source, reference.get("revision"))
     except UsageError as error:
         raise UsageError(f"{gone} ({error})") from None
     refuse_other_base(reference, base.reference(cache_if_usable()), directory)

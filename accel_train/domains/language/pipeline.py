@@ -22,6 +22,7 @@ from accel_train.domains.language import (
     adapted,
     pretrained,
     rows,
+    sources,
     templates,
     tokenizers,
 )
@@ -159,7 +160,7 @@ class LanguagePipeline:
         if is_adapter(self.directory):
             reference = adapted.base_reference(self.directory)
         else:
-            reference = pretrained.find_base(str(self.directory), None).reference()
+            reference = sources.find_base(str(self.directory), None).reference()
             if weights.has_ema(self.directory):
                 weights.load_weights(self.directory, "model", self.model, required=())
         device = next(self.model.parameters()).device

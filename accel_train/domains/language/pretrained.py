@@ -20,7 +20,6 @@ from accel_train.precision import Precision
 from accel_train.store import strict_json
 from accel_train.store.atomic_files import write_json
 from accel_train.store.manifest import Checkpoint
-from accel_train.store.pretrained_base import PretrainedBase
 from accel_train.wording import did_you_mean, nearest
 
 SCRATCH = "llama"
@@ -170,10 +169,10 @@ def _load_config(name: str, revision: str | None = None) -> Any:
     try:
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as error:  # failures of hub, network, code and format have no common type
-        raise UsageError(_not_loaded(name, error)) from None
+        raise UsageError(not_loaded(name, error)) from None
 
 
-def _not_loaded(name: str, error: Exception) -> str:
+def not_loaded(name: str, error: Exception) -> str:
     return (
         f"--model.source {name!r} cannot be loaded ({one_line(error)}). "
         "Required is the Hub id or folder of a causal language model with safetensors weights (without a network it "
@@ -259,41 +258,6 @@ def refuse_adapters_without_source(options: ModelConfig, adapters: LoraConfig) -
         )
 
 
-def base_of(options: ModelConfig, adapters: LoraConfig) -> PretrainedBase | None:
-    """Return the files of the frozen weights, None where nothing is frozen. Raises ``UsageError`` if they are gone."""
-    if adapters.rank == 0 or options.source is None:
-        return None
-    return find_base(options.source, options.revision)
-
-
-def find_base(source: str, revision: str | None) -> PretrainedBase:
-    """Return the files with the weights of a folder or Hub id, and its config. Raises ``UsageError``."""
-    from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-    from transformers.utils.hub import cached_file, extract_commit_hash, get_checkpoint_shard_files
-
-    try:
-        single = cached_file(source, SAFE_WEIGHTS_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
-        files: Any = [single]
-        if single is None:
-            # Large models are stored in several files, and an index names them.
-            index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
-            files, _ = get_checkpoint_shard_files(source, index, revision=revision)
-        config = cached_file(source, CONFIG_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
-    except Exception as error:  # failures of hub, network and files have no common type
-        raise UsageError(_not_loaded(source, error)) from None
-    paths = [Path(file) for file in files]
-    names = tuple(path.name for path in paths)
-    named = source
-    if Path(source).is_dir():
-        # A run may be loaded from another directory than it was started in.
-        named = str(Path(source).absolute())
-    else:
-        # Of a branch, the commit.
-        revision = extract_commit_hash(files[0], None) or revision
-    definition = () if config is None else (CONFIG_NAME,)
-    return PretrainedBase(named, paths[0].parent, names, revision, definition, unread=UNREAD)
-
-
 def _build(options: ModelConfig, config: Any, *, load_source: bool) -> nn.Module:
     reads = load_source and options.source is not None and not simulated.weights_have_no_values()
     try:
@@ -301,7 +265,7 @@ def _build(options: ModelConfig, config: Any, *, load_source: bool) -> nn.Module
         return _make(options, config, "sdpa", reads)
     except (ImportError, ValueError, OSError) as error:
         if not re.search(r"attention|attn", str(error), re.IGNORECASE):
-            raise UsageError(_not_loaded(options.source or options.config, error)) from None
+            raise UsageError(not_loaded(options.source or options.config, error)) from None
     return _make(options, config, "eager", reads)
 
 

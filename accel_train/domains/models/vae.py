@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class VaeReference:
     source: str
     """Hub id, or path of a folder."""
     revision: str | None
-    """Branch, tag or commit of a Hub id."""
+    """Commit of a Hub id. An older version recorded a branch as the user gave it."""
     sha256: str
     """Of names, dtypes, shapes and bytes of its weights."""
     channels: int
@@ -75,7 +75,7 @@ def load_vae(source: str, revision: str | None, option: str, expected: VaeRefere
     ``option`` is named in errors. Raises ``UsageError`` for anything else, missing weights, autoencoders of videos, and
     weights or a config other than ``expected``.
     """
-    module = _load(source, revision, option)
+    module, commit = _load(source, revision, option)
     module.eval().requires_grad_(False)
     with torch.no_grad():
         try:
@@ -100,7 +100,7 @@ def load_vae(source: str, revision: str | None, option: str, expected: VaeRefere
     path = expand_path(source)
     # From any directory, as a checkpoint may be read.
     where = str(path.absolute()) if path.is_dir() else source
-    reference = VaeReference(where, revision, found, trial.shape[1], TRIAL_SIDE // trial.shape[2], config)
+    reference = VaeReference(where, commit, found, trial.shape[1], TRIAL_SIDE // trial.shape[2], config)
     return PictureVae(module, reference)
 
 
@@ -112,7 +112,8 @@ def _refuse_other(part: str, found: str, expected: str | None, named: str) -> No
         )
 
 
-def _load(source: str, revision: str | None, option: str) -> Any:
+def _load(source: str, revision: str | None, option: str) -> tuple[Any, str | None]:
+    """Return the autoencoder, and of a Hub id its commit."""
     try:
         import diffusers
     except ImportError:
@@ -126,7 +127,12 @@ def _load(source: str, revision: str | None, option: str) -> Any:
         folder = str(path) if path.is_dir() else source
         try:
             # AutoModel itself has no loading info to return.
-            config: Any = diffusers.AutoModel.load_config(folder, **where)
+            config, commit = cast("Any", diffusers.AutoModel.load_config(folder, return_commit_hash=True, **where))
+            if path.is_dir():
+                commit = None
+            else:
+                # The branch may move on before the weights are read.
+                where["revision"] = commit
             model, found = getattr(diffusers, config["_class_name"]).from_pretrained(
                 folder,
                 **where,
@@ -146,7 +152,7 @@ def _load(source: str, revision: str | None, option: str) -> Any:
             "must be in the cache)"
         )
     refuse_missing(f"{option} {source!r}", model, found["missing_keys"])
-    return model
+    return model, commit
 
 
 def _subfolders(path: Path) -> Iterator[str | None]:

@@ -1,10 +1,13 @@
 """Latents of a transformers encoder, given by Hub id or by a local directory with safetensors weights."""
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,13 +18,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from accel_train.config import UsageError, expand_path
+from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.models.pretrained import refuse_empty_vocabulary
 from accel_train.domains.text.tfidf import VERSION as TFIDF_VERSION
 from accel_train.domains.text.tfidf import TfidfSvdEncoder
+from accel_train.store import strict_json
+from accel_train.store.pretrained_base import sha256_of
 
 VERSION = "transformers-1"
 Pooling = Literal["mean", "cls", "last"]
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
+ENCODER_FILE = "encoder.json"
+LARGE = (".safetensors", ".model")
+LARGE_BYTES = 10_000_000
+"""The Hub names larger files, and those of the kinds above, by their sha256, and others as git does."""
 MAX_LENGTH = 512
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -54,15 +64,20 @@ class TransformerEncoder:
     device: str = "cpu"
     weights_hash: str | None = None
     """Required hash of the model's files, set by a checkpoint's assets. Other files are refused."""
+    revision: str | None = None
+    """Commit of a Hub id, set by a checkpoint's assets. None: the newest."""
 
     @cached_property
     def folder(self) -> Path:
-        return model_folder(self.name)
+        return model_folder(self.name, self.revision)
 
     @cached_property
     def files_hash(self) -> str:
         found = hash_files(self.folder)
         if self.weights_hash not in (None, found):
+            # Kept, because the latents and data of its run are known by it.
+            if self.weights_hash == hash_by_blobs(self.folder):
+                return self.weights_hash
             raise UsageError(
                 f"--data.encoder {self.name!r}: its files changed since the latents were made (sha256 "
                 f"{found[:12]}, was {str(self.weights_hash)[:12]}). Give the model that was used, or prepare the "
@@ -148,23 +163,44 @@ class TransformerEncoder:
             latents = torch.nn.functional.normalize(latents, dim=-1)
         return latents.cpu().numpy()
 
-    def save(self, directory: Path) -> None:
-        """Write encoder.json: the id, the hash of the files and the options. The weights are not copied."""
+    def resumed(self, assets: Path | None) -> TransformerEncoder:
+        """Return it at the commit in the assets of the checkpoint to resume, if they are of the same model.
+
+        With the hash that an older version gave its files, which is part of the identity of its data.
+        """
+        recorded: dict[str, Any] = {}
+        if assets is not None:
+            with suppress(OSError, ValueError):  # a damaged checkpoint is passed over by the resume too
+                recorded = strict_json.read_object(assets / ENCODER_FILE)
+        if recorded.get("kind") != VERSION or recorded.get("name") != self._place:
+            return self
+        found = replace(self, revision=recorded.get("revision"))
+        former = recorded.get("weights_hash")
+        if former != found.files_hash and former == hash_by_blobs(found.folder):
+            return replace(found, weights_hash=former)
+        return found
+
+    @property
+    def _place(self) -> str:
         # A local name may be relative, and sampling may start in another directory.
-        name = self.name
-        if local_folder(name):
-            name = str(self.folder)
+        return str(local_folder(self.name) or self.name)
+
+    def save(self, directory: Path) -> None:
+        """Write encoder.json: the id, its commit, the hash of the files and the options. Weights are not copied."""
         facts = {
             "kind": VERSION,
-            "name": name,
+            "name": self._place,
             "weights_hash": self.files_hash,
             "pooling": self.pooling,
             "normalise": self.normalise,
             "max_length": self.max_length,
             "latent_dim": self.latent_dim,
         }
+        if local_folder(self.name) is None:
+            # The folder of a snapshot has the name of its commit.
+            facts["revision"] = self.folder.name
         text = json.dumps(facts, indent=1, ensure_ascii=False)
-        (directory / "encoder.json").write_text(text, "utf-8")
+        (directory / ENCODER_FILE).write_text(text, "utf-8")
 
 
 def pool(hidden: Tensor, attended: Tensor, pooling: Pooling) -> Tensor:
@@ -188,8 +224,11 @@ def local_folder(name: str) -> Path | None:
     return None
 
 
-def model_folder(name: str) -> Path:
-    """Return the local directory of a model: itself, or the Hub's snapshot, downloaded once."""
+def model_folder(name: str, revision: str | None = None) -> Path:
+    """Return the local directory of a model: itself, or the Hub's snapshot of a commit, downloaded once.
+
+    ``revision`` None: the newest.
+    """
     folder = local_folder(name)
     if folder is not None:
         return folder
@@ -197,7 +236,7 @@ def model_folder(name: str) -> Path:
 
     try:
         # A * also matches slashes. Subfolders hold the same weights in other formats, such as ONNX.
-        return Path(snapshot_download(name, allow_patterns=list(MODEL_FILES), ignore_patterns="*/*"))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(MODEL_FILES), ignore_patterns="*/*"))
     except Exception as error:
         raise UsageError(
             f"--data.encoder {name!r}: no such directory, and the hub answered {type(error).__name__}: "
@@ -209,29 +248,46 @@ def model_folder(name: str) -> Path:
 def hash_files(folder: Path) -> str:
     """Hash configuration, tokenizer and weights with sha256.
 
-    Files of the Hub's cache are links to blobs named by their content and are not read. Others are read once per
-    start, in about a second per GB.
+    Each is read once, in about a second per GB, and its hash remembered until it changes.
     """
+    return _hash_all(folder, _content)
+
+
+def hash_by_blobs(folder: Path) -> str:
+    """Return the hash that older versions recorded of files in the Hub's cache: by the names of their blobs."""
+    return _hash_all(folder, _blob_name)
+
+
+def _content(file: Path) -> str:
+    return sha256_of(file, cache_if_usable())
+
+
+def _blob_name(file: Path) -> str:
+    """Return the name of the blob that a file of the Hub's cache is a link to, or of which it is a copy."""
+    blob = file.resolve()
+    if file.is_symlink() and blob.parent.name == "blobs":
+        return blob.name
+    if file.suffix in LARGE or file.stat().st_size > LARGE_BYTES:
+        return _content(file)
+    content = file.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def _hash_all(folder: Path, content: Callable[[Path], str]) -> str:
     found = (folder.glob(pattern) for pattern in MODEL_FILES)
     files = sorted(set(itertools.chain.from_iterable(found)))
     if not any(file.suffix == ".safetensors" for file in files):
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
-        found = "none"
+        held = "none"
         if pickled:
-            found = f"only {', '.join(pickled)} (pickles can run code, and are never opened)"
+            held = f"only {', '.join(pickled)} (pickles can run code, and are never opened)"
         raise UsageError(
-            f"--data.encoder: safetensors weights are required, {folder} holds {found}. Load the model in a "
+            f"--data.encoder: safetensors weights are required, {folder} holds {held}. Load the model in a "
             "program of your own and model.save_pretrained(DIR) it, or name another model."
         )
     digest = hashlib.sha256()
     for file in files:
-        blob = file.resolve()
-        if file.is_symlink() and blob.parent.name == "blobs":
-            content = blob.name
-        else:
-            with file.open("rb") as stream:
-                content = hashlib.file_digest(stream, "sha256").hexdigest()
-        digest.update(f"{file.name}\0{content}\n".encode())
+        digest.update(f"{file.name}\0{content(file)}\n".encode())
     return digest.hexdigest()
 
 
@@ -302,13 +358,13 @@ def load_tokenizer(name: str, folder: Path) -> Any:
 
 def load_encoder(directory: Path, device: str = "cpu") -> LatentEncoder:
     """Load the encoder saved in a directory by `save`."""
-    facts: dict[str, Any] = json.loads((directory / "encoder.json").read_text("utf-8"))
+    facts: dict[str, Any] = json.loads((directory / ENCODER_FILE).read_text("utf-8"))
     kind = facts.pop("kind")
     if kind == TFIDF_VERSION:
         return TfidfSvdEncoder.load(directory, facts)
     if kind != VERSION:
         raise UsageError(
-            f"{directory / 'encoder.json'}: encoder of kind {kind!r}; this version reads {TFIDF_VERSION!r} and "
+            f"{directory / ENCODER_FILE}: encoder of kind {kind!r}; this version reads {TFIDF_VERSION!r} and "
             f"{VERSION!r}. Use the accel_train that wrote it."
         )
     return TransformerEncoder(**facts, device=device)

@@ -53,8 +53,9 @@ def prepare_data(
     Reads the corpus, trains the tokenizer, fits or loads the encoder (on the training split only) and computes the
     latents missing from the cache, on `device` for a neural encoder. With `assets`, the folder of a checkpoint,
     tokenizer, encoder, mean and std are read from there. So they are from `earlier`, the assets of the checkpoint to
-    resume, if `config.changed` allows other data than those of the first start. Each process holds texts and ids in
-    memory, or with `read: shards` reads them by block. Latents are memory-mapped. Raises `UsageError`.
+    resume, if `config.changed` allows other data than those of the first start. Else these name the encoder's commit.
+    Each process holds texts and ids in memory, or with `read: shards` reads them by block. Latents are memory-mapped.
+    Raises `UsageError`.
     """
     processes = Processes(rank, world_size, barrier or _no_barrier, progress, device)
     ledger = earlier_ledger(config.changed, earlier)
@@ -67,7 +68,7 @@ def prepare_data(
     tokenizer = saved.tokenizer if saved else build_tokenizer(config, splits.train.texts, cache, processes)
     train, train_tokens = tokenise_corpus(splits.train, tokenizer, config, cache, processes)
     heldout, heldout_tokens = tokenise_corpus(splits.heldout, tokenizer, config, cache, processes)
-    encoder = saved.encoder if saved else _build_encoder(config, train.texts, cache, processes)
+    encoder = saved.encoder if saved else _build_encoder(config, train.texts, cache, processes, earlier)
     if splits.shards is None:
         table = _latents(config, train, encoder, cache, processes)
     else:
@@ -139,11 +140,13 @@ def _dataset(
     return TextLatentDataset(texts, tokens, table, assets, fingerprint, order)
 
 
-def _build_encoder(config: DataConfig, texts: Sequence[str], cache: Path, processes: Processes) -> LatentEncoder | None:
+def _build_encoder(
+    config: DataConfig, texts: Sequence[str], cache: Path, processes: Processes, earlier: Path | None
+) -> LatentEncoder | None:
     if config.latents is not None:
         return None
     if config.encoder != TFIDF_SVD:
-        return TransformerEncoder(
+        encoder = TransformerEncoder(
             name=config.encoder,
             pooling=config.pooling,
             normalise=config.normalise,
@@ -152,6 +155,7 @@ def _build_encoder(config: DataConfig, texts: Sequence[str], cache: Path, proces
             batch_size=config.encoder_batch_size,
             device=processes.device,
         )
+        return encoder.resumed(earlier)
     dim = config.latent_dim or TFIDF_DIM
     key = tfidf.fit_identity(texts, dim, config.normalise)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import accel_train
 from accel_train import cli
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
+from accel_train.domains.images import pipeline
 from accel_train.domains.images.pipelines import loading
+from accel_train.domains.images.pipelines.loading import BaseConfig
 from accel_train.store import commit
 from tests.domains.images import tiny_pipelines as tiny
 from tests.domains.images.test_lora_recipe import pictures, settings, train, weights_of
@@ -217,7 +220,17 @@ def test_pictures_and_merged_exports_are_of_the_same_base(
     assert not (tmp_path / "pictures").exists()
 
 
-@pytest.mark.slow  # the choice of the commit is tested in tests/domains/language/test_base_config.py
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_an_adapter_is_loaded_on_the_commit_of_its_run(revision: str | None, tmp_path: Path) -> None:
+    """Whatever its run was asked for: the branch may have moved on."""
+    base = BaseConfig(source="me/tiny", revision=revision, variant="fp16")
+    described = {"base": asdict(base), "base_files": {"source": "me/tiny", "revision": "a" * 40, "files": {}}}
+    assert pipeline._base_config(described, tmp_path) == replace(base, revision="a" * 40)
+    # Adapters of an older version do not say which files they are on.
+    assert pipeline._base_config({"base": asdict(base)}, tmp_path) == base
+
+
+@pytest.mark.slow  # the choice of the commit is tested in tests/checkpoints/test_pinned_base.py
 def test_a_base_on_the_hub_stays_at_the_commit_that_its_run_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

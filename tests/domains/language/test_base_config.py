@@ -13,8 +13,8 @@ import pytest
 
 from accel_train import cli
 from accel_train.config import UsageError
-from accel_train.domains.language import pretrained
 from accel_train.domains.language.pretrained import ModelConfig
+from accel_train.domains.language.sources import find_base
 from accel_train.store import commit
 from accel_train.store.pretrained_base import at_recorded_revision, refuse_other_base
 from recipes import causal_lm
@@ -122,10 +122,10 @@ def test_a_note_on_where_a_config_comes_from_may_change(kind: str, begun: Path, 
 def test_the_files_of_the_base_are_compared_where_no_architecture_is_recorded(begun: Path, base: Path) -> None:
     checkpoint = begun / "adapters" / "checkpoints" / CHECKPOINT
     recorded = commit.verify(checkpoint).manifest["base"]
-    refuse_other_base(recorded, pretrained.find_base(str(base), None).reference(), checkpoint)
+    refuse_other_base(recorded, find_base(str(base), None).reference(), checkpoint)
     edit(base, rms_norm_eps=1e-3)
     with pytest.raises(UsageError, match=r"has another config.json"):
-        refuse_other_base(recorded, pretrained.find_base(str(base), None).reference(), checkpoint)
+        refuse_other_base(recorded, find_base(str(base), None).reference(), checkpoint)
 
 
 def test_a_checkpoint_without_any_record_goes_on(begun: Path, base: Path) -> None:
@@ -159,12 +159,14 @@ def test_of_a_branch_on_the_hub_the_commit_is_recorded(tmp_path: Path, monkeypat
     folder = tiny.save(tmp_path / "models--me--tiny" / "snapshots" / ("a" * 40))
     monkeypatch.setattr(hub, "cached_file", lambda source, name, **_: str(folder / name))
     for revision in (None, "main"):
-        assert pretrained.find_base("me/tiny", revision).revision == "a" * 40
-    assert pretrained.find_base(str(folder), None).revision is None
-    # A later start reads that commit, unless its flags ask for another.
-    recorded = pretrained.find_base("me/tiny", None).reference()
-    options = ModelConfig(source="me/tiny")
-    assert at_recorded_revision(options, recorded).revision == "a" * 40
-    assert at_recorded_revision(options, None) is options
-    for other in (ModelConfig(source="me/tiny", revision="main"), ModelConfig(source="me/other"), ModelConfig()):
+        assert find_base("me/tiny", revision).revision == "a" * 40
+    assert find_base(str(folder), None).revision is None
+    # What is loaded later reads that commit, also of a branch that was named.
+    recorded = find_base("me/tiny", None).reference()
+    for revision in (None, "main"):
+        options = ModelConfig(source="me/tiny", revision=revision)
+        assert at_recorded_revision(options, recorded).revision == "a" * 40
+        assert at_recorded_revision(options, None) is options
+        assert at_recorded_revision(options, {**recorded, "revision": None}) is options
+    for other in (ModelConfig(source="me/other", revision="main"), ModelConfig()):
         assert at_recorded_revision(other, recorded) is other
