@@ -134,14 +134,9 @@ def space_of(config: Any, origins: Mapping[str, str], gpus: int) -> Space:
     )
 
 
-def on_a_cpu(space: Space, device: str) -> Space:
-    """Return what there is to choose on the CPU of a calibration. Raises ``UsageError`` for several processes."""
-    if space.gpus > 1:
-        raise UsageError(
-            f"gpus: {space.gpus}: {device} was measured on a CPU, where a plan is for one process: no launch file "
-            "starts several of them there; give --gpus 1, or the rates of a GPU"
-        )
-    return replace(space, strategies=("single",))
+def on_a_cpu(space: Space) -> Space:
+    """Return what there is to choose on CPUs, where host memory is the only one."""
+    return replace(space, strategies=tuple(name for name in space.strategies if name not in OFFLOADS))
 
 
 def _refuse_what_is_planned(config: Any, origins: Mapping[str, str]) -> None:

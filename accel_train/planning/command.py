@@ -37,8 +37,13 @@ def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
     device = rated(options.device or DEFAULT, config.precision, options.gpus)
     on_cpu = device.rates.serial
     if on_cpu:
-        space = on_a_cpu(space, device.name)
+        space = on_a_cpu(space)
         simulator.device_type = "cpu"
+        if options.write is not None and options.gpus > 1:
+            raise UsageError(
+                f"write: {options.write}: {device.name} was measured on a CPU, and the launch file of {options.gpus} "
+                "processes would ask for GPUs; leave --write out, or plan for --gpus 1"
+            )
     named = device if options.device else None
     budget = replace(budget_of(options), on_cpu=on_cpu)
     measure = _reporting(simulator, budget, device.rates)

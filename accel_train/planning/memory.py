@@ -60,7 +60,7 @@ class Budget:
     host_gib: float = math.inf
     """Memory of the machine, which its GPUs share."""
     on_cpu: bool = False
-    """One process on a CPU, whose memory takes the place of a GPU's."""
+    """Processes on a CPU. The memory of each takes the place of a GPU's."""
 
     @property
     def host_limit_gib(self) -> float:
@@ -88,12 +88,12 @@ class Budget:
     @property
     def memory(self) -> str:
         """What has the memory, for texts."""
-        return "the machine" if self.on_cpu else "a GPU"
+        return "a process" if self.on_cpu else "a GPU"
 
     def machine(self) -> str:
         """Describe the devices of a plan."""
         if self.on_cpu:
-            return f"one process on a CPU with {self.vram_gib:g} GiB"
+            return f"{self.processes} process(es) on a CPU, {self.vram_gib:g} GiB for each"
         return f"{self.processes} GPU(s) of {self.vram_gib:g} GiB"
 
     def parts_gib(self, tensors: int) -> dict[str, float]:

@@ -196,7 +196,7 @@ def _nothing_fits(space: Space, budget: Budget, chains: Sequence[Chain], config:
 
 
 def _device(budget: Budget) -> str:
-    return "a machine with" if budget.on_cpu else "a GPU of"
+    return "for each process" if budget.on_cpu else "a GPU of"
 
 
 def _more_host_memory(budget: Budget, chains: Sequence[Chain]) -> list[str]:
@@ -228,8 +228,6 @@ def _share(budget: Budget) -> str:
 
 def _more_gpus_can_help(space: Space, budget: Budget, found: Probe) -> bool:
     """Return False if it would not fit with all its states on other GPUs, or no more of them divide the batch."""
-    if budget.on_cpu:
-        return False
     size = found.candidate.micro_batch_size
     # A smaller share of the batch may be a single micro-batch, of one sample at least.
     spared = found.states + found.by_category[ledger.UNREDUCED]

@@ -55,7 +55,7 @@ def _values(plan: Plan) -> list[str]:
     if candidate.mode != MODES[0]:
         values[BLOCKS] = f"{plan.chosen.checkpointed} of {plan.chosen.counted['blocks']}"
     lines = [f"{name:<32}{value:<20}{reasons[name]}" for name, value in values.items()]
-    processes = "process" if plan.budget.on_cpu else "GPU(s)"
+    processes = "process(es)" if plan.budget.on_cpu else "GPU(s)"
     product = f"{plan.space.global_batch_size:,} = {size} x {plan.space.gpus} {processes} x {count} accumulated"
     if count != plan.space.micro_batches(candidate):
         # Samples of several shapes: a micro-batch has one of them, and need not be full.

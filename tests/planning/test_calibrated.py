@@ -62,11 +62,12 @@ def test_more_processes_than_measured_share_the_rate_of_host_memory(
     assert rated(str(path), "fp32", gpus).rates.on_host == pytest.approx(VALUES["adamw"] * share)
 
 
-def test_several_processes_on_the_cpu_of_a_calibration_are_refused(path: Path) -> None:
+def test_a_launch_file_for_gpus_is_not_written_from_the_rates_of_a_cpu(path: Path, tmp_path: Path) -> None:
     record.write(path, made_up())
-    done = plan("--gpus", "2", "--vram_gib", "24", "--device", str(path))
+    done = plan("--gpus", "2", "--vram_gib", "24", "--device", str(path), "--write", str(tmp_path / "files"))
     assert done.returncode == 2
-    assert f"gpus: 2: {path} was measured on a CPU, where a plan is for one process" in done.stderr
+    assert f"{path} was measured on a CPU, and the launch file of 2 processes would ask for GPUs" in done.stderr
+    assert "simulated" not in done.stderr
 
 
 def test_the_rule_for_a_known_gpu_is_its_data_sheet(path: Path) -> None:
@@ -87,7 +88,7 @@ def test_other_processes_and_noise_are_notices(path: Path) -> None:
 @pytest.mark.slow  # two plans; the tests above have the rates and their origins
 def test_a_plan_names_the_origin_of_each_figure(path: Path) -> None:
     record.write(path, made_up())
-    flags = ("--gpus", "1", "--vram_gib", "24", "--micro_batch_size", "8", "--activation_checkpointing.mode", "none")
+    flags = ("--gpus", "2", "--vram_gib", "24", "--micro_batch_size", "8", "--activation_checkpointing.mode", "none")
     done = plan(*flags, "--device", str(path), "--json")
     assert done.returncode == 0, done.stderr
     listed = json.loads(done.stdout)
@@ -105,9 +106,9 @@ def test_a_plan_names_the_origin_of_each_figure(path: Path) -> None:
     for name in ("products", "attention", "other operators", "host", "communication"):
         line = next(line for line in text.splitlines() if line.strip().startswith(name))
         assert line.endswith("measured by calibrate on 2026-11-26"), line
-    # Of a process without a GPU.
-    assert "on one process on a CPU with 24 GiB" in done.stdout
-    assert "memory of the machine at its peak" in done.stdout
+    # Of processes without a GPU.
+    assert "on 2 process(es) on a CPU, 24 GiB for each" in done.stdout
+    assert "memory of a process at its peak" in done.stdout
     assert not any(word in done.stdout for word in ("CUDA", "NCCL", "workspaces", "GPU(s)"))
     assert "data sheet" not in text
     assert "nothing measured" not in text

@@ -220,9 +220,8 @@ def test_fewer_checkpointed_blocks_than_all_are_named_where_nothing_fits() -> No
 def test_a_cpu_has_rules_of_its_own() -> None:
     budget = Budget(16.0, 0.0, 1, on_cpu=True)
     assert set(budget.parts_gib(GIB)) == {"process", "fragmentation"}
-    assert budget.machine() == "one process on a CPU with 16 GiB"
-    given = space(1, 8)
-    assert on_a_cpu(given, "cpu.json").strategies == ("single",)
+    assert budget.machine() == "1 process(es) on a CPU, 16 GiB for each"
+    assert on_a_cpu(space(2, 8, offloads=True)).strategies == ("fsdp2", "ddp")
     found = made_plan(24.0, gpus=1, batch=8)
     on_cpu = dataclasses.replace(found, budget=dataclasses.replace(found.budget, on_cpu=True))
     text = report.describe(on_cpu, None, explain=False)
