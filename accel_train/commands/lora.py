@@ -20,7 +20,7 @@ from accel_train.config import Fraction, PositiveFloat, PositiveInt, UsageError,
 from accel_train.options.flags import FlagError, read_flags
 from accel_train.options.help_text import print_command_help, requested_topic
 from accel_train.options.loading import from_tree, read_tree
-from accel_train.options.tree import Tree, option_types, overlaid, tree_text
+from accel_train.options.tree import INVOCATION_OPTIONS, Tree, option_types, overlaid, tree_text, without_invocation
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT
 from accel_train.store.run_file import has_trained
@@ -70,7 +70,9 @@ class _Request:
     options: LoraOptions
     recipe: ModuleType
     flags: Mapping[str, Any]
-    """Options of the recipe, dotted."""
+    """Options of the experiment, dotted: they become part of the plan."""
+    start: Mapping[str, Any]
+    """Options of one start of the recipe, for the step train alone."""
 
     @property
     def run(self) -> Path:
@@ -85,7 +87,7 @@ class _Request:
         """Return the recipe's config of the plan. Raises ``UsageError`` without a plan."""
         if not self.plan.is_file():
             raise UsageError(f"{self.plan}: there is no plan yet; run the step plan first, or all steps")
-        return from_tree(self.recipe.Config, read_tree(self.plan), str(self.plan))
+        return from_tree(self.recipe.Config, _read_plan(self.plan), str(self.plan))
 
 
 def lora(dataset: str, arguments: Sequence[str]) -> int:
@@ -131,7 +133,18 @@ def _read(dataset: str, arguments: Sequence[str]) -> _Request:
             raise UsageError(f"--{option} {rest[option]}: here it is {_elsewhere(option)}; give it once, there")
         if given is not None:
             rest[option] = given
-    return _Request(dataset, options, recipe, {"output_dir": lora_plan.OUTPUT_DIR} | rest)
+    start = {name: rest.pop(name) for name in INVOCATION_OPTIONS if name in rest}
+    _refuse_of_other_steps(options, rest, start)
+    return _Request(dataset, options, recipe, {"output_dir": lora_plan.OUTPUT_DIR} | rest, start)
+
+
+def _refuse_of_other_steps(options: LoraOptions, flags: Mapping[str, Any], start: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` for options of a start without the step train, and for ``cache_only``."""
+    if "cache_only" in flags:
+        raise UsageError("--cache_only: here it is the step cache; give --steps cache")
+    if start and "train" not in options.steps:
+        given = " ".join(_flags(start))
+        raise UsageError(f"{given}: of the step train, which is not among --steps; add train, or leave this out")
 
 
 def _elsewhere(option: str) -> str:
@@ -141,35 +154,54 @@ def _elsewhere(option: str) -> str:
 def _check(request: _Request) -> int:
     from accel_train.commands import data
 
-    words = ["--min_dataset_quality", str(request.options.min_dataset_quality)]
-    for option in CHECKED:
-        # Only what was given is passed on, because the check has defaults of its own.
-        if option not in request.flags:
-            continue
-        value = request.flags[option]
+    # Only what was given is passed on, because the check has defaults of its own.
+    given = {option.removeprefix("data."): request.flags[option] for option in CHECKED if option in request.flags}
+    quality = {"min_dataset_quality": request.options.min_dataset_quality}
+    return data.check(request.dataset, _flags(quality | given))
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    """Write options as words of a command line."""
+    words: list[str] = []
+    for option, value in options.items():
         several = cast("list[Any]", value) if isinstance(value, list) else [value]
-        words += [f"--{option.removeprefix('data.')}", *map(str, several)]
-    return data.check(request.dataset, words)
+        words += [f"--{option}", *map(str, several)]
+    return words
 
 
 def _plan(request: _Request) -> int:
-    if has_trained(request.run):
-        # The machine may be another one by now, and the experiment stays what it is.
-        tree = overlaid(read_tree(request.plan), request.flags) if request.plan.is_file() else None
-        if tree is None:
+    # The step train deletes the run, so that its plan binds nothing.
+    if has_trained(request.run) and not request.start.get("overwrite"):
+        if not request.plan.is_file():
             raise UsageError(
                 f"{request.run}: a run without {PLAN}, which this command has not started; continue with "
                 f"`accel-train launch {RECIPE} {request.run / 'config.yaml'}`, or give another --output_dir"
             )
+        # The machine may be another one by now, and the experiment stays what it is.
+        tree = overlaid(_read_plan(request.plan), request.flags)
         lines = ["kept, because training has begun; options given now are added, and refused if they change the run"]
     else:
         options = request.options
         tree, lines = lora_plan.make(request.recipe, request.flags, options.intent, options.memory_gib)
     # Refused here, where the plan is made, and not by the first process that trains.
-    from_tree(request.recipe.Config, tree, "command line")
+    from_tree(request.recipe.Config, tree | dict(request.start), "command line")
     _write(request.plan, tree)
     print("\n".join([*lines, f"{request.plan}: the plan, as options of recipes/lora.py"]), flush=True)
     return 0
+
+
+def _read_plan(path: Path) -> Tree:
+    """Return the options of a plan. Those of one start, which older versions put there, are removed from the file.
+
+    With ``overwrite: true`` in it every later start would delete the run.
+    """
+    found = read_tree(path)
+    tree = without_invocation(found)
+    removed = [name for name in found if name not in tree]
+    if removed:
+        _write(path, tree)
+        print(f"{path}: {', '.join(removed)} removed, because a plan is for every start", flush=True)
+    return tree
 
 
 def _write(path: Path, tree: Tree) -> None:
@@ -182,7 +214,7 @@ def _cache(request: _Request) -> int:
 
 
 def _train(request: _Request) -> int:
-    return _launch(request)
+    return _launch(request, *_flags(request.start))
 
 
 def _launch(request: _Request, *flags: str) -> int:

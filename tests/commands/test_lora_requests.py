@@ -1,0 +1,85 @@
+"""``accel-train lora``: options beside a plan that is there. Nothing is trained here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train import cli
+from accel_train.commands.bundled import find_recipe, import_recipe
+from accel_train.config import UsageError
+from accel_train.options.loading import config_of, read_tree
+from accel_train.options.tree import INVOCATION_OPTIONS, tree_text
+from accel_train.store import run_file
+
+pytest.importorskip("diffusers")
+pytest.importorskip("peft")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that has trained by a plan."""
+    tree: dict[str, Any] = {"output_dir": str(tmp_path), "max_steps": 1000, "lora": {"rank": 16}}
+    tree |= {"base": {"source": "bases/x"}, "data": {"path": "pics"}}
+    (tmp_path / "plan.yaml").write_text(tree_text(tree))
+    run_file.write_run(tmp_path, {"run_id": "a", "experiment": {}, "resolved": {}, "trained": True})
+    return tmp_path
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Configs that the recipe reads from the command lines of its launches."""
+    configs: list[Any] = []
+
+    def read(launch: Any) -> int:
+        recipe: Any = import_recipe(find_recipe(launch.recipe))
+        loaded = config_of(recipe.main, launch.arguments)
+        assert loaded is not None
+        configs.append(loaded.config)
+        return 0
+
+    monkeypatch.setattr("accel_train.commands.launch.launch", read)
+    return configs
+
+
+def call(run: Path, *flags: str, dataset: str = "pics") -> int:
+    return cli._main(["lora", dataset, "--output_dir", str(run), *flags])
+
+
+def test_options_of_one_start_are_those_of_the_step_train_alone(run: Path, started: list[Any]) -> None:
+    steps = ("--steps", "plan", "cache", "train")
+    assert call(run, *steps, "--resume", "must", "--allow", "precision", "max_steps") == 0
+    cache, train = started
+    assert (cache.cache_only, cache.resume, cache.allow) == (True, "auto", ())
+    assert (train.cache_only, train.resume, train.allow) == (False, "must", ("precision", "max_steps"))
+    assert read_tree(run / "plan.yaml").keys().isdisjoint(INVOCATION_OPTIONS)
+    assert call(run, "--steps", "train", "--overwrite") == 0
+    assert call(run, *steps) == 0
+    assert [config.overwrite for config in started[2:]] == [True, False, False]
+    assert started[-1].resume == "auto"
+
+
+def test_an_older_plan_does_not_delete_the_run_at_each_start(
+    run: Path, started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = run / "plan.yaml"
+    plan.write_text(plan.read_text() + "overwrite: true\n")
+    assert call(run, "--steps", "train") == 0
+    assert not started[0].overwrite
+    assert "overwrite removed, because a plan is for every start" in capsys.readouterr().out
+    assert "overwrite" not in read_tree(plan)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--overwrite", "--steps", "plan"), r"--overwrite True: of the step train, which is not among --steps"),
+        (("--allow", "precision", "--steps", "export"), r"--allow precision: of the step train"),
+        (("--cache_only",), r"--cache_only: here it is the step cache; give --steps cache"),
+    ],
+)
+def test_options_of_steps_that_do_not_run_are_refused(run: Path, flags: tuple[str, ...], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        call(run, *flags)
