@@ -83,3 +83,46 @@ def test_an_older_plan_does_not_delete_the_run_at_each_start(
 def test_options_of_steps_that_do_not_run_are_refused(run: Path, flags: tuple[str, ...], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         call(run, *flags)
+
+
+PLANNED = ("--base", "bases/x", "--max_steps", "1000", "--lora.rank", "16", "--seed", "0")
+
+
+def test_steps_after_the_plan_refuse_options_that_it_has_otherwise(run: Path, started: list[Any]) -> None:
+    before = (run / "plan.yaml").read_text()
+    given = ("--base", "bases/y", "--max_steps", "3000", "--seed", "1")
+    with pytest.raises(UsageError, match=r"the steps train read the plan, which has other values") as refused:
+        call(run, "--steps", "train", *given, dataset="other_pics")
+    lines = str(refused.value).splitlines()
+    assert sorted(lines[1:-1]) == [
+        "  --base: 'bases/x' there, 'bases/y' now",
+        "  --max_steps: 1000 there, 3000 now",
+        "  --seed: 0 there, 1 now",
+        "  the word after `accel-train lora`: 'pics' there, 'other_pics' now",
+    ]
+    assert lines[-1] == "add plan to --steps, or leave out what differs"
+    for step in ("cache", "validate", "export"):
+        with pytest.raises(UsageError, match=rf"the steps {step} read the plan.*\n  --lora.rank: 16 there, 8 now"):
+            call(run, "--steps", step, "--lora.rank", "8")
+    assert not started
+    # The values of the plan and of its defaults, and another way to write a folder.
+    assert call(run, "--steps", "train", *PLANNED, dataset="./pics/") == 0
+    assert (started[0].max_steps, started[0].data.path) == (1000, "pics")
+    assert (run / "plan.yaml").read_text() == before
+
+
+def test_a_plan_that_is_kept_refuses_another_intent_and_memory(run: Path, started: list[Any]) -> None:
+    plan = run / "plan.yaml"
+    with pytest.raises(UsageError, match=r"--intent: None there, 'speed' now"):
+        call(run, "--steps", "train", "--intent", "speed")
+    plan.write_text("# Made with --intent speed --memory_gib 24.0\n" + plan.read_text())
+    same = ("--intent", "speed", "--memory_gib", "24")
+    # The same command continues a run that was stopped.
+    assert call(run, "--steps", "plan", "train", *same) == 0
+    assert call(run, "--steps", "train", *same) == 0
+    assert "# Made with --intent speed --memory_gib 24.0\n" in plan.read_text()
+    with pytest.raises(UsageError, match=r"is kept, because .*\n  --intent: 'speed' there, 'quality' now"):
+        call(run, "--steps", "plan", "train", "--intent", "quality")
+    with pytest.raises(UsageError, match=r"the steps train read the plan.*\n  --memory_gib: 24.0 there, 48 now"):
+        call(run, "--steps", "train", "--memory_gib", "48")
+    assert len(started) == 2
