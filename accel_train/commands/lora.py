@@ -367,8 +367,24 @@ def _export(request: _Request) -> int:
 
     newest, _ = places.newest_at(request.run)
     destination = request.run / f"exported-{newest.step:08d}"
-    # The name has the step in it, and a checkpoint never changes.
-    if destination.is_dir():
+    if destination.is_dir() and any(destination.iterdir()):
+        _refuse_other_export(destination, newest.path, newest.manifest.get("run_id"))
+        # The name has the step in it, and a checkpoint of a run never changes.
         print(f"{destination}: there already")
         return 0
     return export(str(request.run), str(destination), source=best_stem(newest.path))
+
+
+def _refuse_other_export(destination: Path, checkpoint: Path, run_id: str | None) -> None:
+    """Raise ``UsageError`` for a folder that is no export of the run, such as one of a run deleted by ``overwrite``."""
+    try:
+        exported = json.loads((destination / "experiment.json").read_text("utf-8")).get("run_id")
+    except (OSError, ValueError) as error:
+        found = f"no export that can be read ({error})"
+    else:
+        if exported == run_id:
+            return
+        found = f"the export of another run, {exported}"
+    raise UsageError(
+        f"{destination}: is {found}; {checkpoint} is of run {run_id}. Move the folder away, and give --steps export"
+    )

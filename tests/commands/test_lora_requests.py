@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accel_train import cli
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
 from accel_train.options.loading import config_of, read_tree
 from accel_train.options.tree import INVOCATION_OPTIONS, tree_text
-from accel_train.store import run_file
+from accel_train.store import commit, run_file
+from tests.trained import commit_checkpoint
 
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
@@ -126,3 +130,21 @@ def test_a_plan_that_is_kept_refuses_another_intent_and_memory(run: Path, starte
     with pytest.raises(UsageError, match=r"the steps train read the plan.*\n  --memory_gib: 24.0 there, 48 now"):
         call(run, "--steps", "train", "--memory_gib", "48")
     assert len(started) == 2
+
+
+def test_the_export_of_a_deleted_run_is_not_that_of_the_next_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = commit_checkpoint(run, torch.nn.Linear(2, 2), {}, lambda assets: None)
+    assert call(run, "--steps", "export") == 0
+    assert call(run, "--steps", "export") == 0
+    exported = run / "exported-00000003"
+    assert f"{exported}: there already" in capsys.readouterr().out
+    commit.rewrite_manifest(checkpoint, {"run_id": "next"})
+    with pytest.raises(UsageError, match=r"exported-00000003: is the export of another run, abc; .* is of run next"):
+        call(run, "--steps", "export")
+    (exported / "experiment.json").unlink()
+    with pytest.raises(UsageError, match=r"is no export that can be read .*Move the folder away, and give --steps"):
+        call(run, "--steps", "export")
+    shutil.rmtree(exported)
+    exported.mkdir()
+    assert call(run, "--steps", "export") == 0
+    assert json.loads((exported / "experiment.json").read_text())["run_id"] == "next"
