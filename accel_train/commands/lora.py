@@ -254,7 +254,7 @@ def _plan(request: _Request) -> int:
     else:
         options = request.options
         tree, lines = lora_plan.make(request.recipe, request.flags, options.intent, options.memory_gib)
-        made_with = {"intent": options.intent} | request.made_with
+        made_with = {"intent": options.intent} | dict(request.made_with)
     # Refused here, where the plan is made, and not by the first process that trains.
     from_tree(request.recipe.Config, tree | dict(request.start), "command line")
     _write(request.plan, tree, made_with)

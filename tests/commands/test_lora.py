@@ -198,6 +198,8 @@ def test_the_quality_of_a_base_is_that_of_its_objective(
     assert call(made, tmp_path / "run", "--steps", "plan", "--intent", "quality", "--memory_gib", "24") == 0
     assert "with objective.snr_weighting min_snr, because the base predicts epsilon" in capsys.readouterr().out
     assert read_tree(tmp_path / "run" / "plan.yaml")["objective"]["snr_weighting"] == "min_snr"
+    # What a later command is compared with.
+    assert "\n# Made with --intent quality --memory_gib 24\n" in (tmp_path / "run" / "plan.yaml").read_text()
     recipe = import_recipe(find_recipe("lora"))
     flow = tiny.save("sd3", tmp_path / "flow")
     flags = {"base.source": str(flow), "data.path": "photos"}
