@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.config import NonNegativeFloat
+from accel_train.config import NonNegativeFloat, UsageError
 from accel_train.data import tensor_cache
 from accel_train.data.artifacts import cache_directory
 from accel_train.data.tensor_cache import Entry
@@ -28,7 +29,7 @@ class CacheConfig:
     json: bool = False
     """Print JSON, for programs."""
     unused_days: NonNegativeFloat = 0.0
-    """clear: delete only what was not used for so many days."""
+    """ls, clear: list or delete only what was not used for so many days."""
 
 
 def check(path: str, arguments: Sequence[str]) -> int:
@@ -48,23 +49,34 @@ def cache(action: str, arguments: Sequence[str]) -> int:
     """List, verify or clear the cache. Return 1 if `verify` found damaged entries, else 0. Raises ``UsageError``."""
     config = read_options(CacheConfig, arguments, f"accel-train data cache {action}")
     root = cache_directory(config.cache_dir) / tensor_cache.ROOT
+    used_before = time.time() - config.unused_days * DAY_SECONDS
     if action == "ls":
-        return _list(root, config.json)
-    if action == "verify":
-        return _verify(root)
-    return _clear(root, config.unused_days)
+        if not config.unused_days:
+            # Also entries of the future, by the clock of another machine.
+            used_before = math.inf
+        return _list(root, used_before, config.json)
+    if action == "clear":
+        return _clear(root, used_before, config.json)
+    if config.unused_days:
+        raise UsageError(
+            f"unused_days: {config.unused_days:g}: verify hashes every entry, whenever it was used; leave it out, or "
+            "give it to ls or clear"
+        )
+    return _verify(root, config.json)
 
 
-def _folders(root: Path) -> dict[Path, list[Entry]]:
+def _folders(root: Path, used_before: float) -> dict[Path, list[Entry]]:
     found: dict[Path, list[Entry]] = {}
     for entry in tensor_cache.entries(root):
-        # Inside of a folder, entries are spread over subfolders of two letters.
-        found.setdefault(entry.file.parents[1], []).append(entry)
+        if entry.used <= used_before:
+            # Inside of a folder, entries are spread over subfolders of two letters.
+            found.setdefault(entry.file.parents[1], []).append(entry)
     return found
 
 
-def _list(root: Path, as_json: bool) -> int:
-    folders = [(folder, _about(folder), found) for folder, found in sorted(_folders(root).items())]
+def _list(root: Path, used_before: float, as_json: bool) -> int:
+    found = _folders(root, used_before)
+    folders = [(folder, _about(folder), entries) for folder, entries in sorted(found.items())]
     if as_json:
         rows: list[dict[str, Any]] = []
         for folder, about, found in folders:
@@ -93,32 +105,39 @@ def _about(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _verify(root: Path) -> int:
+def _verify(root: Path, as_json: bool) -> int:
     """Hash every entry, and delete the damaged ones: the next run computes them again."""
-    damaged = 0
+    damaged: list[str] = []
     count = 0
     for entry in tensor_cache.entries(root):
         count += 1
         if not tensor_cache.is_intact(entry.file):
-            damaged += 1
-            print(f"damaged, deleted: {entry.file}")
+            damaged.append(str(entry.file))
             entry.file.unlink(missing_ok=True)
+            if not as_json:
+                print(f"damaged, deleted: {entry.file}")
     for doubted in root.glob(f"*/{tensor_cache.DOUBTED}"):
         # The next run need not read all of them once more.
         doubted.unlink(missing_ok=True)
-    print(f"{count:,} entries, {damaged:,} damaged")
+    if as_json:
+        print(json.dumps({"entries": count, "damaged": damaged}, indent=1))
+    else:
+        print(f"{count:,} entries, {len(damaged):,} damaged")
     return 1 if damaged else 0
 
 
-def _clear(root: Path, unused_days: float) -> int:
+def _clear(root: Path, used_before: float, as_json: bool) -> int:
     """Delete entries not in use by a live run."""
-    before = time.time() - unused_days * DAY_SECONDS
-    deleted, in_use = tensor_cache.clear(root, before)
+    deleted, in_use = tensor_cache.clear(root, used_before)
     for folder in root.glob("*"):
         # Leases of live runs have a folder without entries, which must stay.
         if folder.is_dir() and folder.name != tensor_cache.LEASES and not any(folder.glob("??/*")):
             shutil.rmtree(folder, ignore_errors=True)
-    print(f"{len(deleted):,} entries deleted, {sum(entry.size for entry in deleted) / 2**30:.2f} GiB")
+    size = sum(entry.size for entry in deleted)
+    if as_json:
+        print(json.dumps({"deleted": len(deleted), "bytes": size, "in_use": in_use}, indent=1))
+        return 0
+    print(f"{len(deleted):,} entries deleted, {size / 2**30:.2f} GiB")
     if in_use:
         print(f"{in_use:,} entries stay: a live run uses them")
     return 0

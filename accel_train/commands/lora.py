@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,16 @@ from accel_train.config import Fraction, PositiveFloat, PositiveInt, UsageError,
 from accel_train.options.flags import FlagError, read_flags
 from accel_train.options.help_text import print_command_help, requested_topic
 from accel_train.options.loading import from_tree, read_tree
-from accel_train.options.tree import Tree, option_types, overlaid, tree_text
+from accel_train.options.tree import (
+    INVOCATION_OPTIONS,
+    Tree,
+    defaults_tree,
+    flatten,
+    option_types,
+    overlaid,
+    tree_text,
+    without_invocation,
+)
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT
 from accel_train.store.run_file import has_trained
@@ -30,11 +40,16 @@ STEPS: tuple[Step, ...] = ("check", "plan", "cache", "train", "validate", "expor
 RECIPE = "lora"
 PLAN = "plan.yaml"
 PLANNED = "# The plan of `accel-train lora`; valid input for recipes/lora.py. Edit it before training begins.\n"
+MADE_WITH = "# Made with "
+OF_THE_PLAN = ("intent", "memory_gib")
+"""Options of the step plan. No options of the recipe, so that the plan has them in a comment, ``MADE_WITH``."""
 CHECKED = (
     *("data.resolutions", "data.bucket_step", "data.max_aspect", "data.split", "data.image_column"),
     *("data.caption_column", "data.caption_extension", "data.min_side", "data.cache_dir"),
 )
 """Options of the recipe shared with the check of the data."""
+NAMES = {"data.path": "the word after `accel-train lora`", "base.source": "--base"}
+"""Options of the recipe that have another place on this command line."""
 WORSE = 1.02
 """Held-out loss over the lowest one, from which on the pictures are being learned by heart."""
 
@@ -70,7 +85,11 @@ class _Request:
     options: LoraOptions
     recipe: ModuleType
     flags: Mapping[str, Any]
-    """Options of the recipe, dotted."""
+    """Options of the experiment, dotted: they become part of the plan."""
+    start: Mapping[str, Any]
+    """Options of one start of the recipe, for the step train alone."""
+    made_with: Mapping[str, Any]
+    """``OF_THE_PLAN``, as far as they were given."""
 
     @property
     def run(self) -> Path:
@@ -81,11 +100,24 @@ class _Request:
     def plan(self) -> Path:
         return self.run / PLAN
 
-    def config(self) -> Any:
-        """Return the recipe's config of the plan. Raises ``UsageError`` without a plan."""
+    def tree(self) -> Tree:
+        """Return the options of the plan. Raises ``UsageError`` without a plan."""
         if not self.plan.is_file():
             raise UsageError(f"{self.plan}: there is no plan yet; run the step plan first, or all steps")
-        return from_tree(self.recipe.Config, read_tree(self.plan), str(self.plan))
+        return _read_plan(self.plan)
+
+    def config(self) -> Any:
+        """Return the recipe's config of the plan. Raises ``UsageError`` without a plan."""
+        return from_tree(self.recipe.Config, self.tree(), str(self.plan))
+
+    @property
+    def reads_plan(self) -> bool:
+        """Return True if the steps read a plan and do not make it."""
+        steps = set(self.options.steps)
+        if "plan" in steps:
+            return False
+        # An export reads the run alone, which another command may have started.
+        return bool(steps & {"cache", "train", "validate"}) or ("export" in steps and self.plan.is_file())
 
 
 def lora(dataset: str, arguments: Sequence[str]) -> int:
@@ -102,6 +134,8 @@ def lora(dataset: str, arguments: Sequence[str]) -> int:
         "validate": _validate,
         "export": _export,
     }
+    if request.reads_plan:
+        _refuse_other_values(request)
     for number, name in enumerate(STEPS, 1):
         if name not in request.options.steps:
             continue
@@ -128,53 +162,136 @@ def _read(dataset: str, arguments: Sequence[str]) -> _Request:
     rest = {name: value for name, value in flags.items() if name not in own}
     for option, given in (("data.path", dataset), ("base.source", options.base)):
         if option in rest:
-            raise UsageError(f"--{option} {rest[option]}: here it is {_elsewhere(option)}; give it once, there")
+            raise UsageError(f"--{option} {rest[option]}: here it is {NAMES[option]}; give it once, there")
         if given is not None:
             rest[option] = given
-    return _Request(dataset, options, recipe, {"output_dir": lora_plan.OUTPUT_DIR} | rest)
+    start = {name: rest.pop(name) for name in INVOCATION_OPTIONS if name in rest}
+    _refuse_of_other_steps(options, rest, start)
+    made_with = {name: flags[name] for name in OF_THE_PLAN if name in flags}
+    return _Request(dataset, options, recipe, {"output_dir": lora_plan.OUTPUT_DIR} | rest, start, made_with)
 
 
-def _elsewhere(option: str) -> str:
-    return "the word after `accel-train lora`" if option == "data.path" else "--base"
+def _refuse_of_other_steps(options: LoraOptions, flags: Mapping[str, Any], start: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` for options of a start without the step train, and for ``cache_only``."""
+    if "cache_only" in flags:
+        raise UsageError("--cache_only: here it is the step cache; give --steps cache")
+    if start and "train" not in options.steps:
+        given = " ".join(_flags(start))
+        raise UsageError(f"{given}: of the step train, which is not among --steps; add train, or leave this out")
+
+
+def _refuse_other_values(request: _Request) -> None:
+    """Raise ``UsageError`` for options that the plan has otherwise, which the steps after it would not obey."""
+    planned = flatten(defaults_tree(request.recipe.Config)) | flatten(request.tree())
+    others = {option: value for option, value in request.flags.items() if not _is_same(planned.get(option), value)}
+    lines = [
+        f"{NAMES.get(option, f'--{option}')}: {planned.get(option)!r} there, {value!r} now"
+        for option, value in others.items()
+    ]
+    lines += _other_making(request)
+    if lines:
+        listed = "\n  ".join(lines)
+        raise UsageError(
+            f"{request.plan}: the steps {' '.join(request.options.steps)} read the plan, which has other values:\n"
+            f"  {listed}\nadd plan to --steps, or leave out what differs"
+        )
+
+
+def _is_same(planned: Any, given: Any) -> bool:
+    if isinstance(planned, str) and isinstance(given, str):
+        # Such as photos/ for photos.
+        return planned == given or expand_path(planned) == expand_path(given)
+    return planned == given
+
+
+def _other_making(request: _Request) -> list[str]:
+    """Return a line for each option given now that a plan was not made with."""
+    made = _made_with(request.plan)
+    return [
+        f"--{name}: {made.get(name)!r} there, {value!r} now"
+        for name, value in request.made_with.items()
+        if made.get(name) != value
+    ]
 
 
 def _check(request: _Request) -> int:
     from accel_train.commands import data
 
-    words = ["--min_dataset_quality", str(request.options.min_dataset_quality)]
-    for option in CHECKED:
-        # Only what was given is passed on, because the check has defaults of its own.
-        if option not in request.flags:
-            continue
-        value = request.flags[option]
+    # Only what was given is passed on, because the check has defaults of its own.
+    given = {option.removeprefix("data."): request.flags[option] for option in CHECKED if option in request.flags}
+    quality = {"min_dataset_quality": request.options.min_dataset_quality}
+    return data.check(request.dataset, _flags(quality | given))
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    """Write options as words of a command line."""
+    words: list[str] = []
+    for option, value in options.items():
         several = cast("list[Any]", value) if isinstance(value, list) else [value]
-        words += [f"--{option.removeprefix('data.')}", *map(str, several)]
-    return data.check(request.dataset, words)
+        words += [f"--{option}", *map(str, several)]
+    return words
 
 
 def _plan(request: _Request) -> int:
-    if has_trained(request.run):
-        # The machine may be another one by now, and the experiment stays what it is.
-        tree = overlaid(read_tree(request.plan), request.flags) if request.plan.is_file() else None
-        if tree is None:
+    # The step train deletes the run, so that its plan binds nothing.
+    if has_trained(request.run) and not request.start.get("overwrite"):
+        if not request.plan.is_file():
             raise UsageError(
                 f"{request.run}: a run without {PLAN}, which this command has not started; continue with "
                 f"`accel-train launch {RECIPE} {request.run / 'config.yaml'}`, or give another --output_dir"
             )
+        others = _other_making(request)
+        if others:
+            listed = "\n  ".join(others)
+            raise UsageError(
+                f"{request.plan}: is kept, because training has begun, and was made with other options:\n  {listed}\n"
+                "leave them out, give another --output_dir, or --overwrite to delete the run and plan again"
+            )
+        # The machine may be another one by now, and the experiment stays what it is.
+        tree = overlaid(_read_plan(request.plan), request.flags)
+        made_with = _made_with(request.plan)
         lines = ["kept, because training has begun; options given now are added, and refused if they change the run"]
     else:
         options = request.options
         tree, lines = lora_plan.make(request.recipe, request.flags, options.intent, options.memory_gib)
+        made_with = {"intent": options.intent} | dict(request.made_with)
     # Refused here, where the plan is made, and not by the first process that trains.
-    from_tree(request.recipe.Config, tree, "command line")
-    _write(request.plan, tree)
+    from_tree(request.recipe.Config, tree | dict(request.start), "command line")
+    _write(request.plan, tree, made_with)
     print("\n".join([*lines, f"{request.plan}: the plan, as options of recipes/lora.py"]), flush=True)
     return 0
 
 
-def _write(path: Path, tree: Tree) -> None:
+def _read_plan(path: Path) -> Tree:
+    """Return the options of a plan. Those of one start, which older versions put there, are removed from the file.
+
+    With ``overwrite: true`` in it every later start would delete the run.
+    """
+    found = read_tree(path)
+    tree = without_invocation(found)
+    removed = [name for name in found if name not in tree]
+    if removed:
+        _write(path, tree, _made_with(path))
+        print(f"{path}: {', '.join(removed)} removed, because a plan is for every start", flush=True)
+    return tree
+
+
+def _made_with(path: Path) -> dict[str, Any]:
+    """Return the ``OF_THE_PLAN`` that a plan was made with. Empty for one of an older version."""
+    for line in path.read_text("utf-8").splitlines():
+        if line.startswith(MADE_WITH):
+            # The line may have been edited.
+            with suppress(FlagError):
+                return read_flags(option_types(LoraOptions), line.removeprefix(MADE_WITH).split(), list)
+    return {}
+
+
+def _write(path: Path, tree: Tree, made_with: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, (PLANNED + tree_text(tree)).encode())
+    text = PLANNED
+    if made_with:
+        text += f"{MADE_WITH}{' '.join(_flags(made_with))}\n"
+    replace_file(path, (text + tree_text(tree)).encode())
 
 
 def _cache(request: _Request) -> int:
@@ -182,7 +299,7 @@ def _cache(request: _Request) -> int:
 
 
 def _train(request: _Request) -> int:
-    return _launch(request)
+    return _launch(request, *_flags(request.start))
 
 
 def _launch(request: _Request, *flags: str) -> int:
@@ -250,8 +367,24 @@ def _export(request: _Request) -> int:
 
     newest, _ = places.newest_at(request.run)
     destination = request.run / f"exported-{newest.step:08d}"
-    # The name has the step in it, and a checkpoint never changes.
-    if destination.is_dir():
+    if destination.is_dir() and any(destination.iterdir()):
+        _refuse_other_export(destination, newest.path, newest.manifest.get("run_id"))
+        # The name has the step in it, and a checkpoint of a run never changes.
         print(f"{destination}: there already")
         return 0
     return export(str(request.run), str(destination), source=best_stem(newest.path))
+
+
+def _refuse_other_export(destination: Path, checkpoint: Path, run_id: str | None) -> None:
+    """Raise ``UsageError`` for a folder that is no export of the run, such as one of a run deleted by ``overwrite``."""
+    try:
+        exported = json.loads((destination / "experiment.json").read_text("utf-8")).get("run_id")
+    except (OSError, ValueError) as error:
+        found = f"no export that can be read ({error})"
+    else:
+        if exported == run_id:
+            return
+        found = f"the export of another run, {exported}"
+    raise UsageError(
+        f"{destination}: is {found}; {checkpoint} is of run {run_id}. Move the folder away, and give --steps export"
+    )

@@ -34,7 +34,11 @@ def _plain(value: Any) -> Any:
 
 def experiment_tree(config: object) -> Tree:
     """Return ``to_tree`` without the options of one invocation."""
-    tree = to_tree(config)
+    return without_invocation(to_tree(config))
+
+
+def without_invocation(tree: Tree) -> Tree:
+    """Return nested options without those of one invocation."""
     return {key: value for key, value in tree.items() if key not in INVOCATION_OPTIONS}
 
 

@@ -182,3 +182,23 @@ def test_clearing_leaves_what_is_in_use_or_young(tmp_path: Path, capsys: pytest.
     assert run("cache", "clear", cache=tmp_path) == 0
     assert not list(entries(cache.root))
     assert not [folder for folder in cache.root.iterdir() if folder.is_dir() and folder.name != "leases"]
+
+
+def test_every_action_of_the_cache_obeys_its_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*words: str, code: int = 0) -> Any:
+        assert run("cache", *words, "--json", cache=tmp_path) == code
+        return json.loads(capsys.readouterr().out)
+
+    cache = filled(tmp_path)
+    old = cache.file(f"{0:064x}")
+    os.utime(old, (1, 1))
+    assert [row["entries"] for row in shown("ls", "--unused_days", "2")] == [1]
+    assert sorted(row["entries"] for row in shown("ls")) == [1, 3]
+    assert shown("verify") == {"entries": 4, "damaged": []}
+    size = old.stat().st_size
+    assert shown("clear", "--unused_days", "2") == {"deleted": 1, "bytes": size, "in_use": 0}
+    damaged = cache.file(f"{1:064x}")
+    damaged.write_bytes(b"damaged")
+    assert shown("verify", code=1) == {"entries": 3, "damaged": [str(damaged)]}
+    with pytest.raises(UsageError, match=r"unused_days: 30: verify hashes every entry, .* give it to ls or clear"):
+        run("cache", "verify", "--unused_days", "30", cache=tmp_path)

@@ -22,6 +22,7 @@ from accel_train.domains.images.memory.simulated_memory import MODELS, VAES
 from accel_train.domains.images.pipelines.loading import BaseConfig, find_base
 from accel_train.options.loading import read_tree
 from accel_train.speed.memory.fitting import GIB, Size
+from accel_train.store import run_file
 from tests.domains.images import tiny_pipelines as tiny
 
 pytest.importorskip("diffusers")
@@ -197,6 +198,8 @@ def test_the_quality_of_a_base_is_that_of_its_objective(
     assert call(made, tmp_path / "run", "--steps", "plan", "--intent", "quality", "--memory_gib", "24") == 0
     assert "with objective.snr_weighting min_snr, because the base predicts epsilon" in capsys.readouterr().out
     assert read_tree(tmp_path / "run" / "plan.yaml")["objective"]["snr_weighting"] == "min_snr"
+    # What a later command is compared with.
+    assert "\n# Made with --intent quality --memory_gib 24\n" in (tmp_path / "run" / "plan.yaml").read_text()
     recipe = import_recipe(find_recipe("lora"))
     flow = tiny.save("sd3", tmp_path / "flow")
     flags = {"base.source": str(flow), "data.path": "photos"}
@@ -267,8 +270,15 @@ def test_the_steps_one_after_the_other(
     assert call(made, run, *PROMPTS, "--max_steps", "3", "--steps", "plan", "train", "export") == 0
     assert (run / "exported-00000003").is_dir()
     shutil.rmtree(run / "report")
-    assert call(made, run, "--steps", "validate") == 0
+    longer = (*PROMPTS, "--max_steps", "3")
+    assert call(made, run, *longer, "--steps", "validate") == 0
     assert (run / "report" / "evaluation.json").is_file()
+    # Begun again once: the export of the deleted run is not that of the new one, which the next start continues.
+    with pytest.raises(UsageError, match=r"exported-00000003: is the export of another run"):
+        call(made, run, *longer, "--overwrite", "--steps", "plan", "train", "export")
+    begun = run_file.load(run)["run_id"]
+    assert call(made, run, *longer, "--steps", "plan", "train") == 0
+    assert run_file.load(run)["run_id"] == begun
 
 
 @pytest.mark.slow  # the test above takes the same steps in one process
