@@ -179,6 +179,7 @@ def test_wrong_usage_is_refused_before_anything_runs(tmp_path: Path) -> None:
     assert "--step_seconds -1" in refused(recipe, "--step_seconds", "-1")
     assert "--max_steps: `accel-train drill` sets it" in refused(recipe, "--max_steps", "10")
     assert "--output_dir" in refused(recipe, "demo", "--output_dir=mine")
+    assert "--output_dir: `accel-train drill` sets it" in refused(recipe, "demo", "--output-dir=mine")
     assert "num_machines is 2" in refused("--config_file", str(_two_machines(tmp_path)), recipe)
     assert "is not empty" in refused("--keep", str(tmp_path), recipe)
     (tmp_path / "file").write_text("")
