@@ -220,9 +220,10 @@ def test_an_interrupted_drill_leaves_nothing_behind(tmp_path: Path) -> None:
     log = tmp_path / "drill.txt"
     process = zygote.start(command, log, env={**os.environ, "TMPDIR": str(scratch)}, cwd=tmp_path, group=True)
     until(lambda: process.poll() is not None or list(scratch.glob("accel-train-drill-*/undisturbed/run/run.json")))
-    process.send_signal(signal.SIGINT)
+    # Not SIGINT, which is ignored if a shell runs the tests in the background.
+    process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_SECONDS) == 1, log.read_text()
-    assert "interrupted by SIGINT: the runs are stopped, no result" in log.read_text()
+    assert "interrupted by SIGTERM: the runs are stopped, no result" in log.read_text()
     assert not list(scratch.glob("accel-train-drill-*"))
 
 
