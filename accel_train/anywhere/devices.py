@@ -18,6 +18,8 @@ cuda = torch.cuda
 print(min((cuda.get_device_properties(i).total_memory for i in range(cuda.device_count())), default=0))
 """
 SECONDS_BETWEEN_COUNTS = 60.0
+LONGEST_SECONDS = 60.0
+"""Time for one count. A driver may hang, and the run is not watched meanwhile."""
 LOOKS_BEFORE_A_WORD = 3
 GIB = 2**30
 
@@ -77,32 +79,47 @@ class VisibleDevices:
     """The accelerators visible to torch, or one CPU if there has never been one."""
 
     def __init__(self) -> None:
-        self._last = _visible()
-        self._is_cpu = self._last == 0
+        """Count for the first time. Raises ``UsageError`` if that fails."""
+        found = _answer(COUNT)
+        if found is None:
+            raise UsageError(
+                "devices: a process that counts the accelerators with torch failed or took longer than "
+                f"{LONGEST_SECONDS:g} s; mend that, or give the number in a file with --devices"
+            )
+        self._last = found
+        self._is_cpu = found == 0
         self._counted = time.monotonic()
 
     def count(self) -> int:
-        """Return the number of accelerators, counted once a minute. A machine without any counts as 1."""
+        """Return the number of accelerators, counted once a minute. A machine without any counts as 1.
+
+        While no count succeeds, the last number stands.
+        """
         if self._is_cpu:
             return 1
         if time.monotonic() - self._counted > SECONDS_BETWEEN_COUNTS:
-            self._last = _visible()
+            found = _answer(COUNT)
+            # A change stops the run, so it takes two counts: one may meet a driver that is busy.
+            if found not in (None, self._last) and found == _answer(COUNT):
+                self._last = found
             self._counted = time.monotonic()
         return self._last
 
 
 def visible_vram_gib() -> float:
     """Return the memory in GiB of the smallest GPU visible to torch, 0 without any."""
-    return _answer(MEMORY) / GIB
+    return (_answer(MEMORY) or 0) / GIB
 
 
-def _visible() -> int:
-    return _answer(COUNT)
-
-
-def _answer(program: str) -> int:
-    """Return the number that a program prints, 0 if it fails."""
+def _answer(program: str) -> int | None:
+    """Return the number that a program prints, None if it fails or takes too long."""
     # In a process of its own: a driver tells one process always the same number, and its memory is the run's.
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", program]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
     lines = done.stdout.split()
-    return int(lines[-1]) if lines and lines[-1].isdigit() else 0
+    if done.returncode or not lines or not lines[-1].isdigit():
+        return None
+    return int(lines[-1])

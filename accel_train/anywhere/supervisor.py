@@ -58,7 +58,9 @@ class Stops:
         self.requested = False
 
     def __enter__(self) -> Stops:
-        self._before = {number: signal.signal(number, self._note) for number in STOPS}
+        # nohup ignores SIGHUP for the process, and a shell SIGINT for one in the background.
+        heard = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -16,6 +16,7 @@ from accel_train.commands.launch import Launch, read_machine
 from accel_train.config import UsageError
 from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files.machine_config import MachineConfig
+from accel_train.launch_files.other_launchers import refuse_other_launchers
 from accel_train.launch_files.requested import Requested, notices, refuse_accumulation, refuse_experiment_settings
 from accel_train.linting import reporting
 from accel_train.linting.fixing import fix_file, undo, unused_copy
@@ -128,7 +129,7 @@ def describe(request: Launch, checked: Checked) -> str:
 
 
 def _notes(machine: MachineConfig) -> list[str]:
-    return notices(machine, os.environ) + _multi_cpu_note(machine)
+    return notices(machine, os.environ) + _multi_cpu_note(machine) + _other_launcher_note(machine)
 
 
 def _json(checked: Checked) -> str:
@@ -230,6 +231,15 @@ def _multi_cpu_note(machine: MachineConfig) -> list[str]:
         f"num_processes: {machine.num_processes} with MULTI_CPU starts ONE process under `accelerate launch`; "
         f"use `accel-train launch` or `torchrun --nproc_per_node {machine.num_processes}`"
     ]
+
+
+def _other_launcher_note(machine: MachineConfig) -> list[str]:
+    """Warn of a file obeyed by `accelerate launch` and refused by `accel-train launch`."""
+    try:
+        refuse_other_launchers(machine)
+    except UsageError as error:
+        return [f"for `accelerate launch` only: {error}"]
+    return []
 
 
 def _refuse_contradictions(machine: MachineConfig, config: Any, accumulation: int, source: str) -> None:

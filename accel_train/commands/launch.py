@@ -27,6 +27,7 @@ from accel_train.launch_files.machine_config import (
     read_machine_config,
     visible_machine,
 )
+from accel_train.launch_files.other_launchers import refuse_other_launchers
 from accel_train.launch_files.parents import end_with_parent
 from accel_train.launch_files.processes import refuse_rank_and_port
 from accel_train.launch_files.rendezvous import check_rendezvous
@@ -102,6 +103,7 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
     path, machine, assumption = read_machine(request)
     if assumption is not None:
         print(assumption, flush=True)
+    refuse_other_launchers(machine)
     recipe = find_recipe(request.recipe)
     if rehearsal and request.main_process_port is None and machine.num_machines == 1:
         # A real run on this machine may use the port in the file.

@@ -223,7 +223,9 @@ def _tail(text: str) -> str:
 
 @contextmanager
 def _on_stop_signals(handler: Callable[[int, FrameType | None], object]) -> Generator[None]:
-    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    # nohup ignores SIGHUP for the process, and a shell SIGINT for one in the background.
+    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:
@@ -233,7 +235,10 @@ def _on_stop_signals(handler: Callable[[int, FrameType | None], object]) -> Gene
 
 @contextmanager
 def stop_signals_raise() -> Generator[None]:
-    """Raise ``InterruptedRunError`` on SIGINT, SIGTERM and SIGHUP, so that ``finally`` runs. Main thread only."""
+    """Raise ``InterruptedRunError`` on SIGINT, SIGTERM and SIGHUP, so that ``finally`` runs. Main thread only.
+
+    A signal that this process ignores, as under nohup, stays ignored.
+    """
     with _on_stop_signals(_interrupt):
         yield
 

@@ -290,8 +290,13 @@ def _unusable_as_control(fork: _Fork) -> str | None:
     if end < fork.last:
         return f"the run logged steps up to {end}"
     wanted = flatten(fork.options)
-    for start in fork.run.starts(fork.checkpoint.step + 1, fork.last):
-        for name, value in flatten(start.options).items():
+    # As Recorder.due: the end of the branch is a log point of its own, and need not be one of the run.
+    every = (wanted | dict(fork.changed))["log.log_every"]
+    start = fork.checkpoint.step
+    if not any(start < step <= fork.last and (step % every == 0 or step in (1, fork.last)) for step in logged):
+        return f"the run logged none of the steps {start + 1} to {fork.last} that the branch logs"
+    for record in fork.run.starts(start + 1, fork.last):
+        for name, value in flatten(record.options).items():
             # Options that change no result need not be those of the branch.
             if name in wanted and wanted[name] != value and not is_covered(name, fork.free):
                 return f"the run went on with {name} {value!r}"

@@ -90,18 +90,25 @@ class RecordedRun:
         return {}
 
     def starts(self, first: int, last: int) -> list[Start]:
-        """Return the starts behind the training lines of the steps ``first`` to ``last``."""
-        # By identity: lines of an abandoned pass have the same steps.
-        lines = self.lines("train")
-        counted = {id(lines[step]) for step in lines if first <= step <= last}
-        found: dict[int, Start] = {}
-        current = 0
+        """Return the starts that trained the steps ``first`` to ``last``, logged or not. None without a log."""
+        found: list[Start] = []
+        end = last
+        # From the last one back, because a start trains again whatever follows its checkpoint.
+        for number, begin in reversed(self._beginnings()):
+            if begin < end and first <= end:
+                found.insert(0, self._start_at(number))
+            end = min(begin, end)
+        return found
+
+    def _beginnings(self) -> list[tuple[int, int]]:
+        """Return the number of each start's first record, with the step of its checkpoint."""
+        found: list[tuple[int, int]] = []
         for number, record in enumerate(self.records):
             if record.get("event") == "environment":
-                current = number
-            elif id(record) in counted:
-                found[current] = self._start_at(current)
-        return list(found.values())
+                found.append((number, 0))
+            elif record.get("event") == "resume" and found:
+                found[-1] = (found[-1][0], int(record["step"]))
+        return found
 
     def last_start(self) -> Start:
         """Return the start behind the end of the log."""

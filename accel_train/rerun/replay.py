@@ -6,6 +6,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -202,15 +203,22 @@ def _replay(request: Request, plan: _Plan, folder: Path) -> tuple[Result, dict[s
     reasons = agreement.reasons_for_other_bits(starts, ours)
     if not starts:
         # Without a log, manifests say what they can.
-        reasons += agreement.other_layouts(_layout(run), _layout(replayed))
+        reasons += _other_layouts(plan, replayed.newest_manifest())
     verdict = agreement.verdict(rows, compared, reasons, request.tolerance)
     result = Result(plan.window, plan.start_step, rows, compared, reasons, request.tolerance, verdict)
     return result, {"recorded": starts, "replayed": [ours]}
 
 
-def _layout(run: RecordedRun) -> Mapping[str, Any]:
-    _, newest = run.checkpoints[-1]
-    return manifest.read(newest).get("layout", {})
+def _other_layouts(plan: _Plan, ours: Mapping[str, Any]) -> list[str]:
+    """List the differences of a replay's layout, in its manifest, from those of the checkpoints to compare."""
+    checkpoints = dict(plan.run.checkpoints)
+    found: dict[str, None] = {}
+    for step in plan.saved:
+        # A damaged one differs, whatever its layout.
+        with suppress(ValueError):
+            theirs = manifest.read(checkpoints[step])
+            found |= dict.fromkeys(agreement.other_layouts(theirs.get("layout", {}), ours.get("layout", {})))
+    return list(found)
 
 
 def _compare_checkpoints(plan: _Plan, replayed: RecordedRun) -> list[Weights]:

@@ -52,9 +52,9 @@ def refuse_options_set_here(arguments: Sequence[str]) -> None:
 
 
 def given_flags(arguments: Sequence[str]) -> list[str]:
-    """List the names of the options on the command line."""
+    """List the names of the options on the command line, with the underscores that ``read_flags`` makes of dashes."""
     flags = [word.removeprefix("--") for word in arguments if word.startswith("--")]
-    return [flag.partition("=")[0] for flag in flags]
+    return [flag.partition("=")[0].replace("-", "_") for flag in flags]
 
 
 def choose_sizes(options: Mapping[str, Any], arguments: Sequence[str], steps: int) -> Sizes:

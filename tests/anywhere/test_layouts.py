@@ -115,6 +115,26 @@ def test_accelerators_that_are_lost_are_noticed(monkeypatch: pytest.MonkeyPatch)
     assert found.count() == 0
 
 
+def test_a_count_that_fails_or_is_not_repeated_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(devices, "COUNT", "print(4)")
+    monkeypatch.setattr(devices, "SECONDS_BETWEEN_COUNTS", -1.0)
+    found = VisibleDevices()
+    for failing in ("raise SystemExit(1)", "print(0); raise SystemExit(1)", "print('no number')"):
+        monkeypatch.setattr(devices, "COUNT", failing)
+        assert found.count() == 4
+    with pytest.raises(UsageError, match="give the number in a file with --devices"):
+        VisibleDevices()
+    # Two accelerators at the first count, all of them at the second.
+    note = tmp_path / "note"
+    once = f"from pathlib import Path; p = Path({str(note)!r}); print(4 if p.exists() else 2); p.touch()"
+    monkeypatch.setattr(devices, "COUNT", once)
+    assert found.count() == 4
+    assert note.exists()
+    monkeypatch.setattr(devices, "LONGEST_SECONDS", 0.01)
+    monkeypatch.setattr(devices, "COUNT", "import time; print(0, flush=True); time.sleep(1800)")
+    assert found.count() == 4
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -194,6 +194,21 @@ def test_a_run_that_does_not_end_is_killed(tmp_path: Path) -> None:
     assert [segment.ended for segment in made.segments] == ["killed by signal 9", "finished"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_the_process_ignores_is_no_stop(number: signal.Signals) -> None:
+    """As under nohup, and in the background of a script."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with supervisor.Stops() as stops:
+            signal.raise_signal(number)
+            assert not stops.requested
+            signal.raise_signal(signal.SIGTERM)
+            assert stops.requested
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
 def test_signals_to_the_command_end_it_with_75(tmp_path: Path) -> None:
     """SIGTERM while it waits for a device: there is nothing to save."""
     (tmp_path / "devices").write_text("0")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from accel_train.commands.check import check
 from accel_train.commands.launch import (
     Launch,
     accelerate_environment,
@@ -25,6 +26,7 @@ from accel_train.commands.launch import (
 )
 from accel_train.config import UsageError
 from accel_train.launch_files.machine_config import read_machine_config, visible_machine
+from accel_train.launch_files.other_launchers import refuse_other_launchers
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -380,6 +382,52 @@ def test_a_deepspeed_file_gives_its_own_keys(tmp_path: Path) -> None:
     settings = accelerate_settings(file, read_machine_config(file), Launch(str(file), str(RECIPE)))
     given = accelerate_environment(settings)["ACCELERATE_CONFIG_DS_FIELDS"]
     assert set(given.split(",")) == {"deepspeed_config_file", "zero3_init_flag"}
+
+
+MPIRUN = "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\nmpirun_config: {mpirun_hostfile: hosts}\n"
+ZERO_ON_TWO = (
+    "distributed_type: DEEPSPEED\nnum_machines: 2\nmachine_rank: 0\nnum_processes: 2\nmain_process_ip: 127.0.0.1\n"
+    "main_process_port: 29511\ndeepspeed_config:\n  zero_stage: 2\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (MPIRUN, r"`mpirun_config.mpirun_hostfile: hosts`: must be absent.* delete mpirun_config"),
+        (
+            f"{ZERO_ON_TWO}  deepspeed_multinode_launcher: pdsh\n  deepspeed_hostfile: hosts\n"
+            "  deepspeed_inclusion_filter: b:0\n",
+            r"`deepspeed_config.deepspeed_multinode_launcher: pdsh`: must be standard.* each of the 2 machines",
+        ),
+        (f"{ZERO_ON_TWO}  deepspeed_hostfile: hosts\n", r"deepspeed_hostfile: hosts`: must be absent.* standard`"),
+        (
+            f"{ZERO_ON_TWO}  deepspeed_multinode_launcher: standard\n  deepspeed_exclusion_filter: b\n",
+            r"deepspeed_exclusion_filter: b`: must be absent",
+        ),
+    ],
+)
+def test_a_file_that_asks_for_another_launcher(text: str, says: str, tmp_path: Path) -> None:
+    """mpirun and pdsh start every machine, this launcher its own: it would wait for processes nobody starts."""
+    file = tmp_path / "launch.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=says):
+        refuse_other_launchers(read_machine_config(file))
+
+
+def test_a_start_refuses_a_file_for_mpirun_and_a_check_notes_it(tmp_path: Path) -> None:
+    file = tmp_path / "launch.yaml"
+    file.write_text(MPIRUN)
+    request = Launch(str(file), str(RECIPE), ("demo",))
+    with pytest.raises(UsageError, match=r"mpirun_hostfile: hosts"):
+        launch(request)
+    assert f"note: for `accelerate launch` only: {file}:4" in check(request)
+
+
+def test_the_standard_launcher_of_deepspeed_is_this_one(tmp_path: Path) -> None:
+    file = tmp_path / "launch.yaml"
+    file.write_text(f"{ZERO_ON_TWO}  deepspeed_multinode_launcher: standard\n")
+    refuse_other_launchers(read_machine_config(file))
 
 
 def test_a_file_for_the_cpu_keeps_the_run_from_a_gpu(tmp_path: Path) -> None:

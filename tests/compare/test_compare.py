@@ -581,6 +581,11 @@ def _alive(pid: int) -> bool:
     return state != "Z"
 
 
+def _hear() -> None:
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and only Linux ends children of a killed process")
 @pytest.mark.parametrize(
     "number",
@@ -593,7 +598,8 @@ def _alive(pid: int) -> bool:
 def test_children_end_with_us(number: signal.Signals, recipe: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accel_train.cli", "compare", recipe, "hang", "slow", "--output", "out"]
     with (tmp_path / "shown").open("w") as shown:
-        us = subprocess.Popen(command, stdout=shown, stderr=shown)
+        # What a shell ignores for tests in the background, or nohup for all, would be ignored here as well.
+        us = subprocess.Popen(command, stdout=shown, stderr=shown, preexec_fn=_hear)
     note = tmp_path / "out" / "round_1" / "A" / "pid"
     try:
         until(lambda: note.exists() and note.read_text(), (tmp_path / "shown").read_text)
@@ -618,6 +624,20 @@ def test_a_stop_during_a_start_comes_after_it() -> None:
             started = True
         raise AssertionError("the signal is lost")
     assert started
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_the_process_ignores_stays_ignored(number: signal.Signals) -> None:
+    """As under nohup, and in the background of a script."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with compare_runs.stop_signals_raise():
+            signal.raise_signal(number)
+            with compare_runs.stop_signals_held():
+                signal.raise_signal(number)
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
 
 
 def test_what_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

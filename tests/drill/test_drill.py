@@ -179,6 +179,7 @@ def test_wrong_usage_is_refused_before_anything_runs(tmp_path: Path) -> None:
     assert "--step_seconds -1" in refused(recipe, "--step_seconds", "-1")
     assert "--max_steps: `accel-train drill` sets it" in refused(recipe, "--max_steps", "10")
     assert "--output_dir" in refused(recipe, "demo", "--output_dir=mine")
+    assert "--output_dir: `accel-train drill` sets it" in refused(recipe, "demo", "--output-dir=mine")
     assert "num_machines is 2" in refused("--config_file", str(_two_machines(tmp_path)), recipe)
     assert "is not empty" in refused("--keep", str(tmp_path), recipe)
     (tmp_path / "file").write_text("")
@@ -219,9 +220,10 @@ def test_an_interrupted_drill_leaves_nothing_behind(tmp_path: Path) -> None:
     log = tmp_path / "drill.txt"
     process = zygote.start(command, log, env={**os.environ, "TMPDIR": str(scratch)}, cwd=tmp_path, group=True)
     until(lambda: process.poll() is not None or list(scratch.glob("accel-train-drill-*/undisturbed/run/run.json")))
-    process.send_signal(signal.SIGINT)
+    # Not SIGINT, which is ignored if a shell runs the tests in the background.
+    process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_SECONDS) == 1, log.read_text()
-    assert "interrupted by SIGINT: the runs are stopped, no result" in log.read_text()
+    assert "interrupted by SIGTERM: the runs are stopped, no result" in log.read_text()
     assert not list(scratch.glob("accel-train-drill-*"))
 
 

@@ -205,6 +205,29 @@ def test_rows_have_the_steps_that_both_have(run: Finished) -> None:
     ]
 
 
+def test_a_run_that_logs_none_of_the_steps_of_a_branch_is_no_control(run: Finished, tmp_path: Path) -> None:
+    """The branch logs its last step, at which the run, which went on, need not have a line."""
+    sparse = recording.copied(run, tmp_path / "sparse")
+    path = sparse.directory / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = [record for record in records if record["event"] != "train" or record["step"] % 4 == 0]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in kept))
+
+    def problem(steps: int, *flags: str) -> str | None:
+        options = branch.BranchOptions(at=4, steps=steps)
+        return branch._unusable_as_control(branch._open_fork(str(sparse.directory), options, flags, tmp_path))
+
+    assert problem(3) == "the run logged none of the steps 5 to 7 that the branch logs"
+    assert problem(4) is None
+    assert problem(6) is None
+    assert problem(6, "--log.log_every", "3") == "the run logged none of the steps 5 to 10 that the branch logs"
+    assert problem(8, "--log.log_every", "3") is None
+
+
+def test_a_branch_without_common_numbers_has_a_line_in_place_of_its_table() -> None:
+    assert "nothing is compared" in "\n".join(branch_report.table([], 4, 7))
+
+
 @pytest.mark.slow  # the end of an ordinary branch is quick
 def test_a_killed_branch_leaves_its_parent_as_it_was_and_goes_on(
     run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

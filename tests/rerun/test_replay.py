@@ -17,7 +17,7 @@ from accel_train.rerun import agreement, recorded, replay, training
 from accel_train.rerun.agreement import Row, Weights
 from accel_train.rerun.receipt import receipt_file
 from accel_train.rerun.starts import Start
-from accel_train.store import commit, strict_json
+from accel_train.store import commit, manifest, strict_json
 from accel_train.store.run_file import write_run
 from tests.distributed.launching import Finished
 from tests.hub_server import serving
@@ -328,6 +328,50 @@ def test_reasons_for_other_bits() -> None:
     # What the change brings is of the change.
     assert asked == ["world_size 1 -> 2"]
     assert "CUDA" in str(agreement.reasons_for_other_bits([start(device="cuda")], start(device="cuda")))
+
+
+def test_the_start_behind_a_step_counts_whether_the_step_was_logged_or_not() -> None:
+    """Without a line of the window, the log still says on which layout it was trained."""
+
+    def start(processes: int, at: int, *logged: int) -> list[dict[str, Any]]:
+        resumed = [{"event": "resume", "step": at}] if at else []
+        lines = [{"event": "train", "step": step} for step in logged]
+        return [{"event": "environment", "world_size": processes}, {"event": "config"}, *resumed, *lines]
+
+    # The second start did nothing before the third began at the same checkpoint.
+    records = [*start(2, 0, 1, 50, 100, 150), *start(3, 200), *start(1, 200, 250, 300, 350, 400)]
+    opened = recorded.RecordedRun("run", Path("run"), {}, records, [])
+
+    def processes(first: int, last: int) -> list[int]:
+        return [found.environment["world_size"] for found in opened.starts(first, last)]
+
+    assert processes(101, 130) == [2]
+    assert processes(101, 200) == [2]
+    assert processes(151, 240) == [2, 1]
+    assert processes(201, 240) == [1]
+    assert recorded.RecordedRun("run", Path("run"), {}, [], []).starts(1, 9) == []
+
+
+def test_without_a_log_the_layout_is_that_of_the_compared_checkpoints(run: Finished, tmp_path: Path) -> None:
+    """And not of a newer one, which another start may have saved, or which is damaged."""
+    copied = recording.copied(run, tmp_path / "copied")
+    (copied.directory / "metrics.jsonl").unlink()
+    layout = manifest.read(copied.checkpoint(8))["layout"]
+    commit.rewrite_manifest(copied.checkpoint(8), {"layout": layout | {"world_size": 2}})
+
+    def reasons() -> list[str]:
+        opened = recorded.open_run(str(copied.directory))
+        plan, _ = replay._plan(replay.Request(str(copied.directory), "4:8", recipe="mmdit"), opened, 4, 8)
+        assert plan.saved == [8]
+        return replay._other_layouts(plan, {"layout": layout})
+
+    assert reasons() == ["world_size 2 -> 1"]
+    file = copied.checkpoint(12) / "manifest.json"
+    file.write_bytes(file.read_bytes()[:-9])
+    assert reasons() == ["world_size 2 -> 1"]
+    file = copied.checkpoint(8) / "manifest.json"
+    file.write_bytes(file.read_bytes()[:-9])
+    assert reasons() == []
 
 
 def test_rows_around_the_first_difference_are_shown() -> None:

@@ -142,6 +142,7 @@ def test_wrong_usage_is_refused_before_anything_runs(tmp_path: Path) -> None:
     assert "did you mean 'resume'?" in refused("--only", "resumes", recipe)
     assert "--max_steps: `accel-train verify` sets it" in refused(recipe, "--max_steps", "10")
     assert "--micro_batch_size" in refused(recipe, "demo", "--micro_batch_size=10")
+    assert "--max_steps: `accel-train verify` sets it" in refused(recipe, "--max-steps", "10")
     assert "--config_file FILE" in refused("--only", "launch_file", recipe)
     (tmp_path / "file").touch()
     assert "is not empty" in refused("--output", str(tmp_path), recipe)
@@ -184,6 +185,7 @@ def test_a_gradient_that_is_never_reduced_fails() -> None:
         (1, (), 3, 1, 2),
         (16, ("--global_batch_size", "16"), 16, 8, 6),
         (2, ("--global_batch_size=2",), 2, 1, None),
+        (4, ("--global-batch-size", "4"), 4, 2, None),
         (1, ("--global_batch_size", "1"), 1, None, None),
     ],
 )
