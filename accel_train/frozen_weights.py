@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -11,15 +12,16 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
-from accel_train.checkpoints.policy import BasePolicy
-from accel_train.checkpoints.run import Run
+from accel_train.checkpoints.policy import BasePolicy, RunOptions
+from accel_train.checkpoints.run import Run, earlier_checkpoints
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cache_if_usable
 from accel_train.precision import Precision
-from accel_train.runtime.main_alone import failing_together
+from accel_train.runtime.main_alone import failing_together, on_main
 from accel_train.runtime.strategy import strategy_of
 from accel_train.speed.memory.frozen_offload import offload_frozen_blocks
-from accel_train.store.pretrained_base import PretrainedBase, TrainedBase
+from accel_train.store import manifest
+from accel_train.store.pretrained_base import Options, PretrainedBase, TrainedBase, at_recorded_revision
 
 NARROW = (torch.bfloat16, torch.float16)
 QUANTISED = (torch.int8, torch.uint8)
@@ -160,3 +162,42 @@ def _reference(accelerator: Accelerator, base: PretrainedBase) -> dict[str, Any]
                 "them"
             )
     return found[0]
+
+
+def pinned(
+    accelerator: Accelerator,
+    base: Options,
+    option: str,
+    options: RunOptions,
+    at_commit: Callable[[Options], Options] = lambda base: base,
+) -> Options:
+    """Return the options of a base on the Hub with the commit that the run began with. Collective.
+
+    ``base`` is a dataclass with ``source`` and ``revision``, and ``option`` the name of the latter, such as
+    ``model.revision``: given another value than at the start of the run, it counts. ``at_commit`` is called on the main
+    process and returns the options with the commit to begin with; without it, a fresh start leaves them unchanged.
+    Raises like ``at_commit``, and like ``fetch.read_manifest`` for a checkpoint on the Hub that is not there.
+    """
+
+    def pin() -> Options:
+        recorded = _earlier_manifest(options)
+        if recorded.get("experiment", {}).get(option) != options.experiment.get(option):
+            return at_commit(base)
+        names = [name for name in ("base", "embedded_base", "hub_base") if name in recorded]
+        return at_commit(at_recorded_revision(base, recorded[names[0]] if names else None))
+
+    return on_main(accelerator, pin)
+
+
+def _earlier_manifest(options: RunOptions) -> Mapping[str, Any]:
+    """Return the manifest of the newest checkpoint that a start finds, also on the Hub. Empty for a fresh start."""
+    # Here, because only a resume from the Hub has use for all that it stands on.
+    from accel_train.checkpoints import fetch
+
+    found = earlier_checkpoints(options)
+    for checkpoint in reversed(found):
+        with suppress(ValueError):  # a damaged one is passed over by the resume too
+            return manifest.read(checkpoint)
+    if not found and options.resume.startswith(fetch.HUB):
+        return fetch.read_manifest(options.resume)
+    return {}

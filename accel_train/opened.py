@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError, expand_path
-from accel_train.data import leaving_out, sampler
+from accel_train.data import leaving_out
 from accel_train.data.tables.ledger import DataHistory
 from accel_train.experiment_options import ExperimentConfig
 from accel_train.metrics.profiling.step_times import StepTimes
@@ -120,8 +120,11 @@ class Opened:
     @property
     def most_accumulated(self) -> int:
         """Micro-batches of a process in the largest step of the batch schedule."""
+        # Imported here, because only the speed options ask.
+        from accel_train.data.sampler import accumulation_steps
+
         largest = self.config.batch_schedule.largest(self.config.global_batch_size)
-        return sampler.accumulation_steps(largest, self.accelerator.num_processes, self.micro_batch_size)
+        return accumulation_steps(largest, self.accelerator.num_processes, self.micro_batch_size)
 
     def share_of(self, batch_size: int) -> int:
         """Return the most samples that a process has of ``batch_size``: no micro-batch is larger."""

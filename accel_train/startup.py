@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from accelerate import Accelerator
 
-from accel_train.checkpoints import fetch, refused
-from accel_train.checkpoints.policy import RunOptions
-from accel_train.checkpoints.run import earlier_checkpoints
+from accel_train.checkpoints import refused
 from accel_train.config import MendedError, UsageError, expand_path
 from accel_train.data.options import resolve_loader
 from accel_train.experiment_options import ExperimentConfig
@@ -24,12 +21,10 @@ from accel_train.opened import smaller_micro_batch
 from accel_train.runtime import early_stop, threads
 from accel_train.runtime.accelerator import build_accelerator, log_notices
 from accel_train.runtime.exiting import current_run
-from accel_train.runtime.main_alone import failing_together, on_main, place_among_workers
+from accel_train.runtime.main_alone import failing_together, place_among_workers
 from accel_train.runtime.strategy import strategy_of
 from accel_train.speed.apply import set_up_device
 from accel_train.speed.attention.selection import check_name
-from accel_train.store import manifest
-from accel_train.store.pretrained_base import Options, at_recorded_revision
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -125,39 +120,3 @@ def prepare_data(accelerator: Accelerator, prepare: Callable[..., T]) -> T:
     rank, world_size = place_among_workers(accelerator)
     with failing_together(accelerator) as barrier:
         return prepare(rank=rank, world_size=world_size, barrier=barrier)
-
-
-def pinned(
-    accelerator: Accelerator,
-    base: Options,
-    option: str,
-    options: RunOptions,
-    at_commit: Callable[[Options], Options] = lambda base: base,
-) -> Options:
-    """Return the options of a base on the Hub with the commit that the run began with. Collective.
-
-    ``base`` is a dataclass with ``source`` and ``revision``, and ``option`` the name of the latter, such as
-    ``model.revision``: given another value than at the start of the run, it counts. ``at_commit`` is called on the main
-    process and returns the options with the commit to begin with; without it, a fresh start leaves them unchanged.
-    Raises like ``at_commit``, and like ``fetch.read_manifest`` for a checkpoint on the Hub that is not there.
-    """
-
-    def pin() -> Options:
-        recorded = _earlier_manifest(options)
-        if recorded.get("experiment", {}).get(option) != options.experiment.get(option):
-            return at_commit(base)
-        names = [name for name in ("base", "embedded_base", "hub_base") if name in recorded]
-        return at_commit(at_recorded_revision(base, recorded[names[0]] if names else None))
-
-    return on_main(accelerator, pin)
-
-
-def _earlier_manifest(options: RunOptions) -> Mapping[str, Any]:
-    """Return the manifest of the newest checkpoint that a start finds, also on the Hub. Empty for a fresh start."""
-    found = earlier_checkpoints(options)
-    for checkpoint in reversed(found):
-        with suppress(ValueError):  # a damaged one is passed over by the resume too
-            return manifest.read(checkpoint)
-    if not found and options.resume.startswith(fetch.HUB):
-        return fetch.read_manifest(options.resume)
-    return {}

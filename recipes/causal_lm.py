@@ -39,6 +39,7 @@ from accel_train.domains.language import (
     tokenizers,
 )
 from accel_train.domains.models.lora import LoraConfig, describe_lora
+from accel_train.frozen_weights import pinned
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
@@ -151,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=PRESETS, default_preset=DEFAULT_PRESET).config
     accelerator = startup.start(config)
-    model_config = startup.pinned(accelerator, config.model, "model.revision", config.run_options(), sources.at_commit)
+    model_config = pinned(accelerator, config.model, "model.revision", config.run_options(), sources.at_commit)
     preparing = partial(prepare.prepare_data, config.data, model_config, earlier=earlier_assets(config.run_options()))
     data = startup.prepare_data(accelerator, preparing)
     order = StepSampler(len(data.train), config.global_batch_size, config.seed)

@@ -36,6 +36,7 @@ from accel_train.domains.images.pipelines.inputs import Inputs, prepare_inputs, 
 from accel_train.domains.images.pipelines.objective import Denoising
 from accel_train.domains.images.trained_text import adapters
 from accel_train.domains.models.lora import LoraConfig
+from accel_train.frozen_weights import pinned
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
 from accel_train.opened import Prepared
@@ -174,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=PRESETS, default_preset=preset_without_one(argv)).config
     accelerator = startup.start(config)
-    found = loading.find_base(startup.pinned(accelerator, config.base, "base.revision", config.run_options()))
+    found = loading.find_base(pinned(accelerator, config.base, "base.revision", config.run_options()))
     base = adapters.with_trained_text(found, config.text_encoders, strategy_of(accelerator))
     levels = base.levels()
     earlier = earlier_assets(config.run_options())

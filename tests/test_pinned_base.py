@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accel_train.checkpoints.fetch import CheckpointsUnusableError
 from accel_train.checkpoints.policy import RunOptions
 from accel_train.config import UsageError
-from accel_train.startup import pinned
+from accel_train.frozen_weights import pinned
 from accel_train.store import atomic_files, manifest
 from tests.hub_server import serving
 

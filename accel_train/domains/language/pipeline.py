@@ -22,7 +22,6 @@ from accel_train.domains.language import (
     adapted,
     pretrained,
     rows,
-    sources,
     templates,
     tokenizers,
 )
@@ -160,7 +159,10 @@ class LanguagePipeline:
         if is_adapter(self.directory):
             reference = adapted.base_reference(self.directory)
         else:
-            reference = sources.find_base(str(self.directory), None).reference()
+            # Here, because nothing else of a pipeline needs it.
+            from accel_train.domains.language.sources import find_base
+
+            reference = find_base(str(self.directory), None).reference()
             if weights.has_ema(self.directory):
                 weights.load_weights(self.directory, "model", self.model, required=())
         device = next(self.model.parameters()).device
