@@ -49,9 +49,8 @@ class Counted:
     processes: int
     global_batch_size: int
     micro_batches: int
-    """Those that were run."""
     of_the_step: int
-    """Micro-batches of the whole step: more than its samples need where they have several shapes."""
+    """Micro-batches of the whole step, not all of which may have been run."""
     rows: int
     """Samples of the largest micro-batch."""
     precision: str
@@ -140,16 +139,17 @@ class FakeStep:
     def training(self, opened: Any, prepared: Any, dataset: Any, order: Any) -> Generator[Any]:
         """Return an iterable over one step, first to warm up and then to be counted."""
         batches = self._read(opened, dataset, order)
+        steps = Steps(opened, prepared, batches, self._of_the_step, self._blocks)
         if self._where is None:
             with self._casts():
-                yield Steps(opened, prepared, batches, self._of_the_step, self._blocks)
+                yield steps
             return
         # Without a guard on the device the step reads its norm, and clips if it is large.
         reading = mock.patch.object(Evidence, "examine", return_value=Examined(math.inf, None))
         engine = self._engine(self._where)
         computing = self._computing(self._where, prepared.model)
         with reading, engine, self._casts(), self._where, computing:
-            yield Steps(opened, prepared, batches, self._of_the_step, self._blocks)
+            yield steps
 
     def _read(self, opened: Any, dataset: Any, order: Any) -> StepBatches:
         config = opened.config
@@ -178,8 +178,8 @@ class FakeStep:
         (read,) = steps
         self._of_the_step = len(read.micro_batches)
         if self._largest is not None:
-            by_size = sorted(read.micro_batches, key=batch_bytes, reverse=True)
-            read = replace(read, micro_batches=by_size[: self._largest])
+            by_size = sorted(read.micro_batches, key=batch_bytes, reverse=True)[: self._largest]
+            read = replace(read, micro_batches=by_size)
         if self._fake is None:
             return read
         fake = self._fake
@@ -251,7 +251,6 @@ class Steps:
             of_the_step=self._of_the_step,
             rows=max(len(batch["weight"]) for batch in batches.micro_batches),
             precision=opened.config.precision,
-            # A sharded parameter tells its whole size.
             values=sum(map(whole_size, parameters)),
             trained=sum(whole_size(parameter) for parameter in parameters if parameter.requires_grad),
             blocks=self._blocks,
@@ -268,18 +267,13 @@ class Steps:
         )
 
     def report(self, *_: object, **named: object) -> None:
-        """Do nothing: there is nothing to log."""
+        """Do nothing: a simulation logs and saves nothing, and ends by itself."""
 
-    def save_if_due(self, result: object) -> None:
-        """Do nothing: nothing is saved."""
+    save_if_due = end = report
 
-    def evaluate(self, evaluate: Callable[[], object]) -> dict[str, float]:
+    def evaluate(self, _: Callable[[], object]) -> dict[str, float]:
         """Return nothing: evaluations are not simulated."""
-        del evaluate
         return {}
-
-    def end(self) -> None:
-        """Do nothing: the simulation ends by itself."""
 
 
 def whole_size(parameter: Any) -> int:

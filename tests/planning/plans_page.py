@@ -22,7 +22,7 @@ from typing import Any
 
 from accel_train.config import UsageError
 from accel_train.cost_model.devices import rated
-from accel_train.planning.candidates import LAUNCH_FILES, MODES, OFFLOADS, Candidate, Space, divisors
+from accel_train.planning.candidates import LAUNCH_FILES, MODES, Candidate, Space, divisors
 from accel_train.planning.command import budget_of
 from accel_train.planning.flags import Goal, Options
 from accel_train.planning.plan import Plan, make_plan, without_needless_checkpointing
@@ -55,7 +55,8 @@ step: "fsdp2 32, full on 18 of 24: 5.5 GiB, 0.271 s" is `accelerate_configs/fsdp
 
 - The global batch never changes, so all plans of a table train the same model.
 - Memory and time are modelled [as planning.md says](planning.md#how-exact). No GPU has measured these plans.
-- Launch files of DeepSpeed are in the table that says so. They fit smaller GPUs, with as much host memory as needed.
+- Launch files of DeepSpeed are not in these tables. Where it is installed the command searches them too, and finds
+  plans for smaller GPUs with [states in host memory](planning.md#offload).
 - Seconds are by the data sheet of the device in the second column. Cards of less than 24 GiB are timed as
   an `rtx-4090`.
 - Simulated with torch {torch}. Tests plan every cell again from the counts of the simulations, and repeat simulations.
@@ -116,8 +117,6 @@ class Table:
     goals: tuple[Goal, ...] = ("speed", "balanced", "memory")
     gpus: tuple[int, ...] = (1, 2, 4, 8)
     gib: tuple[int, ...] = tuple(DEVICES)
-    deepspeed: bool = False
-    """Launch files with an offload are searched as well."""
     arguments: Callable[[Path], list[str]] = nothing
     """Flags behind the preset. May write what they name into a folder."""
     model: str = ""
@@ -125,12 +124,12 @@ class Table:
 
     @property
     def title(self) -> str:
-        return f"`{self.preset}`" + (f", {self.model}" if self.model else "") + (" with DeepSpeed" * self.deepspeed)
+        return f"`{self.preset}`" + (f", {self.model}" if self.model else "")
 
     @property
     def name(self) -> str:
         """For the command line and the tests."""
-        return self.counts.stem + "_deepspeed" * self.deepspeed
+        return self.counts.stem
 
     @property
     def counts(self) -> Path:
@@ -143,24 +142,14 @@ class Table:
         return read_yaml(ROOT / "recipes" / "presets" / f"{self.preset}.yaml")
 
     def space(self, gpus: int) -> Space:
-        """What ``accel-train plan`` searches, with DeepSpeed for the tables that have it."""
+        """What ``accel-train plan`` searches where DeepSpeed is not installed."""
         total = self.options()["global_batch_size"]
         strategies = ("fsdp2", "ddp") if gpus > 1 else ("single",)
-        if self.deepspeed:
-            strategies += OFFLOADS
         return Space(gpus, total, strategies, MODES, divisors(total // gpus), frozenset())
 
 
 TABLES = (
     Table("mmdit", "base", "An MMDiT of 0.96 billion parameters on texts of up to 128 tokens."),
-    Table(
-        "mmdit",
-        "base",
-        "The same where DeepSpeed is installed, on machines that need its [offload](planning.md#offload).",
-        gpus=(1, 2),
-        gib=(6, 8, 12, 16),
-        deepspeed=True,
-    ),
     Table(
         "pde",
         "pde_stack_optimized",
@@ -276,11 +265,7 @@ def cell(plan: Plan | None) -> str:
         words += f", {one.mode}"
     if one.blocks is not None:
         words += f" on {one.blocks} of {probe.counted['blocks']}"
-    words += f": {probe.needed_gib(plan.budget):.1f} GiB"
-    host = probe.needed_host_gib(plan.budget)
-    if host:
-        words += f" and {host:.0f} of host memory"
-    return f"{words}, {probe.time.total:.3g} s"
+    return f"{words}: {probe.needed_gib(plan.budget):.1f} GiB, {probe.time.total:.3g} s"
 
 
 def rows(counts: Counts, gpus: Sequence[int]) -> Iterator[str]:

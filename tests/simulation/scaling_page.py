@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from accel_train.commands.launch import Launch
 from accel_train.cost_model.steps import timing_of
-from accel_train.simulation import command
+from accel_train.data.options import ONE_BATCH_SIZE
+from accel_train.simulation import command, worker
 from accel_train.simulation.flags import Options
 from accel_train.simulation.report import Simulated, draw, scaling_of, table
 from tests.planning.plans_page import installed, read, write
@@ -28,6 +30,8 @@ PICTURE = ROOT / "docs" / "images" / "simulation.png"
 COUNTS = Path(__file__).parent / "counts" / "mmdit_base_fsdp2.json"
 RECIPE, PRESET, FILE = "recipes/mmdit.py", "base", "accelerate_configs/fsdp2.yaml"
 DEVICE, LINK, GPUS_PER_MACHINE = "h100-sxm", "infiniband-ndr", 8
+BATCH = 256
+"""The preset's."""
 FIELDS = (
     *("step", "strategy", "processes", "global_batch_size", "micro_batches", "rows", "precision", "values", "trained"),
     *("held", "peak", "collectives", "flops", "work"),
@@ -80,7 +84,14 @@ def known(curve: Curve) -> list[Simulated]:
     _, counted = read(COUNTS)
     timing = timing_of(DEVICE, LINK, GPUS_PER_MACHINE)
     steps = [counted[curve.key(processes)] for processes in curve.processes]
-    return [Simulated(step, (), (), timing.of(step)) for step in steps]
+    return [Simulated(step, (), notes(curve, step), timing.of(step)) for step in steps]
+
+
+def notes(curve: Curve, step: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the command says of a global batch that is not the preset's."""
+    processes, rows = step["processes"], step["rows"]
+    config = SimpleNamespace(global_batch_size=BATCH, batch_schedule=ONE_BATCH_SIZE, micro_batch_size=rows)
+    return tuple(worker._global_batch(config, processes, curve.micro_batches)[1])  # pyright: ignore[reportPrivateUsage]
 
 
 def block(curve: Curve) -> str:

@@ -1,7 +1,7 @@
-"""The casts of CUDA's autocast on tensors of the CPU, whose own autocast leaves norms and softmax in bf16.
+"""What CUDA computes otherwise than a CPU, on tensors of the CPU: casts of autocast, and RMSNorm in one kernel.
 
-A simulation computes on the CPU. In bf16 a GPU keeps the inputs and outputs of these operators in fp32, so a model of
-diffusers takes more memory there than the CPU's autocast shows.
+A simulation computes on the CPU, whose autocast leaves norms and softmax in bf16. In bf16 a GPU keeps the inputs and
+outputs of these operators in fp32, so a model of diffusers takes more memory there than the CPU's autocast shows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from accel_train.simulation.tensors.fused_norm import rms_norm
+
 NORMS = {"layer_norm", "group_norm", "rms_norm"}
 OTHERS = {"mse_loss", "l1_loss", "norm", "pow", "__pow__", "square", "rsqrt", "reciprocal", "exp", "log", "softplus"}
 WITH_DTYPE = {"softmax", "log_softmax", "sum", "prod", "cumsum"}
@@ -23,7 +25,7 @@ WITH_DTYPE = {"softmax", "log_softmax", "sum", "prod", "cumsum"}
 
 @contextmanager
 def cuda_casts() -> Generator[None]:
-    """Compute in fp32 in the body what CUDA's autocast does, wherever the CPU's is on."""
+    """Compute in fp32 in the body what CUDA's autocast does, wherever the CPU's is on, and RMSNorm as CUDA does."""
     run_backward = torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateUsage]
 
     def with_casts(*arguments: Any, **named: Any) -> Any:
@@ -45,6 +47,8 @@ class _Casts(TorchFunctionMode):
                 kwargs = {key: _widened(value) for key, value in kwargs.items()}
             elif _is_narrow(args[0] if args else kwargs["input"]) and kwargs.get("dtype") is None:
                 kwargs["dtype"] = torch.float32
+        if name == "rms_norm":
+            func = rms_norm
         return func(*args, **kwargs)
 
 
