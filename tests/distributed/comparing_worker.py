@@ -37,7 +37,8 @@ def flip_after(at: int, of_ema: bool) -> None:
             local = ema.shards[name] if of_ema else parameter
             local = getattr(local, "_local_tensor", local)
             bits = local.data.view(-1)[:1].view({4: torch.int32, 2: torch.int16}[local.element_size()])
-            bits ^= 1
+            # Not the last: the next update may round it away, which depends on the processor.
+            bits ^= 8
 
     setattr(Ema, "update", flipping)  # noqa: B010
 

@@ -100,7 +100,7 @@ class MachineSteps(Steps):
     """The step, after a warm-up in which optimizers, kernels and gloo allocate what they keep."""
 
     def __init__(self, steps: Steps, counting: Callable[[int], Any]) -> None:
-        super().__init__(steps._opened, steps._prepared, steps._batches, steps._blocks)
+        super().__init__(steps._opened, steps._prepared, steps._batches, steps._of_the_step, steps._blocks)
         self._counting = counting
 
     def __iter__(self) -> Iterator[Any]:

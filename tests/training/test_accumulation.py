@@ -97,7 +97,7 @@ def test_the_backward_for_ddp_s_buckets_counts_nowhere(
     def norm_after_a_step() -> nn.Module:
         torch.manual_seed(0)
         model = accelerator.prepare(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2)))
-        window = window_over(accelerator, model, 4)
+        window = window_over(accelerator, model, 5)
         for inputs in window:
             window.backward(sums(model, inputs))
         window.finish(0.0)
