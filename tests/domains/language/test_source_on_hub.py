@@ -82,6 +82,8 @@ def train(folder: Path, steps: int, *words: str, name: str = "run", source: str 
     return folder / name / "checkpoints" / f"checkpoint_{steps:08d}"
 
 
+# Slow: three trainings, up to 100 s beside other tests. The pin and the record are tested apart below.
+@pytest.mark.slow
 def test_a_whole_model_stays_at_the_commit_of_its_run(
     server: HubServer, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +102,7 @@ def test_a_whole_model_stays_at_the_commit_of_its_run(
     assert second != first
 
 
+@pytest.mark.slow  # two trainings, up to 100 s beside other tests
 def test_a_checkpoint_without_the_record_reads_the_branch(server: HubServer, base: Path, tmp_path: Path) -> None:
     """As those of older versions do."""
     push(server, base)
