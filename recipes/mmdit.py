@@ -5,8 +5,7 @@
     accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/mmdit.py base --data.path my.jsonl
 
 Text is learned by masked diffusion, latents by rectified flow or DDPM: text from its latent (l2t), the latent from
-its text (t2l), and both unconditionally. The trajectory does not depend on the number of processes, the micro-batch
-or the strategy.
+its text (t2l), and both unconditionally. Processes, micro-batch and strategy do not change the trajectory.
 """
 
 from __future__ import annotations
@@ -213,7 +212,8 @@ def main(argv: Sequence[str]) -> int:
     write_extras = partial(save_extras, config, shape, data)
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
-            step, batch_size = batches.step, opened.batch_size(batches.step)
+            step = batches.step
+            batch_size = opened.batch_size(step)
             mode = modes.mode_of_step(config.modes, config.seed, step)
             optimizers.set_frozen(optimizer, modes.frozen_parts(config.modes, step))
             optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(step))
