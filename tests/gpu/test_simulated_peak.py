@@ -23,7 +23,7 @@ from accel_train.planning.probe import probe_of
 from tests import zygote
 from tests.distributed.launching import environment
 from tests.gpu import counted
-from tests.gpu.counted import RUN, SIMULATED
+from tests.gpu.counted import RUN, SIMULATED, TIMED
 
 WARM_UP = 2
 """Log lines of a run before what is measured of it."""
@@ -105,7 +105,7 @@ def test_the_simulated_peak_is_that_of_a_run(name: str, folder: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("name", TIMED)
 def test_the_planned_time_is_that_of_a_run(name: str, folder: Path) -> None:
     found = simulated(name)
     _, seconds = measured(name, folder)
