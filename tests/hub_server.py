@@ -446,3 +446,13 @@ def serving(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[HubServer]:
     finally:
         close_session()
         hub.close()
+
+
+@contextmanager
+def serving_repository(monkeypatch: pytest.MonkeyPatch, home: Path, repository: str) -> Iterator[HubServer]:
+    """The same with an empty repository."""
+    from huggingface_hub import HfApi
+
+    with serving(monkeypatch, home) as hub:
+        HfApi(endpoint=hub.url).create_repo(repository)
+        yield hub

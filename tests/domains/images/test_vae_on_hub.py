@@ -18,7 +18,7 @@ from accel_train.domains.text.prepare import prepare_data
 from accel_train.options.tree import flatten
 from accel_train.store import atomic_files, manifest
 from tests.domains.images import tiny_pipelines as tiny
-from tests.hub_server import HubServer, serving
+from tests.hub_server import HubServer, serving_repository
 
 pytest.importorskip("diffusers")
 # diffusers passes it on to a version that no longer has it.
@@ -36,10 +36,7 @@ def push(server: HubServer, folder: Path, seed: int) -> str:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    from huggingface_hub import HfApi
-
-    with serving(monkeypatch, tmp_path / "home") as hub:
-        HfApi(endpoint=hub.url).create_repo(REPOSITORY)
+    with serving_repository(monkeypatch, tmp_path / "home", REPOSITORY) as hub:
         yield hub
 
 

@@ -21,7 +21,7 @@ from accel_train.store import atomic_files, commit, manifest
 from accel_train.store.pretrained_base import PretrainedBase, TrainedBase
 from recipes import causal_lm
 from tests.domains.language import tiny
-from tests.hub_server import HubServer, serving
+from tests.hub_server import HubServer, serving_repository
 
 pytest.importorskip("peft")
 pytestmark = [
@@ -56,10 +56,7 @@ def move_on(server: HubServer, base: Path) -> str:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    from huggingface_hub import HfApi
-
-    with serving(monkeypatch, tmp_path / "home") as hub:
-        HfApi(endpoint=hub.url).create_repo(REPOSITORY)
+    with serving_repository(monkeypatch, tmp_path / "home", REPOSITORY) as hub:
         yield hub
 
 

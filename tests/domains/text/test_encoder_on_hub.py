@@ -16,7 +16,7 @@ from accel_train.domains.text.encoders import MODEL_FILES, TransformerEncoder, l
 from accel_train.domains.text.options import DataConfig
 from accel_train.domains.text.prepare import prepare_data
 from tests import tiny_encoders
-from tests.hub_server import HubServer, serving
+from tests.hub_server import HubServer, serving_repository
 
 REPOSITORY = "me/bert"
 
@@ -30,10 +30,7 @@ def push(server: HubServer, folder: Path, seed: int) -> str:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    from huggingface_hub import HfApi
-
-    with serving(monkeypatch, tmp_path / "home") as hub:
-        HfApi(endpoint=hub.url).create_repo(REPOSITORY)
+    with serving_repository(monkeypatch, tmp_path / "home", REPOSITORY) as hub:
         yield hub
 
 
