@@ -30,8 +30,8 @@ from accel_train.data.tables.text_sources import BadRows, content_key, hub_datas
 from accel_train.domains.language import encoding, rows, tokenizers
 from accel_train.domains.language.encoding import BlockEncoder
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.domains.language.token_cache import Layout, PreparedTokens, TokenCache
-from accel_train.domains.language.token_shards import TokenDataset
+from accel_train.domains.language.tokens.cache import Layout, PreparedTokens, TokenCache
+from accel_train.domains.language.tokens.shards import TokenDataset
 from accel_train.store.pretrained_base import remembered_sha256
 
 DEFAULT_VOCAB_SIZE = 2048

@@ -12,7 +12,7 @@ from torch import nn
 from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveInt
 from accel_train.domains.language import generation
 from accel_train.domains.language.prepare import LanguageData
-from accel_train.domains.language.token_shards import TokenDataset
+from accel_train.domains.language.tokens.shards import TokenDataset
 from accel_train.metrics import evaluation
 from accel_train.metrics.recorder import quoted, write_page_of_step
 

@@ -27,7 +27,7 @@ from accel_train.domains.language.packing import IGNORED, Encoded
 from accel_train.domains.language.prepare import DataConfig, LanguageData
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.rows import Row
-from accel_train.domains.language.token_shards import Shard, TokenDataset, shard_tensors
+from accel_train.domains.language.tokens.shards import Shard, TokenDataset, shard_tensors
 
 
 class InMemory:

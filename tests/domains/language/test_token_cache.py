@@ -19,9 +19,10 @@ import torch
 from accel_train.config import MendedError, UsageError
 from accel_train.data.tables import formats, row_blocks
 from accel_train.data.tensor_cache import DamagedEntryError, is_intact
-from accel_train.domains.language import encoding, prepare, token_cache
+from accel_train.domains.language import encoding, prepare
 from accel_train.domains.language.prepare import DataConfig, LanguageData
-from accel_train.domains.language.token_shards import TokenDataset
+from accel_train.domains.language.tokens import cache as token_cache
+from accel_train.domains.language.tokens.shards import TokenDataset
 from tests.domains.language import in_memory, tiny
 
 USER = {"role": "user", "content": "Who is there?"}
@@ -285,7 +286,7 @@ def test_a_worker_reads_the_same_rows(config: DataConfig) -> None:
 
 
 def test_many_shards_have_few_open_files(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_train.domains.language.token_shards.OPEN_FILES", 2)
+    monkeypatch.setattr("accel_train.domains.language.tokens.shards.OPEN_FILES", 2)
     data = cached(config)
     before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
     data.train.batch(list(range(len(data.train))))

@@ -27,7 +27,7 @@ from accel_train.data.tables.text_sources import BadRows
 from accel_train.data.tensor_cache import Lease, TensorCache, is_intact
 from accel_train.domains.language import packing
 from accel_train.domains.language.packing import COUNTS, EncodedBlock, Ints, Tokens
-from accel_train.domains.language.token_shards import OpenShards, Shard, ShardFile, shard_tensors
+from accel_train.domains.language.tokens.shards import OpenShards, Shard, ShardFile, shard_tensors
 from accel_train.store import atomic_files
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Tokens of packed rows on the disk: their files, and the cache that makes them."""
