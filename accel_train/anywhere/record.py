@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.metrics.records import last_pass, read_metrics, write_json
+from accel_train.store import manifest
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import METRICS_FILE, REPORT
 
@@ -41,21 +42,26 @@ class Segment:
     seconds: float
     repeated: Mapping[int, float] = field(default_factory=dict[int, float])
     """Relative difference of the loss, by step that an earlier start had logged as well."""
+    reached_before: int = 0
+    """Last step that the log or a checkpoint knew of before it, whatever command had trained it."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Content of a run's log at one moment."""
+    """What a run's log and checkpoints said at one moment."""
 
     starts: int = 0
     losses: Losses = field(default_factory=dict[int, float])
+    reached: int = 0
 
     @staticmethod
     def read(directory: Path) -> Observed:
-        """Read ``metrics.jsonl``. Empty if there is none."""
+        """Read ``metrics.jsonl`` and the names of the checkpoints. Empty if there is none."""
         records = _records(directory)
         starts = sum(record.get("event") == "environment" for record in records)
-        return Observed(starts, losses_of(records))
+        # A kill may come between the commit of a checkpoint and its line in the log.
+        saved = [step for step, _ in manifest.committed(directory / "checkpoints")]
+        return Observed(starts, losses_of(records), max([*_reached(records), *saved], default=0))
 
 
 def losses_of(records: Sequence[Line]) -> dict[int, float]:
@@ -66,6 +72,11 @@ def losses_of(records: Sequence[Line]) -> dict[int, float]:
         if isinstance(line.get("loss"), (int, float)):
             losses[line["step"]] = float(line["loss"])
     return losses
+
+
+def _reached(records: Sequence[Line]) -> list[int]:
+    # Not every step has a training line.
+    return [int(line["step"]) for line in records if line.get("event") in REACHED]
 
 
 def segment_of(
@@ -85,13 +96,12 @@ def segment_of(
         first = records[beginnings[before.starts] : ends[before.starts]]
         resumed = next((int(record["step"]) for record in first if record.get("event") == "resume"), 0)
         losses = losses_of(own)
-        # Not every step has a training line.
-        last = max([resumed, *(int(line["step"]) for line in own if line.get("event") in REACHED)])
+        last = max([resumed, *_reached(own)])
         # After a rollback the losses are meant to differ.
         if not any(line.get("event") == "rollback" for line in own):
             common = losses.keys() & before.losses.keys()
             repeated = {step: _difference(before.losses[step], losses[step]) for step in sorted(common)}
-    return Segment(layout, processes, ended, run_id(directory), resumed, last, seconds, repeated)
+    return Segment(layout, processes, ended, run_id(directory), resumed, last, seconds, repeated, before.reached)
 
 
 def _difference(first: float, second: float) -> float:
@@ -144,6 +154,8 @@ def judge(segments: Sequence[Segment], precision: str) -> Verdict:
         # The run may be older than this command, which then vouches for what follows.
         if number == 1:
             reached = begin
+        # Another command may have trained it in between.
+        reached = max(reached, segment.reached_before)
         if begin > reached:
             problems.append(f"start {number} began at step {begin}, and no start before it got beyond {reached}")
         reached = max(reached, segment.last_step or 0)

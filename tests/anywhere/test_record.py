@@ -36,7 +36,7 @@ def test_a_start_is_described_by_its_own_lines(tmp_path: Path) -> None:
     log(tmp_path, {"event": "environment"}, {"event": "config"}, {"event": "resume", "step": 1})
     log(tmp_path, train(2, 2.0), train(3, 1.5), train(4, 1.0))
     found = record.segment_of(tmp_path, seen, layout="single", processes=1, ended="finished", seconds=3.0)
-    assert found == Segment("single", 1, "finished", "a", 1, 4, 3.0, {2: 0.0, 3: 0.5})
+    assert found == Segment("single", 1, "finished", "a", 1, 4, 3.0, {2: 0.0, 3: 0.5}, reached_before=3)
     # A stop saves between two training lines.
     log(tmp_path, {"event": "checkpoint", "step": 6})
     found = record.segment_of(tmp_path, seen, layout="single", processes=1, ended="finished", seconds=3.0)
@@ -52,6 +52,19 @@ def test_what_the_launcher_starts_again_belongs_to_the_same_start(tmp_path: Path
     assert (found.resumed_from, found.last_step) == (1, 12)
     fresh = record.segment_of(tmp_path, record.Observed(), layout="single", processes=1, ended="x", seconds=3.0)
     assert (fresh.resumed_from, fresh.last_step) == (0, 12)
+
+
+def test_a_start_may_continue_from_what_another_command_or_a_killed_start_has_saved(tmp_path: Path) -> None:
+    log(tmp_path, {"event": "environment"}, train(1, 4.0), train(30, 3.0))
+    # Killed between the commit of the checkpoint and its line.
+    (tmp_path / "checkpoints" / "checkpoint_00000032").mkdir(parents=True)
+    seen = record.Observed.read(tmp_path)
+    log(tmp_path, {"event": "environment"}, {"event": "resume", "step": 32}, train(40, 1.0))
+    second = record.segment_of(tmp_path, seen, layout="single", processes=1, ended="finished", seconds=3.0)
+    first = segment(0, 10, run_id=second.run_id)
+    assert record.judge([first, second], "fp32").problems == ()
+    (problem,) = record.judge([first, replace(second, reached_before=30)], "fp32").problems
+    assert problem == "start 2 began at step 32, and no start before it got beyond 30"
 
 
 def test_losses_after_a_rollback_are_not_compared(tmp_path: Path) -> None:
