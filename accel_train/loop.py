@@ -43,7 +43,7 @@ def training(
     prepared: Prepared,
     dataset: MapDataset,
     order: Sampler,
-    write_extras: Callable[[Path], None],
+    write_extras: Callable[[Path], None] | None = None,
 ) -> Generator[Training]:
     """Run the training loop from the step reached so far. Every process enters, iterates and calls it.
 
@@ -76,7 +76,7 @@ def training(
         prepared.ema,
         config.checkpoints,
         config.hub,
-        opened.with_ledger(write_extras),
+        opened.with_ledger(write_extras or _no_extras),
         epoch=lambda step: current.order.epoch(step),
         on_commit=reports.log.saved,
     )
@@ -93,6 +93,10 @@ def training(
         yield current
     # A request may have ended the saver's wait for the Hub, after the last step.
     current.stopped = current.stopped or saver.stopping
+
+
+def _no_extras(directory: Path) -> None:
+    """A checkpoint of weights and state alone."""
 
 
 def _read(training: Training, dataset: MapDataset) -> Generator[StepBatches]:
@@ -337,8 +341,8 @@ def heldout_means(
 ) -> dict[str, float]:
     """Return the mean of each metric over a held-out set, with the EMA weights, the same on any number of processes.
 
-    ``metrics_of(model, batch)`` returns the metrics of each sample, (B,). All processes call it. A stop ends it between
-    two batches.
+    ``metrics_of(model, batch)`` returns the metrics of each sample, (B,). Their names get the prefix ``heldout_``. All
+    processes call it. A stop ends it between two batches.
     """
 
     def sums_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -351,7 +355,7 @@ def heldout_means(
         batches = evaluation.heldout_batches(prepared.accelerator, dataset, len(dataset), batch_size)
         sums = evaluation.weighted_sums(prepared.accelerator, batches, sums_of)
     samples = sums.pop(SAMPLES)  # less than the rows read: repeated ones have weight 0
-    return {name: float(total / samples) for name, total in sums.items()}
+    return {f"heldout_{name}": float(total / samples) for name, total in sums.items()}
 
 
 def evaluate_only(opened: Opened, evaluate: Callable[[], Mapping[str, float]]) -> int:

@@ -75,6 +75,21 @@ def test_two_processes_train_as_one_does_and_micro_batches_change_nothing(begun:
     assert losses(begun, "two") == pytest.approx(losses(begun, "one"), rel=1e-6)
 
 
+@pytest.mark.distributed
+def test_a_loss_that_forgets_the_weight_is_refused_where_it_matters(begun: Path) -> None:
+    text = (begun / "recipe.py").read_text()
+    assert text.count(' * batch["weight"])') == 1
+    (begun / "forgetful.py").write_text(text.replace(' * batch["weight"])', ")"))
+    two = begun / "two.yaml"
+    two.write_text("num_machines: 1\nnum_processes: 2\ndistributed_type: MULTI_GPU\n")
+    flags = [*SHORT, "--max_steps", "2", "--global_batch_size", "63", "--output_dir", "runs/forgetful"]
+    words = [sys.executable, "-m", "accel_train.cli", "rehearse", "--config_file", str(two), "forgetful.py", *flags]
+    done = zygote.run(words, cwd=begun, env=environment(PYTHONPATH=str(ROOT)), apart=True)
+    assert done.returncode == 2, done.stdout + done.stderr
+    # The second process has 31 samples, and repeats one of them.
+    assert "1 sample(s) of this step have weight 0, and their loss is not 0" in done.stdout + done.stderr
+
+
 def test_a_mistyped_best_metric_is_refused_at_the_start(begun: Path) -> None:
     best = ["--checkpoints.keep_best", "1", "--checkpoints.best_metric", "heldout_acuracy"]
     words = [sys.executable, "recipe.py", *SHORT, "--max_steps", "6", *best, "--output_dir", "runs/one"]

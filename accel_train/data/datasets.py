@@ -1,9 +1,12 @@
-"""Protocols of a dataset: samples by index, whole batches, lengths, shapes."""
+"""Protocols of a dataset: samples by index, whole batches, collation, lengths, shapes."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor
+from torch.utils.data import default_collate
+
+from accel_train.config import UsageError
 
 Batch = dict[str, Tensor]
 Collate = Callable[[list[Mapping[str, Tensor]]], Mapping[str, Tensor]]
@@ -22,7 +25,19 @@ class BatchDataset(Protocol):
     """Dataset that reads many samples at once more cheaply than one by one, such as a memory-mapped table."""
 
     def batch(self, indices: list[int], /) -> Mapping[str, Tensor]:
-        """Return these samples in this order, as torch's `default_collate` would. Must not draw at random."""
+        """Return these samples in this order, as `collate_of` the dataset would. Must not draw at random."""
+        ...
+
+
+@runtime_checkable
+class CollatingDataset(Protocol):
+    """Dataset that makes a batch of its samples itself, in training and evaluation: pads to the longest, tokenises.
+
+    What mixes samples (mixup) belongs into `__getitem__`: here its partners would depend on the micro-batch size.
+    """
+
+    def collate(self, samples: list[Mapping[str, Tensor]], /) -> Mapping[str, Tensor]:
+        """Return the fields of a batch, each with leading dimension B. Each row must depend on its own sample alone."""
         ...
 
 
@@ -46,3 +61,19 @@ class ShapedDataset(Protocol):
     def sample_shape(self, index: int, /) -> tuple[int, ...]:
         """Return the shape: samples of equal shape fit into one batch. Must be cheap, like `length`."""
         ...
+
+
+def collate_of(dataset: MapDataset) -> Collate:
+    """Return the dataset's own `collate`, else torch's `default_collate`."""
+    return dataset.collate if isinstance(dataset, CollatingDataset) else default_collate
+
+
+def sample_of(dataset: MapDataset, index: int) -> Mapping[str, Tensor]:
+    """Return `dataset[index]`. Raises `UsageError` if it is no dict, such as torchvision's (image, label)."""
+    sample: Any = dataset[index]
+    if not isinstance(sample, Mapping):
+        raise UsageError(
+            f"dataset[{index}] must be a dict of tensors, got a {type(sample).__name__}; name its values, as in "
+            '{"image": image, "label": label}'
+        )
+    return cast(Mapping[str, Tensor], sample)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
-from torch.utils.data import default_collate
 
 from accel_train import rng
-from accel_train.data.datasets import Batch, MapDataset
+from accel_train.data.datasets import Batch, MapDataset, collate_of, sample_of
 from accel_train.data.grouping.shape_groups import ShapeGroups, shape_groups
 from accel_train.data.progress import Progress
 from accel_train.data.sampler import BatchShard, Draw
@@ -106,11 +105,11 @@ def _collate(
 ) -> Batch:
     # A fixed seed, so that evaluations of different runs compare.
     keys = rng.sample_keys(0, "heldout", 0, index).tolist()
-    samples: list[Batch] = []
+    samples: list[Mapping[str, torch.Tensor]] = []
     with preserve_random_states():
         for sample, key in zip(index.tolist(), keys, strict=True):
             seed_generators(key)
-            samples.append(dict(dataset[sample]))
-        batch: Batch = default_collate(samples)
-    batch = batch | {"sample": index, "weight": weight}
+            samples.append(sample_of(dataset, sample))
+        batch = collate_of(dataset)(samples)
+    batch = {**batch, "sample": index, "weight": weight}
     return {name: value.to(device) for name, value in batch.items()}

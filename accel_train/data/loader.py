@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.utils.data import default_collate
 
-from accel_train.data.datasets import Batch, Collate, MapDataset
+from accel_train.data.datasets import Batch, MapDataset
 from accel_train.data.grouping.bucketing import Buckets, resolve_buckets
 from accel_train.data.grouping.shape_groups import ShapeGroups, describe, shape_groups
 from accel_train.data.options import LoaderConfig, LoaderSettings, resolve_loader
@@ -78,17 +77,15 @@ def iterate_steps(
     max_steps: int,
     device: torch.device,
     config: LoaderConfig | None = None,
-    collate: Collate = default_collate,
 ) -> Generator[StepBatches, None, None]:
     """Yield the micro-batches of steps start_step to max_steps - 1. Earlier samples are not read.
 
-    A batch has the fields of `collate`, each with leading dimension B, plus `sample`, `occurrence`, `position` (B,)
-    int64 and `weight` (B,) float32. On CUDA the next step is copied on its own stream while this one trains. Closing
-    the generator ends the workers, and so does an error.
+    A batch has the fields of `collate_of(dataset)`, each with leading dimension B, plus `sample`, `occurrence`,
+    `position` (B,) int64 and `weight` (B,) float32. On CUDA the next step is copied on its own stream while this one
+    trains. Closing the generator ends the workers, and so does an error.
 
-    Global generators are seeded by (seed, occurrence) around `dataset[i]`. `collate` runs with the state after the
-    last sample. A `BatchDataset` reads whole micro-batches instead, unless `collate` is given. Every rank calls it
-    with its own `shard`. No collectives.
+    Global generators are seeded by (seed, occurrence) around `dataset[i]`. A `BatchDataset` reads whole micro-batches
+    instead. Every rank calls it with its own `shard`. No collectives.
     """
     # Everything is checked here, before the first step is asked for: the generators below start late.
     if len(dataset) != sampler.dataset_size:
@@ -99,7 +96,7 @@ def iterate_steps(
     is_default = config == LoaderConfig()
     logger.info("loader: %s", _describe(settings, device), extra={FILE_ONLY: is_default})
     buckets = _resolve_micro_batches(dataset, sampler, shard, config)
-    reader = Reader(dataset, sampler.seed, collate, settings.num_workers)
+    reader = Reader(dataset, sampler.seed, settings.num_workers)
     plan = Plan(sampler, shard, start_step, max_steps, buckets)
     steps = _read_steps(reader, plan, settings)
     if device.type == "cuda":

@@ -12,11 +12,11 @@ from typing import Any, TypeGuard, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import get_worker_info
 
 from accel_train import rng
 from accel_train.config import MendedError, UsageError
-from accel_train.data.datasets import Batch, BatchDataset, Collate, MapDataset, VariableLengthDataset
+from accel_train.data.datasets import Batch, BatchDataset, MapDataset, VariableLengthDataset, collate_of, sample_of
 from accel_train.data.sampler import Draw, Request
 from accel_train.rng import preserve_random_states, seed_generators
 
@@ -36,22 +36,21 @@ class LoadingError(RuntimeError):
 class Reader:
     """Reads and collates one request, in a worker or in the training process.
 
-    Samples are read one by one, with global generators seeded by their occurrence. A `BatchDataset` collated by
-    torch's `default_collate` is read at once, unseeded.
+    Samples are read one by one, with global generators seeded by their occurrence. A `BatchDataset` is read at once,
+    unseeded.
     """
 
     def __init__(
         self,
         dataset: MapDataset,
         seed: int,
-        collate: Collate,
         num_workers: int,
     ) -> None:
         self._dataset = dataset
         self._seed = seed
-        self._collate = collate
+        self._collate = collate_of(dataset)
         self._read_at_once: ReadAtOnce | None = None
-        if collate is default_collate and _reads_batches(dataset):
+        if _reads_batches(dataset):
             self._read_at_once = dataset.batch
         # One row per worker: its process id, and the step and sample being read. In shared memory, to be readable
         # after the worker's death.
@@ -104,7 +103,7 @@ class Reader:
         for draw, key in zip(request.draws, keys, strict=True):
             row[2] = draw.sample
             seed_generators(key)
-            samples.append(self._dataset[draw.sample])
+            samples.append(sample_of(self._dataset, draw.sample))
         row[2] = IDLE
         return self._collate(samples)
 
@@ -141,14 +140,17 @@ def _first_definition(classes: Sequence[type], name: str) -> int:
 
 
 def _with_added_fields(collated: Mapping[str, Tensor], draws: list[Draw]) -> Batch:
-    for name, value in cast(Mapping[str, Any], collated).items():
+    batch: Any = collated
+    if not isinstance(batch, Mapping):
+        raise UsageError(f"collate of the dataset must return a dict of tensors, got a {type(batch).__name__}")
+    for name, value in cast(Mapping[str, Any], batch).items():
         if name in ADDED_FIELDS:
-            raise ValueError(f"field {name!r} is added by the loader. Rename the dataset's field")
+            raise UsageError(f"field {name!r} is added by the loader. Rename the dataset's field")
         required = f"field {name!r}: a tensor with leading dimension {len(draws)} is required"
         if not isinstance(value, Tensor):
-            raise TypeError(f"{required}, got a {type(value).__name__}")
+            raise UsageError(f"{required}, got a {type(value).__name__}. Encode it as numbers, or leave it out")
         if value.shape[:1] != (len(draws),):
-            raise TypeError(f"{required}, got shape {tuple(value.shape)}")
+            raise UsageError(f"{required}, got shape {tuple(value.shape)}")
     samples, occurrences, positions, weights = zip(*draws, strict=True)
     return {
         **collated,

@@ -18,6 +18,7 @@ from accel_train.reporting.memory import MemoryReport
 from accel_train.reporting.watched_steps import watched_steps
 from accel_train.runtime.main_alone import on_main
 from accel_train.runtime.strategy import strategy_of
+from accel_train.training.gradients.loss_checks import count_without_weight, refuse_without_weight
 from accel_train.training.health.comparing import Clocks, Comparisons, forward_is_local
 from accel_train.training.health.options import has_replicas
 from accel_train.training.health.replicas import Replicas
@@ -70,17 +71,20 @@ class Reports:
     ) -> None:
         """Count a step. At a log point, wait for the device and write a training line.
 
-        Collective then, and where the processes are compared. Raises ``ReplicasDifferError``.
+        Collective then, and where the processes are compared. Raises ``ReplicasDifferError``, and ``UsageError`` for a
+        loss that is not multiplied by its weight.
         """
         self.throughput.end_of_step()
         self.losses.add(result)
         self._counts.add(**counts)
         config = self.opened.config
         logs = self.log.due(batches.done)
-        totals: Mapping[str, float] = {}
+        totals: dict[str, float] = {}
         # The sum over processes waits for the device, so in all other steps the counts stay on it.
         if logs:
+            self._counts.add(without_weight=count_without_weight(result))
             totals = self._counts.take(self.opened.accelerator)
+            refuse_without_weight(totals.pop("without_weight"))
         self.throughput.update(
             samples=self.opened.batch_size(batches.step),
             data_wait_seconds=batches.data_wait_seconds,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from accel_train.config import UsageError
 from accel_train.training.feedback.factors import term_factor
+from accel_train.training.gradients.loss_checks import by_term, refuse_means
 from accel_train.training.gradients.sync import (
     SyncPolicy,
     no_sync,
@@ -35,12 +36,6 @@ from accel_train.training.step_calls import leftovers_of
 from accel_train.training.step_guard import GradientNorms, StepGuard, StepResult, read_loss_scale, write_loss_scale
 
 Batch = dict[str, Tensor]
-PLACES = {
-    "coefficients": "the coefficients given to prepared.window",
-    "weights": "the weights given to prepared.window (what `corrupt` of a recipe returns, or its counterpart)",
-    "sums": "the sums given to window.backward (what `loss_sums` of a recipe returns)",
-}
-"""Where a recipe names its loss terms, for a message."""
 
 
 class Times(Protocol):
@@ -98,7 +93,7 @@ class GradientWindow:
         self._coalesced = self.sync == "last" and self._zero_stage >= 2
         # Accelerate's backward also clips and steps under DeepSpeed, at the boundary that the window sets.
         self._steps_in_backward = self._zero_stage > 0 and not self._coalesced
-        weights = [self._by_term(weight, "weights") for _, weight in micro_batches]
+        weights = [by_term(weight, "weights", self.coefficients, step) for _, weight in micro_batches]
         self._local_weights = weights
         self.weights = _global_weights(accelerator, weights)
         self._balance: dict[str, Tensor] = {}
@@ -219,14 +214,17 @@ class GradientWindow:
 
         ``sums`` must hold every term, in every step: its sum over the micro-batch, (), or the weighted loss of each
         sample, (B,), which names the samples of a bad step. A single tensor is that of the only term.
+        Raises ``UsageError`` for one value beside a weight for each sample: it may be a mean.
         """
         if isinstance(sums, Tensor) and len(self.coefficients) != 1:
             names = sorted(self.coefficients)
             raise UsageError(
                 f"window.backward: one tensor for the loss terms {names}; give a dict with the sum of each"
             )
-        by_term = self._by_term(sums, "sums")
-        losses = [by_term[k].float() for k in self.coefficients]
+        of_terms = by_term(sums, "sums", self.coefficients, self.step)
+        # Of the first for a call too many, which `finish` refuses.
+        refuse_means(of_terms, self._local_weights[len(self._sums) % len(self._local_weights)])
+        losses = [of_terms[k].float() for k in self.coefficients]
         terms = [_summed(loss) for loss in losses]
         self._losses.append([loss.detach() for loss in losses])
         self._sums.append([term.detach() for term in terms])
@@ -246,17 +244,6 @@ class GradientWindow:
             self.accelerator.backward(loss)
         if self._times is not None:
             self._times.end("backward")
-
-    def _by_term(self, found: Mapping[str, Tensor] | Tensor, kind: str) -> Mapping[str, Tensor]:
-        if isinstance(found, Tensor):
-            return dict.fromkeys(self.coefficients, found)
-        for name in sorted(found.keys() ^ self.coefficients.keys()):
-            present, absent = (kind, "coefficients") if name in found else ("coefficients", kind)
-            raise UsageError(
-                f"loss term {name!r} (step {self.step + 1}): it is in {PLACES[present]} but not in {PLACES[absent]}; "
-                "add it there, with coefficient 0 in steps that do not train it, or remove it from both"
-            )
-        return found
 
     def finish(self, max_grad_norm: float) -> StepResult:
         """Measure the norm of the global gradient, have it clipped to ``max_grad_norm`` (0: not), and check the step.

@@ -82,11 +82,11 @@ class Config(experiment.ExperimentConfig):
     """Width of the hidden layers."""
 
 
-# Loss and evaluation. CHANGE: the values of each sample, (B,), of which the loss is trained. `metrics` has their names.
+# Loss and evaluation. CHANGE: the loss and other values of each sample, (B,). An evaluation has them as heldout_NAME.
 def metrics_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     logits = model(batch["place"]).float()
     loss = nn.functional.cross_entropy(logits, batch["ring"], reduction="none")
-    return {"heldout_loss": loss, "heldout_accuracy": (logits.argmax(-1) == batch["ring"]).float()}
+    return {"loss": loss, "accuracy": (logits.argmax(-1) == batch["ring"]).float()}
 
 
 @one_run
@@ -106,14 +106,14 @@ def main(argv: Sequence[str]) -> int:
     evaluate = partial(loop.heldout_means, prepared, heldout, config.micro_batch_size, metrics_of)
     if opened.only_evaluates:
         return loop.evaluate_only(opened, evaluate)
-    with loop.training(opened, prepared, data, order, lambda directory: None) as training:
+    with loop.training(opened, prepared, data, order) as training:
         for batches in training:
             optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(batches.step))
             weighted = [(batch, batch["weight"]) for batch in batches.micro_batches]
             # Of several terms, weights and losses are dicts with a value for each.
             window = prepared.window(weighted, {"ring": 1.0}, batches.step)
             for batch in window:  # the window sums, and divides by the weights of all processes
-                window.backward(metrics_of(prepared.model, batch)["heldout_loss"] * batch["weight"])
+                window.backward(metrics_of(prepared.model, batch)["loss"] * batch["weight"])
             result = window.finish(config.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from accel_train.config import UsageError
+from accel_train.data.heldout import heldout_batches
 from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.options import LoaderConfig, resolve_loader
 from accel_train.data.sampler import BatchShard, StepSampler
@@ -171,16 +172,20 @@ def test_data_wait_is_what_the_loop_waited():
     assert max(waits[1:]) < 14 * 0.03
 
 
-def test_own_collate():
-    def shifted(samples):
+class Collating(Noisy):
+    """Collates its samples itself."""
+
+    def collate(self, samples):
         return {"twice": default_collate([2 * sample["value"] for sample in samples])}
 
+
+def test_a_dataset_may_collate_its_samples_in_training_and_evaluation():
     sampler = StepSampler(40, 8, seed=0)
-    steps = iterate_steps(
-        Noisy(40), sampler, BatchShard(0, 1, 8), start_step=0, max_steps=1, device=CPU, collate=shifted
-    )
+    steps = iterate_steps(Collating(40), sampler, BatchShard(0, 1, 8), start_step=0, max_steps=1, device=CPU)
     [batch] = next(steps).micro_batches
     assert torch.equal(batch["twice"], 2 * batch["sample"])
+    [heldout] = heldout_batches(Collating(40), 4, 4, 0, 1, CPU)
+    assert torch.equal(heldout["twice"], 2 * heldout["sample"])
 
 
 def test_another_dataset_than_the_sampler_was_made_for():

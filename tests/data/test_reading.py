@@ -228,11 +228,26 @@ def test_the_signal_handler_of_the_process_stays():
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("field", "field 'weight' is added by the loader"), ("text", "leading dimension 4 is required, got a list")],
+    [
+        ("field", "field 'weight' is added by the loader"),
+        ("text", "leading dimension 4 is required, got a list. Encode it as numbers, or leave it out"),
+    ],
 )
-def test_fields_that_no_batch_can_have(fault, words):
-    with pytest.raises(LoadingError, match=f"collating of step 1, micro-batch 1.*{words}"):
-        next(steps_of(Faulty(fault), num_workers=0))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_fields_that_no_batch_can_have(fault, words, workers):
+    with pytest.raises(UsageError, match=f"collating of step 1, micro-batch 1.*{words}"):
+        next(steps_of(Faulty(fault), num_workers=workers))
+
+
+class Pairs(list[tuple[Tensor, int]]):
+    """Samples as torchvision has them."""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_is_no_dict_is_refused(workers):
+    pairs = Pairs([(torch.zeros(3), 1)] * len(Faulty("none")))
+    with pytest.raises(UsageError, match=r"dataset\[\d+\] must be a dict of tensors, got a tuple; name its values"):
+        next(steps_of(pairs, num_workers=workers))
 
 
 # ---------------------------------------------------------------------------------------- a whole micro-batch at once
@@ -279,20 +294,3 @@ class Augmented(Whole):
 def test_an_inherited_batch_does_not_hide_the_samples_of_a_class():
     [first, _] = next(steps_of(Augmented("none"), num_workers=0)).micro_batches
     assert torch.equal(first["value"], -first["sample"])
-
-
-def test_a_collate_of_ones_own_gets_samples():
-    def doubled(samples):
-        return {"twice": 2 * torch.stack([sample["value"] for sample in samples])}
-
-    steps = iterate_steps(
-        Whole("none"),
-        SAMPLER,
-        BatchShard(0, 1, 4),
-        start_step=0,
-        max_steps=1,
-        device=torch.device("cpu"),
-        collate=doubled,
-    )
-    [first, _] = next(steps).micro_batches
-    assert torch.equal(first["twice"], 2 * first["sample"])

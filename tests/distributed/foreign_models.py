@@ -227,7 +227,7 @@ def main(argv: Sequence[str]) -> int:
         base = PretrainedBase(config.base, Path(config.base), ("model.safetensors",))
     prepared = preparation.prepare(opened, model, base=base, example=partial(losses, kind=config.kind, batch=few(data)))
     model, optimizer = prepared.model, prepared.optimizer
-    with loop.training(opened, prepared, data, order, lambda _: None) as training:
+    with loop.training(opened, prepared, data, order) as training:
         for batches in training:
             optimizers.set_learning_rate(optimizer, opened.learning_rate_factor(batches.step))
             weighted = [(batch, batch["weight"].sum()) for batch in batches.micro_batches]

@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     if opened.only_evaluates:
         return loop.evaluate_only(opened, partial(evaluate, config, prepared, opened.start_step))
     forgotten = os.environ.get("FORGOTTEN")
-    with loop.training(opened, prepared, data, order, lambda _: None) as training:
+    with loop.training(opened, prepared, data, order) as training:
         if "BASELINE" in os.environ:
             training.evaluate(partial(evaluate, config, prepared, training.done))
         for batches in training:

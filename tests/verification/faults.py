@@ -8,7 +8,7 @@ from pathlib import Path
 SCAFFOLD = Path(__file__).parents[2] / "recipes" / "scaffold" / "recipe.py"
 
 WEIGHTS = 'weighted = [(batch, batch["weight"]) for batch in batches.micro_batches]'
-LOSSES = 'metrics_of(prepared.model, batch)["heldout_loss"] * batch["weight"]'
+LOSSES = 'metrics_of(prepared.model, batch)["loss"] * batch["weight"]'
 LOSS = "    return {"
 LOGITS = 'logits = model(batch["place"]).float()'
 MODEL = "return RingModel(nn.Linear(2, width), nn.GELU(),"

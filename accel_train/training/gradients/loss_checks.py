@@ -1,0 +1,74 @@
+"""Checks of the losses and weights that a recipe gives to the window.
+
+A mean or a forgotten weight would go unnoticed: one process without accumulation, where all weights are 1, trains the
+same but for a factor, and other layouts do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from accel_train.config import UsageError
+from accel_train.training.step_guard import StepResult
+
+PLACES = {
+    "coefficients": "the coefficients given to prepared.window",
+    "weights": "the weights given to prepared.window (what `corrupt` of a recipe returns, or its counterpart)",
+    "sums": "the sums given to window.backward (what `loss_sums` of a recipe returns)",
+}
+"""Where a recipe names its loss terms, for a message."""
+
+
+def by_term(
+    found: Mapping[str, Tensor] | Tensor, kind: str, coefficients: Mapping[str, float], step: int
+) -> Mapping[str, Tensor]:
+    """Return ``found`` by the terms of ``coefficients``: a single tensor is that of each.
+
+    Raises ``UsageError`` for a term of one and not the other. ``kind`` is a key of ``PLACES``.
+    """
+    if isinstance(found, Tensor):
+        return dict.fromkeys(coefficients, found)
+    for name in sorted(found.keys() ^ coefficients.keys()):
+        present, absent = (kind, "coefficients") if name in found else ("coefficients", kind)
+        raise UsageError(
+            f"loss term {name!r} (step {step + 1}): it is in {PLACES[present]} but not in {PLACES[absent]}; "
+            "add it there, with coefficient 0 in steps that do not train it, or remove it from both"
+        )
+    return found
+
+
+def refuse_means(sums: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Raise ``UsageError`` for a single value, (), of a term with a weight for each sample, (B,). No device wait."""
+    for name, loss in sums.items():
+        if loss.ndim == 0 and weights[name].ndim > 0:
+            raise UsageError(
+                f"window.backward: loss term {name!r} is one value, and its weight has shape "
+                f"{tuple(weights[name].shape)}, one for each sample; give the loss of each sample times its weight "
+                "(reduction='none', not a mean), or the sum of these and as weight weight.sum(). The window divides by "
+                "the weights of the global batch"
+            )
+
+
+def count_without_weight(result: StepResult) -> Tensor:
+    """Count the samples on this process with weight 0 and another loss than 0 in a trained term. No device wait."""
+    evidence = result.evidence
+    found = torch.zeros((), device=evidence.totals.device)
+    for losses, weights in zip(evidence.losses, evidence.weights, strict=True):
+        for name, loss in zip(evidence.terms, losses, strict=True):
+            weight = weights[name]
+            if result.coefficients[name] != 0 and loss.ndim > 0 and loss.shape == weight.shape:
+                found += ((weight == 0) & (loss != 0)).sum()
+    return found
+
+
+def refuse_without_weight(samples: float) -> None:
+    """Raise ``UsageError`` if ``count_without_weight`` has found any on some process."""
+    if samples > 0:
+        raise UsageError(
+            f"window.backward: {samples:g} sample(s) of this step have weight 0, and their loss is not 0; multiply the "
+            'loss of each sample by its weight (losses * batch["weight"]). Such a sample only fills a micro-batch, or '
+            "stands in for one that is left out"
+        )

@@ -1,0 +1,51 @@
+"""What the window and the log points refuse: a mean of the losses, and a loss that is not multiplied by its weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_train.config import UsageError
+from accel_train.training.accumulation import GradientWindow
+from accel_train.training.gradients.loss_checks import count_without_weight, refuse_without_weight
+from accel_train.training.step_guard import StepResult
+
+COEFFICIENTS = {"main": 1.0, "off": 0.0}
+
+
+def finished(accelerator: Accelerator, weights: list[Tensor], losses: list[Tensor]) -> StepResult:
+    """A step with a micro-batch for each pair of weights and losses, which both terms share."""
+    model = accelerator.prepare(nn.Linear(1, 1))
+    parts = [({}, {"main": weight, "off": torch.zeros_like(weight)}) for weight in weights]
+    window = GradientWindow(accelerator, model, parts, COEFFICIENTS, step=0)
+    for _, loss in zip(window, losses, strict=True):
+        window.backward({name: loss * model.weight.sum() for name in COEFFICIENTS})
+    return window.finish(0.0)
+
+
+def test_one_value_beside_the_weight_of_each_sample_is_refused(accelerator: Accelerator) -> None:
+    for weight in (torch.ones(4), torch.ones(1)):
+        with pytest.raises(UsageError, match=rf"'main' is one value, and its weight has shape \({len(weight)},\)"):
+            finished(accelerator, [weight], [torch.tensor(2.0)])
+    finished(accelerator, [torch.ones(4).sum()], [torch.tensor(2.0)])
+    finished(accelerator, [torch.ones(4)], [torch.ones(4)])
+
+
+def test_a_loss_without_weight_is_counted_in_trained_terms_only(accelerator: Accelerator) -> None:
+    weights = [torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.5, 0.0])]
+    losses = [torch.tensor([2.0, 0.0, 3.0]), torch.tensor([2.0, torch.nan])]
+    found = count_without_weight(finished(accelerator, weights, [losses[0], torch.tensor([2.0, 5.0])]))
+    assert int(found) == 2
+    right = [loss.nan_to_num() * weight for loss, weight in zip(losses, weights, strict=True)]
+    assert int(count_without_weight(finished(accelerator, weights, right))) == 0
+    # Of sums nothing can be said.
+    sums = [weight.sum() for weight in weights]
+    assert int(count_without_weight(finished(accelerator, sums, sums))) == 0
+
+
+def test_the_message_says_what_to_multiply() -> None:
+    refuse_without_weight(0)
+    with pytest.raises(UsageError, match=r"3 sample\(s\) of this step have weight 0, .*\(losses \* batch"):
+        refuse_without_weight(3)
