@@ -203,7 +203,7 @@ def main(argv: Sequence[str]) -> int:
     process = inputs.process(levels, plain.config, config.objective, config.times)
     example = partial(inputs.call_once, process)
     prepared = preparation.prepare(opened, plain, freezable=adapters.groups(base), base=base.files(), example=example)
-    adapters.set_rate(prepared.optimizer, config.optimizer.lr, config.text_encoders)
+    adapters.scale_learning_rate(prepared.optimizer, config.text_encoders)
     run_evaluation = partial(evaluate, config, prepared, inputs, process)
     if opened.only_evaluates:
         return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))

@@ -26,7 +26,8 @@ from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
 from accel_train.training.optimizer_classes.muon import MuonAdamW, MuonPrecision
 from accel_train.training.optimizer_classes.offload import HostAdamW
 from accel_train.training.optimizer_classes.trial import one_pass_obstacle
-from accel_train.training.parameters import Kind, ParamGroup, kinds, mark_part
+from accel_train.training.parameter_groups import parameter_groups, read_factors
+from accel_train.training.parameters import ParamGroup
 from accel_train.training.shards import OWN_KEY
 from accel_train.training.step_calls import note_learning_rates
 
@@ -66,6 +67,10 @@ class OptimizerConfig:
     """Upper limit of the L2 norm of the gradient over all parameters and processes. A larger gradient is
     scaled down to it. 0 = no clipping."""
 
+    lr_factors: tuple[str, ...] = ()
+    """Other learning rates for some modules, as MODULE=FACTOR: head=10 blocks.0=0.1. MODULE is a name as in
+    named_parameters(), or a pattern with * for whole parameter names. Where several fit, the last counts."""
+
     fused: bool | Literal["auto"] = "auto"
     """One kernel for the whole AdamW update instead of several per tensor. auto = where the device has it."""
 
@@ -91,6 +96,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        read_factors(self.lr_factors)
         self._check_arguments()
         of_muon = {name: value for name, value in vars(self).items() if name.startswith("muon_")}
         given = {name: value for name, value in of_muon.items() if value is not None}
@@ -162,11 +168,11 @@ def build_optimizer(
     `freezable` names parts of the model by module prefixes (`{"text": ["text_blocks", "text_head"]}`).
     Each part gets its own groups, so `set_frozen` can switch it later without rebuilding anything.
 
-    Each group has `name` ("decay", "no_decay", "muon", "text/decay", ...), `part`, `base_lr` and
+    Each group has `name` ("decay", "no_decay", "muon", "text/decay", "decay x0.1", ...), `part`, `base_lr` and
     `base_weight_decay`.
     """
     refuse_combination(config.name, strategy, precision, device)
-    groups = _parameter_groups(model, config, freezable or {})
+    groups = parameter_groups(model, config, freezable or {})
     optimizer, reason = _build(config, device, groups, strategy)
     sizes: list[str] = []
     for group in groups:
@@ -258,95 +264,6 @@ def set_frozen(optimizer: HasParameterGroups, parts: Collection[str]) -> None:
         if group["frozen"]:
             group["lr"] = 0.0
             group["weight_decay"] = 0.0
-
-
-def _parameter_groups(
-    model: nn.Module, config: OptimizerConfig, freezable: Mapping[str, Sequence[str]]
-) -> list[ParamGroup]:
-    trainable = _trainable(model)
-    part_of = _part_of_each(trainable, freezable)
-    kind_of = kinds(model, muon=config.name == "muon")
-    groups: list[ParamGroup] = []
-    order: tuple[Kind, ...] = ("decay", "no_decay", "muon")
-    for part in ("", *freezable):
-        of_part = [p for name, p in trainable.items() if part_of.get(name, "") == part]
-        if part:
-            # The gradient window has to know which gradients to set to zero.
-            mark_part(of_part, part)
-        for kind in order:
-            members = [p for p in of_part if kind_of[id(p)] == kind]
-            if members:  # DeepSpeed cannot flatten an empty group
-                groups.append(_group(members, part, kind, config))
-    in_groups = [id(p) for group in groups for p in group["params"]]
-    assert sorted(in_groups) == sorted(id(p) for p in trainable.values()), "a parameter is in no group or in two"
-    # Without a matrix it would be AdamW under another name.
-    if config.name == "muon":
-        _refuse_without_matrices(groups, model)
-    return groups
-
-
-def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trainable:
-        raise UsageError("model: has no trainable parameter, at least 1 is needed. Set requires_grad on what to train.")
-    return trainable
-
-
-def _refuse_without_matrices(groups: list[ParamGroup], model: nn.Module) -> None:
-    if not any(group["muon"] for group in groups):
-        raise UsageError(
-            f"optimizer.name: muon: {type(model).__name__} has no trainable 2-D matrix inside its blocks, at least 1 "
-            "is needed. Blocks are the classes in _no_split_modules, else the elements of each nn.ModuleList. Use "
-            "--optimizer.name adamw."
-        )
-
-
-def _group(members: list[nn.Parameter], part: str, kind: Kind, config: OptimizerConfig) -> ParamGroup:
-    lr = config.lr
-    weight_decay = 0.0 if kind == "no_decay" else config.weight_decay
-    if kind == "muon":
-        # Muon's updates have the size of their matrix and not that of its gradient, hence a rate of its own.
-        lr = _default(config.muon_lr, config.lr)
-        weight_decay = _default(config.muon_weight_decay, config.weight_decay)
-    group: ParamGroup = {
-        "params": members,
-        "name": f"{part}/{kind}" if part else kind,
-        "part": part,
-        "frozen": False,
-        "lr": lr,
-        "base_lr": lr,
-        "weight_decay": weight_decay,
-        "base_weight_decay": weight_decay,
-        "muon": kind == "muon",
-    }
-    if kind == "muon":
-        group |= {
-            "momentum": _default(config.muon_momentum, 0.95),
-            "nesterov": config.muon_nesterov is not False,
-            "adjust_lr_fn": config.muon_adjust_lr_fn or "match_rms_adamw",
-            "precision": config.muon_precision or "fp32",
-        }
-    return group
-
-
-def _default(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
-def _part_of_each(names: Collection[str], freezable: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Parameter name -> part. Refuses prefixes without a parameter and prefixes that overlap, because a part frozen by
-    mistake would go unnoticed."""
-    part_of: dict[str, str] = {}
-    for part, prefixes in freezable.items():
-        for prefix in prefixes:
-            # With the dot, so that blocks.1 does not take blocks.10 as well.
-            matched = [name for name in names if name == prefix or name.startswith(f"{prefix}.")]
-            if not matched:
-                raise ValueError(f"freezable[{part!r}]: no trainable parameter is under {prefix!r}")
-            for name in matched:
-                if part_of.setdefault(name, part) != part:
-                    raise ValueError(f"freezable: {name!r} is in both {part_of[name]!r} and {part!r}")
-    return part_of
 
 
 def _resolve_fused(fused: bool | Literal["auto"], device: torch.device, groups: list[ParamGroup]) -> tuple[bool, str]:

@@ -69,6 +69,7 @@ optimizer.betas
 optimizer.eps
 optimizer.weight_decay
 optimizer.max_grad_norm
+optimizer.lr_factors
 optimizer.fused
 optimizer.muon_lr
 optimizer.muon_weight_decay

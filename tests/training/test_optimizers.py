@@ -148,6 +148,66 @@ def test_equals_torch_adamw(model, fused):
     assert not torch.equal(model.text_head.weight, Model().text_head.weight)
 
 
+def test_factors_of_the_learning_rate_equal_groups_by_hand(model):
+    torch.manual_seed(0)
+    reference = Model()
+    factors = ("text=0.5", "text_head=10", "*norm*=0", "latent.norm=3")
+    optimizer, line = build_optimizer(model, OptimizerConfig(lr=1e-2, weight_decay=0.5, lr_factors=factors), CPU)
+    decayed = {
+        name for group, names in group_names(model, optimizer).items() if "no_decay" not in group for name in names
+    }
+
+    def factor(name: str) -> float:
+        if "norm" in name:
+            return 3.0 if name.startswith("latent.norm.") else 0.0
+        return {"text": 0.5, "text_head": 10.0}.get(name.split(".")[0], 1.0)
+
+    groups = [
+        {"params": [p], "lr": 0.25e-2 * factor(name), "weight_decay": 0.5 * (name in decayed)}
+        for name, p in reference.named_parameters()
+        if p.requires_grad
+    ]
+    by_hand = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    train(model, optimizer, 10, factor=0.25)
+    train(reference, by_hand, 10)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    # The first group is the one whose learning rate is recorded.
+    assert list(group_names(model, optimizer))[:2] == ["decay", "no_decay"]
+    assert "text_head" not in line
+    assert "decay x10 1 tensors" in line
+
+
+def test_a_factor_multiplies_the_learning_rate_of_muon_and_goes_with_frozen_parts(model):
+    config = OptimizerConfig(name="muon", lr=1e-3, muon_lr=2e-2, lr_factors=("text=0.5",))
+    model._no_split_modules = ["Block"]
+    optimizer, _ = build_optimizer(model, config, CPU, {"text": ["text"]})
+    rates = {group["name"]: group["base_lr"] for group in optimizer.param_groups}
+    assert rates["text/muon x0.5"] == 1e-2
+    assert rates["text/no_decay x0.5"] == 5e-4
+    set_frozen(optimizer, {"text"})
+    set_learning_rate(optimizer, 1.0)
+    assert all((group["lr"] == 0) == (group["part"] == "text") for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        (("text",), "'text' must be MODULE=FACTOR"),
+        (("=2",), "'=2' must be MODULE=FACTOR"),
+        (("text=-1",), "a finite factor of at least 0"),
+        (("text=nan",), "a finite factor of at least 0"),
+        (("text=1", "text=2"), "'text=2' is given twice"),
+        (("tex=2",), "tex=2 changes no trainable parameter: .* Trainable parameters: positions, embed.weight"),
+        (("untrained=2",), "untrained=2 changes no trainable parameter"),
+        (("text.up=2", "text=3"), "text.up=2 changes no trainable parameter: .* a later entry takes all of them"),
+    ],
+)
+def test_factors_that_cannot_be_obeyed(model, factors, message):
+    with pytest.raises(UsageError, match=message):
+        build_optimizer(model, OptimizerConfig(lr_factors=factors), CPU)
+
+
 @pytest.mark.parametrize(("fused", "reason"), [("auto", "auto: cpu has it"), (True, "asked for")])
 def test_fused_on_cpu(model, fused, reason):
     optimizer, line = build_optimizer(model, OptimizerConfig(fused=fused), CPU)

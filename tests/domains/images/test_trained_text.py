@@ -300,7 +300,7 @@ def test_the_learning_rate_has_a_factor(tmp_path: Path) -> None:
     base: Any = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save("sdxl", tmp_path)))))
     model = built(base)
     optimizer, _ = build_optimizer(model, OptimizerConfig(lr=0.5), CPU, adapters.groups(base))
-    adapters.set_rate(optimizer, 0.5, TextEncoderConfig(rank=2, lr_factor=0.25))
+    adapters.scale_learning_rate(optimizer, TextEncoderConfig(rank=2, lr_factor=0.25))
     set_learning_rate(optimizer, 0.1)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:

@@ -188,12 +188,11 @@ def groups(base: Base) -> Mapping[str, tuple[str, ...]]:
     return {PART: names} if names else {}
 
 
-def set_rate(optimizer: HasParameterGroups, rate: float, options: TextEncoderConfig) -> None:
-    """Give the groups of the text encoders ``lr_factor`` times the peak learning rate ``rate``."""
+def scale_learning_rate(optimizer: HasParameterGroups, options: TextEncoderConfig) -> None:
+    """Multiply the peak learning rate of the text encoders by ``lr_factor``. Once, after ``prepare``."""
     for group in optimizer.param_groups:
         if group["part"] == PART:
-            # The base rate, which the schedule multiplies like that of all others.
-            group["base_lr"] = rate * options.lr_factor
+            group["base_lr"] *= options.lr_factor
 
 
 def describe_adapters(model: nn.Module, adapters: LoraConfig, text: TextEncoderConfig) -> list[str]:

@@ -1,0 +1,159 @@
+"""Parameter groups of an optimizer: by module type, by part of the model, and by factor of the learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from accel_train.config import UsageError
+from accel_train.training.parameters import Kind, ParamGroup, kinds, mark_part
+from accel_train.wording import shortened
+
+if TYPE_CHECKING:
+    from accel_train.training.optimizers import OptimizerConfig
+
+KINDS: tuple[Kind, ...] = ("decay", "no_decay", "muon")
+
+
+def parameter_groups(
+    model: nn.Module, config: OptimizerConfig, freezable: Mapping[str, Sequence[str]]
+) -> list[ParamGroup]:
+    """Return the groups of ``build_optimizer``, those without a factor first. Raises ``UsageError``."""
+    trainable = _trainable(model)
+    part_of = _part_of_each(trainable, freezable)
+    factor_of = _factor_of_each(trainable, config.lr_factors)
+    kind_of = kinds(model, muon=config.name == "muon")
+    groups: list[ParamGroup] = []
+    factors = dict.fromkeys([1.0, *sorted(factor_of.values())])
+    for part in ("", *freezable):
+        of_part = {name: p for name, p in trainable.items() if part_of.get(name, "") == part}
+        if part:
+            # The gradient window has to know which gradients to set to zero.
+            mark_part(of_part.values(), part)
+        for factor in factors:
+            for kind in KINDS:
+                members = [
+                    p for name, p in of_part.items() if kind_of[id(p)] == kind and factor_of.get(name, 1.0) == factor
+                ]
+                if members:  # DeepSpeed cannot flatten an empty group
+                    groups.append(_group(members, part, kind, factor, config))
+    in_groups = [id(p) for group in groups for p in group["params"]]
+    assert sorted(in_groups) == sorted(id(p) for p in trainable.values()), "a parameter is in no group or in two"
+    # Without a matrix it would be AdamW under another name.
+    if config.name == "muon":
+        _refuse_without_matrices(groups, model)
+    return groups
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise UsageError("model: has no trainable parameter, at least 1 is needed. Set requires_grad on what to train.")
+    return trainable
+
+
+def _refuse_without_matrices(groups: list[ParamGroup], model: nn.Module) -> None:
+    if not any(group["muon"] for group in groups):
+        raise UsageError(
+            f"optimizer.name: muon: {type(model).__name__} has no trainable 2-D matrix inside its blocks, at least 1 "
+            "is needed. Blocks are the classes in _no_split_modules, else the elements of each nn.ModuleList. Use "
+            "--optimizer.name adamw."
+        )
+
+
+def _group(members: list[nn.Parameter], part: str, kind: Kind, factor: float, config: OptimizerConfig) -> ParamGroup:
+    lr = config.lr
+    weight_decay = 0.0 if kind == "no_decay" else config.weight_decay
+    if kind == "muon":
+        # Muon's updates have the size of their matrix and not that of its gradient, hence a rate of its own.
+        lr = _default(config.muon_lr, config.lr)
+        weight_decay = _default(config.muon_weight_decay, config.weight_decay)
+    lr *= factor
+    name = f"{part}/{kind}" if part else kind
+    if factor != 1:
+        name += f" x{factor:g}"
+    group: ParamGroup = {
+        "params": members,
+        "name": name,
+        "part": part,
+        "frozen": False,
+        "lr": lr,
+        "base_lr": lr,
+        "weight_decay": weight_decay,
+        "base_weight_decay": weight_decay,
+        "muon": kind == "muon",
+    }
+    if kind == "muon":
+        group |= {
+            "momentum": _default(config.muon_momentum, 0.95),
+            "nesterov": config.muon_nesterov is not False,
+            "adjust_lr_fn": config.muon_adjust_lr_fn or "match_rms_adamw",
+            "precision": config.muon_precision or "fp32",
+        }
+    return group
+
+
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _part_of_each(names: Collection[str], freezable: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Parameter name -> part. Refuses prefixes without a parameter and prefixes that overlap, because a part frozen by
+    mistake would go unnoticed."""
+    part_of: dict[str, str] = {}
+    for part, prefixes in freezable.items():
+        for prefix in prefixes:
+            matched = [name for name in names if _is_below(name, prefix)]
+            if not matched:
+                raise ValueError(f"freezable[{part!r}]: no trainable parameter is under {prefix!r}")
+            for name in matched:
+                if part_of.setdefault(name, part) != part:
+                    raise ValueError(f"freezable: {name!r} is in both {part_of[name]!r} and {part!r}")
+    return part_of
+
+
+def _is_below(name: str, prefix: str) -> bool:
+    # With the dot, so that blocks.1 does not take blocks.10 as well.
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def read_factors(texts: Sequence[str]) -> dict[str, float]:
+    """Parse the ``MODULE=FACTOR`` texts of ``optimizer.lr_factors``. Raises ``UsageError``."""
+    factors: dict[str, float] = {}
+    for text in texts:
+        module, _, value = text.rpartition("=")
+        try:
+            factor = float(value)
+        except ValueError:
+            factor = math.nan
+        problem = None
+        if not module or not 0 <= factor < math.inf:
+            problem = "must be MODULE=FACTOR with a finite factor of at least 0, such as head=10"
+        elif module in factors:
+            problem = "is given twice: leave one out"
+        if problem:
+            raise UsageError(f"optimizer.lr_factors: {text!r} {problem}")
+        factors[module] = factor
+    return factors
+
+
+def _factor_of_each(names: Collection[str], texts: Sequence[str]) -> dict[str, float]:
+    """Parameter name -> factor of its learning rate. Refuses a factor that no parameter has in the end."""
+    chosen: dict[str, str] = {}
+    factors = read_factors(texts)
+    for module in factors:
+        for name in names:
+            if _is_below(name, module) or fnmatchcase(name, module):
+                chosen[name] = module
+    for module, factor in factors.items():
+        if module not in chosen.values():
+            raise UsageError(
+                f"optimizer.lr_factors: {module}={factor:g} changes no trainable parameter: none is in a module of "
+                "that name or fits the pattern, or a later entry takes all of them. Trainable parameters: "
+                f"{shortened(list(names), 8)}"
+            )
+    return {name: factors[module] for name, module in chosen.items()}
