@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -61,6 +62,31 @@ def test_a_recipe_and_a_scaffold_are_refused_together(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         cli._main(["init", "x", "--scaffold", "--recipe", "pde"])
     assert "not allowed with" in capsys.readouterr().err
+
+
+STABLE = """
+experiment loop preparation rng startup config.PositiveInt data.sampler metrics.records options.loading.load_config
+runtime.exiting.one_run runtime.exiting.run_main store.run_file.experiment_options store.weights.best_stem
+store.weights.load_weights training.optimizers
+"""
+"""What recipes of users import. A name that moves needs a line in CHANGELOG.md that says what to write instead."""
+
+
+def test_what_recipes_import_stays_where_it_is() -> None:
+    example = (
+        (ROOT / "docs" / "recipes.md")
+        .read_text()
+        .split("`train.py`, adds", 1)[1]
+        .split("```python\n")[1]
+        .split("```")[0]
+    )
+    imported: set[str] = set()
+    for text in (SCAFFOLD.read_text(), example):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("accel_train"):
+                module = str(node.module).removeprefix("accel_train").lstrip(".")
+                imported |= {f"{module}.{alias.name}".lstrip(".") for alias in node.names}
+    assert imported == set(STABLE.split())
 
 
 @pytest.mark.distributed

@@ -13,15 +13,12 @@ from accel_train.metrics.logs import info
 from accel_train.metrics.profiling.gpu_figures import GpuFigures
 from accel_train.metrics.recorder import Recorder, RunInfo
 from accel_train.metrics.throughput import Count, LocalCounts, Throughput
-from accel_train.precision import dtype_of
+from accel_train.reporting.comparisons import build_comparisons
 from accel_train.reporting.memory import MemoryReport
 from accel_train.reporting.watched_steps import watched_steps
 from accel_train.runtime.main_alone import on_main
-from accel_train.runtime.strategy import strategy_of
 from accel_train.training.gradients.loss_checks import count_without_weight, refuse_without_weight
-from accel_train.training.health.comparing import Clocks, Comparisons, forward_is_local
-from accel_train.training.health.options import has_replicas
-from accel_train.training.health.replicas import Replicas
+from accel_train.training.health.comparing import Comparisons
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepGuard, StepResult
 
@@ -205,7 +202,7 @@ def build_reports(opened: Opened, prepared: Prepared) -> Reports:
     if accelerator.is_main_process and accelerator.device.type == "cuda":
         gpu = GpuFigures(accelerator.device)
     memory = MemoryReport(prepared.ema, accelerator.device)
-    comparisons = _build_comparisons(opened, prepared, throughput, log)
+    comparisons = build_comparisons(opened, prepared, throughput, log)
     return Reports(
         opened=opened,
         run_info=prepared.run_info,
@@ -218,24 +215,4 @@ def build_reports(opened: Opened, prepared: Prepared) -> Reports:
         memory=memory,
         comparisons=comparisons,
         gpu=gpu,
-    )
-
-
-def _build_comparisons(opened: Opened, prepared: Prepared, throughput: Throughput, log: Recorder) -> Comparisons:
-    config = opened.config
-    accelerator = opened.accelerator
-    strategy = strategy_of(accelerator)
-    times = None
-    if forward_is_local(prepared.model, strategy):
-        times = prepared.times
-    replicas = None
-    if config.health.check_replicas_every != 0 and has_replicas(accelerator, strategy):
-        replicas = Replicas(accelerator, prepared.ema, strategy)
-    return Comparisons(
-        accelerator,
-        config.health,
-        replicas,
-        Clocks(throughput, times),
-        log.record,
-        dtype_of(config.precision),
     )

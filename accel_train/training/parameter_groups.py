@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from torch import nn
 
@@ -22,31 +22,32 @@ KINDS: tuple[Kind, ...] = ("decay", "no_decay", "muon")
 def parameter_groups(
     model: nn.Module, config: OptimizerConfig, freezable: Mapping[str, Sequence[str]]
 ) -> list[ParamGroup]:
-    """Return the groups of ``build_optimizer``, those without a factor first. Raises ``UsageError``."""
+    """Return the groups of ``build_optimizer``, in each part those without a factor first. Raises ``UsageError``."""
     trainable = _trainable(model)
     part_of = _part_of_each(trainable, freezable)
     factor_of = _factor_of_each(trainable, config.lr_factors)
     kind_of = kinds(model, muon=config.name == "muon")
-    groups: list[ParamGroup] = []
-    factors = dict.fromkeys([1.0, *sorted(factor_of.values())])
-    for part in ("", *freezable):
-        of_part = {name: p for name, p in trainable.items() if part_of.get(name, "") == part}
-        if part:
+    members: dict[_Key, list[nn.Parameter]] = {}
+    for name, parameter in trainable.items():
+        key = _Key(part_of.get(name, ""), factor_of.get(name, 1.0), kind_of[id(parameter)])
+        members.setdefault(key, []).append(parameter)
+        if key.part:
             # The gradient window has to know which gradients to set to zero.
-            mark_part(of_part.values(), part)
-        for factor in factors:
-            for kind in KINDS:
-                members = [
-                    p for name, p in of_part.items() if kind_of[id(p)] == kind and factor_of.get(name, 1.0) == factor
-                ]
-                if members:  # DeepSpeed cannot flatten an empty group
-                    groups.append(_group(members, part, kind, factor, config))
-    in_groups = [id(p) for group in groups for p in group["params"]]
-    assert sorted(in_groups) == sorted(id(p) for p in trainable.values()), "a parameter is in no group or in two"
+            mark_part([parameter], key.part)
+    parts = ["", *freezable]
+    order = sorted(members, key=lambda key: (parts.index(key.part), key.factor != 1, key.factor, KINDS.index(key.kind)))
     # Without a matrix it would be AdamW under another name.
-    if config.name == "muon":
-        _refuse_without_matrices(groups, model)
-    return groups
+    if config.name == "muon" and not any(key.kind == "muon" for key in members):
+        _refuse_without_matrices(model)
+    return [_group(members[key], key, config) for key in order]
+
+
+class _Key(NamedTuple):
+    """What the parameters of a group have in common."""
+
+    part: str
+    factor: float
+    kind: Kind
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -56,16 +57,16 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return trainable
 
 
-def _refuse_without_matrices(groups: list[ParamGroup], model: nn.Module) -> None:
-    if not any(group["muon"] for group in groups):
-        raise UsageError(
-            f"optimizer.name: muon: {type(model).__name__} has no trainable 2-D matrix inside its blocks, at least 1 "
-            "is needed. Blocks are the classes in _no_split_modules, else the elements of each nn.ModuleList. Use "
-            "--optimizer.name adamw."
-        )
+def _refuse_without_matrices(model: nn.Module) -> NoReturn:
+    raise UsageError(
+        f"optimizer.name: muon: {type(model).__name__} has no trainable 2-D matrix inside its blocks, at least 1 "
+        "is needed. Blocks are the classes in _no_split_modules, else the elements of each nn.ModuleList. Use "
+        "--optimizer.name adamw."
+    )
 
 
-def _group(members: list[nn.Parameter], part: str, kind: Kind, factor: float, config: OptimizerConfig) -> ParamGroup:
+def _group(members: list[nn.Parameter], key: _Key, config: OptimizerConfig) -> ParamGroup:
+    part, factor, kind = key
     lr = config.lr
     weight_decay = 0.0 if kind == "no_decay" else config.weight_decay
     if kind == "muon":
