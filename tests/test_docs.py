@@ -236,5 +236,23 @@ def test_the_loop_of_the_readme_is_the_recipes() -> None:
     assert textwrap.indent(loop, " " * 4) in (ROOT / "recipes" / "causal_lm.py").read_text()
 
 
+FIGURES = {
+    "our loop over the raw loop": "| {:.0f} us |",
+    "Lightning Fabric over the raw loop": "Lightning Fabric {:.0f}",
+    "Accelerate's idiom over the raw loop": "Accelerate's idiom {:.0f}",
+    "HF Trainer over the raw loop": "HF Trainer {:.0f}",
+    "2 B parameters, 1024 + 154 tokens, 32 rows: MFU": "MFU {:.3f}",
+    "2 B parameters, 1024 + 154 tokens, 32 rows: speed over the usual script on diffusers' model": "{:.2f} times the speed",
+    "2 B parameters, 1024 + 154 tokens, 32 rows: speed over a strong loop on diffusers' model": "{:.2f} times that of",
+}
+
+
+@pytest.mark.parametrize("row", FIGURES)
+def test_the_figures_of_the_readme_are_measured(row: str) -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    (value,) = re.findall(rf"^\| {re.escape(row)} \| ([\d.]+)", page, re.MULTILINE)
+    assert FIGURES[row].format(float(value)) in (ROOT / "README.md").read_text()
+
+
 def test_there_are_commands_to_try() -> None:
     assert len(list(commands())) > 40
