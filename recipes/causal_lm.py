@@ -1,4 +1,4 @@
-"""Train a causal language model of transformers: from scratch, or from pretrained weights.
+"""Train a causal language model from transformers: from scratch, or from pretrained weights.
 
     accelerate launch recipes/causal_lm.py                                    # a small Llama on Shakespeare, offline
     accelerate launch recipes/causal_lm.py causal_lm_tune --model.source Qwen/Qwen3-0.6B --data.path chats.jsonl
@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, startup
 from accel_train.checkpoints.run import earlier_assets
@@ -60,7 +60,7 @@ OWN_ROWS = (
 # ---------------------------------------------------------------------------------------------------------- config
 @dataclass(frozen=True)
 class Config(experiment.ExperimentConfig):
-    """Causal language model of transformers, on plain text, completions or chats."""
+    """Causal language model from transformers, on plain text, completions or chats."""
 
     recipe: ClassVar = experiment.Recipe(
         # The last one is an option of older runs, which --attention has replaced.
@@ -147,6 +147,14 @@ def evaluate(
 
 
 # ------------------------------------------------------------------------------------------------------------ main
+def save_extras(
+    config: Config, model_config: pretrained.ModelConfig, plain: nn.Module, tokenizer: Any, directory: Path
+) -> None:
+    """Write the files for generation from the checkpoint, beside its weights."""
+    options, path, precision = config.evaluation, config.data.path, config.lora.base_precision
+    pipeline.write_files(plain, tokenizer, model_config, options, path, precision, directory)
+
+
 @one_run
 def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
@@ -156,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
     preparing = partial(prepare.prepare_data, config.data, model_config, earlier=earlier_assets(config.run_options()))
     data = startup.prepare_data(accelerator, preparing)
     order = StepSampler(len(data.train), config.global_batch_size, config.seed)
-    shape = pretrained.resolve_config(model_config, data.tokenizer, config.data.max_length)
+    hf_config = pretrained.resolve_config(model_config, data.tokenizer, config.data.max_length)
     opened = experiment.open_experiment(
         config,
         accelerator,
@@ -170,10 +178,10 @@ def main(argv: Sequence[str]) -> int:
         return experiment.nothing_to_do(opened)
 
     tokenizers.refuse_other_pieces(data.tokenizer, opened.run.initial_weights)
-    pretrained.refuse_other_config(model_config, shape, opened.run.checkpoint)
+    pretrained.refuse_other_config(model_config, hf_config, opened.run.checkpoint)
     # Other weights than those of the source come later, from a checkpoint or from init_from.
     fresh = opened.run.checkpoint is None and opened.run.initial_weights is None
-    build = partial(pretrained.build, model_config, shape, load_source=fresh, adapters=config.lora)
+    build = partial(pretrained.build, model_config, hf_config, load_source=fresh, adapters=config.lora)
     plain = preparation.build_model(opened, build, precision=config.precision, device=accelerator.device)
     logs.info(logger, *describe_lora(plain, config.lora), *row_checks.check_rows(plain, packing=config.data.packing))
     flops_per_token = flops.training_flops_per_token(plain, config.data.max_length)
@@ -184,8 +192,7 @@ def main(argv: Sequence[str]) -> int:
     if opened.only_evaluates:
         return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))
 
-    facts = (model_config, config.evaluation, config.data.path, config.lora.base_precision)
-    write_extras = partial(pipeline.write_files, plain, data.tokenizer, *facts)
+    write_extras = partial(save_extras, config, model_config, plain, data.tokenizer)
     with loop.training(opened, prepared, data.train, order, write_extras) as training:
         for batches in training:
             set_learning_rate(prepared.optimizer, opened.learning_rate_factor(batches.step))

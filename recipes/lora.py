@@ -5,7 +5,7 @@
     accelerate launch recipes/lora.py --base.source stabilityai/stable-diffusion-xl-base-1.0 --data.path photos
 
 What is predicted (noise, v, flow or the picture) is taken from the base. Noise, times and dropped captions are
-functions of (seed, step, picture), alike on any number of processes.
+functions of (seed, step, picture), the same on any number of processes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from accel_train import experiment, loop, preparation, startup
 from accel_train.checkpoints.run import earlier_assets
 from accel_train.config import UsageError
 from accel_train.data.sampler import StepSampler
+from accel_train.domains.diffusion.noise_levels import NoiseLevels
 from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images import pipeline as pictures
 from accel_train.domains.images.options import FREE_TO_CHANGE, PictureDataConfig
@@ -57,7 +58,7 @@ TUNE_PRESET = "lora_tune"
 # ---------------------------------------------------------------------------------------------------------- config
 @dataclass(frozen=True)
 class Config(experiment.ExperimentConfig):
-    """LoRA adapters on a text-to-image pipeline of diffusers, or on our own MMDiT."""
+    """LoRA adapters on a diffusers text-to-image pipeline, or on our own MMDiT."""
 
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", *FREE_TO_CHANGE, "base.encoder_batch_size", "base.offload_encoders"),
@@ -111,55 +112,49 @@ def preset_without_one(argv: Sequence[object]) -> str:
 # A batch holds mean and logvar of the VAE (B, C, H, W), sizes (B, 2), embeddings or tokens of captions, and what the
 # loader adds.
 def corrupt(
-    config: Config, inputs: Inputs, process: Denoising, batch: Batch, step: int, batch_size: int
+    config: Config, inputs: Inputs, denoising: Denoising, batch: Batch, step: int, batch_size: int
 ) -> tuple[Batch, Tensor]:
     """Return the denoiser's inputs with their target, and the weight of each picture, (rows * B,)."""
     encoded = inputs.encoded(batch)
-    return process.noised(encoded, config.seed, step, inputs.rows * batch_size), inputs.counted(batch)
+    return denoising.noised(encoded, config.seed, step, inputs.rows * batch_size), inputs.weights(batch)
 
 
-def loss_sums(process: Denoising, model: nn.Module, batch: Batch) -> Tensor:
+def loss_sums(denoising: Denoising, model: nn.Module, batch: Batch) -> Tensor:
     """Return the weighted squared error of each picture, (rows * B,). The window divides by the global weight."""
-    return process.errors(model, batch) * batch["level_weight"] * batch["weight"]
+    return denoising.errors(model, batch) * batch["level_weight"] * batch["weight"]
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
-def heldout_sums(inputs: Inputs, process: Denoising, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+def heldout_sums(inputs: Inputs, denoising: Denoising, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Return the sums of errors of each band of times, without the weights of training."""
     encoded = inputs.encoded(batch)
     sums = {"samples": batch["weight"].sum()}
     for band in range(objective.BANDS):
-        errors = process.errors(model, process.noised_in_band(encoded, band))
+        errors = denoising.errors(model, denoising.noised_in_band(encoded, band))
         sums[f"loss_band_{band + 1}"] = (errors * batch["weight"]).sum()
     return sums
 
 
-def heldout_losses(config: Config, prepared: Prepared, inputs: Inputs, process: Denoising) -> dict[str, float]:
+def heldout_losses(config: Config, prepared: Prepared, inputs: Inputs, denoising: Denoising) -> dict[str, float]:
     """Return the loss of each band of times on held-out pictures, or nothing without any. Every process calls it."""
     if not len(inputs.heldout):
         return {}
     accelerator = prepared.accelerator
     batch_size = config.evaluation.batch_size or config.micro_batch_size
     batches = evaluation.heldout_batches(accelerator, inputs.heldout, config.evaluation.samples, batch_size)
-    sums_of = partial(heldout_sums, inputs, process, prepared.model)
+    sums_of = partial(heldout_sums, inputs, denoising, prepared.model)
     sums = evaluation.weighted_sums(accelerator, batches, sums_of)
     return objective.metrics_of(sums)
 
 
-def evaluate(
-    config: Config,
-    prepared: Prepared,
-    inputs: Inputs,
-    process: Denoising,
-    step: int,
-) -> dict[str, float]:
+def evaluate(config: Config, prepared: Prepared, inputs: Inputs, denoising: Denoising, step: int) -> dict[str, float]:
     """Compute held-out losses and draw prompts, with the EMA weights. Every process calls it."""
     options = config.evaluation
     with evaluation.evaluating(prepared.model, prepared.ema):
-        metrics = heldout_losses(config, prepared, inputs, process)
+        metrics = heldout_losses(config, prepared, inputs, denoising)
         model = plain_module(prepared.model)
-        setattr(inputs.pipeline, process.family.denoiser, model)
-        drawn = validation.draw(inputs.pipeline, process.family, inputs.embeddings, options, config.side, config.seed)
+        setattr(inputs.pipeline, denoising.family.denoiser, model)
+        drawn = validation.draw(inputs.pipeline, denoising.family, inputs.embeddings, options, config.side, config.seed)
         compared = before_after.draw(inputs, model, options, config.side, config.seed)
     if prepared.accelerator.is_main_process:
         validation.report(config.report_directory, step, drawn)
@@ -170,6 +165,14 @@ def evaluate(
 
 
 # ------------------------------------------------------------------------------------------------------------ main
+def save_extras(
+    config: Config, prepared: Prepared, plain: nn.Module, base: loading.Base, levels: NoiseLevels, directory: Path
+) -> None:
+    """Write the files for sampling from the checkpoint, beside its weights."""
+    files, path = prepared.base_files, config.data.path
+    pictures.write_files(plain, base, files, levels.prediction, config.evaluation, config.side, path, directory)
+
+
 @one_run
 def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
@@ -197,29 +200,29 @@ def main(argv: Sequence[str]) -> int:
     if opened.finished:
         return experiment.nothing_to_do(opened)
 
-    options = (config.lora, config.text_encoders)
-    plain = preparation.build_model(opened, adapters.build, base, *options, config.precision, accelerator.device)
-    logs.info(logger, objective.describe_objective(levels, base.family), *adapters.describe_adapters(plain, *options))
-    process = inputs.process(levels, plain.config, config.objective, config.times)
-    example = partial(inputs.call_once, process)
+    lora, text = config.lora, config.text_encoders
+    plain = preparation.build_model(opened, adapters.build, base, lora, text, config.precision, accelerator.device)
+    described = adapters.describe_adapters(plain, lora, text)
+    logs.info(logger, objective.describe_objective(levels, base.family), *described)
+    denoising = inputs.denoising(levels, plain.config, config.objective, config.times)
+    example = partial(inputs.call_once, denoising)
     prepared = preparation.prepare(opened, plain, freezable=adapters.groups(base), base=base.files(), example=example)
     adapters.scale_learning_rate(prepared.optimizer, config.text_encoders)
-    run_evaluation = partial(evaluate, config, prepared, inputs, process)
+    run_evaluation = partial(evaluate, config, prepared, inputs, denoising)
     if opened.only_evaluates:
         return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))
 
-    facts = (levels.prediction, config.evaluation, config.side, config.data.path)
-    write_extras = partial(pictures.write_files, plain, base, prepared.base_files, *facts)
+    write_extras = partial(save_extras, config, prepared, plain, base, levels)
     with loop.training(opened, prepared, inputs.train, order, write_extras) as training:
         for batches in training:
             step, batch_size = batches.step, opened.batch_size(batches.step)
             set_learning_rate(prepared.optimizer, opened.learning_rate_factor(step))
 
-            corrupted = [corrupt(config, inputs, process, batch, step, batch_size) for batch in batches.micro_batches]
+            corrupted = [corrupt(config, inputs, denoising, batch, step, batch_size) for batch in batches.micro_batches]
             window = prepared.window(corrupted, {"loss": 1.0}, step)
             # Gradients stay local until the last micro-batch.
             for batch in window:
-                window.backward(loss_sums(process, prepared.model, batch))
+                window.backward(loss_sums(denoising, prepared.model, batch))
             result = window.finish(config.optimizer.max_grad_norm)
             prepared.optimizer.step()
             prepared.optimizer.zero_grad()

@@ -236,14 +236,15 @@ def test_the_loop_of_the_readme_is_the_recipes() -> None:
     assert textwrap.indent(loop, " " * 4) in (ROOT / "recipes" / "causal_lm.py").read_text()
 
 
+LARGE = "2 B parameters, 1024 + 154 tokens, 32 rows"
 FIGURES = {
     "our loop over the raw loop": "| {:.0f} us |",
     "Lightning Fabric over the raw loop": "Lightning Fabric {:.0f}",
     "Accelerate's idiom over the raw loop": "Accelerate's idiom {:.0f}",
     "HF Trainer over the raw loop": "HF Trainer {:.0f}",
-    "2 B parameters, 1024 + 154 tokens, 32 rows: MFU": "MFU {:.3f}",
-    "2 B parameters, 1024 + 154 tokens, 32 rows: speed over the usual script on diffusers' model": "{:.2f} times the speed",
-    "2 B parameters, 1024 + 154 tokens, 32 rows: speed over a strong loop on diffusers' model": "{:.2f} times that of",
+    f"{LARGE}: MFU": "MFU {:.3f}",
+    f"{LARGE}: speed over the usual script on diffusers' model": "{:.2f} times the speed of",
+    f"{LARGE}: speed over a strong loop on diffusers' model": "{:.2f} times that of",
 }
 
 

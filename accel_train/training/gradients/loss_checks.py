@@ -53,14 +53,18 @@ def refuse_means(sums: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> N
 
 
 def count_without_weight(result: StepResult) -> Tensor:
-    """Count the samples on this process with weight 0 and another loss than 0 in a trained term. No device wait."""
+    """Count the samples on this process that have ``weight`` 0 and a loss in a trained term. No device wait.
+
+    ``weight`` is the loader's. That of a term may be 0 where a loss is added to the mean over other samples.
+    """
     evidence = result.evidence
     found = torch.zeros((), device=evidence.totals.device)
-    for losses, weights in zip(evidence.losses, evidence.weights, strict=True):
+    for losses, rows in zip(evidence.losses, evidence.rows, strict=True):
+        weight = rows.get("weight")
         for name, loss in zip(evidence.terms, losses, strict=True):
-            weight = weights[name]
-            if result.coefficients[name] != 0 and loss.ndim > 0 and loss.shape == weight.shape:
-                found += ((weight == 0) & (loss != 0)).sum()
+            if weight is not None and result.coefficients[name] != 0 and loss.shape == weight.shape:
+                # NaN is no case of it: NaN times 0 is NaN, and the step guard finds it.
+                found += ((weight == 0) & (loss.abs() > 0)).sum()
     return found
 
 

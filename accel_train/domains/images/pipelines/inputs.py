@@ -53,7 +53,7 @@ class Inputs:
         """Pictures of a training sample: 2 with prior preservation."""
         return ROWS if isinstance(self.train, PairedPictures) else 1
 
-    def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def weights(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the weight of each row in the divisor of the loss, (rows * B,), for a batch of the loader.
 
         0 for pictures of the prior: their loss is added to the mean of the others (``prior.joined``).
@@ -86,10 +86,10 @@ class Inputs:
         """
         return self.base.family.embed(self.pipeline, self.prompt(text))
 
-    def process(
+    def denoising(
         self, levels: NoiseLevels, denoiser_config: Any, options: ObjectiveConfig, times: TimeConfig
     ) -> Denoising:
-        """Return the denoiser's training process, on the device of the VAE.
+        """Return how pictures are noised and what the denoiser is to predict, on the device of the VAE.
 
         Raises ``UsageError`` for a weighting of another process, and a scale of guidance that the denoiser lacks.
         """
@@ -111,14 +111,14 @@ class Inputs:
             guidance=self.base.config.guidance,
         )
 
-    def call_once(self, process: Denoising, model: nn.Module) -> Tensor:
+    def call_once(self, denoising: Denoising, model: nn.Module) -> Tensor:
         """Call a denoiser on one picture, wherever its weights are. For the proof of its attention."""
         device = self.pipeline.vae.device
         sample = {name: value[None].to(device) for name, value in self.train[0].items()}
         batch = self.encoded({**sample, "sample": torch.zeros(1, dtype=torch.int64, device=device)})
-        inputs = process.noised_in_band(batch, 0)
+        inputs = denoising.noised_in_band(batch, 0)
         where = next(model.parameters()).device
-        return process.errors(model, {name: value.to(where) for name, value in inputs.items()})
+        return denoising.errors(model, {name: value.to(where) for name, value in inputs.items()})
 
 
 class StartOptions(Protocol):
