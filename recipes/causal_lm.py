@@ -151,8 +151,8 @@ def save_extras(
     config: Config, model_config: pretrained.ModelConfig, plain: nn.Module, tokenizer: Any, directory: Path
 ) -> None:
     """Write the files for generation from the checkpoint, beside its weights."""
-    options, path, precision = config.evaluation, config.data.path, config.lora.base_precision
-    pipeline.write_files(plain, tokenizer, model_config, options, path, precision, directory)
+    precision = config.lora.base_precision
+    pipeline.write_files(plain, tokenizer, model_config, config.evaluation, config.data.path, precision, directory)
 
 
 @one_run

@@ -96,11 +96,6 @@ class Config(experiment.ExperimentConfig):
         self.evaluation.refuse_without_heldout(self.data)
         refuse_beside_cache_only(self)
 
-    @property
-    def side(self) -> int:
-        """Side of a validation picture in pixels."""
-        return self.evaluation.side or self.data.resolutions[0]
-
 
 def preset_without_one(argv: Sequence[object]) -> str:
     """Return the preset of a command line that names none: that of your own base, or the demo."""
@@ -150,12 +145,13 @@ def heldout_losses(config: Config, prepared: Prepared, inputs: Inputs, denoising
 def evaluate(config: Config, prepared: Prepared, inputs: Inputs, denoising: Denoising, step: int) -> dict[str, float]:
     """Compute held-out losses and draw prompts, with the EMA weights. Every process calls it."""
     options = config.evaluation
+    side = options.pixels(config.data)
     with evaluation.evaluating(prepared.model, prepared.ema):
         metrics = heldout_losses(config, prepared, inputs, denoising)
         model = plain_module(prepared.model)
         setattr(inputs.pipeline, denoising.family.denoiser, model)
-        drawn = validation.draw(inputs.pipeline, denoising.family, inputs.embeddings, options, config.side, config.seed)
-        compared = before_after.draw(inputs, model, options, config.side, config.seed)
+        drawn = validation.draw(inputs.pipeline, denoising.family, inputs.embeddings, options, side, config.seed)
+        compared = before_after.draw(inputs, model, options, side, config.seed)
     if prepared.accelerator.is_main_process:
         validation.report(config.report_directory, step, drawn)
         before_after.report(config.report_directory, compared)
@@ -169,8 +165,7 @@ def save_extras(
     config: Config, prepared: Prepared, plain: nn.Module, base: loading.Base, levels: NoiseLevels, directory: Path
 ) -> None:
     """Write the files for sampling from the checkpoint, beside its weights."""
-    files, path = prepared.base_files, config.data.path
-    pictures.write_files(plain, base, files, levels.prediction, config.evaluation, config.side, path, directory)
+    pictures.write_files(plain, base, prepared.base_files, levels.prediction, config.evaluation, config.data, directory)
 
 
 @one_run
@@ -200,9 +195,9 @@ def main(argv: Sequence[str]) -> int:
     if opened.finished:
         return experiment.nothing_to_do(opened)
 
-    lora, text = config.lora, config.text_encoders
-    plain = preparation.build_model(opened, adapters.build, base, lora, text, config.precision, accelerator.device)
-    described = adapters.describe_adapters(plain, lora, text)
+    build = partial(adapters.build, base, config.lora, config.text_encoders)
+    plain = preparation.build_model(opened, build, config.precision, accelerator.device)
+    described = adapters.describe_adapters(plain, config.lora, config.text_encoders)
     logs.info(logger, objective.describe_objective(levels, base.family), *described)
     denoising = inputs.denoising(levels, plain.config, config.objective, config.times)
     example = partial(inputs.call_once, denoising)

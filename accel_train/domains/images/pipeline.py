@@ -19,6 +19,7 @@ from torch import nn
 from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, expand_path
 from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.images.kohya.metadata import kohya_facts
+from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import adapter_files
 from accel_train.domains.images.pipelines.drawing import draw_picture, refuse_side
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
@@ -317,8 +318,7 @@ def write_files(
     base_files: Mapping[str, Any] | None,
     prediction: str,
     evaluation: EvaluationConfig,
-    side: int,
-    path: str,
+    data: PictureDataConfig,
     directory: Path,
 ) -> None:
     """Write the files beside the weights of a checkpoint: peft's config, and the description of the pipeline.
@@ -328,6 +328,7 @@ def write_files(
     adapted: Any = model
     atomic_files.write_json(directory / lora.CONFIG_FILE, lora.adapter_config(model, base.location))
     family = base.family
+    side = evaluation.pixels(data)
     facts = kohya_facts(family.pipelines[0], prediction, adapted.config, base.source, side)
     described = describe(
         PicturePipeline,
@@ -347,7 +348,7 @@ def write_files(
             # A folder on this machine is no model that a card on the Hub could name.
             "base_model": None if base.revision is None else base.source,
             "datasets": [],
-            "measured_on": f"held-out pictures of {path}",
+            "measured_on": f"held-out pictures of {data.path}",
         },
     )
     atomic_files.write_json(directory / "config.json", described)

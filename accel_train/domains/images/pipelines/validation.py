@@ -65,6 +65,10 @@ class EvaluationConfig:
         if empty:
             raise UsageError("evaluation.prompts: one of them is empty; give words, or leave it out")
 
+    def pixels(self, data: PictureDataConfig) -> int:
+        """Return the height and width of a drawn picture."""
+        return self.side or data.resolutions[0]
+
     def refuse_without_heldout(self, data: PictureDataConfig) -> None:
         """Raise ``UsageError`` for captions of held-out pictures to draw, where no picture is held out."""
         if self.heldout_prompts == 0 or data.heldout_path is not None or data.heldout_fraction:
