@@ -276,7 +276,7 @@ def check_tasks(objective: ObjectiveConfig, evaluation: EvaluationConfig, tasks:
     conditioning = evaluation.conditioning
     options = (
         (conserved, "objective.conservation_weight", objective.conservation_weight, 0.0, "conserves its integral"),
-        (dirichlet, "objective.boundary_weight", objective.boundary_weight, 0.0, "has a fixed boundary"),
+        (dirichlet, "objective.boundary_weight", objective.boundary_weight, 0.0, "is 0 at the edge (dirichlet)"),
         (steady, "objective.flip", objective.flip, 0.0, "is without time"),
         (conserved, "evaluation.conditioning", conditioning, ConditioningConfig(), "conserves its integral"),
     )
