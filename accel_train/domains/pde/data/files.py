@@ -33,7 +33,7 @@ from accel_train.domains.pde.data.header import SCHEMA, FieldHeader, differences
 from accel_train.domains.pde.data.on_disk import require, size_and_date, source_files, whole_hdf5
 from accel_train.domains.pde.data.stored_arrays import StoredArray, hdf5, open_array
 
-FACTS_FORMAT = 2
+FACTS_FORMAT = 3
 VALUES_PER_BLOCK = 2**24
 DEFAULT_CACHE_MIB = 256
 Array = NDArray[np.float32]
@@ -278,6 +278,8 @@ def field_facts(data: Fields) -> tuple[FieldFacts, list[bytes]]:
     channels = data.shape[1]
     total = np.zeros(channels)
     squares = np.zeros(channels)
+    lowest = np.full(channels, np.inf)
+    highest = -lowest
     count = 0
     samples: list[bytes] = []
     for part, start, block in data.blocks():
@@ -290,11 +292,14 @@ def field_facts(data: Fields) -> tuple[FieldFacts, list[bytes]]:
         # In fp64: sums of squares of 10^9 values lose all digits of a small variance in fp32.
         total += values.sum((0, 1, 3, 4))
         squares += (values**2).sum((0, 1, 3, 4))
+        lowest = np.minimum(lowest, values.min((0, 1, 3, 4)))
+        highest = np.maximum(highest, values.max((0, 1, 3, 4)))
         count += block.size // channels
     mean = total / count
     variance = squares / count - mean**2
-    # Rounding may leave that of a constant channel below 0.
     std = np.sqrt(np.maximum(variance, 0.0))
+    # Rounding leaves that of a constant channel a little above 0, or below it.
+    std[lowest == highest] = 0.0
     return FieldFacts(tuple(mean.tolist()), tuple(std.tolist()), digest.hexdigest()), samples
 
 
