@@ -550,7 +550,7 @@ def test_a_parameter_is_required(tmp_path: Path) -> None:
 def test_resolution_and_stride_that_do_not_fit(tmp_path: Path) -> None:
     advection_files(tmp_path)
     for points in (5, 32):
-        with pytest.raises(UsageError, match=rf"resolution_1d {points}: .* has 1 x 16 points.*divides 16"):
+        with pytest.raises(UsageError, match=rf"resolution_1d {points}: .* has 1 x 16 .*divides 16. Choose 16, 8, 4"):
             files(tmp_path, "advection", resolution_1d=points)
     with pytest.raises(UsageError, match=r"time_stride 7: .* has 7 snapshots of task advection"):
         files(tmp_path, "advection", time_stride=7)
