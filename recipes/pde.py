@@ -31,6 +31,7 @@ from accel_train.data.grouping import task_sampler
 from accel_train.data.loader import StepBatches
 from accel_train.domains.models import token_blocks
 from accel_train.domains.pde import (
+    checks,
     flops,
     losses,
     operator_learning,
@@ -71,8 +72,7 @@ class Config(experiment.ExperimentConfig):
         first_options=("model.width", "model.depth", "data.path", "data.tasks", "task_weights", "evaluation.every"),
         pipeline=pipeline.FieldPipeline,
         timesteps={"residual": "time"},
-        # One step of the first stage and one of the second, so that every term of the loss is tried.
-        smoke={"evaluation.samples": 2, "objective.autoencode_steps": 1},
+        smoke=lambda config: operator_learning.smoke_values(config.objective),
     )
 
     output_dir: str = "runs/pde-demo"
@@ -85,8 +85,8 @@ class Config(experiment.ExperimentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        operator_learning.check_model(self.model, self.objective, self.evaluation)
-        operator_learning.check_weights(self.task_weights, self.data.tasks)
+        checks.check_model(self.model, self.objective, self.evaluation)
+        checks.check_weights(self.task_weights, self.data.tasks)
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
@@ -181,9 +181,9 @@ def main(argv: Sequence[str]) -> int:
     preparing = partial(prepare_pde, config.data, earlier=earlier_assets(config.run_options()))
     data = startup.prepare_data(accelerator, preparing)
     order = task_sampler.TaskSampler(data.train.sizes, config.global_batch_size, config.seed, config.task_weights)
-    operator_learning.check_tasks(config.objective, config.evaluation, data.tasks)
+    checks.check_tasks(config.objective, config.evaluation, data.tasks)
     run = experiment.lengths(config, accelerator, len(data.train))
-    stages = operator_learning.check_stages(config.objective, run.warmup_steps, run.max_steps, run.decay_steps)
+    stages = checks.check_stages(config.objective, run.schedule, run.max_steps, run.decay_steps)
     opened = experiment.open_experiment(
         config,
         accelerator,

@@ -85,6 +85,11 @@ class ScheduleConfig:
         if self.decay_steps is not None:
             _check_lengths(self, self.decay_steps, "schedule.decay_steps")
 
+    @property
+    def has_end(self) -> bool:
+        """False for constant and inverse_sqrt, which do not read decay_steps."""
+        return self.kind not in _ENDLESS
+
     def _refuse_unread_options(self) -> None:
         given = [name for name in _OWN_KIND if getattr(self, name) is not None]
         unread = [name for name in given if _OWN_KIND[name] != self.kind]

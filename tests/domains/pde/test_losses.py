@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_train.config import UsageError
-from accel_train.domains.pde import operator_learning, options
+from accel_train.domains.pde import checks, operator_learning, options
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.rows import FieldData
 from accel_train.domains.pde.losses import TERMS
@@ -126,8 +126,8 @@ def test_options_that_no_task_has_a_use_for_are_refused(tasks: str, flags: tuple
     if tasks == "darcy":
         Task.boundary = "dirichlet"
     with pytest.raises(UsageError, match=words):
-        operator_learning.check_tasks(config.objective, config.evaluation, [Task()])
-    operator_learning.check_tasks(options.ObjectiveConfig(), options.EvaluationConfig(), [Task()])
+        checks.check_tasks(config.objective, config.evaluation, [Task()])
+    checks.check_tasks(options.ObjectiveConfig(), options.EvaluationConfig(), [Task()])
 
 
 def test_inverse_terms_that_a_frozen_autoencoder_does_not_have_are_refused() -> None:

@@ -1,0 +1,92 @@
+"""Options of a latent operator that are refused, and the notices of stages that the run does not reach."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from accel_train.config import UsageError
+from accel_train.domains.pde import checks
+from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
+from accel_train.options.loading import load_config
+from accel_train.training.schedules import ScheduleConfig
+from recipes import pde
+
+WARMUP = ScheduleConfig(warmup_steps=5)
+ENDS = ScheduleConfig(warmup_steps=5, decay_steps=100)
+
+
+@pytest.mark.parametrize(
+    ("start", "depth", "others", "says"),
+    [
+        (None, 2, {}, r"residual_from None with model.residual_depth 2: .*Give both"),
+        (50, 0, {}, r"residual_from 50 with model.residual_depth 0: .*Give both"),
+        (100, 1, {}, r"residual_from 100: .*ends at step 100\. .* later --schedule\.decay_steps"),
+        (200, 1, {}, r"residual_from 200: .*ends at step 100"),
+        (96, 1, {}, r"warms up for 5 steps before and after"),
+        (4, 1, {}, r"warms up for 5 steps before and after"),
+        (50, 1, {"patience": 2, "every": 10}, r"evaluation.patience 2 with objective.residual_from 50"),
+    ],
+)
+def test_a_stage_that_could_not_learn_is_refused(
+    start: int | None, depth: int, others: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        checks.check_residual(ObjectiveConfig(residual_from=start), EvaluationConfig(**others), depth)
+        checks.check_stages(ObjectiveConfig(residual_from=start), ENDS, 500, 100)
+
+
+def test_a_stage_behind_the_schedule_is_refused_if_the_run_reaches_it_or_the_end_was_given() -> None:
+    """A short trial decides the end of its schedule."""
+    objective = ObjectiveConfig(residual_from=100)
+    assert len(checks.check_stages(objective, WARMUP, 60, 60)) == 1
+    for schedule, max_steps in ((WARMUP, 500), (replace(ENDS, decay_steps=60), 60)):
+        with pytest.raises(UsageError, match="the schedule ends at step 60"):
+            checks.check_stages(objective, schedule, max_steps, 60)
+
+
+def test_a_constant_learning_rate_has_no_end_before_the_stage() -> None:
+    objective = ObjectiveConfig(residual_from=100)
+    schedule = ScheduleConfig(kind="constant", warmup_steps=5)
+    assert len(checks.check_stages(objective, schedule, 60, 60)) == 1
+    assert checks.check_stages(objective, schedule, 500, 60) == []  # a resume
+    with pytest.raises(UsageError, match=r"warms up for 5 steps .*the run ends at step 105\. .* or raise max_steps"):
+        checks.check_stages(objective, schedule, 105, 60)
+
+
+def test_a_stage_that_can_learn_is_not_refused() -> None:
+    check = checks.check_residual
+    check(ObjectiveConfig(residual_from=94), EvaluationConfig(), 1)
+    check(ObjectiveConfig(), EvaluationConfig(patience=2, every=10), 0)
+    assert checks.check_stages(ObjectiveConfig(residual_from=94), WARMUP, 100, 100) == []
+    assert checks.check_stages(ObjectiveConfig(), WARMUP, 100, 100) == []
+
+
+def test_a_run_that_ends_before_the_stage_says_so() -> None:
+    (words,) = checks.check_stages(ObjectiveConfig(residual_from=200), WARMUP, 100, 5000)
+    assert words.startswith("objective.residual_from 200: the run ends before it, at step 100")
+    both = checks.check_stages(ObjectiveConfig(autoencode_steps=100, residual_from=200), WARMUP, 100, 5000)
+    assert both[0].startswith("objective.autoencode_steps 100: the operator learns after it; the run ends before it")
+    assert both[1:] == [words]
+    assert checks.check_stages(ObjectiveConfig(autoencode_steps=99), WARMUP, 100, 100) == []
+    assert len(checks.check_stages(ObjectiveConfig(autoencode_steps=100), WARMUP, 100, 100)) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--data.path x --data.tasks heat",
+            r"\(heat 2; without a task: 1\).* --task_weights 1 .*from pde_demo: --task",
+        ),
+        (
+            "--task_weights 3",
+            r"task_weights \[3\]: 1 for 2 task\(s\) .*\(advection 3; without a weight: darcy\).* 1 1 or",
+        ),
+    ],
+)
+def test_weights_of_other_tasks_are_refused(flags: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        load_config(pde.Config, ["pde_demo", *flags.split()], presets=pde.PRESETS)
