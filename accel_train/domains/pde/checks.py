@@ -8,6 +8,7 @@ from typing import Protocol
 from accel_train.config import UsageError
 from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig
+from accel_train.training import schedules
 from accel_train.training.schedules import ScheduleConfig
 
 
@@ -117,3 +118,11 @@ def _refuse_short_stages(start: int, schedule: ScheduleConfig, max_steps: int, d
             f"objective.residual_from {start}: the learning rate starts again there, and warms up for {warmup} steps "
             f"before and after; the {what} ends at step {end}. Move it, lower schedule.warmup_steps, or {longer}."
         )
+    for length in (start, end - start):
+        try:
+            schedules.check_lengths(schedule, length, "the length of a stage")
+        except UsageError as error:
+            raise UsageError(
+                f"objective.residual_from {start}: the schedule begins again there, with {start} steps before and "
+                f"{end - start} after: {error} Or move objective.residual_from."
+            ) from None

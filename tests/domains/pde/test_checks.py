@@ -11,7 +11,7 @@ from accel_train.config import UsageError
 from accel_train.domains.pde import checks
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.options.loading import load_config
-from accel_train.training.schedules import ScheduleConfig
+from accel_train.training.schedules import ScheduleConfig, check_lengths
 from recipes import pde
 
 WARMUP = ScheduleConfig(warmup_steps=5)
@@ -54,6 +54,25 @@ def test_a_constant_learning_rate_has_no_end_before_the_stage() -> None:
     assert checks.check_stages(objective, schedule, 500, 60) == []  # a resume
     with pytest.raises(UsageError, match=r"warms up for 5 steps .*the run ends at step 105\. .* or raise max_steps"):
         checks.check_stages(objective, schedule, 105, 60)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "start", "says"),
+    [
+        (
+            {"kind": "wsd", "warmup_steps": 100},
+            290,
+            r"290 steps before and 110 after: .*wsd_decay_fraction=.*=110",
+        ),
+        ({"kind": "wsd", "warmup_steps": 100}, 110, r"110 steps before and 290 after: .*the length of a stage=110"),
+        ({"kind": "cosine_restarts", "cycle_steps": 300}, 300, r"cycle_steps=300: .*step 300, after the .*=100"),
+    ],
+)
+def test_a_schedule_that_fits_the_run_must_fit_each_stage(schedule: dict[str, Any], start: int, says: str) -> None:
+    config = ScheduleConfig(**schedule)
+    check_lengths(config, 400, "max_steps")
+    with pytest.raises(UsageError, match=says):
+        checks.check_stages(ObjectiveConfig(residual_from=start), config, 400, 400)
 
 
 def test_a_stage_that_can_learn_is_not_refused() -> None:
