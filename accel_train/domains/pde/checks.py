@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from accel_train.config import UsageError
@@ -53,6 +53,10 @@ class Task(Protocol):
     """Properties of a task's equation, as in `FieldTask`."""
 
     @property
+    def name(self) -> str: ...
+    @property
+    def grid(self) -> tuple[int, int]: ...
+    @property
     def conserved(self) -> bool: ...
     @property
     def boundary(self) -> str: ...
@@ -60,9 +64,13 @@ class Task(Protocol):
     def has_time(self) -> bool: ...
 
 
-def check_tasks(objective: ObjectiveConfig, evaluation: EvaluationConfig, tasks: Iterable[Task]) -> None:
-    """Refuse options without effect because no task has the property they act on."""
-    tasks = list(tasks)
+def check_tasks(
+    objective: ObjectiveConfig, evaluation: EvaluationConfig, tasks: Sequence[Task], strides: Mapping[str, int]
+) -> None:
+    """Refuse options without effect because no task has the property they act on, and those wrong for its points.
+
+    ``strides`` has the distance of the points that are read of each task's files.
+    """
     conserved = any(task.conserved for task in tasks)
     dirichlet = any(task.boundary == "dirichlet" for task in tasks)
     steady = any(not task.has_time for task in tasks)
@@ -78,6 +86,26 @@ def check_tasks(objective: ObjectiveConfig, evaluation: EvaluationConfig, tasks:
             raise UsageError(
                 f"{name} {value}: has no effect, for no task of data.tasks {what}. Leave it at {default}, or add such "
                 "a task."
+            )
+    for task in tasks:
+        if strides[task.name] > 1:
+            _refuse_moved_points(objective, task, strides[task.name])
+
+
+def _refuse_moved_points(objective: ObjectiveConfig, task: Task, stride: int) -> None:
+    """Refuse what needs points at the centres of cells. Every n-th of them lies beside the centre of n cells."""
+    options = {
+        "flip": not task.has_time and task.boundary != "periodic",
+        "boundary_weight": task.boundary == "dirichlet",
+    }
+    space = 1 if task.grid[0] == 1 else 2
+    for name, needs_centres in options.items():
+        value = getattr(objective, name)
+        if value and needs_centres:
+            raise UsageError(
+                f"objective.{name} {value:g}: with data.resolution_{space}d {task.grid[1]}, one point in {stride} "
+                f"along each axis is read of {task.name}, and not the centres of the cells that it stands for. "
+                f"Leave data.resolution_{space}d at None, bring files of that resolution, or leave {name} at 0."
             )
 
 

@@ -13,6 +13,7 @@ from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.options.loading import load_config
 from accel_train.training.schedules import ScheduleConfig, check_lengths
 from recipes import pde
+from tests.trained import ADVECTION, DARCY
 
 WARMUP = ScheduleConfig(warmup_steps=5)
 ENDS = ScheduleConfig(warmup_steps=5, decay_steps=100)
@@ -91,6 +92,22 @@ def test_a_run_that_ends_before_the_stage_says_so() -> None:
     assert both[1:] == [words]
     assert checks.check_stages(ObjectiveConfig(autoencode_steps=99), WARMUP, 100, 100) == []
     assert len(checks.check_stages(ObjectiveConfig(autoencode_steps=100), WARMUP, 100, 100)) == 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("flip", 0.5), ("boundary_weight", 1.0)])
+def test_what_needs_the_centres_of_cells_is_refused_for_every_nth_point(name: str, value: float) -> None:
+    """Of 32 points, every 4th are at 0.5 / 32, 4.5 / 32 ...: neither symmetric nor where the model has 8 points."""
+    objective = ObjectiveConfig(**{name: value})  # type: ignore[arg-type]
+    tasks = (ADVECTION, DARCY)
+    strides = {"advection": 4, "darcy": 1}  # points of a periodic task have no edge
+    checks.check_tasks(objective, EvaluationConfig(), tasks, strides)
+    with pytest.raises(UsageError, match=rf"{name} {value:g}: with data.resolution_2d 8, one point in 4 .* of darcy"):
+        checks.check_tasks(objective, EvaluationConfig(), tasks, strides | {"darcy": 4})
+    checks.check_tasks(ObjectiveConfig(), EvaluationConfig(), tasks, strides | {"darcy": 4})
+    elsewhere = replace(DARCY, boundary="neumann")  # has no boundary term, and cells like the others
+    checks.check_tasks(ObjectiveConfig(boundary_weight=1.0), EvaluationConfig(), (DARCY, elsewhere), {"darcy": 1})
+    with pytest.raises(UsageError, match=r"flip 0\.5: with data\.resolution_2d 8"):
+        checks.check_tasks(ObjectiveConfig(flip=0.5), EvaluationConfig(), (elsewhere,), {"darcy": 4})
 
 
 @pytest.mark.parametrize(

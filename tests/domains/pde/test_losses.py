@@ -121,13 +121,14 @@ def test_options_that_no_task_has_a_use_for_are_refused(tasks: str, flags: tuple
     config = load_config(pde.Config, given, presets=Path(pde.__file__).parent / "presets").config
 
     class Task:
+        name, grid = tasks, (1, 16)
         conserved, boundary, has_time = tasks == "advection", "periodic", tasks == "advection"
 
     if tasks == "darcy":
         Task.boundary = "dirichlet"
     with pytest.raises(UsageError, match=words):
-        checks.check_tasks(config.objective, config.evaluation, [Task()])
-    checks.check_tasks(options.ObjectiveConfig(), options.EvaluationConfig(), [Task()])
+        checks.check_tasks(config.objective, config.evaluation, [Task()], {tasks: 1})
+    checks.check_tasks(options.ObjectiveConfig(), options.EvaluationConfig(), [Task()], {tasks: 1})
 
 
 def test_inverse_terms_that_a_frozen_autoencoder_does_not_have_are_refused() -> None:
