@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, WithoutEffectError, origin_of
 from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig
 from accel_train.training import schedules
@@ -15,12 +15,25 @@ from accel_train.training.schedules import ScheduleConfig
 def check_model(model: PdeModelConfig, objective: ObjectiveConfig, evaluation: EvaluationConfig) -> None:
     """Refuse options of the model without effect in the run."""
     model.refuse_unread()
+    if objective.drop_path and sum(model.stages) == 1:
+        raise WithoutEffectError(
+            f"objective.drop_path {objective.drop_path:g}: has no effect on a single block (model.depth, or "
+            "model.depths of pdet_unet), for the first is never skipped. Leave it at 0, or give more blocks.",
+            "objective.drop_path",
+        )
     check_residual(objective, evaluation, model.residual_depth)
 
 
 def check_weights(weights: Sequence[int] | None, tasks: Sequence[str]) -> None:
-    """Refuse another number of ``task_weights`` than of ``data.tasks``."""
-    if weights is None or len(weights) == len(tasks):
+    """Refuse another number of ``task_weights`` than of ``data.tasks``, and a weight of the only task."""
+    if weights is None:
+        return
+    if len(tasks) == 1 and weights[0] > 1 and len(weights) == 1:
+        raise UsageError(
+            f"task_weights {list(weights)}: has no effect with the only task {tasks[0]}, for all steps are its own. "
+            "Leave it at None, or add a task to data.tasks."
+        )
+    if len(weights) == len(tasks):
         return
     pairs = ", ".join(f"{task} {weight}" for task, weight in zip(tasks, weights, strict=False))
     rest = f"without a weight: {' '.join(tasks[len(weights) :])}"
@@ -64,22 +77,36 @@ class Task(Protocol):
     def has_time(self) -> bool: ...
 
 
-def check_tasks(
-    objective: ObjectiveConfig, evaluation: EvaluationConfig, tasks: Sequence[Task], strides: Mapping[str, int]
-) -> None:
+class Options(Protocol):
+    """Options of the recipe."""
+
+    @property
+    def objective(self) -> ObjectiveConfig: ...
+    @property
+    def evaluation(self) -> EvaluationConfig: ...
+
+
+def check_tasks(config: Options, tasks: Sequence[Task], strides: Mapping[str, int]) -> None:
     """Refuse options without effect because no task has the property they act on, and those wrong for its points.
 
     ``strides`` has the distance of the points that are read of each task's files.
     """
+    objective, evaluation = config.objective, config.evaluation
     conserved = any(task.conserved for task in tasks)
     dirichlet = any(task.boundary == "dirichlet" for task in tasks)
     steady = any(not task.has_time for task in tasks)
+    timed = any(task.has_time for task in tasks)
     conditioning = evaluation.conditioning
+    # That of a preset is for any tasks.
+    trajectories = EvaluationConfig.trajectories
+    if origin_of(config, "evaluation.trajectories") in ("command line", "default"):
+        trajectories = evaluation.trajectories
     options = (
         (conserved, "objective.conservation_weight", objective.conservation_weight, 0.0, "conserves its integral"),
         (dirichlet, "objective.boundary_weight", objective.boundary_weight, 0.0, "is 0 at the edge (dirichlet)"),
         (steady, "objective.flip", objective.flip, 0.0, "is without time"),
         (conserved, "evaluation.conditioning", conditioning, ConditioningConfig(), "conserves its integral"),
+        (timed, "evaluation.trajectories", trajectories, EvaluationConfig.trajectories, "has time"),
     )
     for applies, name, value, default, what in options:
         if value != default and not applies:

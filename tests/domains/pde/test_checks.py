@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, origin_of
 from accel_train.domains.pde import checks
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.options.loading import load_config
@@ -94,20 +94,28 @@ def test_a_run_that_ends_before_the_stage_says_so() -> None:
     assert len(checks.check_stages(ObjectiveConfig(autoencode_steps=100), WARMUP, 100, 100)) == 1
 
 
+def config_of(**objective: Any) -> pde.Config:
+    return pde.Config(max_steps=9, objective=ObjectiveConfig(**objective))
+
+
 @pytest.mark.parametrize(("name", "value"), [("flip", 0.5), ("boundary_weight", 1.0)])
 def test_what_needs_the_centres_of_cells_is_refused_for_every_nth_point(name: str, value: float) -> None:
     """Of 32 points, every 4th are at 0.5 / 32, 4.5 / 32 ...: neither symmetric nor where the model has 8 points."""
-    objective = ObjectiveConfig(**{name: value})  # type: ignore[arg-type]
     tasks = (ADVECTION, DARCY)
     strides = {"advection": 4, "darcy": 1}  # points of a periodic task have no edge
-    checks.check_tasks(objective, EvaluationConfig(), tasks, strides)
+    checks.check_tasks(config_of(**{name: value}), tasks, strides)
+    strides["darcy"] = 4
     with pytest.raises(UsageError, match=rf"{name} {value:g}: with data.resolution_2d 8, one point in 4 .* of darcy"):
-        checks.check_tasks(objective, EvaluationConfig(), tasks, strides | {"darcy": 4})
-    checks.check_tasks(ObjectiveConfig(), EvaluationConfig(), tasks, strides | {"darcy": 4})
-    elsewhere = replace(DARCY, boundary="neumann")  # has no boundary term, and cells like the others
-    checks.check_tasks(ObjectiveConfig(boundary_weight=1.0), EvaluationConfig(), (DARCY, elsewhere), {"darcy": 1})
-    with pytest.raises(UsageError, match=r"flip 0\.5: with data\.resolution_2d 8"):
-        checks.check_tasks(ObjectiveConfig(flip=0.5), EvaluationConfig(), (elsewhere,), {"darcy": 4})
+        checks.check_tasks(config_of(**{name: value}), tasks, strides)
+    checks.check_tasks(config_of(), tasks, strides)
+
+
+def test_every_nth_point_of_another_boundary_has_no_boundary_term() -> None:
+    elsewhere = replace(DARCY, name="elsewhere", boundary="neumann")
+    strides = {"darcy": 1, "elsewhere": 4}
+    checks.check_tasks(config_of(boundary_weight=1.0), (DARCY, elsewhere), strides)
+    with pytest.raises(UsageError, match=r"flip 0\.5: with data\.resolution_2d 8, .* of elsewhere"):
+        checks.check_tasks(config_of(flip=0.5), (DARCY, elsewhere), strides)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +125,7 @@ def test_what_needs_the_centres_of_cells_is_refused_for_every_nth_point(name: st
             "--data.path x --data.tasks heat",
             r"\(heat 2; without a task: 1\).* --task_weights 1 .*from pde_demo: --task",
         ),
+        ("--data.tasks darcy --task_weights 2", r"task_weights \[2\]: has no effect with the only task darcy"),
         (
             "--task_weights 3",
             r"task_weights \[3\]: 1 for 2 task\(s\) .*\(advection 3; without a weight: darcy\).* 1 1 or",
@@ -126,3 +135,12 @@ def test_what_needs_the_centres_of_cells_is_refused_for_every_nth_point(name: st
 def test_weights_of_other_tasks_are_refused(flags: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         load_config(pde.Config, ["pde_demo", *flags.split()], presets=pde.PRESETS)
+
+
+def test_drop_path_of_a_single_block_is_refused_and_that_of_a_preset_gives_way() -> None:
+    for flags in ("--model.depth 1", "--model.operator pdet_unet --model.depths 1 --model.depth 4"):
+        with pytest.raises(UsageError, match=r"objective\.drop_path 0\.5: has no effect on a single block"):
+            load_config(pde.Config, ["pde_demo", "--objective.drop_path", "0.5", *flags.split()], presets=pde.PRESETS)
+    config = load_config(pde.Config, ["pde_stack_baseline", "--model.depth", "1"], presets=pde.PRESETS).config
+    assert config.objective.drop_path == 0
+    assert "gives way to --model.depth" in origin_of(config, "objective.drop_path")

@@ -113,6 +113,7 @@ def test_each_term_trains_what_the_table_says_and_nothing_else(
         ("darcy", ("--objective.conservation_weight", "1"), "objective.conservation_weight 1.0: has no effect"),
         ("advection", ("--objective.boundary_weight", "1"), "boundary_weight 1.0: has no effect, .* is 0 at the edge"),
         ("advection", ("--objective.flip", "0.5"), "objective.flip 0.5: has no effect"),
+        ("darcy", ("--evaluation.trajectories", "5"), "evaluation.trajectories 5: has no effect, .* has time"),
         ("darcy", ("--evaluation.conditioning.beam", "3"), "evaluation.conditioning .*beam=3.* has no effect"),
     ],
 )
@@ -127,8 +128,9 @@ def test_options_that_no_task_has_a_use_for_are_refused(tasks: str, flags: tuple
     if tasks == "darcy":
         Task.boundary = "dirichlet"
     with pytest.raises(UsageError, match=words):
-        checks.check_tasks(config.objective, config.evaluation, [Task()], {tasks: 1})
-    checks.check_tasks(options.ObjectiveConfig(), options.EvaluationConfig(), [Task()], {tasks: 1})
+        checks.check_tasks(config, [Task()], {tasks: 1})
+    config = load_config(pde.Config, given[:7], presets=Path(pde.__file__).parent / "presets").config
+    checks.check_tasks(config, [Task()], {tasks: 1})  # trajectories of the preset are for any tasks
 
 
 def test_inverse_terms_that_a_frozen_autoencoder_does_not_have_are_refused() -> None:
