@@ -45,7 +45,6 @@ from accel_train.domains.pde import (
 from accel_train.domains.pde.data import rows
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.prepare import prepare_pde
-from accel_train.domains.pde.operator_learning import StepObjective
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig
 from accel_train.metrics import evaluation, logs, records
@@ -91,7 +90,7 @@ class Config(experiment.ExperimentConfig):
 
 # ------------------------------------------------------------------------------------------------------------ loss
 # A batch holds input, target (B, C, H, W), parameters (B, P), dt, and what the loader adds: weight, sample ... (B,).
-def corrupt(config: Config, batch: Batch, step: int, learned: StepObjective) -> tuple[Batch, Tensor]:
+def corrupt(config: Config, batch: Batch, step: int, learned: operator_learning.StepObjective) -> tuple[Batch, Tensor]:
     """Return the model's inputs and the weight of every loss term. Draws are keyed by sample, never by process."""
     objective = config.objective
     task = learned.task
@@ -114,7 +113,7 @@ def corrupt(config: Config, batch: Batch, step: int, learned: StepObjective) -> 
     return inputs, batch["weight"]
 
 
-def loss_sums(model: nn.Module, inputs: Batch, learned: StepObjective) -> dict[str, Tensor]:
+def loss_sums(model: nn.Module, inputs: Batch, learned: operator_learning.StepObjective) -> dict[str, Tensor]:
     """Return the losses (B,) of each term, in fp32. Terms that this step does not train are 0."""
     forward = losses.forward_of(model, inputs, learned.number, learned.task, learned.terms, learned.parts)
     weight = inputs["weight"]
@@ -126,7 +125,7 @@ def loss_sums(model: nn.Module, inputs: Batch, learned: StepObjective) -> dict[s
 
 
 def work(
-    config: Config, shape: PdeTransformerConfig, learned: StepObjective, batches: StepBatches
+    config: Config, shape: PdeTransformerConfig, learned: operator_learning.StepObjective, batches: StepBatches
 ) -> dict[str, Tensor | int]:
     """Count this process's part of a step, for the throughput."""
     points = math.prod(shape.grid(shape.tasks[learned.number]).cells)
@@ -182,6 +181,7 @@ def main(argv: Sequence[str]) -> int:
     data = startup.prepare_data(accelerator, preparing)
     order = task_sampler.TaskSampler(data.train.sizes, config.global_batch_size, config.seed, config.task_weights)
     checks.check_tasks(config, data.tasks, data.strides)
+    config.balance.refuse_single_term(len(operator_learning.trained_terms(config.objective, data.tasks)))
     run = experiment.lengths(config, accelerator, len(data.train))
     stages = checks.check_stages(config.objective, run.schedule, run.max_steps, run.decay_steps)
     opened = experiment.open_experiment(

@@ -7,6 +7,7 @@ process and strategy therefore does the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -142,6 +143,19 @@ def frozen_parts(config: ObjectiveConfig, step: int) -> list[str]:
 def active_terms(coefficients: Mapping[str, float]) -> set[str]:
     """Return the terms with a coefficient above 0."""
     return {term for term, coefficient in coefficients.items() if coefficient}
+
+
+def trained_terms(config: ObjectiveConfig, tasks: Iterable[FieldTask]) -> set[str]:
+    """Return the terms that some step of the whole objective trains."""
+    first = config.autoencode_steps
+    # The first step of each stage, and the first step of the second with the inverse terms.
+    steps = [0, first, first + -first % config.inverse_every]
+    if config.residual_from is not None:
+        steps.append(config.residual_from)
+    terms: set[str] = set()
+    for step, task in itertools.product(steps, tasks):
+        terms |= active_terms(coefficients(config, step, task.conserved, task.boundary))
+    return terms
 
 
 @dataclass(frozen=True)

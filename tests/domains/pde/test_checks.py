@@ -9,8 +9,11 @@ import pytest
 
 from accel_train.config import UsageError, origin_of
 from accel_train.domains.pde import checks
+from accel_train.domains.pde.operator_learning import objective_of_step, trained_terms
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
+from accel_train.domains.pde.shape import PdeModelConfig
 from accel_train.options.loading import load_config
+from accel_train.training.feedback.options import BalanceConfig
 from accel_train.training.schedules import ScheduleConfig, check_lengths
 from recipes import pde
 from tests.trained import ADVECTION, DARCY
@@ -95,7 +98,8 @@ def test_a_run_that_ends_before_the_stage_says_so() -> None:
 
 
 def config_of(**objective: Any) -> pde.Config:
-    return pde.Config(max_steps=9, objective=ObjectiveConfig(**objective))
+    model = PdeModelConfig(residual_depth=int("residual_from" in objective))
+    return pde.Config(max_steps=9, objective=ObjectiveConfig(**objective), model=model)
 
 
 @pytest.mark.parametrize(("name", "value"), [("flip", 0.5), ("boundary_weight", 1.0)])
@@ -116,6 +120,31 @@ def test_every_nth_point_of_another_boundary_has_no_boundary_term() -> None:
     checks.check_tasks(config_of(boundary_weight=1.0), (DARCY, elsewhere), strides)
     with pytest.raises(UsageError, match=r"flip 0\.5: with data\.resolution_2d 8, .* of elsewhere"):
         checks.check_tasks(config_of(flip=0.5), (DARCY, elsewhere), strides)
+
+
+@pytest.mark.parametrize(
+    ("objective", "terms"),
+    [
+        ({"inverse_weight": 0.0}, 1),
+        ({"inverse_weight": 0.0, "latent_weight": 0.1}, 2),
+        ({"inverse_weight": 0.0, "boundary_weight": 0.1}, 2),
+        ({"inverse_weight": 0.0, "autoencode_steps": 1}, 2),
+        ({"inverse_weight": 0.0, "residual_from": 5}, 2),
+        ({"inverse_weight": 0.1, "inverse_every": 4}, 3),
+        ({"inverse_weight": 0.1, "inverse_every": 4, "autoencode_steps": 3}, 3),
+    ],
+)
+def test_the_balance_of_a_single_term_is_refused(objective: dict[str, Any], terms: int) -> None:
+    """Every step names all terms, most of them with coefficient 0."""
+    config = config_of(**objective).objective
+    tasks = (ADVECTION, DARCY)
+    steps = [objective_of_step(config, step, 0, task).terms for step in range(9) for task in tasks]
+    found = trained_terms(config, tasks)
+    assert found == set().union(*steps)
+    assert len(found) == terms
+    if terms == 1:
+        with pytest.raises(UsageError, match=r"balance\.kind: ema: at least 2 loss terms .* this run trains 1"):
+            BalanceConfig("ema").refuse_single_term(len(found))
 
 
 @pytest.mark.parametrize(
