@@ -39,11 +39,11 @@ SHORTENED = {"schedule.warmup": "warmup_steps", "schedule.cycle": "cycle_steps"}
 
 
 class Lengths(NamedTuple):
-    """Optimizer steps of a run, and of its schedule and warm-up."""
+    """Optimizer steps of a run, and its schedule with their number."""
 
     max_steps: int
     decay_steps: int
-    warmup_steps: int
+    schedule: ScheduleConfig
 
 
 def lengths(config: ExperimentConfig, accelerator: Accelerator, dataset_size: int) -> Lengths:
@@ -52,7 +52,7 @@ def lengths(config: ExperimentConfig, accelerator: Accelerator, dataset_size: in
     The schedule is that of the first start that trained.
     """
     length = _resolve_length(config, accelerator, dataset_size)
-    return Lengths(length.max_steps, length.resolved["schedule.decay_steps"], length.schedule.warmup_steps)
+    return Lengths(length.max_steps, length.resolved["schedule.decay_steps"], length.schedule)
 
 
 def _max_steps(config: ExperimentConfig, dataset_size: int) -> int:

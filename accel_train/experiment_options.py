@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -106,8 +106,9 @@ class Recipe:
     """Class returned by ``accel_train.load`` for a checkpoint, and used by ``accel-train sample`` and ``export``."""
     timesteps: Mapping[str, str] = field(default_factory=dict[str, str])
     """Input of the model with the diffusion time of a loss term, (B,) in [0, 1], for its mean loss by time."""
-    smoke: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Values of its own options with ``--smoke``, such as an evaluation of few samples."""
+    smoke: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] = field(default_factory=dict[str, Any])
+    """Values of its own options with ``--smoke``, such as an evaluation of few samples. Or a function of the config
+    that returns them."""
     one_loss_term: bool = False
     """Every step has one loss term, so that ``balance`` is refused."""
     decided_by: Mapping[str, Literal["min", "max"]] = field(default_factory=dict[str, Literal["min", "max"]])
@@ -291,7 +292,10 @@ class ExperimentConfig:
         if "output_dir" not in flags:
             values |= {"output_dir": f"{self.output_dir}-smoke", "overwrite": True, "resume": "auto"}
         # The recipe's own last, because it knows what of it takes long.
-        return values | dict(self.recipe.smoke)
+        own = self.recipe.smoke
+        if callable(own):
+            own = own(self)
+        return values | dict(own)
 
     def run_options(self) -> RunOptions:
         """Return the options of ``open_run`` in this start. Raises ``UsageError`` for an unknown name in ``allow``."""

@@ -31,6 +31,7 @@ from accel_train.data.grouping import task_sampler
 from accel_train.data.loader import StepBatches
 from accel_train.domains.models import token_blocks
 from accel_train.domains.pde import (
+    checks,
     flops,
     losses,
     operator_learning,
@@ -44,7 +45,6 @@ from accel_train.domains.pde import (
 from accel_train.domains.pde.data import rows
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.prepare import prepare_pde
-from accel_train.domains.pde.operator_learning import StepObjective
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig
 from accel_train.metrics import evaluation, logs, records
@@ -71,8 +71,7 @@ class Config(experiment.ExperimentConfig):
         first_options=("model.width", "model.depth", "data.path", "data.tasks", "task_weights", "evaluation.every"),
         pipeline=pipeline.FieldPipeline,
         timesteps={"residual": "time"},
-        # One step of the first stage and one of the second, so that every term of the loss is tried.
-        smoke={"evaluation.samples": 2, "objective.autoencode_steps": 1},
+        smoke=lambda config: operator_learning.smoke_values(config.objective),
     )
 
     output_dir: str = "runs/pde-demo"
@@ -85,13 +84,13 @@ class Config(experiment.ExperimentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        operator_learning.check_model(self.model, self.objective, self.evaluation)
-        operator_learning.check_weights(self.task_weights, self.data.tasks)
+        checks.check_model(self.model, self.objective, self.evaluation)
+        checks.check_weights(self.task_weights, self.data.tasks)
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
 # A batch holds input, target (B, C, H, W), parameters (B, P), dt, and what the loader adds: weight, sample ... (B,).
-def corrupt(config: Config, batch: Batch, step: int, learned: StepObjective) -> tuple[Batch, Tensor]:
+def corrupt(config: Config, batch: Batch, step: int, learned: operator_learning.StepObjective) -> tuple[Batch, Tensor]:
     """Return the model's inputs and the weight of every loss term. Draws are keyed by sample, never by process."""
     objective = config.objective
     task = learned.task
@@ -114,7 +113,7 @@ def corrupt(config: Config, batch: Batch, step: int, learned: StepObjective) -> 
     return inputs, batch["weight"]
 
 
-def loss_sums(model: nn.Module, inputs: Batch, learned: StepObjective) -> dict[str, Tensor]:
+def loss_sums(model: nn.Module, inputs: Batch, learned: operator_learning.StepObjective) -> dict[str, Tensor]:
     """Return the losses (B,) of each term, in fp32. Terms that this step does not train are 0."""
     forward = losses.forward_of(model, inputs, learned.number, learned.task, learned.terms, learned.parts)
     weight = inputs["weight"]
@@ -126,7 +125,7 @@ def loss_sums(model: nn.Module, inputs: Batch, learned: StepObjective) -> dict[s
 
 
 def work(
-    config: Config, shape: PdeTransformerConfig, learned: StepObjective, batches: StepBatches
+    config: Config, shape: PdeTransformerConfig, learned: operator_learning.StepObjective, batches: StepBatches
 ) -> dict[str, Tensor | int]:
     """Count this process's part of a step, for the throughput."""
     points = math.prod(shape.grid(shape.tasks[learned.number]).cells)
@@ -181,9 +180,10 @@ def main(argv: Sequence[str]) -> int:
     preparing = partial(prepare_pde, config.data, earlier=earlier_assets(config.run_options()))
     data = startup.prepare_data(accelerator, preparing)
     order = task_sampler.TaskSampler(data.train.sizes, config.global_batch_size, config.seed, config.task_weights)
-    operator_learning.check_tasks(config.objective, config.evaluation, data.tasks)
+    checks.check_tasks(config, data.tasks, data.strides)
+    config.balance.refuse_single_term(len(operator_learning.trained_terms(config.objective, data.tasks)))
     run = experiment.lengths(config, accelerator, len(data.train))
-    stages = operator_learning.check_stages(config.objective, run.warmup_steps, run.max_steps, run.decay_steps)
+    stages = checks.check_stages(config.objective, run.schedule, run.max_steps, run.decay_steps)
     opened = experiment.open_experiment(
         config,
         accelerator,

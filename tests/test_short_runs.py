@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from accel_train import experiment
 from accel_train.config import UsageError
-from accel_train.domains.pde.operator_learning import check_stages
+from accel_train.domains.pde.checks import check_stages
 from accel_train.linting.facts import Facts
 from accel_train.linting.training import warmup_beyond_the_run
 from accel_train.options.loading import load_config
@@ -78,9 +78,9 @@ def test_a_shipped_preset_runs_for_a_few_steps(
     assert len(found.notices) == (used != asked) + (was is not None)
 
     lengths = experiment.lengths(config, accelerator, SAMPLES)
-    assert lengths == (found.max_steps, found.max_steps, used)
+    assert lengths == (found.max_steps, found.max_steps, found.schedule)
     if recipe is pde:
-        check_stages(config.objective, lengths.warmup_steps, lengths.max_steps, lengths.decay_steps)
+        check_stages(config.objective, lengths.schedule, lengths.max_steps, lengths.decay_steps)
 
 
 @pytest.mark.parametrize("length", [SHORT, *OTHERS])

@@ -83,7 +83,12 @@ class ScheduleConfig:
                 "Give a warm-up, 1000 to 10000 steps is usual."
             )
         if self.decay_steps is not None:
-            _check_lengths(self, self.decay_steps, "schedule.decay_steps")
+            check_lengths(self, self.decay_steps, "schedule.decay_steps")
+
+    @property
+    def has_end(self) -> bool:
+        """False for constant and inverse_sqrt, which do not read decay_steps."""
+        return self.kind not in _ENDLESS
 
     def _refuse_unread_options(self) -> None:
         given = [name for name in _OWN_KIND if getattr(self, name) is not None]
@@ -110,7 +115,7 @@ def resolve_decay_steps(config: ScheduleConfig, max_steps: int) -> int:
     """
     if config.decay_steps is not None:
         return config.decay_steps
-    _check_lengths(config, max_steps, "max_steps")
+    check_lengths(config, max_steps, "max_steps")
     return max_steps
 
 
@@ -136,7 +141,7 @@ def shortened(config: ScheduleConfig, decay_steps: int, free: Collection[str]) -
 
 def _fits(config: ScheduleConfig, decay_steps: int) -> bool:
     try:
-        _check_lengths(config, decay_steps, "max_steps")
+        check_lengths(config, decay_steps, "max_steps")
     except UsageError:
         return False
     return True
@@ -256,7 +261,8 @@ def _wsd_fraction(config: ScheduleConfig) -> float:
     return 0.2 if config.wsd_decay_fraction is None else config.wsd_decay_fraction
 
 
-def _check_lengths(config: ScheduleConfig, decay_steps: int, option: str) -> None:
+def check_lengths(config: ScheduleConfig, decay_steps: int, option: str) -> None:
+    """Refuse a warm-up, first cycle or wsd decay that does not fit into ``decay_steps``, the value of ``option``."""
     warmup = config.warmup_steps
     if warmup > decay_steps:
         raise UsageError(

@@ -17,6 +17,7 @@ from accel_train.commands import bundled
 from accel_train.commands.check import check
 from accel_train.commands.launch import Launch
 from accel_train.config import UsageError
+from accel_train.domains.pde.checks import check_stages
 from accel_train.domains.pde.operator_learning import stage_of_step
 from accel_train.options.loading import load_config
 from recipes import mmdit, pde
@@ -133,6 +134,23 @@ def test_smoke_of_pde_trains_the_encoder_and_then_the_operator() -> None:
         config = load_config(pde.Config, [preset, "--smoke"], presets=PRESETS).config
         stages = [stage_of_step(config.objective, step) for step in range(config.max_steps or 0)]
         assert stages == ["autoencode", "operator"]
+
+
+def test_smoke_of_pde_trains_the_residual_as_well(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    preset = (PRESETS / "pde_demo.yaml").read_text()
+    preset = preset.replace("objective: {", "objective: {residual_from: 800, ").replace(
+        "model: {", "model: {residual_depth: 1, "
+    )
+    file.write_text(preset)
+    config = load_config(pde.Config, [str(file), "--smoke"], presets=PRESETS).config
+    stages = [stage_of_step(config.objective, step) for step in range(config.max_steps or 0)]
+    assert stages == ["autoencode", "operator", "residual"]
+    assert check_stages(config.objective, config.schedule, 3, 3) == []
+    # A flag comes first: a trial that does not reach its stage.
+    flags = ["--smoke", "--objective.residual_from", "800", "--model.residual_depth", "1"]
+    config = load_config(pde.Config, ["pde_demo", *flags], presets=PRESETS).config
+    assert len(check_stages(config.objective, config.schedule, 2, 2)) == 1
 
 
 def test_smoke_gives_every_process_samples_and_check_says_so() -> None:

@@ -73,7 +73,7 @@ def baselines(
 def _fit(train: Rows) -> tuple[Tensor, Tensor | None]:
     """Return the mean target (D,) and the weights (F, D) of the linear fit, None where it is left out."""
     count = min(len(train), MAX_TRAINING_ROWS)
-    # Evenly over the split: the rows of a trajectory lie side by side, and the first ones would be few trajectories.
+    # Evenly over the split: the first rows are of the first samples, whose file may have another parameter than others.
     # In fp64: in fp32 the last place may lie behind the last of more than 2^24 rows.
     places = torch.linspace(0, len(train) - 1, count, dtype=torch.float64)
     wanted = places.round().long()

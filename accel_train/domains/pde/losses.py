@@ -97,7 +97,7 @@ def _reencoding(forward: Forward) -> Tensor:
 def _residual(forward: Forward) -> Tensor:
     inputs = forward.inputs
     predicted, log_size, correct = forward.output
-    assert log_size is not None, "operator_learning.check_residual requires the network"
+    assert log_size is not None, "checks.check_residual requires the network"
     residual = inputs["target"] - predicted
     return residual_diffusion.losses(correct, residual, log_size, inputs["time"], inputs["noise"])
 

@@ -7,9 +7,10 @@ process and strategy therefore does the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from accel_train.data.datasets import Batch
 from accel_train.domains.pde import fields, losses
 from accel_train.domains.pde.data.assets import FieldTask
 from accel_train.domains.pde.losses import TERMS
-from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig, ObjectiveConfig
+from accel_train.domains.pde.options import ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
 from accel_train.domains.pde.transformer import Parts
 
@@ -64,6 +65,14 @@ def stage_of_step(config: ObjectiveConfig, step: int) -> Stage:
     if step < config.autoencode_steps:
         return "autoencode"
     return "operator"
+
+
+def smoke_values(config: ObjectiveConfig) -> dict[str, Any]:
+    """Return the options of ``--smoke``: one step of each stage, so that every term of the loss is tried."""
+    values: dict[str, Any] = {"evaluation.samples": 2, "objective.autoencode_steps": 1}
+    if config.residual_from is not None:
+        values |= {"objective.residual_from": 2, "max_steps": 3}
+    return values
 
 
 def place_in_schedule(config: ObjectiveConfig, step: int, decay_steps: int) -> tuple[int, int]:
@@ -134,6 +143,19 @@ def frozen_parts(config: ObjectiveConfig, step: int) -> list[str]:
 def active_terms(coefficients: Mapping[str, float]) -> set[str]:
     """Return the terms with a coefficient above 0."""
     return {term for term, coefficient in coefficients.items() if coefficient}
+
+
+def trained_terms(config: ObjectiveConfig, tasks: Iterable[FieldTask]) -> set[str]:
+    """Return the terms that some step of the whole objective trains."""
+    first = config.autoencode_steps
+    # The first step of each stage, and the first step of the second with the inverse terms.
+    steps = [0, first, first + -first % config.inverse_every]
+    if config.residual_from is not None:
+        steps.append(config.residual_from)
+    terms: set[str] = set()
+    for step, task in itertools.product(steps, tasks):
+        terms |= active_terms(coefficients(config, step, task.conserved, task.boundary))
+    return terms
 
 
 @dataclass(frozen=True)
@@ -217,102 +239,6 @@ def add_queries(
         # Behind the others, where losses on data do not look.
         result["queries"] = torch.cat((inner, edge), dim=1)
     return result
-
-
-def check_model(model: PdeModelConfig, objective: ObjectiveConfig, evaluation: EvaluationConfig) -> None:
-    """Refuse options of the model without effect in the run."""
-    model.refuse_unread()
-    check_residual(objective, evaluation, model.residual_depth)
-
-
-def check_weights(weights: Sequence[int] | None, tasks: Sequence[str]) -> None:
-    """Refuse another number of ``task_weights`` than of ``data.tasks``."""
-    if weights is None or len(weights) == len(tasks):
-        return
-    pairs = ", ".join(f"{task} {weight}" for task, weight in zip(tasks, weights, strict=False))
-    rest = f"without a weight: {' '.join(tasks[len(weights) :])}"
-    if len(weights) > len(tasks):
-        rest = f"without a task: {' '.join(map(str, weights[len(tasks) :]))}"
-    ones = " ".join(["1"] * len(tasks))
-    raise UsageError(
-        f"task_weights {list(weights)}: {len(weights)} for {len(tasks)} task(s) of data.tasks ({pairs}; {rest}). One "
-        f"for each is required, in their order: give --task_weights {ones} or other whole numbers of steps, or None."
-    )
-
-
-def check_residual(objective: ObjectiveConfig, evaluation: EvaluationConfig, depth: int) -> None:
-    """Refuse a residual stage without a network, and a network without a stage. ``depth`` is model.residual_depth."""
-    start = objective.residual_from
-    if (start is None) != (depth == 0):
-        raise UsageError(
-            f"objective.residual_from {start} with model.residual_depth {depth}: the stage needs a network, and the "
-            "network a stage. Give both (depth 1 or more), or leave both out."
-        )
-    # Early stopping would end the run in the middle of its last stage.
-    if start is not None and evaluation.patience is not None:
-        raise UsageError(
-            f"evaluation.patience {evaluation.patience} with objective.residual_from {start}: patience looks at the "
-            "plain prediction, which keeps still in that stage. Leave one of them out."
-        )
-
-
-class Task(Protocol):
-    """Properties of a task's equation, as in `FieldTask`."""
-
-    @property
-    def conserved(self) -> bool: ...
-    @property
-    def boundary(self) -> str: ...
-    @property
-    def has_time(self) -> bool: ...
-
-
-def check_tasks(objective: ObjectiveConfig, evaluation: EvaluationConfig, tasks: Iterable[Task]) -> None:
-    """Refuse options without effect because no task has the property they act on."""
-    tasks = list(tasks)
-    conserved = any(task.conserved for task in tasks)
-    dirichlet = any(task.boundary == "dirichlet" for task in tasks)
-    steady = any(not task.has_time for task in tasks)
-    conditioning = evaluation.conditioning
-    options = (
-        (conserved, "objective.conservation_weight", objective.conservation_weight, 0.0, "conserves its integral"),
-        (dirichlet, "objective.boundary_weight", objective.boundary_weight, 0.0, "has a fixed boundary"),
-        (steady, "objective.flip", objective.flip, 0.0, "is without time"),
-        (conserved, "evaluation.conditioning", conditioning, ConditioningConfig(), "conserves its integral"),
-    )
-    for applies, name, value, default, what in options:
-        if value != default and not applies:
-            raise UsageError(
-                f"{name} {value}: has no effect, for no task of data.tasks {what}. Leave it at {default}, or add such "
-                "a task."
-            )
-
-
-def check_stages(objective: ObjectiveConfig, warmup_steps: int, max_steps: int, decay_steps: int) -> list[str]:
-    """Refuse a residual stage without room to learn. Returns notices for stages after the end of the run.
-
-    ``decay_steps`` is the end of the schedule.
-    """
-    start = objective.residual_from
-    first = objective.autoencode_steps
-    ends = f"the run ends before it, at step {max_steps}"
-    notices: list[str] = []
-    if max_steps <= first:
-        notices.append(
-            f"objective.autoencode_steps {first}: the operator learns after it; {ends}, so it learns nothing"
-        )
-    if start is None:
-        return notices
-    if start < warmup_steps or decay_steps - start <= warmup_steps:
-        raise UsageError(
-            f"objective.residual_from {start}: the learning rate starts again there, and warms up for {warmup_steps} "
-            f"steps before and after; the schedule ends at step {decay_steps}. Move it, or lower "
-            "schedule.warmup_steps."
-        )
-    if max_steps <= start:
-        # A notice and no error: a short trial of a long run is no mistake.
-        notices.append(f"objective.residual_from {start}: {ends}; the residual learns nothing")
-    return notices
 
 
 def mirror_fields(batch: Batch, draws: Tensor, share: float) -> Batch:

@@ -31,7 +31,7 @@ class ObjectiveConfig:
     spectral_weight: NonNegativeFloat = 0.0
     """Weight of the error of the Fourier amplitudes, relative to the target's energy. Needs the whole grid."""
     boundary_weight: NonNegativeFloat = 0.0
-    """Tasks with a fixed boundary: weight of the error on it."""
+    """Tasks whose fields are 0 at the edge (boundary dirichlet): weight of the error there."""
     conservation_weight: NonNegativeFloat = 0.0
     """Conservative tasks: weight of the change of each field's integral. Needs the whole grid."""
     queries: PositiveInt | None = None

@@ -216,7 +216,7 @@ class FieldPipeline:
 
     def _checked(self, task: FieldTask, fields: Tensor) -> Tensor:
         """Return fields as (B, C, H, W) fp32 on the CPU."""
-        found = torch.as_tensor(fields).detach().float().cpu()
+        found = _real("input", fields)
         height, width = task.grid
         if found.dim() == 3 and height == 1:
             found = found[:, :, None]
@@ -238,7 +238,7 @@ class FieldPipeline:
         width = len(task.parameters)
         given = torch.zeros(count, 0)
         if values is not None:
-            given = torch.as_tensor(values).detach().float().cpu()
+            given = _real("parameters", values)
         if given.dim() == 1:
             given = given.expand(count, -1)
         if tuple(given.shape) != (count, width):
@@ -292,6 +292,15 @@ def _noise(stream: str, shape: Sequence[int]) -> Tensor:
     return rng.normal(keys, shape[1:])
 
 
+def _real(what: str, values: Tensor) -> Tensor:
+    """Return values as fp32 on the CPU."""
+    found = torch.as_tensor(values).detach()
+    if found.is_complex():
+        # `float` would drop the imaginary part.
+        raise UsageError(f"{what}: complex numbers ({found.dtype}); real ones are required, as in the training data")
+    return found.float().cpu()
+
+
 def _read_fields(file: str, shapes: str) -> tuple[Tensor, Tensor | None]:
     """Read input fields and, if the file has them, parameters. ``shapes`` describes the required input."""
     from safetensors import SafetensorError
@@ -305,8 +314,8 @@ def _read_fields(file: str, shapes: str) -> tuple[Tensor, Tensor | None]:
             # A pickle may run code, and this file may come from anywhere.
             return torch.from_numpy(np.load(path, allow_pickle=False)), None
         tensors = load_file(path)
-    # EOFError: an empty .npy file.
-    except (OSError, EOFError, ValueError, SafetensorError) as error:
+    # EOFError: an empty .npy file. TypeError: one of strings, or several arrays.
+    except (OSError, EOFError, TypeError, ValueError, SafetensorError) as error:
         raise UsageError(f"input {file}: cannot be read ({error}); a .safetensors or .npy file is required") from None
     if "input" not in tensors:
         names = ", ".join(sorted(tensors)[:6]) or "nothing"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_train.config import UsageError
-from accel_train.domains.pde import operator_learning, options
+from accel_train.domains.pde import checks, operator_learning, options
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.rows import FieldData
 from accel_train.domains.pde.losses import TERMS
@@ -111,8 +111,9 @@ def test_each_term_trains_what_the_table_says_and_nothing_else(
     ("tasks", "flags", "words"),
     [
         ("darcy", ("--objective.conservation_weight", "1"), "objective.conservation_weight 1.0: has no effect"),
-        ("advection", ("--objective.boundary_weight", "1"), "objective.boundary_weight 1.0: has no effect"),
+        ("advection", ("--objective.boundary_weight", "1"), "boundary_weight 1.0: has no effect, .* is 0 at the edge"),
         ("advection", ("--objective.flip", "0.5"), "objective.flip 0.5: has no effect"),
+        ("darcy", ("--evaluation.trajectories", "5"), "evaluation.trajectories 5: has no effect, .* has time"),
         ("darcy", ("--evaluation.conditioning.beam", "3"), "evaluation.conditioning .*beam=3.* has no effect"),
     ],
 )
@@ -121,13 +122,15 @@ def test_options_that_no_task_has_a_use_for_are_refused(tasks: str, flags: tuple
     config = load_config(pde.Config, given, presets=Path(pde.__file__).parent / "presets").config
 
     class Task:
+        name, grid = tasks, (1, 16)
         conserved, boundary, has_time = tasks == "advection", "periodic", tasks == "advection"
 
     if tasks == "darcy":
         Task.boundary = "dirichlet"
     with pytest.raises(UsageError, match=words):
-        operator_learning.check_tasks(config.objective, config.evaluation, [Task()])
-    operator_learning.check_tasks(options.ObjectiveConfig(), options.EvaluationConfig(), [Task()])
+        checks.check_tasks(config, [Task()], {tasks: 1})
+    config = load_config(pde.Config, given[:7], presets=Path(pde.__file__).parent / "presets").config
+    checks.check_tasks(config, [Task()], {tasks: 1})  # trajectories of the preset are for any tasks
 
 
 def test_inverse_terms_that_a_frozen_autoencoder_does_not_have_are_refused() -> None:

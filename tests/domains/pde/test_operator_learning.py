@@ -18,9 +18,7 @@ from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
 from accel_train.domains.pde.tokens import coordinates
 from accel_train.domains.pde.transformer import PdeTransformer
-from accel_train.options.loading import load_config
 from accel_train.training.schedules import ScheduleConfig, learning_rate_factor
-from recipes import pde
 from tests.trained import ADVECTION
 
 
@@ -137,44 +135,6 @@ def test_the_learning_rate_begins_anew_with_the_residual() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "depth", "others", "says"),
-    [
-        (None, 2, {}, r"residual_from None with model.residual_depth 2: .*Give both"),
-        (50, 0, {}, r"residual_from 50 with model.residual_depth 0: .*Give both"),
-        (100, 1, {}, r"residual_from 100: .*ends at step 100"),
-        (200, 1, {}, r"residual_from 200: .*ends at step 100"),
-        (96, 1, {}, r"warms up for 5 steps before and after"),
-        (4, 1, {}, r"warms up for 5 steps before and after"),
-        (50, 1, {"patience": 2, "every": 10}, r"evaluation.patience 2 with objective.residual_from 50"),
-    ],
-)
-def test_a_stage_that_could_not_learn_is_refused(
-    start: int | None, depth: int, others: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(UsageError, match=says):
-        operator_learning.check_residual(ObjectiveConfig(residual_from=start), EvaluationConfig(**others), depth)
-        operator_learning.check_stages(ObjectiveConfig(residual_from=start), 5, 100, 100)
-
-
-def test_a_stage_that_can_learn_is_not_refused() -> None:
-    check = operator_learning.check_residual
-    check(ObjectiveConfig(residual_from=94), EvaluationConfig(), 1)
-    check(ObjectiveConfig(), EvaluationConfig(patience=2, every=10), 0)
-    assert operator_learning.check_stages(ObjectiveConfig(residual_from=94), 5, 100, 100) == []
-    assert operator_learning.check_stages(ObjectiveConfig(), 5, 100, 100) == []
-
-
-def test_a_run_that_ends_before_the_stage_says_so() -> None:
-    (words,) = operator_learning.check_stages(ObjectiveConfig(residual_from=200), 5, 100, 5000)
-    assert words.startswith("objective.residual_from 200: the run ends before it, at step 100")
-    both = operator_learning.check_stages(ObjectiveConfig(autoencode_steps=100, residual_from=200), 5, 100, 5000)
-    assert both[0].startswith("objective.autoencode_steps 100: the operator learns after it; the run ends before it")
-    assert both[1:] == [words]
-    assert operator_learning.check_stages(ObjectiveConfig(autoencode_steps=99), 5, 100, 100) == []
-    assert len(operator_learning.check_stages(ObjectiveConfig(autoencode_steps=100), 5, 100, 100)) == 1
-
-
-@pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"spectral_weight": 0.1, "queries": 64}, r"objective.spectral_weight 0.1: .*objective.queries 64"),
@@ -202,24 +162,6 @@ def batch_of(grid: tuple[int, int], size: int = 3) -> dict[str, Tensor]:
     points = torch.arange(grid[0] * grid[1]).view(1, 1, *grid)
     fields = 1000 * torch.arange(size).view(-1, 1, 1, 1) + 100 * torch.arange(2).view(1, -1, 1, 1) + points
     return {"input": fields.float(), "target": fields.float() + 0.5, "occurrence": torch.arange(size)}
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (
-            "--data.path x --data.tasks heat",
-            r"\(heat 2; without a task: 1\).* --task_weights 1 .*from pde_demo: --task",
-        ),
-        (
-            "--task_weights 3",
-            r"task_weights \[3\]: 1 for 2 task\(s\) .*\(advection 3; without a weight: darcy\).* 1 1 or",
-        ),
-    ],
-)
-def test_weights_of_other_tasks_are_refused(flags: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        load_config(pde.Config, ["pde_demo", *flags.split()], presets=pde.PRESETS)
 
 
 def draws_of(batch: dict[str, Tensor]) -> Any:

@@ -68,6 +68,8 @@ def test_one_field_has_one_prediction_in_any_company(refined: FieldPipeline) -> 
         ),
         (lambda p: p(torch.zeros(1, 2, 8, 8), task="darcy"), r"darcy reads \(B, 1, 8, 8\), on the grid"),
         (lambda p: p(torch.full((1, 1, 8, 8), torch.inf), task="darcy"), "NaN or infinity"),
+        (lambda p: p(torch.full((1, 1, 8, 8), 1j), task="darcy"), r"input: complex numbers .* real ones are required"),
+        (lambda p: p(torch.zeros(1, 1, 16), 1j * SPEED, task="advection"), "parameters: complex numbers"),
         (
             lambda p: p(torch.zeros(2, 1, 16), task="advection"),
             "none given; advection has 1 of each of the 2 .*: speed",
@@ -122,6 +124,12 @@ def test_files_that_cannot_be_read_are_refused(run: Path, tmp_path: Path) -> Non
     np.save(tmp_path / "object.npy", np.array([{"a": 1}], dtype=object))  # pickle
     with pytest.raises(UsageError, match=r"object\.npy: cannot be read"):
         sample(run, "--task", "darcy", "--input", tmp_path / "object.npy")
+    np.save(tmp_path / "words.npy", np.array(["1.0", "2.0"]))
+    with (tmp_path / "several.npy").open("wb") as file:
+        np.savez(file, input=np.zeros((1, 1, 8, 8), np.float32))
+    for name in ("words.npy", "several.npy"):
+        with pytest.raises(UsageError, match=rf"{name}: cannot be read \(.*a \.safetensors or \.npy file"):
+            sample(run, "--task", "darcy", "--input", tmp_path / name)
     (tmp_path / "empty.npy").touch()
     with pytest.raises(UsageError, match=r"empty\.npy: cannot be read"):
         sample(run, "--task", "darcy", "--input", tmp_path / "empty.npy")

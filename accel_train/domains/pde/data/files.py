@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,8 +33,9 @@ from accel_train.data.tables.block_cache import BlockCache
 from accel_train.domains.pde.data.header import SCHEMA, FieldHeader, differences, finite_parameters, read_header
 from accel_train.domains.pde.data.on_disk import require, size_and_date, source_files, whole_hdf5
 from accel_train.domains.pde.data.stored_arrays import StoredArray, hdf5, open_array
+from accel_train.wording import shortened
 
-FACTS_FORMAT = 2
+FACTS_FORMAT = 3
 VALUES_PER_BLOCK = 2**24
 DEFAULT_CACHE_MIB = 256
 Array = NDArray[np.float32]
@@ -110,16 +112,19 @@ class StoredFields(NamedTuple):
                 "no more than that are required: lower the number, or bring more data."
             )
         _, _, height, width = Fields((self.part,)).shape
-        space = 1 if height == 1 else 2
+        space, divided = 2, math.gcd(height, width)
+        if height == 1:
+            space, divided = 1, width
         points = resolution[space] or width
         # Every n-th point and no averages: a value of the solution stays one.
-        stride = max(1, width // points)
-        if points * stride != width or (space == 2 and height % stride):
+        choices = [width // stride for stride in range(1, divided + 1) if divided % stride == 0]
+        if points not in choices:
             raise UsageError(
-                f"--data.resolution_{space}d {points}: {self.part.file} has {height} x {width} points, of which every "
-                f"n-th can be taken. Choose a number that divides {width}."
+                f"--data.resolution_{space}d {points}: {self.part.file} has {height} x {width} points, height x width, "
+                f"of which every n-th along each axis can be taken, with one n that divides {divided}. Choose "
+                f"{shortened(list(map(str, choices)), 8)} for the points along the width."
             )
-        part = self.part._replace(first=first, samples=count, stride=stride)
+        part = self.part._replace(first=first, samples=count, stride=width // points)
         parameters = self.parameters[first : first + count]
         finite_parameters(self.part.file, self.header, parameters, first)
         return self._replace(part=part, parameters=parameters)
@@ -278,6 +283,8 @@ def field_facts(data: Fields) -> tuple[FieldFacts, list[bytes]]:
     channels = data.shape[1]
     total = np.zeros(channels)
     squares = np.zeros(channels)
+    lowest = np.full(channels, np.inf)
+    highest = -lowest
     count = 0
     samples: list[bytes] = []
     for part, start, block in data.blocks():
@@ -290,11 +297,14 @@ def field_facts(data: Fields) -> tuple[FieldFacts, list[bytes]]:
         # In fp64: sums of squares of 10^9 values lose all digits of a small variance in fp32.
         total += values.sum((0, 1, 3, 4))
         squares += (values**2).sum((0, 1, 3, 4))
+        lowest = np.minimum(lowest, values.min((0, 1, 3, 4)))
+        highest = np.maximum(highest, values.max((0, 1, 3, 4)))
         count += block.size // channels
     mean = total / count
     variance = squares / count - mean**2
-    # Rounding may leave that of a constant channel below 0.
     std = np.sqrt(np.maximum(variance, 0.0))
+    # Rounding leaves that of a constant channel a little above 0, or below it.
+    std[lowest == highest] = 0.0
     return FieldFacts(tuple(mean.tolist()), tuple(std.tolist()), digest.hexdigest()), samples
 
 

@@ -169,6 +169,11 @@ class FieldData:
     """Data seen before by the resumed run, if they may change."""
 
     @property
+    def strides(self) -> dict[str, int]:
+        """Largest distance of the points read from the training files of each task, 1 if all are read."""
+        return {name: max(part.stride for part in rows.data.parts) for name, rows in self.training.items()}
+
+    @property
     def tasks(self) -> tuple[FieldTask, ...]:
         return self.assets.tasks
 

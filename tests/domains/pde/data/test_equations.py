@@ -482,7 +482,9 @@ def test_darcy_of_pdebench(tmp_path: Path) -> None:
     nu = GENERATOR.uniform(1, 2, size=(20, 8, 8)).astype(np.float32)
     axes = {"x-coordinate": np.arange(8.0), "y-coordinate": np.arange(8.0)}
     write_pdebench(tmp_path / "2D_DarcyFlow_beta1.0_Train.hdf5", {"tensor": tensor, "nu": nu, **axes}, {})
+    assert files(tmp_path, "darcy").strides == {"darcy": 1}
     data = files(tmp_path, "darcy", resolution_2d=4)
+    assert data.strides == {"darcy": 2}
     row = data.training["darcy"][11]
     np.testing.assert_allclose(data.assets.denormalise_input("darcy", row["input"])[0], nu[11, ::2, ::2], atol=1e-5)
     np.testing.assert_allclose(
@@ -550,7 +552,7 @@ def test_a_parameter_is_required(tmp_path: Path) -> None:
 def test_resolution_and_stride_that_do_not_fit(tmp_path: Path) -> None:
     advection_files(tmp_path)
     for points in (5, 32):
-        with pytest.raises(UsageError, match=rf"resolution_1d {points}: .* has 1 x 16 points.*divides 16"):
+        with pytest.raises(UsageError, match=rf"resolution_1d {points}: .* has 1 x 16 .*divides 16. Choose 16, 8, 4"):
             files(tmp_path, "advection", resolution_1d=points)
     with pytest.raises(UsageError, match=r"time_stride 7: .* has 7 snapshots of task advection"):
         files(tmp_path, "advection", time_stride=7)

@@ -225,6 +225,15 @@ def test_the_sample_of_a_parameter_that_is_not_finite_is_named(tmp_path: Path, w
     assert len(stored.select("train", (0, 7), 7, chosen).parameters) == 7  # the sample is left out
 
 
+def test_points_of_a_grid_that_is_not_square_are_thinned_alike_along_both_axes(tmp_path: Path) -> None:
+    stored = read(write(tmp_path / "x.h5"))  # 4 x 6 points
+    part = stored.select("train", (0, 11), 11, {1: None, 2: 3}).part
+    assert (part.stride, Fields((part,)).shape) == (2, (3, 2, 2, 3))
+    # 2 divides the width, and 3 does not divide the height.
+    with pytest.raises(UsageError, match=r"resolution_2d 2: .*x\.h5 has 4 x 6 points.* divides 2\. Choose 6, 3 for"):
+        stored.select("train", (0, 11), 11, {1: None, 2: 2})
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

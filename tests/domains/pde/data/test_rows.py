@@ -162,8 +162,12 @@ def test_files_of_one_task_must_agree(tmp_path: Path) -> None:
     assert data.heldout["moving"].trajectory(0).fields.shape == (9, 2, 1, 8)
 
 
-def test_a_channel_that_never_changes_is_refused(tmp_path: Path) -> None:
-    write_fields(tmp_path / "x.h5", STILL, 2, [(np.ones((2, 1, 2, 4, 4)), np.ones((2, 1)))])
+@pytest.mark.parametrize(("constant", "samples", "points"), [(1.0, 2, 4), (1 / 3, 3, 5), (0.1, 11, 7)])
+def test_a_channel_that_never_changes_is_refused(constant: float, samples: int, points: int, tmp_path: Path) -> None:
+    """Also where the mean of its squares differs from the square of its mean by rounding."""
+    fields = np.full((samples, 1, 2, points, points), constant)
+    fields[:, :, 1] = GENERATOR.normal(size=(samples, 1, points, points))
+    write_fields(tmp_path / "x.h5", STILL, samples, [(fields, np.ones((samples, 1)))])
     one = [opened(tmp_path / "x.h5")]
     with pytest.raises(UsageError, match=r"channel 0 of .*x.h5 is the same number everywhere"):
         build({"still": {"train": one, "heldout": one}}, tmp_path)

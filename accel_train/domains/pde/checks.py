@@ -1,0 +1,183 @@
+"""Refusals of options that contradict each other, or that have no effect on the tasks or in the length of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from accel_train.config import UsageError, WithoutEffectError, origin_of
+from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig, ObjectiveConfig
+from accel_train.domains.pde.shape import PdeModelConfig
+from accel_train.training import schedules
+from accel_train.training.schedules import ScheduleConfig
+
+
+def check_model(model: PdeModelConfig, objective: ObjectiveConfig, evaluation: EvaluationConfig) -> None:
+    """Refuse options of the model without effect in the run."""
+    model.refuse_unread()
+    if objective.drop_path and sum(model.stages) == 1:
+        raise WithoutEffectError(
+            f"objective.drop_path {objective.drop_path:g}: has no effect on a single block (model.depth, or "
+            "model.depths of pdet_unet), for the first is never skipped. Leave it at 0, or give more blocks.",
+            "objective.drop_path",
+        )
+    check_residual(objective, evaluation, model.residual_depth)
+
+
+def check_weights(weights: Sequence[int] | None, tasks: Sequence[str]) -> None:
+    """Refuse another number of ``task_weights`` than of ``data.tasks``, and a weight of the only task."""
+    if weights is None:
+        return
+    if len(tasks) == 1 and weights[0] > 1 and len(weights) == 1:
+        raise UsageError(
+            f"task_weights {list(weights)}: has no effect with the only task {tasks[0]}, for all steps are its own. "
+            "Leave it at None, or add a task to data.tasks."
+        )
+    if len(weights) == len(tasks):
+        return
+    pairs = ", ".join(f"{task} {weight}" for task, weight in zip(tasks, weights, strict=False))
+    rest = f"without a weight: {' '.join(tasks[len(weights) :])}"
+    if len(weights) > len(tasks):
+        rest = f"without a task: {' '.join(map(str, weights[len(tasks) :]))}"
+    ones = " ".join(["1"] * len(tasks))
+    raise UsageError(
+        f"task_weights {list(weights)}: {len(weights)} for {len(tasks)} task(s) of data.tasks ({pairs}; {rest}). One "
+        f"for each is required, in their order: give --task_weights {ones} or other whole numbers of steps, or None."
+    )
+
+
+def check_residual(objective: ObjectiveConfig, evaluation: EvaluationConfig, depth: int) -> None:
+    """Refuse a residual stage without a network, and a network without a stage. ``depth`` is model.residual_depth."""
+    start = objective.residual_from
+    if (start is None) != (depth == 0):
+        raise UsageError(
+            f"objective.residual_from {start} with model.residual_depth {depth}: the stage needs a network, and the "
+            "network a stage. Give both (depth 1 or more), or leave both out."
+        )
+    # Early stopping would end the run in the middle of its last stage.
+    if start is not None and evaluation.patience is not None:
+        raise UsageError(
+            f"evaluation.patience {evaluation.patience} with objective.residual_from {start}: patience looks at the "
+            "plain prediction, which keeps still in that stage. Leave one of them out."
+        )
+
+
+class Task(Protocol):
+    """Properties of a task's equation, as in `FieldTask`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def grid(self) -> tuple[int, int]: ...
+    @property
+    def conserved(self) -> bool: ...
+    @property
+    def boundary(self) -> str: ...
+    @property
+    def has_time(self) -> bool: ...
+
+
+class Options(Protocol):
+    """Options of the recipe."""
+
+    @property
+    def objective(self) -> ObjectiveConfig: ...
+    @property
+    def evaluation(self) -> EvaluationConfig: ...
+
+
+def check_tasks(config: Options, tasks: Sequence[Task], strides: Mapping[str, int]) -> None:
+    """Refuse options without effect because no task has the property they act on, and those wrong for its points.
+
+    ``strides`` has the distance of the points that are read of each task's files.
+    """
+    objective, evaluation = config.objective, config.evaluation
+    conserved = any(task.conserved for task in tasks)
+    dirichlet = any(task.boundary == "dirichlet" for task in tasks)
+    steady = any(not task.has_time for task in tasks)
+    timed = any(task.has_time for task in tasks)
+    conditioning = evaluation.conditioning
+    # That of a preset is for any tasks.
+    trajectories = EvaluationConfig.trajectories
+    if origin_of(config, "evaluation.trajectories") in ("command line", "default"):
+        trajectories = evaluation.trajectories
+    options = (
+        (conserved, "objective.conservation_weight", objective.conservation_weight, 0.0, "conserves its integral"),
+        (dirichlet, "objective.boundary_weight", objective.boundary_weight, 0.0, "is 0 at the edge (dirichlet)"),
+        (steady, "objective.flip", objective.flip, 0.0, "is without time"),
+        (conserved, "evaluation.conditioning", conditioning, ConditioningConfig(), "conserves its integral"),
+        (timed, "evaluation.trajectories", trajectories, EvaluationConfig.trajectories, "has time"),
+    )
+    for applies, name, value, default, what in options:
+        if value != default and not applies:
+            raise UsageError(
+                f"{name} {value}: has no effect, for no task of data.tasks {what}. Leave it at {default}, or add such "
+                "a task."
+            )
+    for task in tasks:
+        if strides[task.name] > 1:
+            _refuse_moved_points(objective, task, strides[task.name])
+
+
+def _refuse_moved_points(objective: ObjectiveConfig, task: Task, stride: int) -> None:
+    """Refuse what needs points at the centres of cells. Every n-th of them lies beside the centre of n cells."""
+    options = {
+        "flip": not task.has_time and task.boundary != "periodic",
+        "boundary_weight": task.boundary == "dirichlet",
+    }
+    space = 1 if task.grid[0] == 1 else 2
+    for name, needs_centres in options.items():
+        value = getattr(objective, name)
+        if value and needs_centres:
+            raise UsageError(
+                f"objective.{name} {value:g}: with data.resolution_{space}d {task.grid[1]}, one point in {stride} "
+                f"along each axis is read of {task.name}, and not the centres of the cells that it stands for. "
+                f"Leave data.resolution_{space}d at None, bring files of that resolution, or leave {name} at 0."
+            )
+
+
+def check_stages(objective: ObjectiveConfig, schedule: ScheduleConfig, max_steps: int, decay_steps: int) -> list[str]:
+    """Refuse a residual stage without room to learn. Returns notices for stages after the end of the run.
+
+    ``decay_steps`` is the end of the schedule, whether given or not.
+    """
+    start = objective.residual_from
+    first = objective.autoencode_steps
+    ends = f"the run ends before it, at step {max_steps}"
+    notices: list[str] = []
+    if max_steps <= first:
+        notices.append(
+            f"objective.autoencode_steps {first}: the operator learns after it; {ends}, so it learns nothing"
+        )
+    if start is None:
+        return notices
+    if max_steps <= start:
+        # A notice and no error: a short trial of a long run is no mistake.
+        notices.append(f"objective.residual_from {start}: {ends}; the residual learns nothing")
+    # Without a length of its own, the schedule of a short trial ends with it.
+    if start < max_steps or schedule.decay_steps is not None:
+        _refuse_short_stages(start, schedule, max_steps, decay_steps)
+    return notices
+
+
+def _refuse_short_stages(start: int, schedule: ScheduleConfig, max_steps: int, decay_steps: int) -> None:
+    """Refuse a residual stage at ``start`` if the schedule does not fit before it, or after it."""
+    warmup = schedule.warmup_steps
+    what, end = "run", max_steps
+    longer = "raise max_steps"
+    if schedule.has_end:
+        what, end = "schedule", decay_steps
+        longer = "give a later --schedule.decay_steps (to resume, --allow schedule.decay_steps as well)"
+    if start < warmup or end - start <= warmup:
+        raise UsageError(
+            f"objective.residual_from {start}: the learning rate starts again there, and warms up for {warmup} steps "
+            f"before and after; the {what} ends at step {end}. Move it, lower schedule.warmup_steps, or {longer}."
+        )
+    for length in (start, end - start):
+        try:
+            schedules.check_lengths(schedule, length, "the length of a stage")
+        except UsageError as error:
+            raise UsageError(
+                f"objective.residual_from {start}: the schedule begins again there, with {start} steps before and "
+                f"{end - start} after: {error} Or move objective.residual_from."
+            ) from None
