@@ -76,6 +76,23 @@ def test_a_saved_dataset_and_a_table_are_read(tmp_path: Path) -> None:
         read(tmp_path / "x.parquet", split="valid")
 
 
+def test_cells_of_csv_are_texts_with_their_line_breaks(tmp_path: Path) -> None:
+    """pyarrow reads 1 MiB at a time."""
+    texts = [f"{number} begins\n{'and goes on ' * 60}\nto its end" for number in range(3000)]
+    quoted = "".join(f'"{text}",{number},,\n' for number, text in enumerate(texts))
+    (tmp_path / "x.csv").write_text(f"text,number,prompt,completion\n{quoted}")
+    assert (tmp_path / "x.csv").stat().st_size > 2 * 2**20
+    assert [row.text for row in read(tmp_path / "x.csv")] == texts
+    assert [row.text for row in read(tmp_path / "x.csv", text_column="number")] == [str(n) for n in range(3000)]
+
+
+def test_an_empty_cell_of_csv_is_an_empty_text(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("text,n\n2024-01-01,1\n,2\n007,3\n")
+    assert [row.text for row in read(tmp_path / "x.csv", bad=1)] == ["2024-01-01", "007"]
+    with pytest.raises(UsageError, match=r"row 1 of .*x.csv: 'text' is empty"):
+        read(tmp_path / "x.csv")
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
