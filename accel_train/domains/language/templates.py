@@ -93,9 +93,13 @@ def _with_end(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> En
     """Append the end of the text. It is learned, or generation would not stop."""
     ids = list(ids)
     trained = list(trained)
-    if tokenizer.eos_token_id is not None and (not ids or ids[-1] != tokenizer.eos_token_id):
-        ids.append(tokenizer.eos_token_id)
+    end = tokenizer.eos_token_id
+    if end is not None and ids[-1:] != [end]:
+        ids.append(end)
         trained.append(True)
+    elif end is not None:
+        # Some tokenizers end every text, by a token that is in none of its spans.
+        trained[-1] = True
     return _without_first(ids, trained)
 
 

@@ -41,6 +41,16 @@ def test_of_a_pair_the_completion_and_its_end() -> None:
     assert ids[:-1] == tokenizer("Have you had quiet guard?")["input_ids"]
 
 
+def test_the_end_is_learned_of_a_tokenizer_that_writes_it_itself() -> None:
+    from tokenizers import processors
+
+    plain, ending = tiny.tokenizer(), tiny.tokenizer()
+    special = [(token, plain.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    ending.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=special)
+    for row in (Row("x", prompt="Have you had", completion=" quiet guard?"), Row("x", text=tiny.TEXTS[0])):
+        assert templates.encode(row, ending) == templates.encode(row, plain)
+
+
 def test_a_token_over_the_border_is_learned() -> None:
     """The space belongs to the prompt and its token to the completion: without it nothing of 'guard' may remain."""
     row = Row("x", prompt="Have you had quiet ", completion="guard?")
