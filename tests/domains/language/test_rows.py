@@ -139,6 +139,32 @@ def test_a_named_column_comes_before_the_forms_found_by_themselves(tmp_path: Pat
     assert [row.text for row in read(file)] == [None, None, None]
 
 
+@pytest.mark.parametrize("kind", ["x.parquet", "saved", "nulls.jsonl"])
+def test_what_a_table_fills_with_null_is_no_field(kind: str, tmp_path: Path) -> None:
+    import datasets
+
+    call = {**ANSWER, "tool_calls": [{"function": {"name": "look", "arguments": {"at": "door"}}}]}
+    other = {**ANSWER, "tool_calls": [{"function": {"name": "wait", "arguments": {"seconds": 3}}}]}
+    chats: list[dict[str, Any]] = [
+        {"messages": [USER, call], "tools": [{"name": "look", "parameters": {"at": {"type": "string"}}}]},
+        {"messages": [USER, other, ANSWER], "tools": [{"name": "wait", "parameters": {"seconds": {"enum": [3]}}}]},
+        {"prompt": [USER, call], "completion": [ANSWER]},
+    ]
+    names = ("messages", "tools", "prompt", "completion")
+    table: Any = datasets.Dataset.from_dict({name: [chat.get(name) for chat in chats] for name in names})
+    if kind == "saved":
+        table.save_to_disk(str(tmp_path / kind))
+    elif kind == "x.parquet":
+        table.to_parquet(str(tmp_path / kind))
+    else:
+        write(tmp_path, *table.to_list(), name=kind)
+    assert "null" in json.dumps(table.to_list()[0]["messages"]), "else this shows nothing"
+    expected = read(write(tmp_path, *chats))
+    found = read(tmp_path / kind)
+    assert [(row.messages, row.tools) for row in found] == [(row.messages, row.tools) for row in expected]
+    assert [row.content for row in found] == [row.content for row in expected]
+
+
 def test_a_key_given_twice_makes_a_bad_row(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     chat = '{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}'
