@@ -5,6 +5,7 @@ All tokens of plain text are trained, of a pair the completion, of a chat the as
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ class UnusableRowError(UsageError):
         self.reason = reason
 
 
+MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""In a template before what the assistant says. Every spelling that transformers takes."""
 Span = tuple[int, int]
 """First character, and the one after the last."""
 
@@ -128,9 +131,7 @@ def _encode_messages(row: Row, tokenizer: Any) -> Encoded:
             f"--data.path: {row.place} has messages, and the tokenizer has no chat template to write them with. Give "
             "--data.chat_template FILE.jinja, the --data.tokenizer of a chat model, or rows with prompt and completion."
         )
-    marked = "{% generation %}" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template
-    # The marks are on every turn of the assistant, those of a prompt included.
-    if marked and row.first_trained == 0:
+    if MARK.search(_template(row, tokenizer)):
         ids, trained = _marked_by_template(row, tokenizer)
     else:
         spans = _assistant_spans(row, tokenizer)
@@ -138,15 +139,45 @@ def _encode_messages(row: Row, tokenizer: Any) -> Encoded:
     return _without_first(ids, trained)
 
 
+def _template(row: Row, tokenizer: Any) -> str:
+    """Return the template of a row: a tokenizer may have one more for chats with tools."""
+    try:
+        return tokenizer.get_chat_template(tools=row.tools)
+    except ValueError as error:  # several, and none is the default
+        raise UnusableRowError(row.place, _refusal(error, None)) from None
+
+
 def _marked_by_template(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Use the template's own marks of the assistant's turns."""
+    """Use the template's own marks of the assistant's turns, behind the prompt."""
     try:
         found = tokenizer.apply_chat_template(
-            list(row.messages), tools=row.tools, return_dict=True, return_assistant_tokens_mask=True
+            list(row.messages),
+            tools=row.tools,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
         )
     except Exception as error:  # as in `_render`
         raise UnusableRowError(row.place, _refusal(error, None)) from None
-    return list(found["input_ids"]), [bool(value) for value in found["assistant_masks"]]
+    marks = zip(found["assistant_masks"], found["offset_mapping"], strict=True)
+    # The marks are on every turn of the assistant, those of the prompt included.
+    prompt = _length_of_prompt(row, tokenizer)
+    return list(found["input_ids"]), [bool(mark) and end > prompt for mark, (_, end) in marks]
+
+
+def _length_of_prompt(row: Row, tokenizer: Any) -> int:
+    """Return the characters up to the end of the prompt's last turn, 0 if the assistant says nothing in it."""
+    count = row.first_trained
+    if not any(message["role"] == "assistant" for message in row.messages[:count]):
+        return 0
+    prompt = _render(row, tokenizer, count)
+    if not _render(row, tokenizer).startswith(prompt):
+        raise UsageError(
+            f"--data.path: {row.place}: the chat template writes the prompt in another way once the completion "
+            "follows, so where the completion begins cannot be found. Give one list of messages, of which all answers "
+            "are learned, or another --data.chat_template."
+        )
+    return len(prompt)
 
 
 def _render(row: Row, tokenizer: Any, count: int | None = None, *, prompt: bool = False) -> str:

@@ -69,6 +69,26 @@ def test_found_and_marked_are_the_same_tokens() -> None:
     assert found == marked
 
 
+@pytest.mark.parametrize("mark", ["{%generation%}", "{%- generation -%}", "{%-generation %}", "{% generation -%}"])
+def test_every_spelling_of_the_marks_is_obeyed(mark: str) -> None:
+    """Without its marks this template is refused, as it writes earlier turns in another way once others follow."""
+    rewriting = tiny.MARKED.replace("{{ message['content'] }}\n{% end", "{{ loop.length }}\n{% end")
+    tokenizer = tiny.tokenizer(rewriting.replace("{% generation %}", mark))
+    assert learned(Row("x", messages=CHAT), tokenizer).strip().split() == ["5", "5"]
+
+
+def test_what_a_template_leaves_unmarked_in_a_completion_is_not_learned() -> None:
+    quiet = tiny.MARKED.replace("{% generation %}", "(thinks){% generation %}")
+    row = Row("x", messages=CHAT, first_trained=3)
+    assert learned(row, tiny.tokenizer(quiet)) == "Long live the king.\n"
+
+
+def test_a_marked_prompt_written_in_another_way_is_refused() -> None:
+    rewriting = tiny.MARKED.replace("message['content'] }}\n{% end", "loop.length }}\n{% end")
+    with pytest.raises(UsageError, match=r"f:3: the chat template writes the prompt in another way"):
+        templates.encode(Row("f:3", messages=CHAT, first_trained=3), tiny.tokenizer(rewriting))
+
+
 def test_messages_without_a_template_are_refused() -> None:
     with pytest.raises(UsageError, match=r"f:3 has messages, and the tokenizer has no chat template.*chat_template"):
         templates.encode(Row("f:3", messages=CHAT), tiny.tokenizer())
