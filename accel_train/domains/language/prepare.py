@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,18 @@ from accel_train.config import (
 )
 from accel_train.data.artifacts import open_cache
 from accel_train.data.tables.ledger import Changed, Ledger, earlier_ledger
-from accel_train.data.tables.row_blocks import FileRows, RowBlocks, SampleBy, dataset_rows, file_rows
-from accel_train.data.tables.row_files import files_of
+from accel_train.data.tables.row_blocks import FileRows, RowBlocks, SampleBy
 from accel_train.data.tables.run_files import listed, run_file_notices
 from accel_train.data.tables.shards import warn_of_changes
-from accel_train.data.tables.text_sources import BadRows, content_key, hub_dataset, is_saved_dataset, saved_dataset
+from accel_train.data.tables.text_sources import BadRows, content_key
 from accel_train.domains.language import encoding, rows, tokenizers
 from accel_train.domains.language.encoding import BlockEncoder
 from accel_train.domains.language.pretrained import ModelConfig
+from accel_train.domains.language.row_sources import open_rows
 from accel_train.domains.language.tokens.cache import Layout, PreparedTokens, TokenCache
 from accel_train.domains.language.tokens.shards import TokenDataset
-from accel_train.store.pretrained_base import remembered_sha256
 
 DEFAULT_VOCAB_SIZE = 2048
-DEMO_FILE = Path(__file__).parents[1] / "text" / "demo" / "shakespeare.txt"
 
 
 @dataclass(frozen=True)
@@ -183,23 +181,6 @@ def prepare_data(
         *_packing_notices(config, train, train_data),
     ]
     return LanguageData(train_data, heldout_data, tokenizer, unigram, fingerprint, tuple(notices), ledger)
-
-
-def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by: SampleBy, cache: Path) -> RowBlocks:
-    """Find the rows of ``path``. Hashes the files, which identify what is cached, and reads none of their rows.
-
-    ``split`` names a split of a saved or Hub dataset. Raises ``UsageError`` for what is no source.
-    """
-    sha256 = partial(remembered_sha256, cache=cache)
-    if path != "demo" and rows.is_hub_id(path):
-        return dataset_rows(hub_dataset(path, split), path, split, sha256)
-    source = DEMO_FILE if path == "demo" else expand_path(path)
-    if is_saved_dataset(source):
-        return dataset_rows(saved_dataset(source, split), path, split, sha256)
-    files = [source] if path == "demo" else files_of(option, path, source)
-    if split != "train":
-        raise UsageError(f"--data.split {split!r} has no effect with {option} {path!r}: files have no splits.")
-    return file_rows(option, files, [text_column, *rows.FIELDS], sample_by, sha256)
 
 
 class _Sources:

@@ -11,7 +11,7 @@ import pytest
 
 from accel_train.config import UsageError
 from accel_train.data.tables.text_sources import BadRows
-from accel_train.domains.language import prepare, rows
+from accel_train.domains.language import row_sources, rows
 from accel_train.domains.language.rows import Row
 
 USER = {"role": "user", "content": "Who is there?"}
@@ -21,7 +21,7 @@ ANSWER = {"role": "assistant", "content": "Friends."}
 def read(path: Path | str, *, bad: int = 0, **named: Any) -> list[Row]:
     options: dict[str, Any] = {"split": "train", "text_column": "text", "sample_by": "line"} | named
     with tempfile.TemporaryDirectory() as cache:
-        source = prepare.open_rows(str(path), option="--data.path", cache=Path(cache), **options)
+        source = row_sources.open_rows(str(path), option="--data.path", cache=Path(cache), **options)
     left_out = BadRows(bad)
     found: list[Row] = []
     for number in range(len(source.rows)):
