@@ -26,7 +26,7 @@ from accel_train.data.tables.row_blocks import FileRows, RowBlocks, SampleBy
 from accel_train.data.tables.run_files import listed, run_file_notices
 from accel_train.data.tables.shards import warn_of_changes
 from accel_train.data.tables.text_sources import BadRows, content_key
-from accel_train.domains.language import encoding, rows, tokenizers
+from accel_train.domains.language import encoding, rows, templates, tokenizers
 from accel_train.domains.language.encoding import BlockEncoder
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.row_sources import open_rows
@@ -158,7 +158,7 @@ def prepare_data(
     train = _prepare(sources, sources.train, tokenizer, layout, bad)
     # Every process has what it reads, or the error of another one.
     barrier()
-    column_notices = _column_notices(config, [train] if heldout is None else [train, heldout])
+    form_notices = _form_notices(config, tokenizer, [train] if heldout is None else [train, heldout])
     _refuse_one_side(sources, train, heldout)
     pad_id = tokenizer.pad_token_id
     train_data = TokenDataset(train.train, config.max_length, pad_id, train.lease)
@@ -170,17 +170,21 @@ def prepare_data(
     # The whole tokenizer and not its name: a model of another revision may have other pieces.
     digest = f"{hashes[0]} {hashes[1]} {tokenizer.backend_tokenizer.to_str()}"
     fingerprint = hashlib.sha256(digest.encode("utf-8", "surrogatepass")).hexdigest()
-    # One more of each, so that a token that training never shows has a finite loss.
-    counts = train.targets.float() + 1.0
-    unigram = (counts / counts.sum()).log()
     notices = [
         *sources.run_file_notices(),
         *_notices(train, heldout, bad),
-        *column_notices,
+        *form_notices,
         *notices,
         *_packing_notices(config, train, train_data),
     ]
+    unigram = _unigram(train.targets)
     return LanguageData(train_data, heldout_data, tokenizer, unigram, fingerprint, tuple(notices), ledger)
+
+
+def _unigram(targets: Tensor) -> Tensor:
+    # One more of each, so that a token that training never shows has a finite loss.
+    counts = targets.float() + 1.0
+    return (counts / counts.sum()).log()
 
 
 class _Sources:
@@ -308,20 +312,27 @@ def _prepare(sources: _Sources, source: RowBlocks, tokenizer: Any, layout: Layou
     return cache.prepared(source, encoder, bad)
 
 
-def _column_notices(config: DataConfig, found: list[PreparedTokens]) -> list[str]:
-    """Return a line on rows without the column that the user named. Refuse it if all rows lack it."""
+def _form_notices(config: DataConfig, tokenizer: Any, found: list[PreparedTokens]) -> list[str]:
+    """Return lines on rows other than plain text: those without the column that the user named, and their template.
+
+    Refuse the column if all rows lack it.
+    """
     column = config.text_column
     plain = sum(tokens.counts["plain"] for tokens in found)
     others = sum(tokens.counts["train"] + tokens.counts["heldout"] for tokens in found) - plain
-    if column == rows.DEFAULT_COLUMN or others <= 0:
+    if others <= 0:
         return []
+    notices = templates.date_notices(tokenizer)
+    if column == rows.DEFAULT_COLUMN:
+        return notices
     if not plain:
         raise UsageError(
             f"--data.text_column {column!r}: no row of --data.path {config.path!r} has it; all {others:,} have "
             "messages, or prompt and completion. Name a column that the rows have, or leave the option out to train on "
             "these."
         )
-    return [f"{others:,} rows without {column!r} (--data.text_column) are read by messages, or prompt and completion"]
+    read_by = "are read by messages, or prompt and completion"
+    return [f"{others:,} rows without {column!r} (--data.text_column) {read_by}", *notices]
 
 
 def _refuse_one_side(sources: _Sources, train: PreparedTokens, heldout: PreparedTokens | None) -> None:

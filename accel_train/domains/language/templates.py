@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from accel_train.config import UsageError
@@ -24,6 +25,12 @@ class UnusableRowError(UsageError):
 
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """In a template before what the assistant says. Every spelling that transformers takes."""
+TODAY = "strftime_now"
+"""Function of templates, as transformers names it."""
+DATE = datetime(2024, 7, 26, 12, tzinfo=UTC)
+"""Of every training row whose template writes today's date, or tokens would depend on the day: the one that Llama 3's
+templates write where they cannot ask for it."""
+CODES = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdDeFhHIjmMpRSTxXyY"))
 Span = tuple[int, int]
 """First character, and the one after the last."""
 
@@ -140,11 +147,32 @@ def _encode_messages(row: Row, tokenizer: Any) -> Encoded:
 
 
 def _template(row: Row, tokenizer: Any) -> str:
-    """Return the template of a row: a tokenizer may have one more for chats with tools."""
+    """Return the template of a row, with a fixed date: a tokenizer may have one more for chats with tools."""
     try:
-        return tokenizer.get_chat_template(tools=row.tools)
+        template: str = tokenizer.get_chat_template(tools=row.tools)
     except ValueError as error:  # several, and none is the default
         raise UnusableRowError(row.place, _refusal(error, None)) from None
+    if not _asks_for_the_date(template):
+        return template
+    # Written into the template, which hides transformers' function. It takes no function as an argument.
+    replaced = "".join(f'.replace("{code}", "{DATE.strftime(code)}")' for code in CODES)
+    # On a line of its own: spaces at the start of the template's first line may mean something.
+    return f"{{% macro {TODAY}(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
+
+
+def date_notices(tokenizer: Any) -> list[str]:
+    """Return a line on a template that writes today's date."""
+    found: Any = tokenizer.chat_template or ""
+    templates: list[str] = list(found.values()) if isinstance(found, Mapping) else [found]
+    if not any(map(_asks_for_the_date, templates)):
+        return []
+    return [
+        "the chat template writes today's date: in training it is 2024-07-26 on every day, in sampling the real one"
+    ]
+
+
+def _asks_for_the_date(template: str) -> bool:
+    return TODAY in template
 
 
 def _marked_by_template(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]]:
@@ -153,6 +181,7 @@ def _marked_by_template(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]
         found = tokenizer.apply_chat_template(
             list(row.messages),
             tools=row.tools,
+            chat_template=_template(row, tokenizer),
             return_dict=True,
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"return_offsets_mapping": True},
@@ -183,8 +212,11 @@ def _length_of_prompt(row: Row, tokenizer: Any) -> int:
 def _render(row: Row, tokenizer: Any, count: int | None = None, *, prompt: bool = False) -> str:
     """Return the text of the first ``count`` messages, with ``prompt`` up to where the assistant begins to write."""
     messages: list[Mapping[str, Any]] = list(row.messages[:count])
+    template = _template(row, tokenizer)
     try:
-        return tokenizer.apply_chat_template(messages, tools=row.tools, tokenize=False, add_generation_prompt=prompt)
+        return tokenizer.apply_chat_template(
+            messages, tools=row.tools, chat_template=template, tokenize=False, add_generation_prompt=prompt
+        )
     except Exception as error:  # a template may raise anything: roles out of order, a field that is missing
         raise UnusableRowError(row.place, _refusal(error, count)) from None
 

@@ -17,6 +17,7 @@ from accel_train.domains.language.prepare import DataConfig, LanguageData
 from accel_train.domains.language.pretrained import ModelConfig
 from tests.domains.language import tiny
 
+ANSWER = {"role": "assistant", "content": "Friends."}
 LINES = [f"{text} {number}" for number in range(20) for text in tiny.TEXTS]
 
 
@@ -72,6 +73,14 @@ def test_another_column_of_a_dataset_is_other_data(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "saved"))
     path = str(tmp_path / "saved")
     assert prepared(tmp_path, path=path).fingerprint != prepared(tmp_path, path=path, text_column="body").fingerprint
+
+
+def test_of_chats_a_template_with_a_date_is_said(tmp_path: Path) -> None:
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%F') }}" + tiny.CHATML)
+    chats = [{"prompt": [{"role": "user", "content": line}], "completion": [ANSWER]} for line in LINES]
+    for rows, said in ((LINES, False), (chats, True)):
+        data = prepared(tmp_path, *rows, chat_template=str(tmp_path / "dated.jinja"))
+        assert any("writes today's date" in notice for notice in data.notices) == said
 
 
 def test_files_of_a_run_among_the_rows_are_no_data(tmp_path: Path) -> None:

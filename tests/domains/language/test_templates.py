@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -87,6 +88,27 @@ def test_a_marked_prompt_written_in_another_way_is_refused() -> None:
     rewriting = tiny.MARKED.replace("message['content'] }}\n{% end", "loop.length }}\n{% end")
     with pytest.raises(UsageError, match=r"f:3: the chat template writes the prompt in another way"):
         templates.encode(Row("f:3", messages=CHAT, first_trained=3), tiny.tokenizer(rewriting))
+
+
+DATED = "Today: {{ strftime_now('%d %b %Y, %A %e %B, %F') if strftime_now is defined }}\n"
+
+
+@pytest.mark.parametrize("template", [tiny.CHATML, tiny.MARKED], ids=["found", "marked"])
+def test_a_training_row_has_no_date_of_today_and_a_prompt_has(template: str) -> None:
+    dated, fixed = tiny.tokenizer(f"  {DATED}{template}"), "  Today: 26 Jul 2024, Friday 26 July, 2024-07-26\n"
+    row = Row("x", messages=CHAT)
+    assert templates.encode(row, dated) == templates.encode(row, tiny.tokenizer(fixed + template))
+    prompt = dated.decode(templates.encode_prompt(CHAT[:2], dated))
+    assert "2024-07-26" not in prompt
+    assert re.search(r"Today: \d\d \w+ 20\d\d, \w+ ", prompt)
+
+
+def test_a_template_with_a_date_is_named() -> None:
+    several = {"default": tiny.CHATML, "tool_use": DATED + tiny.CHATML}
+    for template, count in ((None, 0), (tiny.CHATML, 0), (DATED, 1), (several, 1)):
+        tokenizer = tiny.tokenizer()
+        tokenizer.chat_template = template
+        assert len(templates.date_notices(tokenizer)) == count
 
 
 def test_messages_without_a_template_are_refused() -> None:
