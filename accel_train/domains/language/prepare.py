@@ -1,4 +1,4 @@
-"""Options of the `data` group, and the training and held-out rows of tokens made by them."""
+"""Training and held-out rows of tokens, made by the options of the `data` group."""
 
 from __future__ import annotations
 
@@ -12,95 +12,22 @@ from typing import Any
 
 from torch import Tensor
 
-from accel_train.config import (
-    FractionBelowOne,
-    NonNegativeInt,
-    PositiveInt,
-    UsageError,
-    WithoutEffectError,
-    expand_path,
-)
+from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import open_cache
-from accel_train.data.tables.ledger import Changed, Ledger, earlier_ledger
-from accel_train.data.tables.row_blocks import FileRows, RowBlocks, SampleBy
+from accel_train.data.tables.ledger import Ledger, earlier_ledger
+from accel_train.data.tables.row_blocks import FileRows, RowBlocks
 from accel_train.data.tables.run_files import listed, run_file_notices
 from accel_train.data.tables.shards import warn_of_changes
 from accel_train.data.tables.text_sources import BadRows, content_key
 from accel_train.domains.language import encoding, rows, templates, tokenizers
 from accel_train.domains.language.encoding import BlockEncoder
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.domains.language.row_sources import open_rows
+from accel_train.domains.language.row_sources import DataConfig, open_rows
 from accel_train.domains.language.tokens.cache import Layout, PreparedTokens, TokenCache
 from accel_train.domains.language.tokens.shards import TokenDataset
 
 DEFAULT_VOCAB_SIZE = 2048
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Source of rows, their tokenizer, and how they are packed."""
-
-    path: str = "demo"
-    """'demo' (bundled Shakespeare), a .jsonl, .txt, .parquet, .arrow or .csv file, a folder or glob of them, a folder
-    written by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration). A row has messages (a chat),
-    prompt and completion (texts, or lists of messages), or plain text. Data may be larger than memory."""
-    split: str = "train"
-    """Split of a saved or Hub dataset. Files have none."""
-    text_column: str = rows.DEFAULT_COLUMN
-    """Field or column of plain text. A row that has another one than 'text' is that text, whatever else it has."""
-    sample_by: SampleBy = "line"
-    """Unit of a row in a .txt file: a line, a paragraph (separated by empty lines), or the whole file."""
-    heldout_path: str | None = None
-    """Held-out rows: any source accepted by `path`. null: heldout_fraction of `path`."""
-    heldout_fraction: FractionBelowOne = 0.04
-    """Share of rows held out for evaluation, by a hash of their words. Has no effect with heldout_path."""
-    changed: Changed = "refuse"
-    """Data that changed since the run began, such as added or removed rows. refuse: do not resume. allow: continue with
-    the tokenizer of the checkpoint; its assets/ledger.json records which data were used from which step."""
-    max_bad_rows: NonNegativeInt = 0
-    """Unusable rows (bad JSON, no text, nothing to learn) to leave out. The next one is an error with its place."""
-    tokenizer: str | None = None
-    """Hub id or folder of a tokenizer, or 'trained': a byte-level BPE of vocab_size pieces, trained on the training
-    rows (on a sample of more than 131,072). null: that of model.source, or 'trained' from scratch."""
-    vocab_size: PositiveInt | None = None
-    """Pieces of the trained tokenizer, 300 or more. null: 2048."""
-    chat_template: str | None = None
-    """Jinja file with a chat template that replaces the tokenizer's."""
-    max_length: PositiveInt = 256
-    """Tokens of a row. Longer plain texts are split, longer chats and completions are truncated."""
-    packing: bool = True
-    """Pack as many texts into a row as fit. They do not attend to each other; the loss is that of separate texts."""
-    cache_dir: str | None = None
-    """Cache of tokens (4 bytes each) and trained tokenizers between runs. null: $ACCEL_TRAIN_CACHE, else
-    ~/.cache/accel_train."""
-
-    def __post_init__(self) -> None:
-        if self.max_length < 2:
-            raise UsageError(f"--data.max_length {self.max_length}: a row needs 2 tokens, the second to be predicted.")
-        if self.heldout_path is None and self.heldout_fraction == 0:
-            raise UsageError(
-                "--data.heldout_fraction 0 without --data.heldout_path leaves nothing to evaluate on. Set a fraction "
-                "such as 0.04, or give held-out rows."
-            )
-        if self.heldout_path is not None and self.heldout_fraction not in (0, DataConfig.heldout_fraction):
-            raise WithoutEffectError(
-                f"--data.heldout_fraction {self.heldout_fraction:g} has no effect with --data.heldout_path "
-                f"{self.heldout_path!r}. Leave it at its default {DataConfig.heldout_fraction:g}, or give 0.",
-                "data.heldout_fraction",
-            )
-        if self.tokenizer not in (None, tokenizers.TRAINED) and self.vocab_size is not None:
-            raise UsageError(
-                f"--data.vocab_size {self.vocab_size} has no effect with --data.tokenizer {self.tokenizer!r}. Leave it "
-                "out, or set the tokenizer to 'trained'."
-            )
-
-    def refuse_beside(self, source: str | None) -> None:
-        """Raise ``UsageError`` for options of a trained tokenizer with a model that has its own."""
-        if source is not None and self.tokenizer is None and self.vocab_size is not None:
-            raise UsageError(
-                f"--data.vocab_size {self.vocab_size} has no effect with --model.source {source!r}, whose tokenizer is "
-                "used. Leave it out, or set the tokenizer to 'trained'."
-            )
+SPLIT = "split="
 
 
 # Compared and hashed by identity.
@@ -193,22 +120,34 @@ class _Sources:
     def __init__(self, config: DataConfig, cache: Path) -> None:
         self.config = config
         self.cache = cache
-        self.train = self._open(config.path, "--data.path")
+        self.train = self._open(config.path, "--data.path", config.split)
         self.heldout: RowBlocks | None = None
         if config.heldout_path is not None:
-            self.heldout = self._open(config.heldout_path, "--data.heldout_path")
+            self.heldout = self._open_heldout(config.heldout_path)
         self._refuse_unread()
 
+    def _open_heldout(self, path: str) -> RowBlocks:
+        config = self.config
+        if not path.startswith(SPLIT):
+            return self._open(path, "--data.heldout_path", config.split)
+        if isinstance(self.train, FileRows):
+            raise UsageError(
+                f"--data.heldout_path {path!r}: --data.path {config.path!r} has no splits, as files have none. Give "
+                "the held-out file."
+            )
+        return self._open(config.path, "--data.heldout_path", path.removeprefix(SPLIT))
+
     def _refuse_unread(self) -> None:
-        """Raise ``UsageError`` for options of lines of text, or of columns, where no source has them."""
+        """Raise ``UsageError`` for options of lines of text, of columns, or of splits, where no source has them."""
         config = self.config
         sources = [source for source in (self.train, self.heldout) if source is not None]
         kinds: set[str] = set()
         for source in sources:
             # A dataset has columns, as tables do.
             kinds |= {file.suffix for file in source.files} if isinstance(source, FileRows) else {"dataset"}
-        read = {"sample_by": ".txt" in kinds, "text_column": kinds != {".txt"}}
+        read = {"sample_by": ".txt" in kinds, "text_column": kinds != {".txt"}, "split": "dataset" in kinds}
         wanted = {"sample_by": "a .txt file, which it divides", "text_column": "JSONL, a table or a dataset"}
+        wanted["split"] = "a saved dataset or one of the Hub, as files have no splits"
         for name, is_read in read.items():
             value = getattr(config, name)
             if not is_read and value != getattr(DataConfig, name):
@@ -219,12 +158,12 @@ class _Sources:
         schemas = (names for source in sources for names in source.schemas())
         rows.refuse_missing_column(config.text_column, config.path, schemas)
 
-    def _open(self, path: str, option: str) -> RowBlocks:
+    def _open(self, path: str, option: str, split: str) -> RowBlocks:
         config = self.config
         return open_rows(
             path,
             option=option,
-            split=config.split,
+            split=split,
             text_column=config.text_column,
             sample_by=config.sample_by,
             cache=self.cache,

@@ -151,6 +151,30 @@ def test_heldout_rows_of_another_file_are_not_trained_on(tmp_path: Path) -> None
     assert (data.train.texts, data.heldout.texts) == (len(LINES) - 7, 7)
 
 
+def test_a_split_is_trained_on_beside_another_or_a_file(tmp_path: Path) -> None:
+    import datasets
+
+    saved = str(tmp_path / "saved")
+    splits = {"first": LINES[:60], "second": LINES[60:]}
+    datasets.DatasetDict({k: datasets.Dataset.from_dict({"text": v}) for k, v in splits.items()}).save_to_disk(saved)
+    (tmp_path / "held.txt").write_text("\n".join(LINES[60:]))
+    held = str(tmp_path / "held.txt")
+    from_file = prepared(tmp_path, path=saved, split="first", heldout_path=held, heldout_fraction=0)
+    from_split = prepared(tmp_path, path=saved, split="first", heldout_path="split=second", heldout_fraction=0)
+    assert (from_file.train.texts, from_file.heldout.texts) == (60, 40)
+    assert from_split.fingerprint == from_file.fingerprint
+    other = prepared(tmp_path, path=held, split="first", heldout_path=saved, heldout_fraction=0)
+    assert (other.train.texts, other.heldout.texts) == (40, 60)
+    with pytest.raises(UsageError, match=r"has the splits \['first', 'second'\]"):
+        prepared(tmp_path, path=saved, split="first", heldout_path="split=third", heldout_fraction=0)
+    with pytest.raises(
+        UsageError, match=r"--data.heldout_path 'split=second': --data.path .*rows.jsonl' has no splits"
+    ):
+        prepared(tmp_path, heldout_path="split=second", heldout_fraction=0)
+    with pytest.raises(UsageError, match=r"--data.split 'valid' has no effect .*as files have no splits"):
+        prepared(tmp_path, split="valid", heldout_path=held, heldout_fraction=0)
+
+
 def test_a_source_that_is_held_out_as_a_whole_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("\n".join(LINES))
     held = str(tmp_path / "held.txt")

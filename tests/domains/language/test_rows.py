@@ -72,8 +72,6 @@ def test_a_saved_dataset_and_a_table_are_read(tmp_path: Path) -> None:
     assert [row.text for row in read(tmp_path / "x.parquet", text_column="body")] == ["one", "two"]
     with pytest.raises(UsageError, match=r"--data.split 'train': .* has the splits \['valid'\]"):
         read(tmp_path / "saved")
-    with pytest.raises(UsageError, match=r"--data.split 'valid' has no effect"):
-        read(tmp_path / "x.parquet", split="valid")
 
 
 def test_cells_of_csv_are_texts_with_their_line_breaks(tmp_path: Path) -> None:
