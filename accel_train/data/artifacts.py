@@ -12,10 +12,14 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import cast
 
-from accel_train.config import UsageError, default_cache, expand_path
+from accel_train.config import UsageError, default_cache, expand_path, refuse_unwritable
 
 SEAL = "sha256.json"
 """Hashes of the other files of a folder. Written last."""
+REMEDY = (
+    "what another user made in a cache may not be written to: give --data.cache_dir or ACCEL_TRAIN_CACHE a folder of "
+    "your own, or free space on the disk"
+)
 
 
 def cache_directory(option: str | None) -> Path:
@@ -94,8 +98,10 @@ def one_at_a_time(lock: Path) -> Generator[None]:
 
     Where the file system has no locks, all enter at once: their writes must bear it.
     """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as stream:
+    with refuse_unwritable(f"--data.cache_dir: {lock}", REMEDY):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        stream = lock.open("w")
+    with stream:
         with contextlib.suppress(OSError):
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield
@@ -128,7 +134,8 @@ def _build_unless_intact(folder: Path, write: Callable[[Path], None]) -> None:
     # Named by host and process: several may build at once on a shared file system.
     part = folder.with_name(f".{folder.name}.{socket.gethostname()}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    with refuse_unwritable(f"--data.cache_dir: {part}", REMEDY):
+        part.mkdir(parents=True)
     write(part)
     (part / SEAL).write_text(json.dumps(_hashes(part)), "utf-8")
     # A rename, so that nobody ever sees half of the folder under its name.

@@ -23,8 +23,8 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel_train.config import MendedError, UsageError
-from accel_train.data.artifacts import one_at_a_time
+from accel_train.config import MendedError, UsageError, refuse_unwritable
+from accel_train.data.artifacts import REMEDY, one_at_a_time
 
 FORMAT = "tensors-1"
 ROOT = "tensors"
@@ -212,9 +212,10 @@ class Lease:
 
     def __init__(self, root: Path, names: Sequence[str]) -> None:
         folder = root / LEASES
-        folder.mkdir(parents=True, exist_ok=True)
         self.file = folder / f"{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
-        self._stream: IO[str] | None = self.file.open("w", encoding="utf-8")
+        with refuse_unwritable(f"--data.cache_dir: {self.file}", REMEDY):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._stream: IO[str] | None = self.file.open("w", encoding="utf-8")
         with contextlib.suppress(OSError):  # a file system without locks: entries are then deleted by age alone
             fcntl.flock(self._stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._stream.write("\n".join(names))

@@ -1,11 +1,16 @@
 import json
 import os
+import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from accel_train.config import UsageError
-from accel_train.data.artifacts import SEAL, cache_directory, cached_folder, is_intact
+from accel_train.data.artifacts import SEAL, cache_directory, cached_folder, is_intact, one_at_a_time
+from accel_train.data.tables.shards import warn_of_changes
+from accel_train.data.tensor_cache import TensorCache
 
 
 class Writer:
@@ -59,6 +64,41 @@ def test_a_crash_while_building_leaves_nothing_that_counts(tmp_path: Path) -> No
         cached_folder(tmp_path / "x", crashes)
     assert not (tmp_path / "x").exists()
     assert is_intact(cached_folder(tmp_path / "x", Writer()))
+
+
+def test_a_cache_that_another_user_made_is_refused_with_a_remedy() -> None:
+    def locked() -> None:
+        with one_at_a_time(cache / "x.lock"):
+            pass
+
+    # Not in `tmp_path`, whose parent another user may not enter.
+    root = tempfile.mkdtemp()
+    cache = Path(root) / "cache"
+    uses: list[Callable[[], object]] = [
+        locked,
+        lambda: cached_folder(cache / "x", Writer()),
+        lambda: TensorCache(cache, {"kind": "x"}).lease(["0" * 64]),
+    ]
+    for folder in (cache / "tensors" / "leases", cache / "tensors", cache / "shards", cache):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o555)
+    os.chmod(root, 0o755)
+    # Tests may run as root, whom no permission stops.
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        for use in uses:
+            with pytest.raises(UsageError, match=r"--data.cache_dir: .*Permission denied.*another user made"):
+                use()
+        # What only names files in the log says nothing then.
+        warn_of_changes("--data.path", "x", cache, {"a.parquet": (1, 2)})
+    finally:
+        os.seteuid(user)
+        for folder in cache.rglob("*"):
+            folder.chmod(0o755)
+        cache.chmod(0o755)
+        shutil.rmtree(root)
 
 
 def test_cache_directory_of_option_variable_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ THREADS = 8
 """Files hashed at a time."""
 ROWS_AT_ONCE = 1024
 """Rows turned into Python's objects at a time: of parquet, of Arrow, and of a dataset."""
+VERSIONS = {"csv": "csv-2"}
+"""Formats whose rows were once others. Part of the key, so that what an earlier version cached is not read."""
 BLANK_LINE = re.compile(rb"\n\s*\n")
 PlacedRow = tuple[str, Mapping[str, Any] | str]
 """Place, and the fields or the fault of the row."""
@@ -133,7 +135,7 @@ class FileRows:
         elif kind == "text":
             yield from self._text_rows(file, block)
         elif kind == "csv":
-            for index, fields in enumerate(table(file)):
+            for index, fields in enumerate(table(file, self.columns)):
                 yield f"row {index} of {file}", fields
         else:
             yield from self._table_rows(file, kind, block.number, _batches(file, kind, block, self.columns))
@@ -187,7 +189,8 @@ def file_rows(
     identities = tuple(identity_of(file) for file in files)
     with ThreadPoolExecutor(THREADS) as pool:
         hashes = list(pool.map(sha256, files))
-    kinds = [KINDS[file.suffix] for file in files]
+    found = [KINDS[file.suffix] for file in files]
+    kinds = [VERSIONS.get(kind, kind) for kind in found]
     described = json.dumps(["files", kinds, hashes, list(columns), sample_by])
     key = hashlib.sha256(described.encode()).hexdigest()
     return FileRows(option, tuple(files), tuple(columns), sample_by, identities, key)

@@ -6,6 +6,7 @@ an index of a few numbers per block is kept in memory. It is cached by the size 
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import json
@@ -111,10 +112,12 @@ def warn_of_changes(option: str, value: str, cache: Path, files: Mapping[str, tu
     for kind, names in kinds.items():
         if names:
             logger.warning("%s %r: since the last start, %s: %s", option, value, kind, shortened(names, SHOWN))
-    listing.parent.mkdir(parents=True, exist_ok=True)
-    part = listing.with_name(f".{listing.name}.{socket.gethostname()}.{os.getpid()}.part")
-    part.write_text(json.dumps(files), "utf-8")
-    part.replace(listing)
+    # Of a cache that another user has made it stays as it is: it serves the log alone.
+    with contextlib.suppress(OSError):
+        listing.parent.mkdir(parents=True, exist_ok=True)
+        part = listing.with_name(f".{listing.name}.{socket.gethostname()}.{os.getpid()}.part")
+        part.write_text(json.dumps(files), "utf-8")
+        part.replace(listing)
 
 
 # ------------------------------------------------------------------------------------------------------------- files

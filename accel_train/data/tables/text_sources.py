@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +99,14 @@ def saved_dataset(folder: Path, split: str) -> Any:
     return loaded[split]
 
 
-def table(file: Path) -> Any:
-    """Read a whole table into a `datasets.Dataset`."""
+def table(file: Path, texts: Sequence[str] = ()) -> Any:
+    """Read a whole table into a `datasets.Dataset`. Of a CSV file, the columns in ``texts`` are text."""
     # Not with `datasets.load_dataset`: its cache is keyed by path and time, not by content.
     import datasets
-    from pyarrow import csv, parquet
+    from pyarrow import parquet
 
     try:
-        read = csv.read_csv if file.suffix == ".csv" else parquet.read_table
-        rows: Any = read(file)
+        rows: Any = _csv_table(file, texts) if file.suffix == ".csv" else parquet.read_table(file)
         return datasets.Dataset(rows)
     except Exception as error:
         # Damaged files raise half a dozen types.
@@ -115,6 +114,23 @@ def table(file: Path) -> Any:
             f"--data.path {str(file)!r} cannot be read ({type(error).__name__}: {error}). "
             "Write it again, or convert it to JSONL."
         ) from None
+
+
+def _csv_table(file: Path, texts: Sequence[str]) -> Any:
+    import pyarrow
+    from pyarrow import compute, csv
+
+    # A quoted cell may hold line breaks, and one at the end of a piece that pyarrow reads must not end its row.
+    parsing = csv.ParseOptions(newlines_in_values=True)
+    # Without a type, a column of numbers or dates is none of texts.
+    converting = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
+    rows: Any = csv.read_csv(file, parse_options=parsing, convert_options=converting)
+    functions: Any = compute
+    for number, name in enumerate(rows.column_names):
+        # A column that no row fills is null, as one without a type is.
+        if name in texts and not functions.any(functions.not_equal(rows[name], "")).as_py():
+            rows = rows.set_column(number, name, pyarrow.nulls(len(rows)))
+    return rows
 
 
 def content_key(text: str) -> bytes:

@@ -280,8 +280,7 @@ class LanguagePipeline:
     # ------------------------------------------------------------------------------------------------------------ parts
     def _new_tokens(self, given: int, asked: int | None) -> int:
         """Return the tokens of an answer, at most, for a prompt of ``given`` tokens."""
-        config: Any = self.model.config
-        positions: int | None = getattr(config, "max_position_embeddings", None)
+        positions = pretrained.positions_of(self.model.config)
         left = MAX_NEW_TOKENS if positions is None else positions - given
         found = min(MAX_NEW_TOKENS, left) if asked is None else asked
         if found < 1 or (positions is not None and found > left):

@@ -1,4 +1,4 @@
-"""Options of the `data` group, and the training and held-out rows of tokens made by them."""
+"""Training and held-out rows of tokens, made by the options of the `data` group."""
 
 from __future__ import annotations
 
@@ -6,103 +6,28 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from accel_train.config import (
-    FractionBelowOne,
-    NonNegativeInt,
-    PositiveInt,
-    UsageError,
-    WithoutEffectError,
-    expand_path,
-)
+from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import open_cache
-from accel_train.data.tables.ledger import Changed, Ledger, earlier_ledger
-from accel_train.data.tables.row_blocks import FileRows, RowBlocks, SampleBy, dataset_rows, file_rows
-from accel_train.data.tables.row_files import files_of
+from accel_train.data.tables.ledger import Ledger, earlier_ledger
+from accel_train.data.tables.row_blocks import FileRows, RowBlocks
 from accel_train.data.tables.run_files import listed, run_file_notices
 from accel_train.data.tables.shards import warn_of_changes
-from accel_train.data.tables.text_sources import BadRows, content_key, hub_dataset, is_saved_dataset, saved_dataset
-from accel_train.domains.language import encoding, rows, tokenizers
+from accel_train.data.tables.text_sources import BadRows, content_key
+from accel_train.domains.language import encoding, rows, templates, tokenizers
 from accel_train.domains.language.encoding import BlockEncoder
 from accel_train.domains.language.pretrained import ModelConfig
+from accel_train.domains.language.row_sources import DataConfig, open_rows
 from accel_train.domains.language.tokens.cache import Layout, PreparedTokens, TokenCache
 from accel_train.domains.language.tokens.shards import TokenDataset
-from accel_train.store.pretrained_base import remembered_sha256
 
 DEFAULT_VOCAB_SIZE = 2048
-DEMO_FILE = Path(__file__).parents[1] / "text" / "demo" / "shakespeare.txt"
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Source of rows, their tokenizer, and how they are packed."""
-
-    path: str = "demo"
-    """'demo' (bundled Shakespeare), a .jsonl, .txt, .parquet, .arrow or .csv file, a folder or glob of them, a folder
-    written by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration). A row has messages (a chat),
-    prompt and completion (texts, or lists of messages), or plain text. Data may be larger than memory."""
-    split: str = "train"
-    """Split of a saved or Hub dataset. Files have none."""
-    text_column: str = rows.DEFAULT_COLUMN
-    """Field or column of plain text. A row that has another one than 'text' is that text, whatever else it has."""
-    sample_by: SampleBy = "line"
-    """Unit of a row in a .txt file: a line, a paragraph (separated by empty lines), or the whole file."""
-    heldout_path: str | None = None
-    """Held-out rows: any source accepted by `path`. null: heldout_fraction of `path`."""
-    heldout_fraction: FractionBelowOne = 0.04
-    """Share of rows held out for evaluation, by a hash of their words. Has no effect with heldout_path."""
-    changed: Changed = "refuse"
-    """Data that changed since the run began, such as added or removed rows. refuse: do not resume. allow: continue with
-    the tokenizer of the checkpoint; its assets/ledger.json records which data were used from which step."""
-    max_bad_rows: NonNegativeInt = 0
-    """Unusable rows (bad JSON, no text, nothing to learn) to leave out. The next one is an error with its place."""
-    tokenizer: str | None = None
-    """Hub id or folder of a tokenizer, or 'trained': a byte-level BPE of vocab_size pieces, trained on the training
-    rows (on a sample of more than 131,072). null: that of model.source, or 'trained' from scratch."""
-    vocab_size: PositiveInt | None = None
-    """Pieces of the trained tokenizer, 300 or more. null: 2048."""
-    chat_template: str | None = None
-    """Jinja file with a chat template that replaces the tokenizer's."""
-    max_length: PositiveInt = 256
-    """Tokens of a row. Longer plain texts are split, longer chats and completions are truncated."""
-    packing: bool = True
-    """Pack as many texts into a row as fit. They do not attend to each other; the loss is that of separate texts."""
-    cache_dir: str | None = None
-    """Cache of tokens (4 bytes each) and trained tokenizers between runs. null: $ACCEL_TRAIN_CACHE, else
-    ~/.cache/accel_train."""
-
-    def __post_init__(self) -> None:
-        if self.max_length < 2:
-            raise UsageError(f"--data.max_length {self.max_length}: a row needs 2 tokens, the second to be predicted.")
-        if self.heldout_path is None and self.heldout_fraction == 0:
-            raise UsageError(
-                "--data.heldout_fraction 0 without --data.heldout_path leaves nothing to evaluate on. Set a fraction "
-                "such as 0.04, or give held-out rows."
-            )
-        if self.heldout_path is not None and self.heldout_fraction not in (0, DataConfig.heldout_fraction):
-            raise WithoutEffectError(
-                f"--data.heldout_fraction {self.heldout_fraction:g} has no effect with --data.heldout_path "
-                f"{self.heldout_path!r}. Leave it at its default {DataConfig.heldout_fraction:g}, or give 0.",
-                "data.heldout_fraction",
-            )
-        if self.tokenizer not in (None, tokenizers.TRAINED) and self.vocab_size is not None:
-            raise UsageError(
-                f"--data.vocab_size {self.vocab_size} has no effect with --data.tokenizer {self.tokenizer!r}. Leave it "
-                "out, or set the tokenizer to 'trained'."
-            )
-
-    def refuse_beside(self, source: str | None) -> None:
-        """Raise ``UsageError`` for options of a trained tokenizer with a model that has its own."""
-        if source is not None and self.tokenizer is None and self.vocab_size is not None:
-            raise UsageError(
-                f"--data.vocab_size {self.vocab_size} has no effect with --model.source {source!r}, whose tokenizer is "
-                "used. Leave it out, or set the tokenizer to 'trained'."
-            )
+SPLIT = "split="
 
 
 # Compared and hashed by identity.
@@ -160,7 +85,7 @@ def prepare_data(
     train = _prepare(sources, sources.train, tokenizer, layout, bad)
     # Every process has what it reads, or the error of another one.
     barrier()
-    column_notices = _column_notices(config, [train] if heldout is None else [train, heldout])
+    form_notices = _form_notices(config, tokenizer, [train] if heldout is None else [train, heldout])
     _refuse_one_side(sources, train, heldout)
     pad_id = tokenizer.pad_token_id
     train_data = TokenDataset(train.train, config.max_length, pad_id, train.lease)
@@ -172,34 +97,21 @@ def prepare_data(
     # The whole tokenizer and not its name: a model of another revision may have other pieces.
     digest = f"{hashes[0]} {hashes[1]} {tokenizer.backend_tokenizer.to_str()}"
     fingerprint = hashlib.sha256(digest.encode("utf-8", "surrogatepass")).hexdigest()
-    # One more of each, so that a token that training never shows has a finite loss.
-    counts = train.targets.float() + 1.0
-    unigram = (counts / counts.sum()).log()
     notices = [
         *sources.run_file_notices(),
         *_notices(train, heldout, bad),
-        *column_notices,
+        *form_notices,
         *notices,
         *_packing_notices(config, train, train_data),
     ]
+    unigram = _unigram(train.targets)
     return LanguageData(train_data, heldout_data, tokenizer, unigram, fingerprint, tuple(notices), ledger)
 
 
-def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by: SampleBy, cache: Path) -> RowBlocks:
-    """Find the rows of ``path``. Hashes the files, which identify what is cached, and reads none of their rows.
-
-    ``split`` names a split of a saved or Hub dataset. Raises ``UsageError`` for what is no source.
-    """
-    sha256 = partial(remembered_sha256, cache=cache)
-    if path != "demo" and rows.is_hub_id(path):
-        return dataset_rows(hub_dataset(path, split), path, split, sha256)
-    source = DEMO_FILE if path == "demo" else expand_path(path)
-    if is_saved_dataset(source):
-        return dataset_rows(saved_dataset(source, split), path, split, sha256)
-    files = [source] if path == "demo" else files_of(option, path, source)
-    if split != "train":
-        raise UsageError(f"--data.split {split!r} has no effect with {option} {path!r}: files have no splits.")
-    return file_rows(option, files, [text_column, *rows.FIELDS], sample_by, sha256)
+def _unigram(targets: Tensor) -> Tensor:
+    # One more of each, so that a token that training never shows has a finite loss.
+    counts = targets.float() + 1.0
+    return (counts / counts.sum()).log()
 
 
 class _Sources:
@@ -208,22 +120,34 @@ class _Sources:
     def __init__(self, config: DataConfig, cache: Path) -> None:
         self.config = config
         self.cache = cache
-        self.train = self._open(config.path, "--data.path")
+        self.train = self._open(config.path, "--data.path", config.split)
         self.heldout: RowBlocks | None = None
         if config.heldout_path is not None:
-            self.heldout = self._open(config.heldout_path, "--data.heldout_path")
+            self.heldout = self._open_heldout(config.heldout_path)
         self._refuse_unread()
 
+    def _open_heldout(self, path: str) -> RowBlocks:
+        config = self.config
+        if not path.startswith(SPLIT):
+            return self._open(path, "--data.heldout_path", config.split)
+        if isinstance(self.train, FileRows):
+            raise UsageError(
+                f"--data.heldout_path {path!r}: --data.path {config.path!r} has no splits, as files have none. Give "
+                "the held-out file."
+            )
+        return self._open(config.path, "--data.heldout_path", path.removeprefix(SPLIT))
+
     def _refuse_unread(self) -> None:
-        """Raise ``UsageError`` for options of lines of text, or of columns, where no source has them."""
+        """Raise ``UsageError`` for options of lines of text, of columns, or of splits, where no source has them."""
         config = self.config
         sources = [source for source in (self.train, self.heldout) if source is not None]
         kinds: set[str] = set()
         for source in sources:
             # A dataset has columns, as tables do.
             kinds |= {file.suffix for file in source.files} if isinstance(source, FileRows) else {"dataset"}
-        read = {"sample_by": ".txt" in kinds, "text_column": kinds != {".txt"}}
+        read = {"sample_by": ".txt" in kinds, "text_column": kinds != {".txt"}, "split": "dataset" in kinds}
         wanted = {"sample_by": "a .txt file, which it divides", "text_column": "JSONL, a table or a dataset"}
+        wanted["split"] = "a saved dataset or one of the Hub, as files have no splits"
         for name, is_read in read.items():
             value = getattr(config, name)
             if not is_read and value != getattr(DataConfig, name):
@@ -234,12 +158,12 @@ class _Sources:
         schemas = (names for source in sources for names in source.schemas())
         rows.refuse_missing_column(config.text_column, config.path, schemas)
 
-    def _open(self, path: str, option: str) -> RowBlocks:
+    def _open(self, path: str, option: str, split: str) -> RowBlocks:
         config = self.config
         return open_rows(
             path,
             option=option,
-            split=config.split,
+            split=split,
             text_column=config.text_column,
             sample_by=config.sample_by,
             cache=self.cache,
@@ -327,20 +251,27 @@ def _prepare(sources: _Sources, source: RowBlocks, tokenizer: Any, layout: Layou
     return cache.prepared(source, encoder, bad)
 
 
-def _column_notices(config: DataConfig, found: list[PreparedTokens]) -> list[str]:
-    """Return a line on rows without the column that the user named. Refuse it if all rows lack it."""
+def _form_notices(config: DataConfig, tokenizer: Any, found: list[PreparedTokens]) -> list[str]:
+    """Return lines on rows other than plain text: those without the column that the user named, and their template.
+
+    Refuse the column if all rows lack it.
+    """
     column = config.text_column
     plain = sum(tokens.counts["plain"] for tokens in found)
     others = sum(tokens.counts["train"] + tokens.counts["heldout"] for tokens in found) - plain
-    if column == rows.DEFAULT_COLUMN or others <= 0:
+    if others <= 0:
         return []
+    notices = templates.date_notices(tokenizer)
+    if column == rows.DEFAULT_COLUMN:
+        return notices
     if not plain:
         raise UsageError(
             f"--data.text_column {column!r}: no row of --data.path {config.path!r} has it; all {others:,} have "
             "messages, or prompt and completion. Name a column that the rows have, or leave the option out to train on "
             "these."
         )
-    return [f"{others:,} rows without {column!r} (--data.text_column) are read by messages, or prompt and completion"]
+    read_by = "are read by messages, or prompt and completion"
+    return [f"{others:,} rows without {column!r} (--data.text_column) {read_by}", *notices]
 
 
 def _refuse_one_side(sources: _Sources, train: PreparedTokens, heldout: PreparedTokens | None) -> None:

@@ -95,19 +95,26 @@ def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any
     config = _load_config(options.source, options.revision) if options.source else _from_scratch(options, tokenizer)
     # An id beyond the embeddings would be an index error on a CPU, and on a GPU an assertion without a name.
     needed = 1 + max(tokenizer.get_vocab().values())
-    if config.vocab_size < needed:
+    # A model of pictures and texts has a config of each.
+    of_text = config.get_text_config()
+    if of_text.vocab_size < needed:
         raise UsageError(
             f"--data.tokenizer: it has ids up to {needed - 1}, and the model {options.source or options.config!r} has "
-            f"embeddings of {config.vocab_size}. Use the model's own tokenizer (leave --data.tokenizer out), or train "
+            f"embeddings of {of_text.vocab_size}. Use the model's own tokenizer (leave --data.tokenizer out), or train "
             "from scratch with --model.config."
         )
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = positions_of(config)
     if positions is not None and positions < max_length:
         raise UsageError(
             f"--data.max_length {max_length}: {options.source or options.config!r} has {positions} positions. Give "
             f"{positions} or less."
         )
     return config
+
+
+def positions_of(config: Any) -> int | None:
+    """Return how many tokens a model takes at most. None: it names no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def refuse_other_config(options: ModelConfig, config: Any, checkpoint: Checkpoint | None) -> None:

@@ -27,7 +27,7 @@ def attention_example(model: nn.Module, *, packing: bool) -> Tensor:
 def _two_texts(model: nn.Module) -> dict[str, Tensor]:
     """A row of a text of 9 tokens and one of 7."""
     plain: Any = model
-    ids = torch.arange(1, 17, device=plain.device).remainder(plain.config.vocab_size)
+    ids = torch.arange(1, 17, device=plain.device).remainder(plain.config.get_text_config().vocab_size)
     positions = torch.cat([torch.arange(9), torch.arange(7)]).to(plain.device)
     return {"input_ids": ids[None], "position_ids": positions[None]}
 
@@ -53,7 +53,7 @@ def check_causality(model: nn.Module) -> str:
     ids = _two_texts(model)["input_ids"]
     other = ids.clone()
     # Another one whatever the size of the vocabulary.
-    other[0, -1] = (ids[0, -1] + 1).remainder(plain.config.vocab_size)
+    other[0, -1] = (ids[0, -1] + 1).remainder(plain.config.get_text_config().vocab_size)
     training = model.training
     # Dropout would differ from forward to forward.
     model.eval()

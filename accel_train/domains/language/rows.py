@@ -66,7 +66,7 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
     """Return the row, or its fault."""
     # Tables fill the columns that a row does not have with None.
     null = [name for name, value in fields.items() if value is None]
-    fields = {name: value for name, value in fields.items() if value is not None}
+    fields = _without_nulls(fields)
     tools = fields.get("tools")
     # Named by the user, so that it comes before the forms found by themselves.
     if text_column != DEFAULT_COLUMN and text_column in fields:
@@ -87,6 +87,18 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
         hint = f"; set --data.text_column {near}" if near else ""
         return f"no field {text_column!r}, 'messages', or 'prompt' and 'completion' among {sorted(fields)}{hint}"
     return _plain(place, fields[text_column], text_column)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the fields that are null, at any depth.
+
+    A table gives each message of a column the fields of all of them, and a template would write the null ones.
+    """
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def _plain(place: str, text: Any, column: str) -> Row | str:

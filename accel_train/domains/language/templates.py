@@ -5,7 +5,9 @@ All tokens of plain text are trained, of a pair the completion, of a chat the as
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from accel_train.config import UsageError
@@ -21,6 +23,14 @@ class UnusableRowError(UsageError):
         self.reason = reason
 
 
+MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""In a template before what the assistant says. Every spelling that transformers takes."""
+TODAY = "strftime_now"
+"""Function of templates, as transformers names it."""
+DATE = datetime(2024, 7, 26, 12, tzinfo=UTC)
+"""Of every training row whose template writes today's date, or tokens would depend on the day: the one that Llama 3's
+templates write where they cannot ask for it."""
+CODES = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdDeFhHIjmMpRSTxXyY"))
 Span = tuple[int, int]
 """First character, and the one after the last."""
 
@@ -93,9 +103,13 @@ def _with_end(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> En
     """Append the end of the text. It is learned, or generation would not stop."""
     ids = list(ids)
     trained = list(trained)
-    if tokenizer.eos_token_id is not None and (not ids or ids[-1] != tokenizer.eos_token_id):
-        ids.append(tokenizer.eos_token_id)
+    end = tokenizer.eos_token_id
+    if end is not None and ids[-1:] != [end]:
+        ids.append(end)
         trained.append(True)
+    elif end is not None:
+        # Some tokenizers end every text, by a token that is in none of its spans.
+        trained[-1] = True
     return _without_first(ids, trained)
 
 
@@ -124,9 +138,7 @@ def _encode_messages(row: Row, tokenizer: Any) -> Encoded:
             f"--data.path: {row.place} has messages, and the tokenizer has no chat template to write them with. Give "
             "--data.chat_template FILE.jinja, the --data.tokenizer of a chat model, or rows with prompt and completion."
         )
-    marked = "{% generation %}" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template
-    # The marks are on every turn of the assistant, those of a prompt included.
-    if marked and row.first_trained == 0:
+    if MARK.search(_template(row, tokenizer)):
         ids, trained = _marked_by_template(row, tokenizer)
     else:
         spans = _assistant_spans(row, tokenizer)
@@ -134,22 +146,77 @@ def _encode_messages(row: Row, tokenizer: Any) -> Encoded:
     return _without_first(ids, trained)
 
 
+def _template(row: Row, tokenizer: Any) -> str:
+    """Return the template of a row, with a fixed date: a tokenizer may have one more for chats with tools."""
+    try:
+        template: str = tokenizer.get_chat_template(tools=row.tools)
+    except ValueError as error:  # several, and none is the default
+        raise UnusableRowError(row.place, _refusal(error, None)) from None
+    if not _asks_for_the_date(template):
+        return template
+    # Written into the template, which hides transformers' function. It takes no function as an argument.
+    replaced = "".join(f'.replace("{code}", "{DATE.strftime(code)}")' for code in CODES)
+    # On a line of its own: spaces at the start of the template's first line may mean something.
+    return f"{{% macro {TODAY}(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
+
+
+def date_notices(tokenizer: Any) -> list[str]:
+    """Return a line on a template that writes today's date."""
+    found: Any = tokenizer.chat_template or ""
+    templates: list[str] = list(found.values()) if isinstance(found, Mapping) else [found]
+    if not any(map(_asks_for_the_date, templates)):
+        return []
+    return [
+        "the chat template writes today's date: in training it is 2024-07-26 on every day, in sampling the real one"
+    ]
+
+
+def _asks_for_the_date(template: str) -> bool:
+    return TODAY in template
+
+
 def _marked_by_template(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Use the template's own marks of the assistant's turns."""
+    """Use the template's own marks of the assistant's turns, behind the prompt."""
     try:
         found = tokenizer.apply_chat_template(
-            list(row.messages), tools=row.tools, return_dict=True, return_assistant_tokens_mask=True
+            list(row.messages),
+            tools=row.tools,
+            chat_template=_template(row, tokenizer),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
         )
     except Exception as error:  # as in `_render`
         raise UnusableRowError(row.place, _refusal(error, None)) from None
-    return list(found["input_ids"]), [bool(value) for value in found["assistant_masks"]]
+    marks = zip(found["assistant_masks"], found["offset_mapping"], strict=True)
+    # The marks are on every turn of the assistant, those of the prompt included.
+    prompt = _length_of_prompt(row, tokenizer)
+    return list(found["input_ids"]), [bool(mark) and end > prompt for mark, (_, end) in marks]
+
+
+def _length_of_prompt(row: Row, tokenizer: Any) -> int:
+    """Return the characters up to the end of the prompt's last turn, 0 if the assistant says nothing in it."""
+    count = row.first_trained
+    if not any(message["role"] == "assistant" for message in row.messages[:count]):
+        return 0
+    prompt = _render(row, tokenizer, count)
+    if not _render(row, tokenizer).startswith(prompt):
+        raise UsageError(
+            f"--data.path: {row.place}: the chat template writes the prompt in another way once the completion "
+            "follows, so where the completion begins cannot be found. Give one list of messages, of which all answers "
+            "are learned, or another --data.chat_template."
+        )
+    return len(prompt)
 
 
 def _render(row: Row, tokenizer: Any, count: int | None = None, *, prompt: bool = False) -> str:
     """Return the text of the first ``count`` messages, with ``prompt`` up to where the assistant begins to write."""
     messages: list[Mapping[str, Any]] = list(row.messages[:count])
+    template = _template(row, tokenizer)
     try:
-        return tokenizer.apply_chat_template(messages, tools=row.tools, tokenize=False, add_generation_prompt=prompt)
+        return tokenizer.apply_chat_template(
+            messages, tools=row.tools, chat_template=template, tokenize=False, add_generation_prompt=prompt
+        )
     except Exception as error:  # a template may raise anything: roles out of order, a field that is missing
         raise UnusableRowError(row.place, _refusal(error, count)) from None
 

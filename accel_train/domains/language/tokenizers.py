@@ -53,7 +53,7 @@ def cached_tokenizer(source: str, texts: Callable[[], Sequence[str]], vocab_size
             f"--data.vocab_size {vocab_size}: 256 pieces are single bytes and 3 are special; at least {MIN_VOCAB_SIZE} "
             "is required, 2048 suits a small corpus."
         )
-    digest = hashlib.sha256(f"causal-bpe-2 {vocab_size} {source}".encode()).hexdigest()
+    digest = hashlib.sha256(f"causal-bpe-3 {vocab_size} {source}".encode()).hexdigest()
     folder = cache / "tokenizers" / digest
 
     def write(directory: Path) -> None:

@@ -111,7 +111,7 @@ def _rows(
         # To open one waits until somebody writes to it.
         raise UsageError(f"--data.path {str(source)!r} is a named pipe, and rows are read at every start. Give a file.")
     if source.suffix in TABLE_FILES:
-        return dataset_rows(table(source), path, text_column)
+        return dataset_rows(table(source, [text_column]), path, text_column)
     return itertools.chain.from_iterable(_file_rows(file, text_column, bad) for file in _line_files(source))
 
 

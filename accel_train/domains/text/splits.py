@@ -97,7 +97,9 @@ def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Split
             "out, or give one JSONL file or a saved dataset, without data.read and data.shuffle_blocks."
         )
     heldout = Corpus([])
+    fraction = config.heldout_fraction
     if config.heldout_path is not None:
+        fraction = 0.0
         heldout = _read_heldout(config, config.heldout_path)
         # With a share of 1 all texts stay, without repeated ones and in the order of their hashes.
         heldout = heldout.select(split_heldout(heldout, 1.0)[1])
@@ -106,7 +108,7 @@ def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Split
     table = ShardedTable(index, (config.text_column,), cache_bytes)
     # Sorted: they are part of the key of the cache.
     keys = tuple(sorted(word_key(text) for text in heldout.texts))
-    rules = SplitRules(config.text_column, config.min_words, config.max_bad_rows, config.heldout_fraction, keys)
+    rules = SplitRules(config.text_column, config.min_words, config.max_bad_rows, fraction, keys)
     split = split_shards(table, rules, cache, **processes.building())
     if config.heldout_path is None:
         heldout = Corpus(split.heldout)

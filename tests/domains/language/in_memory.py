@@ -22,7 +22,7 @@ from accel_train.data.artifacts import cache_directory
 from accel_train.data.datasets import Batch
 from accel_train.data.tables.text_sources import content_key
 from accel_train.data.tensor_cache import TensorCache
-from accel_train.domains.language import packing, prepare, rows, templates, tokenizers
+from accel_train.domains.language import packing, row_sources, rows, templates, tokenizers
 from accel_train.domains.language.packing import IGNORED, Encoded
 from accel_train.domains.language.prepare import DataConfig, LanguageData
 from accel_train.domains.language.pretrained import ModelConfig
@@ -106,7 +106,7 @@ def fields_of(file: Path, sample_by: str) -> Iterator[dict[str, Any]]:
 
 
 def rows_of(path: str, sample_by: str) -> list[Row]:
-    source = prepare.DEMO_FILE if path == "demo" else Path(path)
+    source = row_sources.DEMO_FILE if path == "demo" else Path(path)
     files = sorted(source.iterdir()) if source.is_dir() else [source]
     found = [rows._row(str(file), fields, "text") for file in files for fields in fields_of(file, sample_by)]
     return [row for row in found if isinstance(row, Row)]

@@ -17,6 +17,7 @@ from accel_train.domains.language.prepare import DataConfig, LanguageData
 from accel_train.domains.language.pretrained import ModelConfig
 from tests.domains.language import tiny
 
+ANSWER = {"role": "assistant", "content": "Friends."}
 LINES = [f"{text} {number}" for number in range(20) for text in tiny.TEXTS]
 
 
@@ -72,6 +73,14 @@ def test_another_column_of_a_dataset_is_other_data(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "saved"))
     path = str(tmp_path / "saved")
     assert prepared(tmp_path, path=path).fingerprint != prepared(tmp_path, path=path, text_column="body").fingerprint
+
+
+def test_of_chats_a_template_with_a_date_is_said(tmp_path: Path) -> None:
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%F') }}" + tiny.CHATML)
+    chats = [{"prompt": [{"role": "user", "content": line}], "completion": [ANSWER]} for line in LINES]
+    for rows, said in ((LINES, False), (chats, True)):
+        data = prepared(tmp_path, *rows, chat_template=str(tmp_path / "dated.jinja"))
+        assert any("writes today's date" in notice for notice in data.notices) == said
 
 
 def test_files_of_a_run_among_the_rows_are_no_data(tmp_path: Path) -> None:
@@ -140,6 +149,30 @@ def test_heldout_rows_of_another_file_are_not_trained_on(tmp_path: Path) -> None
     (tmp_path / "held.txt").write_text("\n".join(LINES[:7]))
     data = prepared(tmp_path, heldout_path=str(tmp_path / "held.txt"), heldout_fraction=0)
     assert (data.train.texts, data.heldout.texts) == (len(LINES) - 7, 7)
+
+
+def test_a_split_is_trained_on_beside_another_or_a_file(tmp_path: Path) -> None:
+    import datasets
+
+    saved = str(tmp_path / "saved")
+    splits = {"first": LINES[:60], "second": LINES[60:]}
+    datasets.DatasetDict({k: datasets.Dataset.from_dict({"text": v}) for k, v in splits.items()}).save_to_disk(saved)
+    (tmp_path / "held.txt").write_text("\n".join(LINES[60:]))
+    held = str(tmp_path / "held.txt")
+    from_file = prepared(tmp_path, path=saved, split="first", heldout_path=held, heldout_fraction=0)
+    from_split = prepared(tmp_path, path=saved, split="first", heldout_path="split=second", heldout_fraction=0)
+    assert (from_file.train.texts, from_file.heldout.texts) == (60, 40)
+    assert from_split.fingerprint == from_file.fingerprint
+    other = prepared(tmp_path, path=held, split="first", heldout_path=saved, heldout_fraction=0)
+    assert (other.train.texts, other.heldout.texts) == (40, 60)
+    with pytest.raises(UsageError, match=r"has the splits \['first', 'second'\]"):
+        prepared(tmp_path, path=saved, split="first", heldout_path="split=third", heldout_fraction=0)
+    with pytest.raises(
+        UsageError, match=r"--data.heldout_path 'split=second': --data.path .*rows.jsonl' has no splits"
+    ):
+        prepared(tmp_path, heldout_path="split=second", heldout_fraction=0)
+    with pytest.raises(UsageError, match=r"--data.split 'valid' has no effect .*as files have no splits"):
+        prepared(tmp_path, split="valid", heldout_path=held, heldout_fraction=0)
 
 
 def test_a_source_that_is_held_out_as_a_whole_is_refused_with_the_reason(tmp_path: Path) -> None:

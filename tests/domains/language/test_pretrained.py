@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel_train.config import UsageError
-from accel_train.domains.language import flops, pretrained, tokenizers
+from accel_train.domains.language import flops, pretrained, row_checks, tokenizers
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.options.loading import load_config
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
@@ -121,6 +121,32 @@ def test_a_vocabulary_or_positions_too_few_are_refused_with_the_numbers(tmp_path
         pretrained.resolve_config(ModelConfig(source=str(tmp_path)), larger, 64)
     with pytest.raises(UsageError, match=r"--data.max_length 4096: 'llama' has 2048 positions. Give 2048 or less"):
         pretrained.resolve_config(tiny.LLAMA, tiny.tokenizer(), 4096)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("gemma3", "Gemma3ForConditionalGeneration"), ("llama4", "Llama4ForCausalLM")]
+)
+def test_a_source_of_pictures_and_texts_is_read_by_its_config_of_texts(kind: str, name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    texts = {"vocab_size": 320, "head_dim": 16, "num_key_value_heads": 1, "max_position_embeddings": 96}
+    pictures = {"image_size": 28, "patch_size": 14}
+    config: Any = AutoConfig.for_model(kind, text_config={**sizes, **texts}, vision_config={**sizes, **pictures})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    # That of the whole, as its repository on the Hub has it.
+    config.save_pretrained(tmp_path)
+    options = ModelConfig(source=str(tmp_path))
+    model: Any = pretrained.build(options, resolved(options), load_source=True)
+    assert type(model).__name__ == name
+    assert len(row_checks.check_rows(model, packing=True)) == 2
+    assert pretrained.positions_of(resolved(options)) == pretrained.positions_of(model.config) == 96
+    with pytest.raises(UsageError, match=r"--data.max_length 97: .* has 96 positions"):
+        pretrained.resolve_config(options, tiny.tokenizer(), 97)
+    larger = tiny.tokenizer()
+    larger.add_tokens(["another"])
+    with pytest.raises(UsageError, match=r"ids up to 320, .* has embeddings of 320"):
+        pretrained.resolve_config(options, larger, 64)
 
 
 def test_the_option_of_before_is_refused_by_its_new_name_and_its_runs_resume(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from accel_train.config import UsageError
 from accel_train.data.tables.text_sources import BadRows
-from accel_train.domains.language import prepare, rows
+from accel_train.domains.language import row_sources, rows
 from accel_train.domains.language.rows import Row
 
 USER = {"role": "user", "content": "Who is there?"}
@@ -21,7 +21,7 @@ ANSWER = {"role": "assistant", "content": "Friends."}
 def read(path: Path | str, *, bad: int = 0, **named: Any) -> list[Row]:
     options: dict[str, Any] = {"split": "train", "text_column": "text", "sample_by": "line"} | named
     with tempfile.TemporaryDirectory() as cache:
-        source = prepare.open_rows(str(path), option="--data.path", cache=Path(cache), **options)
+        source = row_sources.open_rows(str(path), option="--data.path", cache=Path(cache), **options)
     left_out = BadRows(bad)
     found: list[Row] = []
     for number in range(len(source.rows)):
@@ -72,8 +72,23 @@ def test_a_saved_dataset_and_a_table_are_read(tmp_path: Path) -> None:
     assert [row.text for row in read(tmp_path / "x.parquet", text_column="body")] == ["one", "two"]
     with pytest.raises(UsageError, match=r"--data.split 'train': .* has the splits \['valid'\]"):
         read(tmp_path / "saved")
-    with pytest.raises(UsageError, match=r"--data.split 'valid' has no effect"):
-        read(tmp_path / "x.parquet", split="valid")
+
+
+def test_cells_of_csv_are_texts_with_their_line_breaks(tmp_path: Path) -> None:
+    """pyarrow reads 1 MiB at a time."""
+    texts = [f"{number} begins\n{'and goes on ' * 60}\nto its end" for number in range(3000)]
+    quoted = "".join(f'"{text}",{number},,\n' for number, text in enumerate(texts))
+    (tmp_path / "x.csv").write_text(f"text,number,prompt,completion\n{quoted}")
+    assert (tmp_path / "x.csv").stat().st_size > 2 * 2**20
+    assert [row.text for row in read(tmp_path / "x.csv")] == texts
+    assert [row.text for row in read(tmp_path / "x.csv", text_column="number")] == [str(n) for n in range(3000)]
+
+
+def test_an_empty_cell_of_csv_is_an_empty_text(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("text,n\n2024-01-01,1\n,2\n007,3\n")
+    assert [row.text for row in read(tmp_path / "x.csv", bad=1)] == ["2024-01-01", "007"]
+    with pytest.raises(UsageError, match=r"row 1 of .*x.csv: 'text' is empty"):
+        read(tmp_path / "x.csv")
 
 
 @pytest.mark.parametrize(
@@ -120,6 +135,32 @@ def test_a_named_column_comes_before_the_forms_found_by_themselves(tmp_path: Pat
     one, two, other = read(file, text_column="body")
     assert (one.text, two.text, other.prompt) == ("one", "two", "p")
     assert [row.text for row in read(file)] == [None, None, None]
+
+
+@pytest.mark.parametrize("kind", ["x.parquet", "saved", "nulls.jsonl"])
+def test_what_a_table_fills_with_null_is_no_field(kind: str, tmp_path: Path) -> None:
+    import datasets
+
+    call = {**ANSWER, "tool_calls": [{"function": {"name": "look", "arguments": {"at": "door"}}}]}
+    other = {**ANSWER, "tool_calls": [{"function": {"name": "wait", "arguments": {"seconds": 3}}}]}
+    chats: list[dict[str, Any]] = [
+        {"messages": [USER, call], "tools": [{"name": "look", "parameters": {"at": {"type": "string"}}}]},
+        {"messages": [USER, other, ANSWER], "tools": [{"name": "wait", "parameters": {"seconds": {"enum": [3]}}}]},
+        {"prompt": [USER, call], "completion": [ANSWER]},
+    ]
+    names = ("messages", "tools", "prompt", "completion")
+    table: Any = datasets.Dataset.from_dict({name: [chat.get(name) for chat in chats] for name in names})
+    if kind == "saved":
+        table.save_to_disk(str(tmp_path / kind))
+    elif kind == "x.parquet":
+        table.to_parquet(str(tmp_path / kind))
+    else:
+        write(tmp_path, *table.to_list(), name=kind)
+    assert "null" in json.dumps(table.to_list()[0]["messages"]), "else this shows nothing"
+    expected = read(write(tmp_path, *chats))
+    found = read(tmp_path / kind)
+    assert [(row.messages, row.tools) for row in found] == [(row.messages, row.tools) for row in expected]
+    assert [row.content for row in found] == [row.content for row in expected]
 
 
 def test_a_key_given_twice_makes_a_bad_row(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from accel_train.domains.language import prepare, samples
 from accel_train.domains.language.prepare import DataConfig, LanguageData
+from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.samples import EvaluationConfig, Sample
 from tests.domains.language import tiny
 
@@ -72,6 +73,22 @@ def test_of_a_chat_all_that_is_not_learned_is_given(tmp_path: Path) -> None:
     (found,) = write(data_of(tmp_path, {"messages": chat}))
     assert found.prompt.strip() == "<|user|>Who is there?\n<|assistant|>"
     assert found.original.strip() == "Friends."
+
+
+@pytest.mark.parametrize("config", ["gpt2", "opt"])
+def test_no_more_is_written_than_the_model_has_positions(config: str, tmp_path: Path) -> None:
+    """Learned positions end in an index error."""
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64}
+    AutoConfig.for_model(config, word_embed_proj_dim=32, ffn_dim=32, **sizes).save_pretrained(tmp_path / "config")
+    data = data_of(tmp_path, {"text": " ".join(tiny.TEXTS)})
+    model = tiny.model(ModelConfig(config=str(tmp_path / "config")))
+    # Never the end of the text, at which it would stop by itself.
+    model.generation_config.suppress_tokens = [data.tokenizer.eos_token_id]
+    options = dataclasses.replace(OPTIONS, prompt_tokens=60, max_new_tokens=48, shown=1)
+    (found,) = samples.write(model, data, options, 0, processes=1)
+    assert found.written
 
 
 def test_samples_are_written_for_people(tmp_path: Path) -> None:

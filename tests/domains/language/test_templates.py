@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -41,6 +42,16 @@ def test_of_a_pair_the_completion_and_its_end() -> None:
     assert ids[:-1] == tokenizer("Have you had quiet guard?")["input_ids"]
 
 
+def test_the_end_is_learned_of_a_tokenizer_that_writes_it_itself() -> None:
+    from tokenizers import processors
+
+    plain, ending = tiny.tokenizer(), tiny.tokenizer()
+    special = [(token, plain.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    ending.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=special)
+    for row in (Row("x", prompt="Have you had", completion=" quiet guard?"), Row("x", text=tiny.TEXTS[0])):
+        assert templates.encode(row, ending) == templates.encode(row, plain)
+
+
 def test_a_token_over_the_border_is_learned() -> None:
     """The space belongs to the prompt and its token to the completion: without it nothing of 'guard' may remain."""
     row = Row("x", prompt="Have you had quiet ", completion="guard?")
@@ -57,6 +68,47 @@ def test_of_a_chat_what_the_assistant_says(template: str) -> None:
 def test_found_and_marked_are_the_same_tokens() -> None:
     found, marked = (templates.encode(Row("x", messages=CHAT), tiny.tokenizer(t)) for t in (tiny.CHATML, tiny.MARKED))
     assert found == marked
+
+
+@pytest.mark.parametrize("mark", ["{%generation%}", "{%- generation -%}", "{%-generation %}", "{% generation -%}"])
+def test_every_spelling_of_the_marks_is_obeyed(mark: str) -> None:
+    """Without its marks this template is refused, as it writes earlier turns in another way once others follow."""
+    rewriting = tiny.MARKED.replace("{{ message['content'] }}\n{% end", "{{ loop.length }}\n{% end")
+    tokenizer = tiny.tokenizer(rewriting.replace("{% generation %}", mark))
+    assert learned(Row("x", messages=CHAT), tokenizer).strip().split() == ["5", "5"]
+
+
+def test_what_a_template_leaves_unmarked_in_a_completion_is_not_learned() -> None:
+    quiet = tiny.MARKED.replace("{% generation %}", "(thinks){% generation %}")
+    row = Row("x", messages=CHAT, first_trained=3)
+    assert learned(row, tiny.tokenizer(quiet)) == "Long live the king.\n"
+
+
+def test_a_marked_prompt_written_in_another_way_is_refused() -> None:
+    rewriting = tiny.MARKED.replace("message['content'] }}\n{% end", "loop.length }}\n{% end")
+    with pytest.raises(UsageError, match=r"f:3: the chat template writes the prompt in another way"):
+        templates.encode(Row("f:3", messages=CHAT, first_trained=3), tiny.tokenizer(rewriting))
+
+
+DATED = "Today: {{ strftime_now('%d %b %Y, %A %e %B, %F') if strftime_now is defined }}\n"
+
+
+@pytest.mark.parametrize("template", [tiny.CHATML, tiny.MARKED], ids=["found", "marked"])
+def test_a_training_row_has_no_date_of_today_and_a_prompt_has(template: str) -> None:
+    dated, fixed = tiny.tokenizer(f"  {DATED}{template}"), "  Today: 26 Jul 2024, Friday 26 July, 2024-07-26\n"
+    row = Row("x", messages=CHAT)
+    assert templates.encode(row, dated) == templates.encode(row, tiny.tokenizer(fixed + template))
+    prompt = dated.decode(templates.encode_prompt(CHAT[:2], dated))
+    assert "2024-07-26" not in prompt
+    assert re.search(r"Today: \d\d \w+ 20\d\d, \w+ ", prompt)
+
+
+def test_a_template_with_a_date_is_named() -> None:
+    several = {"default": tiny.CHATML, "tool_use": DATED + tiny.CHATML}
+    for template, count in ((None, 0), (tiny.CHATML, 0), (DATED, 1), (several, 1)):
+        tokenizer = tiny.tokenizer()
+        tokenizer.chat_template = template
+        assert len(templates.date_notices(tokenizer)) == count
 
 
 def test_messages_without_a_template_are_refused() -> None:

@@ -140,6 +140,7 @@ def test_saved_datasets_and_tables(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("id,caption\n1,one\n2,two\n")
     for name in ("plain", "splits", "rows.parquet", "rows.csv"):
         assert read(tmp_path / name, text_column="caption").texts == ["one", "two"]
+    assert read(tmp_path / "rows.csv", text_column="id").texts == ["1", "2"]
     assert read(tmp_path / "splits", text_column="caption", split="test").texts == ["two"]
     with pytest.raises(UsageError, match=r"--data.split 'dev'.*\['test', 'train'\]"):
         read(tmp_path / "splits", text_column="caption", split="dev")

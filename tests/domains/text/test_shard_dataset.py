@@ -167,10 +167,11 @@ def test_small_partitions_and_limits_choose_the_same_rows(tmp_path: Path, monkey
     assert re.search(r"10 held out of \d\d that the hash chose; the others are not used", " ".join(few.notices))
 
 
-def test_a_held_out_source_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fraction", [0.0, DataConfig.heldout_fraction])
+def test_a_held_out_source_of_its_own(fraction: float, tmp_path: Path) -> None:
     shards(tmp_path / "data")
     (tmp_path / "held.txt").write_text("\n".join(LINES[10:40]))
-    options = {"heldout_path": str(tmp_path / "held.txt"), "heldout_fraction": 0.0}
+    options = {"heldout_path": str(tmp_path / "held.txt"), "heldout_fraction": fraction}
     read = prepare_data(settings(tmp_path, **options))
     assert sorted(read.heldout.texts) == sorted(LINES[10:40])
     assert not set(read.heldout.texts) & set(read.train.texts)

@@ -32,7 +32,8 @@ from accel_train.store import atomic_files
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+"""Of the cached tokens. Change it with what is made of the same rows."""
 Encode = Callable[[int], EncodedBlock]
 """Encodes a block of the source. Can be pickled."""
 SHARD_TOKENS = 2**22
