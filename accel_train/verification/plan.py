@@ -106,6 +106,11 @@ def common_flags(options: Mapping[str, Any], arguments: Sequence[str], sizes: Si
     return {name: value for name, value in flags.items() if name not in given}
 
 
+def words_of(flags: Mapping[str, str]) -> list[str]:
+    """Return the words of a command line. Each value is one, also a path with spaces."""
+    return [word for name, value in flags.items() for word in (f"--{name}", value)]
+
+
 def _schedule(options: Mapping[str, Any], sizes: Sizes) -> dict[str, str]:
     """Return a schedule of the user's kind, with a short warm-up, that does not reach its end."""
     kind = str(options["schedule.kind"])

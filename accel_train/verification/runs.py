@@ -17,6 +17,7 @@ from typing import Any
 
 from accel_train.compare.runs import END_WITH_PARENT
 from accel_train.metrics.records import last_pass, read_metrics
+from accel_train.verification import plan
 from accel_train.verification.facts import Facts, Outcome, Spec
 
 PROGRAM = Path(__file__).with_name("observed_run.py")
@@ -54,8 +55,7 @@ class Runner:
         home.mkdir()
         facts = home / "facts.json"
         request = {"facts": str(facts), "deviation": asdict(spec.deviation)}
-        flags = [word for name, value in spec.flags.items() for word in (f"--{name}", *value.split())]
-        arguments = [*self._arguments, *flags, "--output_dir", str(home / "run")]
+        arguments = [*self._arguments, *plan.words_of(spec.flags), "--output_dir", str(home / "run")]
         words = [*self._head(spec, home), json.dumps(request), str(self._recipe), *arguments]
         log = home / "output.txt"
         code = self.execute(words, log)

@@ -103,7 +103,7 @@ def _verify(request: Request, checks: Sequence[Check]) -> int:
         )
     sizes = plan.choose_sizes(options, request.arguments, request.steps)
     flags = plan.common_flags(options, request.arguments, sizes)
-    words = [word for name, value in flags.items() for word in (f"--{name}", *value.split())]
+    words = plan.words_of(flags)
     with folder_for_runs(request.output, "output", "verify") as folder:
         cores, _ = usable_cores()
         # `--smoke` sets only options without a flag, so these sizes win over its own.

@@ -71,8 +71,11 @@ ALL_BUT_SHARDED = (
 )
 
 
-def test_the_scaffold_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    code, results = verify(capsys, "--only", ALL_BUT_SHARDED, "--steps", "4", str(faults.SCAFFOLD))
+def test_the_scaffold_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # The resume names its checkpoint in a flag.
+    folder = tmp_path / "a name with spaces"
+    words = ["--only", ALL_BUT_SHARDED, "--steps", "4", "--output", str(folder)]
+    code, results = verify(capsys, *words, str(faults.SCAFFOLD))
     assert {result["verdict"] for result in results.values()} == {"ok"}, results
     assert len(results) == 14
     assert code == 0
