@@ -214,17 +214,7 @@ class Shards:
         optimizer = self._sharding.optimizer
         if not self._is_own:
             return {}
-        # What the constructor takes is an option of the run, and a resume with another value must not undo it.
-        options = {*GROUP_OPTIONS, *inspect.signature(type(optimizer)).parameters}
-        groups: dict[str, Any] = {}
-        for group in optimizer.param_groups:
-            kept: dict[str, Any] = {}
-            for key, value in group.items():
-                # As text, in which Python writes floats exactly.
-                number = encode_number(value)
-                if key not in options and number is not None:
-                    kept[key] = number
-            groups[group["name"]] = kept
+        groups = {group["name"]: _own_numbers(group, type(optimizer)) for group in optimizer.param_groups}
         parameters: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
             of_elements = self._sharding.state_keys(parameter)
@@ -267,6 +257,15 @@ class Shards:
                 counter.fill_(step)
             elif counter is not None:  # bitsandbytes and DeepSpeed's CPU Adam count in an int
                 state["step"] = step
+
+
+def _own_numbers(group: Mapping[str, Any], optimizer: type) -> dict[str, Any]:
+    """Return what an optimizer of ``module:Class`` itself has put into a group."""
+    # What the constructor takes is an option of the run, and a resume with another value must not undo it.
+    options = {*GROUP_OPTIONS, *inspect.signature(optimizer).parameters}
+    # As text, in which Python writes floats exactly.
+    encoded = {key: encode_number(value) for key, value in group.items() if key not in options}
+    return {key: number for key, number in encoded.items() if number is not None}
 
 
 def persistent_buffers(module: nn.Module) -> list[str]:

@@ -338,7 +338,7 @@ def write_files(
             "denoiser": family.denoiser,
             "family": family.name,
             "kohya": facts,
-            "text_encoders": list(base.trained_text) if isinstance(base, DiffusersBase) else [],
+            "text_encoders": list(base.trained_text),
         },
         objective={"prediction": prediction},
         sampler={"steps": evaluation.steps, "guidance": evaluation.guidance, "side": side},

@@ -23,7 +23,7 @@ from accel_train.domains.images.latent_cache import CachedPictures, Filling, cac
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
 from accel_train.domains.images.pipelines.drawing import reduction
-from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase
+from accel_train.domains.images.pipelines.loading import Base, BaseConfig
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
 from accel_train.domains.images.trained_text.adapters import with_frozen_text
 from accel_train.domains.images.weighting.class_pictures import draw_missing
@@ -239,7 +239,7 @@ def _describe_cut(pipeline: Any, base: Base, samples: Sequence[Sample], prompts:
 
 def _about_encoding(base: Base, freed: int, train: CachedPictures) -> list[str]:
     notices = [f"captions are encoded; the text encoders, {freed / (1 << 30):.2f} GiB, are dropped"]
-    if isinstance(base, DiffusersBase) and base.trained_text:
+    if base.trained_text:
         names = " and ".join(base.trained_text)
         notices = [f"captions are tokenised, and no embedding is cached: {names} change with every step"]
     if train.latents is None:

@@ -70,6 +70,11 @@ class MMDiTBase:
         return None
 
     @property
+    def trained_text(self) -> tuple[str, ...]:
+        """Trained text encoders: it has none."""
+        return ()
+
+    @property
     def family(self) -> Family:
         """The family, with the guidance of its own evaluation."""
         return replace(MMDIT, guidance_scale=self.sampler.guidance)

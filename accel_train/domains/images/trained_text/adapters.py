@@ -184,8 +184,7 @@ def _layers(encoder: nn.Module, targets: tuple[str, ...], skips_last: bool) -> l
 
 def groups(base: Base) -> Mapping[str, tuple[str, ...]]:
     """Return the parts of the model with groups of their own in the optimizer, for their learning rate."""
-    names = base.trained_text if isinstance(base, DiffusersBase) else ()
-    return {PART: names} if names else {}
+    return {PART: base.trained_text} if base.trained_text else {}
 
 
 def scale_learning_rate(optimizer: HasParameterGroups, options: TextEncoderConfig) -> None:
