@@ -102,10 +102,7 @@ def check_tasks(config: Options, tasks: Sequence[Task], strides: Mapping[str, in
     steady = any(not task.has_time for task in tasks)
     timed = any(task.has_time for task in tasks)
     conditioning = evaluation.conditioning
-    # That of a preset is for any tasks.
-    trajectories = EvaluationConfig.trajectories
-    if origin_of(config, "evaluation.trajectories") in ("command line", "default"):
-        trajectories = evaluation.trajectories
+    trajectories = _asked_trajectories(config)
     options = (
         (conserved, "objective.conservation_weight", objective.conservation_weight, 0.0, "conserves its integral"),
         (dirichlet, "objective.boundary_weight", objective.boundary_weight, 0.0, "is 0 at the edge (dirichlet)"),
@@ -122,6 +119,13 @@ def check_tasks(config: Options, tasks: Sequence[Task], strides: Mapping[str, in
     for task in tasks:
         if strides[task.name] > 1:
             _refuse_moved_points(objective, task, strides[task.name])
+
+
+def _asked_trajectories(config: Options) -> int:
+    """Return the number of rollouts, the default for that of a preset, which is for any tasks."""
+    if origin_of(config, "evaluation.trajectories") in ("command line", "default"):
+        return config.evaluation.trajectories
+    return EvaluationConfig.trajectories
 
 
 def _refuse_moved_points(objective: ObjectiveConfig, task: Task, stride: int) -> None:
