@@ -180,8 +180,7 @@ def main(argv: Sequence[str]) -> int:
     preparing = partial(prepare_pde, config.data, earlier=earlier_assets(config.run_options()))
     data = startup.prepare_data(accelerator, preparing)
     order = task_sampler.TaskSampler(data.train.sizes, config.global_batch_size, config.seed, config.task_weights)
-    checks.check_tasks(config, data.tasks, data.strides)
-    config.balance.refuse_single_term(len(operator_learning.trained_terms(config.objective, data.tasks)))
+    checks.check_tasks(config, data.tasks, data.strides, operator_learning.trained_terms(config.objective, data.tasks))
     run = experiment.lengths(config, accelerator, len(data.train))
     stages = checks.check_stages(config.objective, run.schedule, run.max_steps, run.decay_steps)
     opened = experiment.open_experiment(

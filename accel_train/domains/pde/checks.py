@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from accel_train.config import UsageError, WithoutEffectError, origin_of
 from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig
 from accel_train.training import schedules
+from accel_train.training.feedback.options import BalanceConfig
 from accel_train.training.schedules import ScheduleConfig
 
 
@@ -84,23 +85,24 @@ class Options(Protocol):
     def objective(self) -> ObjectiveConfig: ...
     @property
     def evaluation(self) -> EvaluationConfig: ...
+    @property
+    def balance(self) -> BalanceConfig: ...
 
 
-def check_tasks(config: Options, tasks: Sequence[Task], strides: Mapping[str, int]) -> None:
+def check_tasks(config: Options, tasks: Sequence[Task], strides: Mapping[str, int], terms: Collection[str]) -> None:
     """Refuse options without effect because no task has the property they act on, and those wrong for its points.
 
-    ``strides`` has the distance of the points that are read of each task's files.
+    ``strides`` has the distance of the points that are read of each task's files, and ``terms`` are those that some
+    step trains.
     """
+    config.balance.refuse_single_term(len(terms))
     objective, evaluation = config.objective, config.evaluation
     conserved = any(task.conserved for task in tasks)
     dirichlet = any(task.boundary == "dirichlet" for task in tasks)
     steady = any(not task.has_time for task in tasks)
     timed = any(task.has_time for task in tasks)
     conditioning = evaluation.conditioning
-    # That of a preset is for any tasks.
-    trajectories = EvaluationConfig.trajectories
-    if origin_of(config, "evaluation.trajectories") in ("command line", "default"):
-        trajectories = evaluation.trajectories
+    trajectories = _asked_trajectories(config)
     options = (
         (conserved, "objective.conservation_weight", objective.conservation_weight, 0.0, "conserves its integral"),
         (dirichlet, "objective.boundary_weight", objective.boundary_weight, 0.0, "is 0 at the edge (dirichlet)"),
@@ -117,6 +119,13 @@ def check_tasks(config: Options, tasks: Sequence[Task], strides: Mapping[str, in
     for task in tasks:
         if strides[task.name] > 1:
             _refuse_moved_points(objective, task, strides[task.name])
+
+
+def _asked_trajectories(config: Options) -> int:
+    """Return the number of rollouts, the default for that of a preset, which is for any tasks."""
+    if origin_of(config, "evaluation.trajectories") in ("command line", "default"):
+        return config.evaluation.trajectories
+    return EvaluationConfig.trajectories
 
 
 def _refuse_moved_points(objective: ObjectiveConfig, task: Task, stride: int) -> None:

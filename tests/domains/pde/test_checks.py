@@ -9,6 +9,7 @@ import pytest
 
 from accel_train.config import UsageError, origin_of
 from accel_train.domains.pde import checks
+from accel_train.domains.pde.losses import TERMS
 from accel_train.domains.pde.operator_learning import objective_of_step, trained_terms
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig
@@ -107,19 +108,19 @@ def test_what_needs_the_centres_of_cells_is_refused_for_every_nth_point(name: st
     """Of 32 points, every 4th are at 0.5 / 32, 4.5 / 32 ...: neither symmetric nor where the model has 8 points."""
     tasks = (ADVECTION, DARCY)
     strides = {"advection": 4, "darcy": 1}  # points of a periodic task have no edge
-    checks.check_tasks(config_of(**{name: value}), tasks, strides)
+    checks.check_tasks(config_of(**{name: value}), tasks, strides, TERMS)
     strides["darcy"] = 4
     with pytest.raises(UsageError, match=rf"{name} {value:g}: with data.resolution_2d 8, one point in 4 .* of darcy"):
-        checks.check_tasks(config_of(**{name: value}), tasks, strides)
-    checks.check_tasks(config_of(), tasks, strides)
+        checks.check_tasks(config_of(**{name: value}), tasks, strides, TERMS)
+    checks.check_tasks(config_of(), tasks, strides, TERMS)
 
 
 def test_every_nth_point_of_another_boundary_has_no_boundary_term() -> None:
     elsewhere = replace(DARCY, name="elsewhere", boundary="neumann")
     strides = {"darcy": 1, "elsewhere": 4}
-    checks.check_tasks(config_of(boundary_weight=1.0), (DARCY, elsewhere), strides)
+    checks.check_tasks(config_of(boundary_weight=1.0), (DARCY, elsewhere), strides, TERMS)
     with pytest.raises(UsageError, match=r"flip 0\.5: with data\.resolution_2d 8, .* of elsewhere"):
-        checks.check_tasks(config_of(flip=0.5), (DARCY, elsewhere), strides)
+        checks.check_tasks(config_of(flip=0.5), (DARCY, elsewhere), strides, TERMS)
 
 
 @pytest.mark.parametrize(
@@ -136,15 +137,18 @@ def test_every_nth_point_of_another_boundary_has_no_boundary_term() -> None:
 )
 def test_the_balance_of_a_single_term_is_refused(objective: dict[str, Any], terms: int) -> None:
     """Every step names all terms, most of them with coefficient 0."""
-    config = config_of(**objective).objective
+    config = replace(config_of(**objective), balance=BalanceConfig("ema"))
     tasks = (ADVECTION, DARCY)
-    steps = [objective_of_step(config, step, 0, task).terms for step in range(9) for task in tasks]
-    found = trained_terms(config, tasks)
+    steps = [objective_of_step(config.objective, step, 0, task).terms for step in range(9) for task in tasks]
+    found = trained_terms(config.objective, tasks)
     assert found == set().union(*steps)
     assert len(found) == terms
-    if terms == 1:
+    strides = {task.name: 1 for task in tasks}
+    if terms > 1:
+        checks.check_tasks(config, tasks, strides, found)
+    else:
         with pytest.raises(UsageError, match=r"balance\.kind: ema: at least 2 loss terms .* this run trains 1"):
-            BalanceConfig("ema").refuse_single_term(len(found))
+            checks.check_tasks(config, tasks, strides, found)
 
 
 @pytest.mark.parametrize(

@@ -128,9 +128,9 @@ def test_options_that_no_task_has_a_use_for_are_refused(tasks: str, flags: tuple
     if tasks == "darcy":
         Task.boundary = "dirichlet"
     with pytest.raises(UsageError, match=words):
-        checks.check_tasks(config, [Task()], {tasks: 1})
+        checks.check_tasks(config, [Task()], {tasks: 1}, TERMS)
     config = load_config(pde.Config, given[:7], presets=Path(pde.__file__).parent / "presets").config
-    checks.check_tasks(config, [Task()], {tasks: 1})  # trajectories of the preset are for any tasks
+    checks.check_tasks(config, [Task()], {tasks: 1}, TERMS)  # trajectories of the preset are for any tasks
 
 
 def test_inverse_terms_that_a_frozen_autoencoder_does_not_have_are_refused() -> None:

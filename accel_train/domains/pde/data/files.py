@@ -12,15 +12,12 @@ datasets and reads others by chunk.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,14 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.config import UsageError
-from accel_train.data.artifacts import cached_folder
 from accel_train.data.tables.block_cache import BlockCache
 from accel_train.domains.pde.data.header import SCHEMA, FieldHeader, differences, finite_parameters, read_header
-from accel_train.domains.pde.data.on_disk import require, size_and_date, source_files, whole_hdf5
+from accel_train.domains.pde.data.on_disk import require, whole_hdf5
 from accel_train.domains.pde.data.stored_arrays import StoredArray, hdf5, open_array
 from accel_train.wording import shortened
 
-FACTS_FORMAT = 3
 VALUES_PER_BLOCK = 2**24
 DEFAULT_CACHE_MIB = 256
 Array = NDArray[np.float32]
@@ -257,71 +252,6 @@ class Fields:
         return self._open[key]
 
 
-class FieldFacts(NamedTuple):
-    """Result of one pass over all samples: mean and standard deviation of each channel, and a hash of the contents."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    sha256: str
-
-
-class TaskFacts(NamedTuple):
-    """Result of one pass over both splits of a task."""
-
-    of_split: dict[str, FieldFacts]
-    shared: int
-    """Held-out samples whose fields are also those of a training sample, value by value."""
-
-
-def field_facts(data: Fields) -> tuple[FieldFacts, list[bytes]]:
-    """Read all samples once, with sums in float64. Return also a hash of each sample, for comparison with others.
-
-    Refuses NaN and infinity, naming the sample.
-    """
-    # The bytes alone do not tell the shape.
-    digest = hashlib.sha256(f"{len(data)} {data.shape}".encode())
-    channels = data.shape[1]
-    total = np.zeros(channels)
-    squares = np.zeros(channels)
-    lowest = np.full(channels, np.inf)
-    highest = -lowest
-    count = 0
-    samples: list[bytes] = []
-    for part, start, block in data.blocks():
-        _refuse_not_finite(part, start, block)
-        for sample in block:
-            content = sample.tobytes()
-            digest.update(content)
-            samples.append(hashlib.blake2b(content, digest_size=16).digest())
-        values = block.astype(np.float64)
-        # In fp64: sums of squares of 10^9 values lose all digits of a small variance in fp32.
-        total += values.sum((0, 1, 3, 4))
-        squares += (values**2).sum((0, 1, 3, 4))
-        lowest = np.minimum(lowest, values.min((0, 1, 3, 4)))
-        highest = np.maximum(highest, values.max((0, 1, 3, 4)))
-        count += block.size // channels
-    mean = total / count
-    variance = squares / count - mean**2
-    std = np.sqrt(np.maximum(variance, 0.0))
-    # Rounding leaves that of a constant channel a little above 0, or below it.
-    std[lowest == highest] = 0.0
-    return FieldFacts(tuple(mean.tolist()), tuple(std.tolist()), digest.hexdigest()), samples
-
-
-def _refuse_not_finite(part: FieldPart, start: int, block: Array) -> None:
-    """Refuse NaN and infinity in the samples from row ``start`` of a part on."""
-    finite = np.isfinite(block)
-    if finite.all():
-        return
-    wrong_rows = (~finite).any(axis=(1, 2, 3, 4))
-    # Its number in the file, which is what the user can look at.
-    wrong = part.first + start + int(wrong_rows.argmax())
-    raise UsageError(
-        f"--data.path: sample {wrong} of {part.file} holds NaN or infinity in {' or '.join(part.datasets)}. "
-        "Finite fields are required: write the file again, or leave the sample out."
-    )
-
-
 def join_files(task: str, files: Sequence[StoredFields], time_stride: int, cache_bytes: int) -> Fields:
     """Concatenate the samples of several files with the same header and shape."""
     fields = Fields(tuple(stored.part for stored in files), cache_bytes)
@@ -362,36 +292,3 @@ def file_sizes(fields: Fields, channels: int) -> dict[Path, float]:
         sizes[part.file] = float(np.sqrt(mean_square))
         start += part.samples
     return sizes
-
-
-def cached_facts(both: Mapping[str, Fields], cache: Path, rank: int, barrier: Callable[[], None]) -> TaskFacts:
-    """Read the facts of both splits from the cache. Rank 0 computes missing ones."""
-    write = partial(_write_facts, both)
-    folder = cached_folder(cache / f"facts-{_identity(both)}", write, rank=rank, barrier=barrier)
-    text = (folder / "facts.json").read_text("utf-8")
-    saved: dict[str, Any] = json.loads(text)
-    facts: dict[str, FieldFacts] = {}
-    for split, (mean, std, sha256) in saved["of_split"].items():
-        facts[split] = FieldFacts(tuple(mean), tuple(std), sha256)
-    return TaskFacts(facts, saved["shared"])
-
-
-def _identity(both: Mapping[str, Fields]) -> str:
-    """Hash the selected samples with the size and date of their files, and of those that virtual datasets name."""
-    used = {part.file: part.datasets for fields in both.values() for part in fields.parts}
-    sources = itertools.chain.from_iterable(source_files(*item) for item in used.items())
-    # A hash of the contents would need the very pass that the cache saves.
-    dates = [(str(file), *size_and_date(file)) for file in dict.fromkeys([*used, *sources])]
-    parts = [[split, *map(str, fields.parts)] for split, fields in both.items()]
-    text = json.dumps([FACTS_FORMAT, dates, parts])
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _write_facts(both: Mapping[str, Fields], directory: Path) -> None:
-    facts: dict[str, FieldFacts] = {}
-    samples: dict[str, list[bytes]] = {}
-    for split, fields in both.items():
-        facts[split], samples[split] = field_facts(fields)
-    trained = set(samples["train"])
-    shared = sum(sample in trained for sample in samples["heldout"])
-    (directory / "facts.json").write_text(json.dumps(TaskFacts(facts, shared)._asdict()), "utf-8")

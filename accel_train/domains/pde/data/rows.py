@@ -20,13 +20,12 @@ from accel_train.config import UsageError
 from accel_train.data.datasets import Batch
 from accel_train.data.tables.ledger import Ledger
 from accel_train.domains.pde.data.assets import WIDE, FieldAssets, FieldTask, with_scales_of
+from accel_train.domains.pde.data.facts import FieldFacts, cached_facts
 from accel_train.domains.pde.data.files import (
     DEFAULT_CACHE_MIB,
     Array,
-    FieldFacts,
     Fields,
     StoredFields,
-    cached_facts,
     file_sizes,
     join_files,
 )

@@ -13,7 +13,8 @@ from accel_train.config import UsageError
 from accel_train.data.tables.block_cache import BlockCache
 from accel_train.domains.pde.data import files, stored_arrays
 from accel_train.domains.pde.data.equations import PdeDataConfig
-from accel_train.domains.pde.data.files import FieldHeader, FieldPart, Fields, field_facts, read_stored, write_fields
+from accel_train.domains.pde.data.facts import field_facts
+from accel_train.domains.pde.data.files import FieldHeader, FieldPart, Fields, read_stored, write_fields
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.stored_arrays import MappedArray
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from accel_train.config import UsageError
-from accel_train.domains.pde.data import files as files_module
+from accel_train.domains.pde.data import facts as facts_module
 from accel_train.domains.pde.data.files import Fields, write_fields
 from accel_train.domains.pde.data.on_disk import source_files
 from tests.domains.pde.data.test_equations import files, write_pdebench
@@ -120,8 +120,8 @@ def test_a_pattern_of_sources_is_refused(tmp_path: Path) -> None:
 
 def test_changed_sources_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
-    real = files_module.field_facts
-    monkeypatch.setattr(files_module, "field_facts", lambda fields: reads.append(len(fields)) or real(fields))
+    real = facts_module.field_facts
+    monkeypatch.setattr(facts_module, "field_facts", lambda fields: reads.append(len(fields)) or real(fields))
     virtual(tmp_path / "data" / NAME)
     first = files(tmp_path / "data", "advection").fingerprint
     assert files(tmp_path / "data", "advection").fingerprint == first

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from accel_train.config import UsageError
-from accel_train.domains.pde.data import files as files_module
+from accel_train.domains.pde.data import facts as facts_module
 from accel_train.domains.pde.data.assets import load_field_assets
 from accel_train.domains.pde.data.files import FieldHeader, StoredFields, read_stored, write_fields
 from accel_train.domains.pde.data.rows import FieldData, build_field_data
@@ -134,8 +134,8 @@ def test_the_fingerprint_is_of_contents_and_preprocessing(tmp_path: Path) -> Non
 
 def test_contents_are_read_once_for_as_long_as_they_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
-    real = files_module.field_facts
-    monkeypatch.setattr(files_module, "field_facts", lambda fields: reads.append(len(fields)) or real(fields))
+    real = facts_module.field_facts
+    monkeypatch.setattr(facts_module, "field_facts", lambda fields: reads.append(len(fields)) or real(fields))
     files = two_tasks(tmp_path)
     first = build(files, tmp_path)
     assert build(files, tmp_path).fingerprint == first.fingerprint

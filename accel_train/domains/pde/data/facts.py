@@ -1,0 +1,134 @@
+"""Facts of all samples of a task, from one pass over the contents of its files: scales, hashes, samples held twice."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from accel_train.config import UsageError
+from accel_train.data.artifacts import cached_folder
+from accel_train.domains.pde.data.files import Array, FieldPart, Fields
+from accel_train.domains.pde.data.on_disk import size_and_date, source_files
+
+FACTS_FORMAT = 3
+
+
+class FieldFacts(NamedTuple):
+    """Result of one pass over all samples: mean and standard deviation of each channel, and a hash of the contents."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    sha256: str
+
+
+class TaskFacts(NamedTuple):
+    """Result of one pass over both splits of a task."""
+
+    of_split: dict[str, FieldFacts]
+    shared: int
+    """Held-out samples whose fields are also those of a training sample, value by value."""
+
+
+def field_facts(data: Fields) -> tuple[FieldFacts, list[bytes]]:
+    """Read all samples once, with sums in float64. Return also a hash of each sample, for comparison with others.
+
+    Refuses NaN and infinity, naming the sample.
+    """
+    # The bytes alone do not tell the shape.
+    digest = hashlib.sha256(f"{len(data)} {data.shape}".encode())
+    sums = _ChannelSums(data.shape[1])
+    samples: list[bytes] = []
+    for part, start, block in data.blocks():
+        _refuse_not_finite(part, start, block)
+        for sample in block:
+            content = sample.tobytes()
+            digest.update(content)
+            samples.append(hashlib.blake2b(content, digest_size=16).digest())
+        sums.add(block)
+    mean, std = sums.mean_and_std()
+    return FieldFacts(tuple(mean.tolist()), tuple(std.tolist()), digest.hexdigest()), samples
+
+
+class _ChannelSums:
+    """Sums of all values of each channel and of their squares, and the smallest and the largest value."""
+
+    def __init__(self, channels: int) -> None:
+        self.total = np.zeros(channels)
+        self.squares = np.zeros(channels)
+        self.lowest = np.full(channels, np.inf)
+        self.highest = np.full(channels, -np.inf)
+        self.count = 0
+
+    def add(self, block: Array) -> None:
+        """Add fields (n, T, C, H, W)."""
+        axes = (0, 1, 3, 4)
+        # In fp64: sums of squares of 10^9 values lose all digits of a small variance in fp32.
+        values = block.astype(np.float64)
+        self.total += values.sum(axes)
+        self.squares += (values**2).sum(axes)
+        self.lowest = np.minimum(self.lowest, values.min(axes))
+        self.highest = np.maximum(self.highest, values.max(axes))
+        self.count += block.size // len(self.total)
+
+    def mean_and_std(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        mean = self.total / self.count
+        variance = self.squares / self.count - mean**2
+        std = np.sqrt(np.maximum(variance, 0.0))
+        # Rounding leaves that of a constant channel a little above 0, or below it.
+        std[self.lowest == self.highest] = 0.0
+        return mean, std
+
+
+def _refuse_not_finite(part: FieldPart, start: int, block: Array) -> None:
+    """Refuse NaN and infinity in the samples from row ``start`` of a part on."""
+    finite = np.isfinite(block)
+    if finite.all():
+        return
+    wrong_rows = (~finite).any(axis=(1, 2, 3, 4))
+    # Its number in the file, which is what the user can look at.
+    wrong = part.first + start + int(wrong_rows.argmax())
+    raise UsageError(
+        f"--data.path: sample {wrong} of {part.file} holds NaN or infinity in {' or '.join(part.datasets)}. "
+        "Finite fields are required: write the file again, or leave the sample out."
+    )
+
+
+def cached_facts(both: Mapping[str, Fields], cache: Path, rank: int, barrier: Callable[[], None]) -> TaskFacts:
+    """Read the facts of both splits from the cache. Rank 0 computes missing ones."""
+    write = partial(_write_facts, both)
+    folder = cached_folder(cache / f"facts-{_identity(both)}", write, rank=rank, barrier=barrier)
+    text = (folder / "facts.json").read_text("utf-8")
+    saved: dict[str, Any] = json.loads(text)
+    facts: dict[str, FieldFacts] = {}
+    for split, (mean, std, sha256) in saved["of_split"].items():
+        facts[split] = FieldFacts(tuple(mean), tuple(std), sha256)
+    return TaskFacts(facts, saved["shared"])
+
+
+def _identity(both: Mapping[str, Fields]) -> str:
+    """Hash the selected samples with the size and date of their files, and of those that virtual datasets name."""
+    used = {part.file: part.datasets for fields in both.values() for part in fields.parts}
+    sources = itertools.chain.from_iterable(source_files(*item) for item in used.items())
+    # A hash of the contents would need the very pass that the cache saves.
+    dates = [(str(file), *size_and_date(file)) for file in dict.fromkeys([*used, *sources])]
+    parts = [[split, *map(str, fields.parts)] for split, fields in both.items()]
+    text = json.dumps([FACTS_FORMAT, dates, parts])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _write_facts(both: Mapping[str, Fields], directory: Path) -> None:
+    facts: dict[str, FieldFacts] = {}
+    samples: dict[str, list[bytes]] = {}
+    for split, fields in both.items():
+        facts[split], samples[split] = field_facts(fields)
+    trained = set(samples["train"])
+    shared = sum(sample in trained for sample in samples["heldout"])
+    (directory / "facts.json").write_text(json.dumps(TaskFacts(facts, shared)._asdict()), "utf-8")
