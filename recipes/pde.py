@@ -181,8 +181,8 @@ def main(argv: Sequence[str]) -> int:
     data = startup.prepare_data(accelerator, preparing)
     order = task_sampler.TaskSampler(data.train.sizes, config.global_batch_size, config.seed, config.task_weights)
     checks.check_tasks(config, data.tasks, data.strides, operator_learning.trained_terms(config.objective, data.tasks))
-    run = experiment.lengths(config, accelerator, len(data.train))
-    stages = checks.check_stages(config.objective, run.schedule, run.max_steps, run.decay_steps)
+    lengths = experiment.lengths(config, accelerator, len(data.train))
+    stages = checks.check_stages(config.objective, lengths.schedule, lengths.max_steps, lengths.decay_steps)
     opened = experiment.open_experiment(
         config,
         accelerator,
