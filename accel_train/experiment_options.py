@@ -101,7 +101,7 @@ class Recipe:
     loads_with: type | None = None
     """Class whose ``from_pretrained`` loads a checkpoint, named by the card on the Hub."""
     first_options: tuple[str, ...] = ()
-    """Its own options that ``--help`` shows first. None: those outside groups."""
+    """Its own options that ``--help`` shows first. Empty: those outside groups."""
     pipeline: type[TrainedModel] | None = None
     """Class returned by ``accel_train.load`` for a checkpoint, and used by ``accel-train sample`` and ``export``."""
     timesteps: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -161,9 +161,9 @@ class ExperimentConfig:
     `accel-train launch`, torchrun's --max-restarts or a scheduler that starts them again (exit code 75). stop: end with
     the error."""
     regrow_after: NonNegativeInt = 0
-    """Double a micro-batch that was halved after running out of memory, up to micro_batch_size, at the first save so
-    many steps later. Costs a restart, for which several processes need what out_of_memory says. Each further try waits
-    twice as long. 0: never."""
+    """Double a micro-batch that was halved after running out of memory, up to micro_batch_size, at the first save
+    after this many steps. Costs a restart, for which several processes need what out_of_memory says. Each retry doubles
+    the wait. 0: never."""
     sync: SyncPolicy = "auto"
     """When to reduce gradients: on the last micro-batch, on every one, or whichever suits the strategy (auto)."""
     resume: str = "auto"

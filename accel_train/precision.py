@@ -33,7 +33,7 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[int]:
     for part in model.modules():
         habits: Any = part
         names: set[str] = set(getattr(habits, "_keep_in_fp32_modules_strict", None) or ())
-        # The method tells a model of diffusers.
+        # The method tells a diffusers model.
         if dtype == torch.float16 or hasattr(part, "set_attention_backend"):
             names |= set(getattr(habits, "_keep_in_fp32_modules", None) or ())
         if not names:

@@ -161,7 +161,7 @@ def _find_base(flags: Mapping[str, Any]) -> DiffusersBase:
     base = loading.find_base(from_tree(loading.BaseConfig, given, "command line"))
     if not isinstance(base, loading.DiffusersBase):
         raise UsageError(
-            f"--base {base.source}: a model of recipes/mmdit.py, which needs no plan; give a pipeline of diffusers, or "
+            f"--base {base.source}: a model of recipes/mmdit.py, which needs no plan; give a diffusers pipeline, or "
             f"train with `accelerate launch recipes/lora.py lora_demo --base.source {base.source}`"
         )
     return base

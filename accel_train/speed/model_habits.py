@@ -60,7 +60,7 @@ def _drops(module: nn.Module) -> bool:
         return False
     if isinstance(module, DROPOUTS):
         return module.p > 0
-    # Not getattr: a model of diffusers would look into its config, and warn.
+    # Not getattr: a diffusers model would look into its config, and warn.
     return any(_is_rate(vars(module).get(name)) for name in RATES)
 
 

@@ -42,7 +42,7 @@ class StepGuard:
     device decides; without ``optimizer`` the host does, and waits in each step.
 
     A step is left out entirely: weights, optimizer state, step counts and EMA stay as they were. With ``non_finite:
-    stop`` so do all steps after it. On the device those are computed in vain until the next check, which raises. The
+    stop`` so do all steps after it. On the device those are wasted until the next check, which raises. The
     limit of ``max_skipped`` is enforced by that check too.
     """
 

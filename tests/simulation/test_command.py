@@ -339,7 +339,7 @@ def test_a_precision_without_units_is_refused_before_the_simulation(tmp_path: Pa
     assert found["refused"].startswith("device: v100-sxm: it has no matrix units for precision bf16")
 
 
-# Slow: two starts of a pipeline of diffusers. The casts themselves are tested in tests/domains/images.
+# Slow: two starts of a diffusers pipeline. The casts themselves are tested in tests/domains/images.
 @pytest.mark.slow
 def test_casts_are_those_of_the_device_type(tmp_path: Path) -> None:
     """CUDA's autocast computes the norms of diffusers' models in fp32, the CPU's in bf16."""

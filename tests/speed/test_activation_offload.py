@@ -37,7 +37,7 @@ def _small_inputs_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Block(nn.Module):
-    """Inputs in a list and by name, as blocks of diffusers and of this project take them, and one that all share."""
+    """Inputs in a list and by name, as diffusers blocks and of this project take them, and one that all share."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -170,7 +170,7 @@ class PicturePipeline:
             for name, part in parts.items():
                 refuse_out_of_range(part.to(dtype_of(precision)), name, precision)
             pipeline.save_pretrained(directory)
-            return f"a pipeline of diffusers: {type(pipeline).__name__}.from_pretrained reads it"
+            return f"a diffusers pipeline: {type(pipeline).__name__}.from_pretrained reads it"
         found = cls.from_directory(adapters)
         merge_adapter(found.model, lora.ADAPTER)
         refuse_out_of_range(found.model.to(dtype_of(precision)), found.base.family.denoiser, precision)

@@ -124,7 +124,7 @@ class LanguagePipeline:
 
     @classmethod
     def recognises(cls, description: Mapping[str, Any]) -> bool:
-        """Return True for config.json of any causal language model of transformers, and for peft's of adapters."""
+        """Return True for config.json of any causal language model from transformers, and for peft's of adapters."""
         if "peft_type" in description:
             return True
         # Late: asked only of a config.json without a description, and transformers takes seconds to import.
@@ -307,7 +307,7 @@ def _whole_model(directory: Path) -> nn.Module:
         model: nn.Module = exported_model.load(directory)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"{directory}: not loaded as a causal language model of transformers ({type(error).__name__}: "
+            f"{directory}: not loaded as a causal language model from transformers ({type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}); a checkpoint or an export of recipes/causal_lm.py is required"
         ) from None
     if weights.has_ema(directory):

@@ -38,7 +38,7 @@ class ModelConfig:
     revision: str | None = None
     """Branch, tag or commit of a Hub id, also for its tokenizer."""
     config: str = SCRATCH
-    """Architecture from scratch: a model type of transformers (llama, gpt2, qwen3), or the Hub id or folder of a
+    """Architecture from scratch: a transformers model type (llama, gpt2, qwen3), or the Hub id or folder of a
     config.json, whose weights are not read."""
     hidden_size: PositiveInt | None = None
     """Width, from scratch. null: that of `config`, as for the options below."""
@@ -201,7 +201,7 @@ def _from_scratch(options: ModelConfig, tokenizer: Any) -> Any:
         return _with_sizes(options, lambda: AutoConfig.for_model(options.config, **values))
     if not Path(options.config).exists() and "/" not in options.config:
         raise UsageError(
-            f"--model.config {options.config!r}: no model type of a causal language model of transformers"
+            f"--model.config {options.config!r}: no model type of a causal language model from transformers"
             f"{did_you_mean(nearest(options.config, types))}, no folder, and no Hub id. Give one of them."
         )
     known = _load_config(options.config)

@@ -1,7 +1,7 @@
 """What CUDA computes otherwise than a CPU, on tensors of the CPU: casts of autocast, and RMSNorm in one kernel.
 
 A simulation computes on the CPU, whose autocast leaves norms and softmax in bf16. In bf16 a GPU keeps the inputs and
-outputs of these operators in fp32, so a model of diffusers takes more memory there than the CPU's autocast shows.
+outputs of these operators in fp32, so a diffusers model takes more memory there than the CPU's autocast shows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls of attention inside a model of transformers or diffusers: recorded in a forward, repeated on any device.
+"""Calls of attention inside a transformers or diffusers model: recorded in a forward, repeated on any device.
 
 A recorded call computes nothing, so the forward runs where the kernel itself cannot, such as a model on the CPU that
 will attend on a GPU.

@@ -96,7 +96,7 @@ def apply_library_attention(
     *,
     compiled: bool = False,
 ) -> LibraryAttention:
-    """Set the attention of a model of transformers or diffusers, in place, and prove it on ``device``.
+    """Set the attention of a transformers or diffusers model, in place, and prove it on ``device``.
 
     Call it on every process, with the initial weights in the model and before activation checkpointing, compilation
     and ``prepare``. ``name`` is auto, which leaves what the library chose, or a name of ``NAMES`` or of torch's

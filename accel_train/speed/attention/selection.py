@@ -57,7 +57,7 @@ def resolve_attention(name: str, needs: AttentionNeeds) -> tuple[Attention, str]
         names, times, failed = _by_time(names, needs)
         return _first_proven(names, needs, times, lacking + failed)
     if name == OF_TRANSFORMERS:
-        raise UsageError(f"attention {name}: is the attention of a model of transformers itself. Use sdpa_math.")
+        raise UsageError(f"attention {name}: is the attention of a transformers model itself. Use sdpa_math.")
     check_name(name)
     is_user_function = ":" in name
     reason = None

@@ -150,7 +150,7 @@ def test_a_family_is_trained_resumed_exported_and_loaded(
         assert f"{file}: {len(adapter) // 2} layers" in printed
     # And the whole pipeline that the adapter makes of its base, without the base.
     assert cli._main(["export", str(run), str(tmp_path / "merged"), "--merged"]) == 0
-    assert "a pipeline of diffusers" in capsys.readouterr().out
+    assert "a diffusers pipeline" in capsys.readouterr().out
     assert not (tmp_path / "merged" / "adapters").exists()
     assert np.abs(drawn_by_diffusers(tmp_path, name, None, "merged") - exported).max() < 0.6
     if name in READ_BY_DIFFUSERS:
@@ -309,7 +309,7 @@ def test_an_earlier_row_that_cannot_be_read_is_named(
     ("flags", "message"),
     [
         (("--lora.rank", "0"), r"lora.rank is 0"),
-        (("--base.source", "None"), r"base.source: adapters need a pretrained pipeline of diffusers"),
+        (("--base.source", "None"), r"base.source: adapters need a pretrained diffusers pipeline"),
         (("--data.bucket_step", "3"), r"data.bucket_step 3: Stable Diffusion 1.x and 2.x takes sides that are mult"),
         (("--evaluation.side", "17"), r"evaluation.side 17: .* multiples of 8 .*; give 16 or 24"),
         (("--evaluation.side", "5"), r"evaluation.side 5: .*; give 8$"),

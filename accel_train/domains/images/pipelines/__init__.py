@@ -1,1 +1,1 @@
-"""Pretrained pipelines of diffusers: their families, inputs and adapters."""
+"""Pretrained diffusers pipelines: their families, inputs and adapters."""

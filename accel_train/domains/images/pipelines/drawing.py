@@ -1,4 +1,4 @@
-"""Pictures of a pipeline of diffusers or of our own, the same on any device."""
+"""Pictures of a diffusers pipeline or of our own, the same on any device."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _without_truncated(pipeline: Any) -> Generator[None]:
 
 
 def describe_cut(pipeline: Any, base: Base, captions: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a notice for each length at which a pipeline of diffusers cuts any of the captions, (name, text)."""
+    """Return a notice for each length at which a diffusers pipeline cuts any of the captions, (name, text)."""
     tokenizers = {name: getattr(pipeline, name) for name in pipeline.components if name.startswith("tokenizer")}
     by_length: dict[int, tuple[str, Any]] = {}
     for component, tokenizer in tokenizers.items():

@@ -49,7 +49,7 @@ class BaseConfig:
     """Pretrained text-to-image model that the adapters are trained on."""
 
     source: str | None = None
-    """Hub id or folder of a pipeline of diffusers, with model_index.json; or a run of recipes/mmdit.py on pictures, one
+    """Hub id or folder of a diffusers pipeline, with model_index.json; or a run of recipes/mmdit.py on pictures, one
     of its checkpoints or exports, or hub:org/name of one that was pushed."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""
@@ -304,7 +304,7 @@ def find_base(config: BaseConfig) -> Base:
         return finding.find(config)
     if config.source is None:
         raise UsageError(
-            "base.source: adapters need a pretrained pipeline of diffusers, and none is given; give "
+            "base.source: adapters need a pretrained diffusers pipeline, and none is given; give "
             "--base.source with a Hub id, such as stable-diffusion-v1-5/stable-diffusion-v1-5, or a folder that "
             "save_pretrained wrote"
         )
@@ -362,7 +362,7 @@ def _download(config: BaseConfig) -> Path:
 def _not_loaded(source: str, error: Exception) -> str:
     return (
         f"base.source {source!r} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
-        f"Required is the Hub id or folder of a pipeline of diffusers, with {INDEX} and safetensors weights (without a "
+        f"Required is the Hub id or folder of a diffusers pipeline, with {INDEX} and safetensors weights (without a "
         "network it must be in the cache)."
     )
 

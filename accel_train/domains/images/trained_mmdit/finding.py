@@ -24,7 +24,7 @@ MARKS = (manifest.MANIFEST, "run.json", "checkpoints", f"{ASSETS}/assets.json")
 
 
 def is_meant(source: str) -> bool:
-    """Return True for a source from recipes/mmdit.py, rather than a pipeline of diffusers."""
+    """Return True for a source from recipes/mmdit.py, rather than a diffusers pipeline."""
     path = expand_path(source)
     if source.startswith(HUB) or source == DEMO:
         return True

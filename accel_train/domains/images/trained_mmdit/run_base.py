@@ -142,7 +142,7 @@ class MMDiTBase:
 
     def levels(self) -> NoiseLevels:
         """Return the noise levels of its process, spread and weighted like the times of its training."""
-        # A fixed list of levels, as a scheduler of diffusers has: the recipe draws an index, for all families alike.
+        # A fixed list of levels, as a diffusers scheduler has: the recipe draws an index, for all families alike.
         middles = (torch.arange(LEVELS) + 0.5) / LEVELS
         times = shifted(with_density(middles, self.times), self.times.shift)
         a, b = coefficients(times, self.diffusion)

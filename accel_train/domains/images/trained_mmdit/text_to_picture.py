@@ -1,6 +1,6 @@
 """Our own MMDiT as a text-to-image pipeline: its captions, its patches, its sampler.
 
-To recipes/lora.py it looks like a pipeline of diffusers, with parts of the same names: text encoder, VAE and
+To recipes/lora.py it looks like a diffusers pipeline, with parts of the same names: text encoder, VAE and
 transformer. An absent caption is one of as many masked tokens, at time 1, as in recipes/mmdit.py.
 """
 
