@@ -212,6 +212,19 @@ def test_a_model_without_a_pad_token_is_padded_and_it_is_said(tmp_path: Path) ->
     assert (batch["labels"][0, int(batch["length"]) :] == IGNORED).all()
 
 
+def test_a_row_with_nothing_to_learn_is_counted_as_bad_alone(tmp_path: Path) -> None:
+    nothing = {"prompt": " ".join(tiny.TEXTS * 3), "completion": " x"}
+    data = prepared(tmp_path, *LINES, nothing, heldout_fraction=0.01, max_bad_rows=1)
+    rows = f"{data.train.texts:,} training rows of data, {data.heldout.texts:,} held out"
+    assert data.train.texts + data.heldout.texts == len(LINES)
+    assert {rows, "1 bad rows left out"} <= set(data.notices)
+    assert not any("are cut" in notice for notice in data.notices)
+    (tmp_path / "named").mkdir()
+    bodies = [{"body": line} for line in LINES]
+    named = prepared(tmp_path / "named", *bodies, nothing, text_column="body", max_bad_rows=1)
+    assert not any("rows without 'body'" in notice for notice in named.notices)
+
+
 def test_texts_that_are_too_long_are_split_or_cut_and_it_is_said(tmp_path: Path) -> None:
     long = " ".join(tiny.TEXTS * 3)
     pair = {"prompt": "Who is there?", "completion": f" {long}"}
