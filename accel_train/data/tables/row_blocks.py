@@ -47,6 +47,11 @@ class RowBlocks(Protocol):
     """Rows of a source. Can be pickled: a worker reads for itself."""
 
     @property
+    def option(self) -> str:
+        """Option naming the source, for messages."""
+        ...
+
+    @property
     def key(self) -> str:
         """Hash of all that decides the rows: the contents of the files, not their names or dates."""
         ...
@@ -135,7 +140,7 @@ class FileRows:
         elif kind == "text":
             yield from self._text_rows(file, block)
         elif kind == "csv":
-            for index, fields in enumerate(table(file, self.columns)):
+            for index, fields in enumerate(table(file, self.columns, self.option)):
                 yield f"row {index} of {file}", fields
         else:
             yield from self._table_rows(file, kind, block.number, _batches(file, kind, block, self.columns))
@@ -262,6 +267,8 @@ def _paragraph_blocks(file: Path) -> Iterator[tuple[int, ...]]:
 class DatasetRows:
     """Rows on disk of a dataset of `datasets`."""
 
+    option: str
+    """Option naming it, for messages."""
     dataset: Any
     name: str
     """As the user gave it, for messages."""
@@ -293,7 +300,7 @@ class DatasetRows:
             yield f"row {start + row} of {self.name}", fields
 
 
-def dataset_rows(dataset: Any, name: str, split: str, sha256: Callable[[Path], str]) -> DatasetRows:
+def dataset_rows(option: str, dataset: Any, name: str, split: str, sha256: Callable[[Path], str]) -> DatasetRows:
     """Return the rows of a dataset. Hashes its files, or its rows where it is in memory."""
     digest = hashlib.sha256(f"dataset {split} {len(dataset)} {dataset.features}".encode())
     files = [Path(entry["filename"]) for entry in dataset.cache_files]
@@ -302,4 +309,4 @@ def dataset_rows(dataset: Any, name: str, split: str, sha256: Callable[[Path], s
     if not files:
         for fields in dataset:
             digest.update(repr(fields).encode("utf-8", "surrogatepass"))
-    return DatasetRows(dataset, name, digest.hexdigest())
+    return DatasetRows(option, dataset, name, digest.hexdigest())

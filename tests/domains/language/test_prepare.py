@@ -187,6 +187,20 @@ def test_a_source_that_is_held_out_as_a_whole_is_refused_with_the_reason(tmp_pat
         prepared(tmp_path, {"text": 3}, heldout_path=held, heldout_fraction=0, max_bad_rows=1)
 
 
+@pytest.mark.parametrize(("content", "bad"), [("", 0), ('{"text": ""}\n', 1)])
+def test_held_out_rows_that_cannot_be_used_are_named_by_their_option(content: str, bad: int, tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text(content)
+    given: dict[str, Any] = {"heldout_path": str(tmp_path / "held.jsonl"), "heldout_fraction": 0}
+    with pytest.raises(UsageError, match=rf"^--data.heldout_path '.*held.jsonl' holds no usable row \({bad} bad rows"):
+        prepared(tmp_path, max_bad_rows=bad, **given)
+    if bad:
+        with pytest.raises(UsageError, match=r"^--data.heldout_path: .*held.jsonl:1: 'text' is empty"):
+            prepared(tmp_path, **given)
+    (tmp_path / "held.csv").write_text('text\n"a",b,c\n')
+    with pytest.raises(UsageError, match=r"^--data.heldout_path '.*held.csv' cannot be read"):
+        prepared(tmp_path, heldout_path=str(tmp_path / "held.csv"), heldout_fraction=0)
+
+
 def test_the_tokenizer_is_that_of_the_model_or_another(tmp_path: Path) -> None:
     tiny.save(tmp_path / "model", template=tiny.CHATML)
     model = ModelConfig(source=str(tmp_path / "model"))
