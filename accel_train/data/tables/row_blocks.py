@@ -270,6 +270,9 @@ class DatasetRows:
     option: str
     """Option naming it, for messages."""
     dataset: Any
+    """Of the columns to read."""
+    columns: tuple[str, ...]
+    """All that it has."""
     name: str
     """As the user gave it, for messages."""
     key: str
@@ -288,20 +291,25 @@ class DatasetRows:
 
     def schemas(self) -> Iterator[Sequence[str] | None]:
         """Yield the columns."""
-        yield self.dataset.column_names
+        yield self.columns
 
     def read(self, number: int) -> Iterator[PlacedRow]:
         """Yield the rows of a block."""
         start = number * ROWS_AT_ONCE
         stop = min(start + ROWS_AT_ONCE, len(self.dataset))
-        columns: Mapping[str, list[Any]] = self.dataset[start:stop]
+        columns: Mapping[str, Sequence[Any]] = self.dataset[start:stop]
         for row in range(stop - start):
             fields = {name: values[row] for name, values in columns.items()}
             yield f"row {start + row} of {self.name}", fields
 
 
-def dataset_rows(option: str, dataset: Any, name: str, split: str, sha256: Callable[[Path], str]) -> DatasetRows:
-    """Return the rows of a dataset. Hashes its files, or its rows where it is in memory."""
+def dataset_rows(
+    option: str, dataset: Any, name: str, split: str, columns: Sequence[str], sha256: Callable[[Path], str]
+) -> DatasetRows:
+    """Return the rows of a dataset, with those of the ``columns`` that it has, all if it has none.
+
+    Hashes its files, or its rows where it is in memory.
+    """
     digest = hashlib.sha256(f"dataset {split} {len(dataset)} {dataset.features}".encode())
     files = [Path(entry["filename"]) for entry in dataset.cache_files]
     for file in files:
@@ -309,4 +317,7 @@ def dataset_rows(option: str, dataset: Any, name: str, split: str, sha256: Calla
     if not files:
         for fields in dataset:
             digest.update(repr(fields).encode("utf-8", "surrogatepass"))
-    return DatasetRows(option, dataset, name, digest.hexdigest())
+    names: list[str] = dataset.column_names
+    # Others may be images or audio, which `datasets` decodes whenever a row is read.
+    wanted = [column for column in columns if column in names] or names
+    return DatasetRows(option, dataset.select_columns(wanted), tuple(names), name, digest.hexdigest())
