@@ -129,10 +129,14 @@ def warn_of_changes(option: str, value: str, cache: Path, files: Mapping[str, tu
             logger.warning("%s %r: since the last start, %s: %s", option, value, kind, shortened(names, SHOWN))
     # Of a cache that another user has made it stays as it is: it serves the log alone.
     with contextlib.suppress(OSError):
-        listing.parent.mkdir(parents=True, exist_ok=True)
-        part = listing.with_name(f".{listing.name}.{socket.gethostname()}.{os.getpid()}.part")
-        part.write_text(json.dumps(files), "utf-8")
-        part.replace(listing)
+        _write_listing(listing, files)
+
+
+def _write_listing(listing: Path, files: Mapping[str, tuple[int, int]]) -> None:
+    listing.parent.mkdir(parents=True, exist_ok=True)
+    part = listing.with_name(f".{listing.name}.{socket.gethostname()}.{os.getpid()}.part")
+    part.write_text(json.dumps(files), "utf-8")
+    part.replace(listing)
 
 
 # ------------------------------------------------------------------------------------------------------------- files
