@@ -214,6 +214,13 @@ def test_a_cut_file_and_a_text_with_the_name_of_a_table_are_named(tmp_path: Path
     assert "it is UTF-16" in refusal(lambda: table_of(tmp_path / "a.jsonl", tmp_path / "cache"))
 
 
+def test_shards_and_blocks_are_counted(tmp_path: Path) -> None:
+    for name, said in (("a", "1 jsonl shard in 1 block of lines"), ("b", "2 jsonl shards in 2 blocks of lines")):
+        (tmp_path / "lines").mkdir(exist_ok=True)
+        (tmp_path / "lines" / f"{name}.jsonl").write_text('{"text": "x"}\n')
+        assert index_shards(OPTION, str(tmp_path / "lines"), tmp_path / "cache").notices == (said,)
+
+
 @pytest.mark.fault("R8", injected="a shard of 0 rows", outcome="skipped, and reported")
 def test_shards_without_rows_are_left_out_and_said(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data")

@@ -19,6 +19,7 @@ SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjso
 """Files with random access to their blocks."""
 KINDS = {**SUFFIXES, ".txt": "text", ".csv": "csv"}
 UNITS = {"parquet": "row group", "arrow": "record batch", "jsonl": "block of lines"}
+PLURALS = {"parquet": "row groups", "arrow": "record batches", "jsonl": "blocks of lines"}
 LINES_PER_BLOCK = 4096
 BYTES_PER_BLOCK = 2**23
 PIECE_BYTES = 2**22

@@ -47,6 +47,11 @@ class RowBlocks(Protocol):
     """Rows of a source. Can be pickled: a worker reads for itself."""
 
     @property
+    def option(self) -> str:
+        """Option naming the source, for messages."""
+        ...
+
+    @property
     def key(self) -> str:
         """Hash of all that decides the rows: the contents of the files, not their names or dates."""
         ...
@@ -135,7 +140,7 @@ class FileRows:
         elif kind == "text":
             yield from self._text_rows(file, block)
         elif kind == "csv":
-            for index, fields in enumerate(table(file, self.columns)):
+            for index, fields in enumerate(table(file, self.columns, self.option)):
                 yield f"row {index} of {file}", fields
         else:
             yield from self._table_rows(file, kind, block.number, _batches(file, kind, block, self.columns))
@@ -262,7 +267,12 @@ def _paragraph_blocks(file: Path) -> Iterator[tuple[int, ...]]:
 class DatasetRows:
     """Rows on disk of a dataset of `datasets`."""
 
+    option: str
+    """Option naming it, for messages."""
     dataset: Any
+    """Of the columns to read."""
+    columns: tuple[str, ...]
+    """All that it has."""
     name: str
     """As the user gave it, for messages."""
     key: str
@@ -281,20 +291,25 @@ class DatasetRows:
 
     def schemas(self) -> Iterator[Sequence[str] | None]:
         """Yield the columns."""
-        yield self.dataset.column_names
+        yield self.columns
 
     def read(self, number: int) -> Iterator[PlacedRow]:
         """Yield the rows of a block."""
         start = number * ROWS_AT_ONCE
         stop = min(start + ROWS_AT_ONCE, len(self.dataset))
-        columns: Mapping[str, list[Any]] = self.dataset[start:stop]
+        columns: Mapping[str, Sequence[Any]] = self.dataset[start:stop]
         for row in range(stop - start):
             fields = {name: values[row] for name, values in columns.items()}
             yield f"row {start + row} of {self.name}", fields
 
 
-def dataset_rows(dataset: Any, name: str, split: str, sha256: Callable[[Path], str]) -> DatasetRows:
-    """Return the rows of a dataset. Hashes its files, or its rows where it is in memory."""
+def dataset_rows(
+    option: str, dataset: Any, name: str, split: str, columns: Sequence[str], sha256: Callable[[Path], str]
+) -> DatasetRows:
+    """Return the rows of a dataset, with those of the ``columns`` that it has, all if it has none.
+
+    Hashes its files, or its rows where it is in memory.
+    """
     digest = hashlib.sha256(f"dataset {split} {len(dataset)} {dataset.features}".encode())
     files = [Path(entry["filename"]) for entry in dataset.cache_files]
     for file in files:
@@ -302,4 +317,7 @@ def dataset_rows(dataset: Any, name: str, split: str, sha256: Callable[[Path], s
     if not files:
         for fields in dataset:
             digest.update(repr(fields).encode("utf-8", "surrogatepass"))
-    return DatasetRows(dataset, name, digest.hexdigest())
+    names: list[str] = dataset.column_names
+    # Others may be images or audio, which `datasets` decodes whenever a row is read.
+    wanted = [column for column in columns if column in names] or names
+    return DatasetRows(option, dataset.select_columns(wanted), tuple(names), name, digest.hexdigest())

@@ -19,7 +19,15 @@ from typing import NamedTuple
 
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cached_folder
-from accel_train.data.tables.formats import BYTES_PER_BLOCK, LINES_PER_BLOCK, SUFFIXES, UNITS, Block, index_file
+from accel_train.data.tables.formats import (
+    BYTES_PER_BLOCK,
+    LINES_PER_BLOCK,
+    PLURALS,
+    SUFFIXES,
+    UNITS,
+    Block,
+    index_file,
+)
 from accel_train.data.tables.run_files import listed, run_file_notices, without_run_files
 from accel_train.wording import shortened
 
@@ -82,13 +90,20 @@ def index_shards(
     empty = [str(file) for number, file in enumerate(files) if number not in filled]
     if not blocks:
         raise UsageError(f"{option} {value!r}: {shortened(empty, SHOWN)} hold no rows. At least 1 row is required.")
-    notices = [f"{len(files):,} {kind} shards in {len(blocks):,} {UNITS[kind]}s"]
+    shards = _counted(len(files), f"{kind} shard", f"{kind} shards")
+    notices = [f"{shards} in {_counted(len(blocks), UNITS[kind], PLURALS[kind])}"]
     path = expand_path(value)
     if not path.is_file():
         notices += run_file_notices(listed(path))
     if empty:
         notices.append(f"shards without rows are left out: {shortened(empty, SHOWN)}")
     return ShardIndex(option, tuple(files), kind, identities, types, tuple(blocks), key, tuple(notices))
+
+
+def _counted(number: int, one: str, several: str) -> str:
+    if number == 1:
+        return f"1 {one}"
+    return f"{number:,} {several}"
 
 
 def warn_of_changes(option: str, value: str, cache: Path, files: Mapping[str, tuple[int, int]]) -> None:
@@ -114,10 +129,14 @@ def warn_of_changes(option: str, value: str, cache: Path, files: Mapping[str, tu
             logger.warning("%s %r: since the last start, %s: %s", option, value, kind, shortened(names, SHOWN))
     # Of a cache that another user has made it stays as it is: it serves the log alone.
     with contextlib.suppress(OSError):
-        listing.parent.mkdir(parents=True, exist_ok=True)
-        part = listing.with_name(f".{listing.name}.{socket.gethostname()}.{os.getpid()}.part")
-        part.write_text(json.dumps(files), "utf-8")
-        part.replace(listing)
+        _write_listing(listing, files)
+
+
+def _write_listing(listing: Path, files: Mapping[str, tuple[int, int]]) -> None:
+    listing.parent.mkdir(parents=True, exist_ok=True)
+    part = listing.with_name(f".{listing.name}.{socket.gethostname()}.{os.getpid()}.part")
+    part.write_text(json.dumps(files), "utf-8")
+    part.replace(listing)
 
 
 # ------------------------------------------------------------------------------------------------------------- files

@@ -22,8 +22,9 @@ HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")
 class BadRows:
     """Counter of unusable rows. The first row beyond the limit raises ``UsageError``."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, option: str = "--data.path") -> None:
         self.limit = limit
+        self.option = option
         self.count = 0
 
     def add(self, place: str, reason: str) -> None:
@@ -34,7 +35,7 @@ class BadRows:
             if self.limit:
                 before = f" ({self.limit} bad rows before it were left out)"
             raise UsageError(
-                f"--data.path: {place}: {reason}{before}. Correct the row, or raise --data.max_bad_rows "
+                f"{self.option}: {place}: {reason}{before}. Correct the row, or raise --data.max_bad_rows "
                 f"(now {self.limit}) to leave bad rows out."
             )
 
@@ -63,7 +64,7 @@ def json_rows(lines: Iterable[tuple[str, str]], bad: BadRows) -> Iterator[tuple[
             yield place, row
 
 
-def hub_dataset(path: str, split: str) -> Any:
+def hub_dataset(path: str, split: str, option: str = "--data.path") -> Any:
     """Load a dataset of the Hub, ``owner/name`` or ``owner/name:configuration``, from its data files only."""
     import datasets
 
@@ -73,14 +74,14 @@ def hub_dataset(path: str, split: str) -> Any:
     except Exception as error:
         # Name, network, permission, split or script: the user can fix all of them.
         raise UsageError(
-            f"--data.path {path!r}, --data.split {split!r}: no such file or folder, and the hub answered "
+            f"{option} {path!r}, --data.split {split!r}: no such file or folder, and the hub answered "
             f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. Give a file, or a hub id "
             "(owner/name or owner/name:configuration) whose data are plain files (datasets that need a script "
             "are refused); without a network, the dataset must be in the cache of `datasets`."
         ) from None
 
 
-def saved_dataset(folder: Path, split: str) -> Any:
+def saved_dataset(folder: Path, split: str, option: str = "--data.path") -> Any:
     """Load a dataset written by ``save_to_disk``, and of several splits the one named ``split``."""
     import datasets
 
@@ -89,17 +90,19 @@ def saved_dataset(folder: Path, split: str) -> Any:
     except Exception as error:
         # Damaged Arrow files raise half a dozen types.
         raise UsageError(
-            f"--data.path {str(folder)!r} cannot be read as a saved dataset ({type(error).__name__}: "
+            f"{option} {str(folder)!r} cannot be read as a saved dataset ({type(error).__name__}: "
             f"{error}). Save it again with dataset.save_to_disk."
         ) from None
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
     if split not in loaded:
-        raise UsageError(f"--data.split {split!r}: {folder} has the splits {sorted(loaded)}. Name one of them.")
+        raise UsageError(
+            f"{option}, --data.split {split!r}: {folder} has the splits {sorted(loaded)}. Name one of them."
+        )
     return loaded[split]
 
 
-def table(file: Path, texts: Sequence[str] = ()) -> Any:
+def table(file: Path, texts: Sequence[str] = (), option: str = "--data.path") -> Any:
     """Read a whole table into a `datasets.Dataset`. Of a CSV file, the columns in ``texts`` are text."""
     # Not with `datasets.load_dataset`: its cache is keyed by path and time, not by content.
     import datasets
@@ -111,7 +114,7 @@ def table(file: Path, texts: Sequence[str] = ()) -> Any:
     except Exception as error:
         # Damaged files raise half a dozen types.
         raise UsageError(
-            f"--data.path {str(file)!r} cannot be read ({type(error).__name__}: {error}). "
+            f"{option} {str(file)!r} cannot be read ({type(error).__name__}: {error}). "
             "Write it again, or convert it to JSONL."
         ) from None
 

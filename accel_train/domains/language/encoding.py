@@ -72,7 +72,6 @@ class _Block:
         keys = [content_key(row.content) for row in rows]
         kept = [(row, key) for row, key in zip(rows, keys, strict=True) if key not in self._encoder.excluded]
         texts = [row for row, _ in kept if row.text is not None]
-        self._counts["plain"] += len(texts)
         encoded = iter(templates.encode_texts(texts, self._encoder.tokenizer))
         for row, key in kept:
             if row.text is not None:
@@ -89,11 +88,7 @@ class _Block:
         length = len(encoded.ids)
         limit = self._encoder.max_length
         is_heldout = int.from_bytes(key[:8], "big") < self._limit
-        self._counts["heldout" if is_heldout else "train"] += 1
         is_plain = row.text is not None
-        # Counted for training alone, of which the notice speaks.
-        if length > limit and not is_heldout:
-            self._counts["split" if is_plain else "cut"] += 1
         pieces = packing.fit(encoded, limit, split=is_plain)
         # A piece without a token to learn would only take place.
         kept = [packing.marked(piece) for piece in pieces if any(piece.trained)]
@@ -104,6 +99,13 @@ class _Block:
             which = f"the first {limit} tokens" if length > limit else f"its {length} tokens"
             why = f"nothing to learn: none of {which} is trained (--data.max_length, the chat template)"
             self.faults.append(Fault(row.place, why))
+            # A bad row, and none of either split.
+            return
+        self._counts["heldout" if is_heldout else "train"] += 1
+        self._counts["plain"] += is_plain
+        # Counted for training alone, of which the notice speaks.
+        if length > limit and not is_heldout:
+            self._counts["split" if is_plain else "cut"] += 1
 
     def finish(self) -> EncodedBlock:
         heldout = np.array(self._heldout, np.bool_)

@@ -280,8 +280,10 @@ def _refuse_one_side(sources: _Sources, train: PreparedTokens, heldout: Prepared
     held_out = train.heldout if heldout is None else heldout.train
     if train.train and held_out:
         return
+    if heldout is not None and not held_out:
+        _refuse_no_row(f"--data.heldout_path {config.heldout_path!r}", config, heldout.counts["bad"])
     rows_read = train.counts["train"] + train.counts["heldout"]
-    if not rows_read and (heldout is None or held_out):
+    if not rows_read:
         # Rows of the held-out source are left out before they are counted.
         if held_out and any(True for _ in encoding.contents(sources.train, config.text_column)):
             raise UsageError(
@@ -290,17 +292,20 @@ def _refuse_one_side(sources: _Sources, train: PreparedTokens, heldout: Prepared
                 "one of the two, or leave --data.heldout_path out to hold out a share of the rows "
                 "(--data.heldout_fraction)."
             )
-        raise UsageError(
-            f"--data.path {config.path!r} holds no usable row ({train.counts['bad']} bad rows). At least one row with "
-            f"messages, with prompt and completion, or with text in {config.text_column!r} is required: check the "
-            "path, --data.split and --data.text_column."
-        )
+        _refuse_no_row(f"--data.path {config.path!r}", config, train.counts["bad"])
     held_out_rows = train.counts["heldout"] if heldout is None else heldout.counts["train"]
     raise UsageError(
         f"--data.path {config.path!r}, --data.heldout_fraction {config.heldout_fraction:g}: {train.counts['train']} "
         f"training and {held_out_rows} held-out rows; at least 1 of each is required, with a token to learn. Bring "
         "more rows (--data.sample_by paragraph makes more of a .txt file than document), raise the fraction, or give "
         "--data.heldout_path."
+    )
+
+
+def _refuse_no_row(source: str, config: DataConfig, bad: int) -> None:
+    raise UsageError(
+        f"{source} holds no usable row ({bad} bad rows). At least one row with messages, with prompt and completion, "
+        f"or with text in {config.text_column!r} is required: check the path, --data.split and --data.text_column."
     )
 
 

@@ -98,10 +98,11 @@ def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by
     ``split`` names a split of a saved or Hub dataset, and files have none. Raises ``UsageError`` for what is no source.
     """
     sha256 = partial(remembered_sha256, cache=cache)
+    columns = [text_column, *rows.FIELDS]
     if path != "demo" and rows.is_hub_id(path):
-        return dataset_rows(hub_dataset(path, split), path, split, sha256)
+        return dataset_rows(option, hub_dataset(path, split, option), path, split, columns, sha256)
     source = DEMO_FILE if path == "demo" else expand_path(path)
     if is_saved_dataset(source):
-        return dataset_rows(saved_dataset(source, split), path, split, sha256)
+        return dataset_rows(option, saved_dataset(source, split, option), path, split, columns, sha256)
     files = [source] if path == "demo" else files_of(option, path, source)
-    return file_rows(option, files, [text_column, *rows.FIELDS], sample_by, sha256)
+    return file_rows(option, files, columns, sample_by, sha256)

@@ -187,6 +187,20 @@ def test_a_source_that_is_held_out_as_a_whole_is_refused_with_the_reason(tmp_pat
         prepared(tmp_path, {"text": 3}, heldout_path=held, heldout_fraction=0, max_bad_rows=1)
 
 
+@pytest.mark.parametrize(("content", "bad"), [("", 0), ('{"text": ""}\n', 1)])
+def test_held_out_rows_that_cannot_be_used_are_named_by_their_option(content: str, bad: int, tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text(content)
+    given: dict[str, Any] = {"heldout_path": str(tmp_path / "held.jsonl"), "heldout_fraction": 0}
+    with pytest.raises(UsageError, match=rf"^--data.heldout_path '.*held.jsonl' holds no usable row \({bad} bad rows"):
+        prepared(tmp_path, max_bad_rows=bad, **given)
+    if bad:
+        with pytest.raises(UsageError, match=r"^--data.heldout_path: .*held.jsonl:1: 'text' is empty"):
+            prepared(tmp_path, **given)
+    (tmp_path / "held.csv").write_text('text\n"a",b,c\n')
+    with pytest.raises(UsageError, match=r"^--data.heldout_path '.*held.csv' cannot be read"):
+        prepared(tmp_path, heldout_path=str(tmp_path / "held.csv"), heldout_fraction=0)
+
+
 def test_the_tokenizer_is_that_of_the_model_or_another(tmp_path: Path) -> None:
     tiny.save(tmp_path / "model", template=tiny.CHATML)
     model = ModelConfig(source=str(tmp_path / "model"))
@@ -210,6 +224,19 @@ def test_a_model_without_a_pad_token_is_padded_and_it_is_said(tmp_path: Path) ->
     assert any("no pad token" in notice for notice in data.notices)
     batch = data.train.batch([0])
     assert (batch["labels"][0, int(batch["length"]) :] == IGNORED).all()
+
+
+def test_a_row_with_nothing_to_learn_is_counted_as_bad_alone(tmp_path: Path) -> None:
+    nothing = {"prompt": " ".join(tiny.TEXTS * 3), "completion": " x"}
+    data = prepared(tmp_path, *LINES, nothing, heldout_fraction=0.01, max_bad_rows=1)
+    rows = f"{data.train.texts:,} training rows of data, {data.heldout.texts:,} held out"
+    assert data.train.texts + data.heldout.texts == len(LINES)
+    assert {rows, "1 bad rows left out"} <= set(data.notices)
+    assert not any("are cut" in notice for notice in data.notices)
+    (tmp_path / "named").mkdir()
+    bodies = [{"body": line} for line in LINES]
+    named = prepared(tmp_path / "named", *bodies, nothing, text_column="body", max_bad_rows=1)
+    assert not any("rows without 'body'" in notice for notice in named.notices)
 
 
 def test_texts_that_are_too_long_are_split_or_cut_and_it_is_said(tmp_path: Path) -> None:

@@ -74,6 +74,24 @@ def test_a_saved_dataset_and_a_table_are_read(tmp_path: Path) -> None:
         read(tmp_path / "saved")
 
 
+def test_other_columns_of_a_dataset_are_not_read(tmp_path: Path) -> None:
+    """A picture that nobody reads is not decoded, whatever is in its file."""
+    import datasets
+
+    def save(name: str, **columns: Any) -> Path:
+        (tmp_path / "no.png").write_text("no picture")
+        table = datasets.Dataset.from_dict({**columns, "picture": [str(tmp_path / "no.png")]})
+        table.cast_column("picture", datasets.Image()).save_to_disk(str(tmp_path / name))
+        return tmp_path / name
+
+    assert [row.text for row in read(save("texts", text=["one"]))] == ["one"]
+    assert [row.prompt for row in read(save("pairs", prompt=["p"], completion=[" c"]))] == ["p"]
+    plain: Any = datasets.Dataset.from_dict({"body": ["one"], "n": [1]})
+    plain.save_to_disk(str(tmp_path / "none"))
+    with pytest.raises(UsageError, match=r"no field 'text', .* among \['body', 'n'\]; set --data.text_column body"):
+        read(tmp_path / "none")
+
+
 def test_cells_of_csv_are_texts_with_their_line_breaks(tmp_path: Path) -> None:
     """pyarrow reads 1 MiB at a time."""
     texts = [f"{number} begins\n{'and goes on ' * 60}\nto its end" for number in range(3000)]

@@ -97,7 +97,7 @@ class TokenCache:
             found = self._load()
             if found is None:
                 self._delete_damaged_shards()
-                preparation = _Preparation(self, encoder(), BadRows(bad_rows_left))
+                preparation = _Preparation(self, encoder(), BadRows(bad_rows_left, source.option))
                 preparation.run(source)
                 found = self._load()
         assert found is not None, "it was just computed"
