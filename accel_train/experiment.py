@@ -226,7 +226,7 @@ def _open_run(
     options = replace(config, schedule=length.schedule, micro_batch_size=micro_batch_size).run_options()
     run = open_run(options, accelerator, fingerprint, length.resolved)
     # The lock is released however this run ends, so that a notebook can open the directory again.
-    current_run.callback(run.close)
+    current_run.push(run.close)
     _refuse_lost_growth(config, run)
     return run
 

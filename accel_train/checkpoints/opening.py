@@ -58,15 +58,15 @@ def open_run(
     directory = expand_path(options.output_dir)
     derived = dict(resolved or {})
     # Stays empty on other processes: a lock cannot be sent to them.
-    held: list[Any] = []
+    held: list[locks.Lock] = []
 
     def open_on_main() -> Json:
         try:
             return _open(options, directory, data_fingerprint, derived, held)
-        except BaseException:
+        except BaseException as error:
             # Cleaning up after a refused start takes the lock again (`refused.remove_new`).
             for lock in held:
-                lock.close()
+                lock.release(type(error))
             raise
 
     opened = on_main(accelerator, open_on_main)
@@ -77,7 +77,7 @@ def open_run(
     return Run(directory=directory, timeout_seconds=options.collective_timeout_seconds, **opened, _lock=lock)
 
 
-def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved: Json, held: list[Any]) -> Json:
+def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved: Json, held: list[locks.Lock]) -> Json:
     """Open the directory on the main process and return the fields of ``Run``. Puts the lock into ``held``."""
     _refuse_lost_links(directory)
     if options.hub is not None and not options.evaluate_only:
@@ -115,7 +115,7 @@ def _refuse_lost_links(directory: Path) -> None:
         raise UsageError(f"output_dir: {checkpoints} is no directory; move it away")
 
 
-def _prepare_directory(directory: Path, overwrite: bool) -> Any:
+def _prepare_directory(directory: Path, overwrite: bool) -> locks.Lock:
     """Create the directory, check write access, and take its lock. Returns the lock, held until the process ends."""
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"output_dir: {directory} is a file; give a directory")

@@ -16,6 +16,7 @@ from accel_train.checkpoints.policy import POLICIES, CheckpointConfig, RunOption
 from accel_train.config import UsageError, expand_path
 from accel_train.hub.options import HubConfig
 from accel_train.store import atomic_files, commit, failpoints, strict_json
+from accel_train.store.lock import Lock
 from accel_train.store.manifest import Checkpoint, checkpoint_name, committed
 from accel_train.store.names import EVALUATION_FILE, LOADING_FILE, REPORT, RUN_FILE
 from accel_train.store.run_file import load, renew_run, write_run
@@ -57,12 +58,12 @@ class Run:
     """Changes of the batch by measured noise so far: pairs of a step and the samples of each step after it."""
     unwritten_config: str | None = None
     """``config.yaml`` of a resume, to be written with ``saved`` after the first step."""
-    _lock: Any = field(default=None, repr=False)
+    _lock: Lock | None = field(default=None, repr=False)
 
-    def close(self) -> None:
-        """Release the lock on the run directory."""
+    def close(self, error: type[BaseException] | None = None, *_: object) -> None:
+        """Release the lock on the run directory. ``error`` is what has ended the run, if anything."""
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release(error)
 
     @contextmanager
     def loading(self, *, last: bool) -> Generator[None]:

@@ -365,8 +365,10 @@ def _lock_held(run: Path, *, needed: bool) -> Generator[None]:
         ) from None
     except OSError as error:
         raise UsageError(f"{run}: cannot be written ({error.strerror}); prune as a user with write access") from None
-    with held:
+    try:
         yield
+    finally:
+        held.release()
 
 
 def push(place: str, flags: Mapping[str, Any]) -> int:

@@ -6,9 +6,12 @@ import fcntl
 import logging
 import os
 import socket
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO
 
+from accel_train.config import UsageError
 from accel_train.store.names import LOCK_FILE
 
 logger = logging.getLogger(__name__)
@@ -18,8 +21,40 @@ class LockedError(RuntimeError):
     """Another process holds the lock. The message names it."""
 
 
-def acquire(directory: Path, purpose: str = "") -> Any:
-    """Lock a run directory and return the open lock file, to be kept until the lock is released by closing it.
+@dataclass
+class Lock:
+    """A lock that is held until it is released or closed, or until the process ends."""
+
+    _file: IO[str]
+    _earlier: str
+    """The name that a killed process has left in the file, usually empty, and its time in nanoseconds."""
+    _earlier_time: int
+
+    def release(self, error: type[BaseException] | None = None) -> None:
+        """Release the lock, and take the name of this process out of the file, unless ``error`` has ended it.
+
+        A name that stays tells ``accel-train monitor`` of a dead process, so one that was there before comes back.
+        """
+        # A refused start leaves the run as it was. Any other error may come before the first record, which tells it.
+        if error is not None and not issubclass(error, UsageError):
+            self.close()
+            return
+        # Closed already, or on a disk that fails: then the name stays.
+        with suppress(OSError, ValueError):
+            self._file.truncate(0)
+            self._file.write(self._earlier)
+            self._file.flush()
+            if self._earlier:
+                os.utime(self._file.fileno(), ns=(self._earlier_time, self._earlier_time))
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock, and leave the name of this process in the file. A second call has no effect."""
+        self._file.close()
+
+
+def acquire(directory: Path, purpose: str = "") -> Lock:
+    """Lock a run directory. ``purpose`` follows the name of this process in the file.
 
     Raises ``LockedError``, or ``OSError`` if the directory cannot be written. A file system without locks (Lustre
     without ``-o flock``, NFS without lockd) is a warning: the user alone then prevents a second process.
@@ -40,8 +75,11 @@ def acquire(directory: Path, purpose: str = "") -> Any:
         # The last holder, a refused start, has deleted the file. A third process may hold a new one.
         lock.close()
         return acquire(directory, purpose)
+    earlier_time = os.fstat(lock.fileno()).st_mtime_ns
+    lock.seek(0)
+    earlier = lock.read()
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}{purpose}\n")
     lock.flush()
     os.register_at_fork(after_in_child=lock.close)  # workers of a loader outlive a killed trainer by seconds
-    return lock
+    return Lock(lock, earlier, earlier_time)

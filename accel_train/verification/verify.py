@@ -103,10 +103,11 @@ def _verify(request: Request, checks: Sequence[Check]) -> int:
         )
     sizes = plan.choose_sizes(options, request.arguments, request.steps)
     flags = plan.common_flags(options, request.arguments, sizes)
+    words = plan.words_of(flags)
     with folder_for_runs(request.output, "output", "verify") as folder:
         cores, _ = usable_cores()
         # `--smoke` sets only options without a flag, so these sizes win over its own.
-        runner = Runner(recipe, [*request.arguments, "--smoke", *plan.words_of(flags)], Path(folder), max(1, cores // PARALLEL))
+        runner = Runner(recipe, [*request.arguments, "--smoke", *words], Path(folder), max(1, cores // PARALLEL))
         made = _Runs(runner, sizes, request, options, machine)
         try:
             evidence = made.make(checks)

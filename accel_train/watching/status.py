@@ -33,9 +33,13 @@ def condition_of(files: RunFiles) -> Condition:
         # Whoever starts it again may take its time, and the process of the lock has to end first.
         return _silent(files) or half
     ended = _ended(files)
-    # An end line is of the process that is gone only if that process wrote lines at all.
-    if process is not None and process.alive is False and (ended is None or begins_again):
-        return Condition("crashed", f"{process.text} is gone and wrote no end line")
+    if process is not None and process.alive is False:
+        # A copy of the run has a younger lock, and a start on it had no step left.
+        if begins_again and ended is not None and ended.status == "finished":
+            return ended
+        # An end line is of the process that is gone only if that process wrote lines at all.
+        if ended is None or begins_again:
+            return Condition("crashed", f"{process.text} is gone and wrote no end line")
     if begins_again:
         # The lines are of an earlier start. A new one writes its first line only after loading data and model.
         return _silent(files) or Condition("starting", "a new start, without a line yet")

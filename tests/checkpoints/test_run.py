@@ -497,6 +497,38 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(
     lock.close()
 
 
+def test_only_a_process_that_failed_leaves_its_name_in_the_lock(tmp_path: Path) -> None:
+    """By that name ``accel-train monitor`` knows a killed run."""
+    file = tmp_path / ".lock"
+    for error in (None, UsageError):
+        held = locks.acquire(tmp_path, " (of a purpose)")
+        assert file.read_text().endswith(" (of a purpose)\n")
+        held.release(error)
+        assert file.read_text() == ""
+    locks.acquire(tmp_path).release(RuntimeError)
+    failed = file.read_text()
+    assert failed == f"process {os.getpid()} on {os.uname().nodename}\n"
+    os.utime(file, (1e9, 1e9))
+    # A later one that ends well has not ended the run that failed.
+    locks.acquire(tmp_path, " (of a purpose)").release()
+    assert (file.read_text(), file.stat().st_mtime) == (failed, 1e9)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError])
+def test_a_run_that_ends_well_names_no_process(
+    accelerator: Accelerator, tmp_path: Path, error: type[Exception] | None
+) -> None:
+    run = open_run(options_of(Config(str(tmp_path / "run"))), accelerator, "d" * 8, {"optimizer.decay_steps": 10})
+    run.note_training()
+    run.close(error)
+    assert ((run.directory / ".lock").read_text() == "") == (error is None)
+    # A refused start leaves it as it was.
+    before = (run.directory / ".lock").read_text()
+    with pytest.raises(UsageError, match="resume: never"):
+        start(accelerator, Config(str(tmp_path / "run"), resume="never"))
+    assert (run.directory / ".lock").read_text() == before
+
+
 def test_a_lock_that_cannot_be_written_is_refused(accelerator: Accelerator, tmp_path: Path) -> None:
     """As that of another user is; a directory in its place stands for it, because root may write anything."""
     (tmp_path / "run" / ".lock").mkdir(parents=True)

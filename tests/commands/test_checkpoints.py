@@ -548,6 +548,8 @@ def test_a_run_that_trains_is_not_pruned(run: Path) -> None:
         assert steps_in(run) == [10, 20, 30]
     assert call("prune", run) == 0
     assert steps_in(run) == [20, 30]
+    # The name of the killed process is still there for `accel-train monitor`.
+    assert (run / ".lock").read_text() == "process 7 on host"
 
 
 def test_prune_knows_every_option_of_retention() -> None:

@@ -195,6 +195,13 @@ def test_a_new_start_is_seen_before_its_first_line(run: RunDirectory) -> None:
     assert condition(run).status == "crashed"
 
 
+def test_a_later_lock_of_a_dead_process_leaves_a_finished_run_finished(run: RunDirectory) -> None:
+    """As ``cp -r`` makes it younger, and as a start on it was killed that had no step left."""
+    run.add("end", 10, reason="finished")
+    run.lock(pid_of_the_dead(), at=run.time + 1e5)
+    assert condition(run, after=1e6) == Condition("finished")
+
+
 def test_another_command_that_held_the_lock_is_no_trainer(run: RunDirectory) -> None:
     (run.path / ".lock").write_text(f"process 1 on {os.uname().nodename} (accel-train checkpoints prune)\n")
     assert read(run).process is None
