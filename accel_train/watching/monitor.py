@@ -29,6 +29,8 @@ EXIT_ALERT = 3
 ENDED = ("finished", "stopped", "crashed", "unrecorded")
 HOME = "\x1b[H"
 CLEAR = "\x1b[2J"
+LAST_TRIES = 10
+"""Pages after the end of all runs on which a message that the webhook did not take is sent again."""
 REST = 9.0
 """Seconds of rest for each second spent on a page."""
 CLEAR_REST_OF_LINE = "\x1b[K"
@@ -101,6 +103,7 @@ def _look(files: dict[Path, MetricsFile], now: float) -> list[Watched]:
 def _follow(files: dict[Path, MetricsFile], every: float, told: Webhook | None) -> list[Watched]:
     """Show one page after the other until all runs have ended, or until Ctrl-C."""
     runs: list[Watched] = []
+    tries = LAST_TRIES
     in_place = sys.stdout.isatty()
     if in_place:
         sys.stdout.write(CLEAR)
@@ -110,10 +113,12 @@ def _follow(files: dict[Path, MetricsFile], every: float, told: Webhook | None) 
             now = time.time()
             runs = _look(files, now)
             _show(page(runs, now, _terminal()), in_place)
-            if told is not None:
-                told.tell(runs)
+            is_told = told is None or told.tell(runs)
             if all(run.state.status in ENDED for run in runs):
-                return runs
+                if is_told or not tries:
+                    return runs
+                # The end of a run is the message that matters most, and nobody sends it later.
+                tries -= 1
             # Watching shares the machine with training: at most a tenth of one core, however long the run is.
             time.sleep(max(every, REST * (time.time() - now)))
     except KeyboardInterrupt:

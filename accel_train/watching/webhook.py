@@ -10,6 +10,8 @@ import re
 import sys
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
+from http.client import HTTPException
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS = 10.0
 ENDED = ("finished", "stopped")
 """States of a run that are news without being alerts."""
+CHANGING = ("silent", "throughput", "save")
+"""Alerts whose numbers change while they stand. Those of any other kind tell one alert from the next."""
 
 
 class Webhook:
@@ -32,29 +36,29 @@ class Webhook:
     """
 
     def __init__(self, address: str) -> None:
-        parts = urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise UsageError(
-                f"--webhook {address!r}: is no address; give one that begins with http:// or https://, such as that of "
-                "an incoming webhook of Slack"
-            )
         self._address = address
-        self._host = parts.hostname
+        self._host = _host_of(address)
         self._sent: set[tuple[str, str, str]] = set()
         self._is_failing = False
 
-    def tell(self, runs: Sequence[Watched]) -> None:
-        """Send what has not been sent before. An error is printed once, until a message gets through again."""
+    def tell(self, runs: Sequence[Watched]) -> bool:
+        """Send what has not been sent before, and return True if everything has been.
+
+        An error is printed once, until a message gets through again.
+        """
         standing: set[tuple[str, str, str]] = set()
         for run in runs:
             for event, message in news_of(run):
-                # Without its numbers, which change while the alert stands.
-                key = (run.state.directory, event, re.sub(r"[0-9.]+", "#", message))
+                text = message
+                if event in CHANGING:
+                    text = re.sub(r"[0-9.]+", "#", message)
+                key = (run.state.directory, event, text)
                 standing.add(key)
                 if key not in self._sent and self._send(run, event, message):
                     self._sent.add(key)
         # A run that is resumed may end once more, and an alert that has gone may come back.
         self._sent &= standing
+        return self._sent == standing
 
     def _send(self, run: Watched, event: str, message: str) -> bool:
         text = f"{run.state.name}: {message}"
@@ -68,7 +72,8 @@ class Webhook:
             with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
                 self._is_failing = False
                 return True
-        except (OSError, ValueError) as error:
+        # HTTPException: an answer that is none of HTTP, as of another service at this port.
+        except (OSError, ValueError, HTTPException) as error:
             if not self._is_failing:
                 # The host alone: whoever has the whole address can write to the channel.
                 print(
@@ -80,12 +85,32 @@ class Webhook:
             return False
 
 
+def _host_of(address: str) -> str:
+    """Return the host of an address. Raises ``UsageError`` if nothing can be sent to it."""
+    host = None
+    # Spaces, line ends and letters beyond ASCII have to be escaped (%20).
+    if re.fullmatch("(?i:https?)://[!-~]+", address):
+        # Also asked for its port, which may be no number.
+        with suppress(ValueError):
+            parts = urlsplit(address)
+            host = parts.port != 0 and parts.hostname
+    if not host:
+        raise UsageError(
+            f"--webhook {address!r}: is no address; give one that begins with http:// or https://, such as that of "
+            "an incoming webhook of Slack, with a host, a port that is a number, and no space"
+        )
+    return host
+
+
 def news_of(run: Watched) -> list[tuple[str, str]]:
     """Return the events of a run as it stands: its end, if it has ended as it should, and its alerts."""
     state = run.state
     found: list[tuple[str, str]] = []
     if state.status in ENDED:
-        found.append((state.status, f"{state.status} at step {state.step} of {state.max_steps}"))
+        message = f"{state.status} at step {state.step}"
+        if state.max_steps is not None:
+            message += f" of {state.max_steps}"
+        found.append((state.status, message))
     for alert in run.alerts:
         where = "" if alert.step is None else f" at step {alert.step}"
         found.append((alert.kind, f"{alert.kind.replace('_', ' ')}{where}: {alert.message}"))

@@ -13,7 +13,7 @@ import pytest
 
 from accel_train import cli
 from accel_train.config import UsageError
-from accel_train.watching.monitor import monitor
+from accel_train.watching.monitor import LAST_TRIES, monitor
 from accel_train.watching.webhook import Webhook
 from tests.watching.run_directory import RunDirectory
 from tests.watching.test_monitor import look
@@ -25,11 +25,19 @@ class Channel:
     def __init__(self) -> None:
         self.got: list[dict[str, Any]] = []
         self.status = 200
+        self.asked = 0
+        self.failures = 0
+        """Requests that are answered with something else than HTTP, from the first on."""
         channel = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
+                channel.asked += 1
+                if channel.asked <= channel.failures:
+                    # As a service does that does not speak HTTP.
+                    self.wfile.write(b"220 mail.example ESMTP\r\n")
+                    return
                 if channel.status == 200:
                     channel.got.append(json.loads(body))
                 self.send_response(channel.status)
@@ -99,6 +107,38 @@ def test_what_was_not_taken_is_sent_later(tmp_path: Path, channel: Channel, caps
     assert channel.events == ["finished"]
 
 
+def test_another_alert_of_the_same_kind_is_sent_too(tmp_path: Path, channel: Channel) -> None:
+    run, webhook = RunDirectory(tmp_path / "run"), Webhook(channel.address)
+    for step in (1, 2):
+        run.add("warning", step, message=f"process {step} is slow")
+        for _ in range(2):
+            webhook.tell([look(run)])
+    texts = [message["text"] for message in channel.got]
+    assert texts == [f"run: warning at step {step}: process {step} is slow" for step in (1, 2)]
+
+
+def test_the_last_message_is_sent_again_after_the_end(
+    tmp_path: Path, channel: Channel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.file.write_text("")
+    run.add("end", 5, reason="finished")
+    channel.failures = 2
+    assert monitor([str(run.path)], every=0.001, webhook=channel.address) == 0
+    assert (channel.asked, channel.events) == (3, ["finished"])
+    # Its length is nowhere in its files.
+    assert channel.got[0]["text"] == "run: finished at step 5"
+    assert capsys.readouterr().err.count("127.0.0.1 did not take a message (220 mail.example") == 1
+
+
+def test_a_channel_that_is_gone_does_not_keep_the_monitor(tmp_path: Path, channel: Channel) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.add("end", 100, reason="finished")
+    channel.status = 404
+    assert monitor([str(run.path)], every=0.001, webhook=channel.address) == 0
+    assert channel.asked == 1 + LAST_TRIES
+
+
 def test_the_command_sends_and_keeps_its_exit_code(tmp_path: Path, channel: Channel) -> None:
     good, bad = RunDirectory(tmp_path / "good"), RunDirectory(tmp_path / "bad")
     good.add("end", 100, reason="finished")
@@ -112,6 +152,11 @@ def test_the_command_sends_and_keeps_its_exit_code(tmp_path: Path, channel: Chan
     [
         ({"webhook": "hooks.slack.com/services"}, "begins with http:// or https://"),
         ({"webhook": "file:///etc/passwd"}, "is no address"),
+        ({"webhook": "http://localhost:abc/x"}, "a port that is a number"),
+        ({"webhook": "http://localhost:70000/x"}, "a port that is a number"),
+        ({"webhook": "http://host/a b"}, "no space"),
+        ({"webhook": "http://[bad/x"}, "is no address"),
+        ({"webhook": "http://:80/x"}, "with a host"),
         ({"webhook": "http://x", "once": True}, "with --once and --json each call would send the same again"),
         ({"webhook": "http://x", "as_json": True}, "leave them out"),
     ],
