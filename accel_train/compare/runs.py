@@ -264,7 +264,10 @@ def _interrupt(number: int, _: FrameType | None) -> NoReturn:
 
 
 def read_run(letter: str, number: int, directory: Path, seconds: float, cpu_seconds: float) -> Run:
-    """Read the files of the run in ``directory``. Raises ``RunFailedError`` without a training line."""
+    """Read the files of the run in ``directory``.
+
+    Raises ``RunFailedError`` without a training line, and if the run has started again inside itself.
+    """
     path = directory / "metrics.jsonl"
     if not path.is_file():
         raise RunFailedError(f"the run wrote no {path}; a recipe records with accel_train.metrics.recorder")
@@ -273,6 +276,7 @@ def read_run(letter: str, number: int, directory: Path, seconds: float, cpu_seco
     lines = [line for line in trained if isinstance(line.get("step_seconds"), (int, float))]
     if not lines:
         raise RunFailedError(f"{path} has no training line with step_seconds; docs/metrics.md lists the fields")
+    _refuse_another_start(path, records)
     started = [record for record in records if record.get("event") == "environment"]
     environment = started[0] if started else {}
     hardware = {name: value for name, value in environment.items() if name not in NOT_HARDWARE}
@@ -290,6 +294,23 @@ def read_run(letter: str, number: int, directory: Path, seconds: float, cpu_seco
         environment=hardware,
         options=experiment,
     )
+
+
+def _refuse_another_start(path: Path, records: Sequence[Line]) -> None:
+    """Raise ``RunFailedError`` for a start after a training line: the clocks of the lines have begun again with it."""
+    has_trained = False
+    cause = ""
+    for record in records:
+        event = record.get("event")
+        if event in ("out_of_memory", "rollback"):
+            cause = f" after {event} at step {record.get('step')}"
+        if event == "environment" and has_trained:
+            raise RunFailedError(
+                f"{path}: the run started again by itself{cause}, so its times are those of several starts and cannot "
+                "be compared; give a micro-batch that fits in every run (--set micro_batch_size=N) and options whose "
+                "steps stay finite"
+            )
+        has_trained = has_trained or event == "train"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

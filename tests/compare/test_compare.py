@@ -30,7 +30,7 @@ from accel_train.compare import figures
 from accel_train.compare import runs as compare_runs
 from accel_train.compare.comparison import read_variants, single_options
 from accel_train.compare.request import Request
-from accel_train.compare.runs import Run, read_config
+from accel_train.compare.runs import Run, RunFailedError, read_config, read_run
 from accel_train.config import UsageError
 from accel_train.metrics.bootstrap import LEVEL, Estimate, coverage_of_range, estimate
 from accel_train.metrics.gates import COMPARED, SIGNS, decide, gate_values, read_gate
@@ -723,6 +723,22 @@ def test_an_effect_in_words(found: Estimate, neutral: float, tolerated: float, r
 
 def run_of(lines: list[dict[str, Any]], **more: Any) -> Run:
     return replace(Run("A", 1, Path("a"), 9.0, 8.0, lines, {}, None, {}), **more)
+
+
+def test_a_run_that_has_started_again_by_itself_has_no_times(tmp_path: Path) -> None:
+    def write(*lines: dict[str, Any]) -> None:
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def train(step: int, elapsed: float) -> dict[str, Any]:
+        return {"event": "train", "step": step, "step_seconds": 1.0, "elapsed_seconds": elapsed}
+
+    start, ran_out = {"event": "environment"}, {"event": "out_of_memory", "step": 61}
+    # Before its first line nothing was timed.
+    write(start, ran_out, start, train(1, 3.0), train(100, 102.0))
+    assert read_run("A", 1, tmp_path, 9.0, 8.0).last_step == 100
+    write(start, train(1, 3.0), train(60, 62.0), ran_out, start, train(61, 3.0), train(100, 42.0))
+    with pytest.raises(RunFailedError, match=r"started again by itself after out_of_memory at step 61, .*micro_batch"):
+        read_run("A", 1, tmp_path, 9.0, 8.0)
 
 
 @settings(max_examples=60, deadline=None)
