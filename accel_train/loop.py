@@ -277,6 +277,7 @@ class Training:
     def end(self) -> None:
         """Make this step the last: save it and leave the loop. The same on every process."""
         self._ended = True
+        self.reports.log.end()
 
     def _owe_evaluation(self) -> None:
         """Leave the evaluation after the last step to the next start. Those between steps are not made up for."""

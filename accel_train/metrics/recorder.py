@@ -128,6 +128,10 @@ class Recorder:
         # The first as well, so that a run that goes wrong at once shows it, and the last for its curves.
         return step % self._every == 0 or step in (1, self._max_steps)
 
+    def end(self) -> None:
+        """Make the step reached so far the last one: the run has finished by itself, and no start resumes it."""
+        self._max_steps = self._step
+
     def advance(self, step: int) -> None:
         """Move the bar after every step. Does not wait for the device."""
         self._step = step

@@ -177,6 +177,8 @@ def test_an_early_end_saves_its_step_with_its_metrics(trainers: Trainers, out: P
     assert run.wait() == [0], run.output()
     assert checkpoints(out) == [10]
     assert commit.verify(out / "checkpoints" / commit.checkpoint_name(10)).manifest["metrics"]["worst_at_ten"] == 0.0
+    # Nothing is left to resume, and nobody is told to.
+    assert read_metrics(out / "metrics.jsonl")[-1]["reason"] == "finished"
 
 
 CALLS = ("set_learning_rate", "training.report", "training.save_if_due", "prepared.ema.update")
