@@ -34,6 +34,7 @@ def left_as_found(name):
     else:
         with (folder / name / ".lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            assert lock.read() == ""  # a name is that of a killed process
     assert logging.getLogger().handlers == handlers
     assert sys.excepthook is hooks
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
