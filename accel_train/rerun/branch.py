@@ -142,7 +142,7 @@ def _open_fork(place: str, options: BranchOptions, flags: Sequence[str], folder:
     recipe = recorded.recipe_of(run, options.recipe)
     checkpoint = _checkpoint_at(run, options.at)
     recorded_options = recorded.options_at(run, checkpoint)
-    last = _last_step(run, recorded_options, checkpoint.step, options.steps)
+    last = _last_step(run, checkpoint.step, options.steps)
     tree = training.set_length(recorded_options, last)
     # A branch must neither push to its parent's repository nor, should anything be refused, log into its directory.
     tree |= {"hub": tree["hub"] | {"repo_id": None}, "output_dir": str(folder / "refused")}
@@ -167,11 +167,12 @@ def _checkpoint_at(run: RecordedRun, step: int) -> Checkpoint:
     return checkpoint
 
 
-def _last_step(run: RecordedRun, options: Tree, start: int, steps: int | None) -> int:
+def _last_step(run: RecordedRun, start: int, steps: int | None) -> int:
     if steps is not None:
         return start + steps
-    # None for a run by epochs, which then ends where its log does.
-    last = options.get("max_steps") or run.last_step
+    # The run's own: a checkpoint from before it was extended has the length of that time. None for a run by epochs,
+    # which then ends where its log does.
+    last = run.saved["experiment"].get("max_steps") or run.last_step
     if last <= start:
         raise UsageError(f"--steps: the run ends at step {last}, where the branch begins; say how far it continues")
     return last

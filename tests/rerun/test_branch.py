@@ -130,6 +130,15 @@ def test_refusals(run: Finished, tmp_path: Path) -> None:
     assert "its parent is" in said
 
 
+def test_a_branch_of_a_run_that_was_extended_ends_with_it(run: Finished, tmp_path: Path) -> None:
+    longer = recording.copied(run, tmp_path / "longer")
+    saved = recorded.open_run(str(longer.directory)).saved
+    # As a start with a larger --max_steps leaves it: the checkpoints keep the length of their time.
+    write_run(longer.directory, {**saved, "experiment": {**saved["experiment"], "max_steps": 20}})
+    for place, last in ((run, 12), (longer, 20)):
+        assert branch._open_fork(str(place.directory), branch.BranchOptions(at=4), [], tmp_path).last == last
+
+
 def test_a_branch_that_is_refused_by_its_start_leaves_nothing(
     run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
