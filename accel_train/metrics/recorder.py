@@ -18,7 +18,7 @@ from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair
 from accel_train.metrics.trackers import RunName, Trackers, resolve_trackers
 from accel_train.metrics.tracking.report_files import ReportFiles
 from accel_train.store.atomic_files import replace_file
-from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT, STEP
+from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT, STEP, files_of_steps
 from accel_train.wording import FILE_ONLY
 
 if TYPE_CHECKING:
@@ -288,8 +288,8 @@ def write_page_of_step(report: Path, name: str, lines: Sequence[str], step: int)
     folder = report / name
     with suppress(OSError):  # writing the page says it
         folder.mkdir(parents=True, exist_ok=True)
-        for page in folder.glob(f"{STEP}[0-9]*.md"):
-            if int(page.stem.removeprefix(STEP)) > step:
+        for other, page in files_of_steps(folder, ".md").items():
+            if other > step:
                 page.unlink()
     write_markdown(folder / f"{STEP}{step:08d}.md", lines)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
@@ -26,3 +29,13 @@ STEP = "step_"
 """In folders of the report: prefix of the pages of each evaluation, before the step."""
 EVALUATION_FILE = "evaluation.json"
 """In the report: the metrics of the last evaluation, with their step."""
+
+
+def files_of_steps(folder: Path, suffix: str) -> dict[int, Path]:
+    """Return the files ``step_STEP`` with this suffix by rising step. A person may keep others beside them."""
+    found: dict[int, Path] = {}
+    for path in folder.glob(f"{STEP}*"):
+        match = re.fullmatch(rf"{STEP}([0-9]+){re.escape(suffix)}", path.name)
+        if match:
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))

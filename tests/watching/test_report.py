@@ -305,6 +305,11 @@ def test_samples_and_pictures_are_in_the_page(tmp_path: Path) -> None:
 
 def test_samples_of_earlier_evaluations_are_folded_away(tmp_path: Path) -> None:
     run = noisy_run(tmp_path / "run")
+    folder = run.path / "report" / "samples"
+    folder.mkdir(parents=True)
+    # Of a person, and of a training that a resume has left.
+    for name in ("step_00000020 (copy).md", "step_1e3.md", "step_00000990.md"):
+        (folder / name).write_text("> of nobody")
     for step in range(10, 250, 10):
         write_page_of_step(run.path / "report", "samples", ["# Samples", "", f"- written: > at {step}"], step)
     page = write(tmp_path / "page.html", run)
@@ -312,6 +317,8 @@ def test_samples_of_earlier_evaluations_are_folded_away(tmp_path: Path) -> None:
     folded = [text for _, text in page.all("summary") if text.startswith("After step")]
     assert (folded[0], len(folded)) == ("After step 230", 20)
     assert "Of 23 earlier evaluations the last 20; all are in report/samples." in [text for _, text in page.all("p")]
+    assert {path.name for path in folder.iterdir()} >= {"step_00000020 (copy).md", "step_1e3.md"}
+    assert not (folder / "step_00000990.md").exists()
 
 
 def test_markdown_of_any_kind_stays_whole() -> None:

@@ -6,7 +6,7 @@ import base64
 from html import escape
 from pathlib import Path
 
-from accel_train.store.names import STEP
+from accel_train.store.names import files_of_steps
 from accel_train.watching.html_report.markup import details
 
 LARGEST_BYTES = 8 << 20
@@ -34,7 +34,7 @@ def samples_html(report: Path) -> list[str]:
 
 def _earlier_html(folder: Path) -> list[str]:
     """Return the pages of earlier evaluations, the newest first. The last of all is the page itself."""
-    earlier = sorted(folder.glob(f"{STEP}[0-9]*.md"))[:-1]
+    earlier = list(files_of_steps(folder, ".md").items())[:-1]
     listed = earlier[-EARLIER_LISTED:]
     parts: list[str] = []
     if len(listed) < len(earlier):
@@ -42,8 +42,7 @@ def _earlier_html(folder: Path) -> list[str]:
             f"<p>Of {len(earlier)} earlier evaluations the last {len(listed)}; all are in report/{escape(folder.name)}."
             "</p>"
         )
-    for path in reversed(listed):
-        step = int(path.stem.removeprefix(STEP))
+    for step, path in reversed(listed):
         parts += details(f"After step {step:,}", _page_html(path))
     return parts
 

@@ -269,6 +269,8 @@ def contents(path: Path) -> tuple[dict[str, object], bytes]:
 
 
 def test_pictures_of_all_steps_are_in_one_grid(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "step_5 (copy).png").write_text("of a person")
     for step in (5, 10):
         validation.report(tmp_path, step, [torch.full((3, 8, 8), step / 10), torch.zeros(3, 8, 8)])
     # Resumed before the second: its row is of another training.

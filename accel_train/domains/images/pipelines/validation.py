@@ -18,6 +18,7 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines.drawing import draw_picture, refuse_side
 from accel_train.domains.images.pipelines.family import Family
 from accel_train.metrics import evaluation
+from accel_train.store.names import STEP, files_of_steps
 
 logger = logging.getLogger(__name__)
 FOLDER = "pictures"
@@ -126,15 +127,11 @@ def report(directory: Path, step: int, pictures: Sequence[Tensor]) -> None:
     try:
         folder = directory / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        _in_a_row(pictures).save(folder / f"step_{step:08d}.png")
-        files = [file for file in sorted(folder.glob("step_*.png")) if _step(file) <= step]
+        _in_a_row(pictures).save(folder / f"{STEP}{step:08d}.png")
+        files = [file for other, file in files_of_steps(folder, ".png").items() if other <= step]
         _below_each_other(evenly(files, ROWS)).save(directory / GRID)
     except OSError as error:
         logger.warning("%s could not be written (%s); training is not affected", directory / GRID, error)
-
-
-def _step(file: Path) -> int:
-    return int(file.stem.removeprefix("step_"))
 
 
 def _below_each_other(files: Sequence[Path]) -> Any:
