@@ -35,9 +35,16 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 def run_anywhere(request: Request) -> int:
     """Train to the end and return the exit code: 0 done, 2 usage error, 75 stopped, else that of the last failure."""
     recipe = find_recipe(request.recipe)
-    options = read_config(recipe, request.arguments)
-    devices = VisibleDevices() if request.devices is None else ListedDevices(request.devices)
     with tempfile.TemporaryDirectory(prefix="accel-train-run-") as folder, Stops() as stops:
+        try:
+            options = read_config(recipe, request.arguments)
+            devices = VisibleDevices() if request.devices is None else ListedDevices(request.devices)
+        except UsageError:
+            # Ctrl-C ends the processes that print the options and count the devices as well.
+            if not stops.requested:
+                raise
+            _say(f"stopped before the first start; the same command continues (exit code {EXIT_PREEMPTED})")
+            return EXIT_PREEMPTED
         layouts = Layouts(request, options, Path(folder), on_cpu=_has_no_accelerator())
         supervisor = Supervisor(
             request, layouts, devices, stops, expand_path(str(options["output_dir"])), str(options["precision"])

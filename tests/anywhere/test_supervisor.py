@@ -187,6 +187,22 @@ def test_a_search_for_a_plan_that_a_stop_ends_is_no_wrong_usage(
     assert not made.directory.exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_while_the_options_are_read_is_no_wrong_usage(
+    number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.py"
+    # As Ctrl-C in a terminal, which reaches both.
+    recipe.write_text(f"import os\nos.kill(os.getppid(), {number:d})\nraise SystemExit(1)\n")
+    devices = tmp_path / "devices"
+    devices.write_text("2")
+    assert supervisor.run_anywhere(Request(str(recipe), (), devices=str(devices))) == 75
+    assert capsys.readouterr().err.endswith("the same command continues (exit code 75)\n")
+    recipe.write_text("raise SystemExit(1)\n")
+    with pytest.raises(UsageError, match="does not print its options"):
+        supervisor.run_anywhere(Request(str(recipe), (), devices=str(devices)))
+
+
 def test_a_run_that_does_not_end_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "run" / "starts"
     made = acting(tmp_path, "deaf", "0", now=lambda: 1 if log.exists() else 2, grace_seconds=0.2)
