@@ -277,6 +277,29 @@ def test_the_environment_has_no_secrets(accelerator: Accelerator, monkeypatch: p
     assert installed <= facts["versions"].keys()  # type: ignore[attr-defined]
 
 
+def test_only_options_named_like_secrets_are_hidden() -> None:
+    for name in (
+        "hub_token",
+        "api_token",
+        "hub.token",
+        "token-file",
+        "api_key",
+        "wandb_apikey",
+        "db-password",
+        "SECRET",
+    ):
+        assert environment.command_line(["r.py", f"--{name}", "a"]) == f"r.py --{name} '***'"
+    for name in (
+        "data.tokenizer",
+        "evaluation.max_new_tokens",
+        "model.max_tokens",
+        "prompt_tokens",
+        "monkey",
+        "passes",
+    ):
+        assert environment.command_line(["r.py", f"--{name}", "a"]) == f"r.py --{name} a"
+
+
 def test_git_commit_of_the_script(tmp_path: Path) -> None:
     assert environment.git_commit(tmp_path) is None
 
