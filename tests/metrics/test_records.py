@@ -706,6 +706,15 @@ def test_format_seconds(seconds: float, text: str) -> None:
     assert progress.format_seconds(seconds) == text
 
 
+@pytest.mark.parametrize("seconds", [math.nan, math.inf])
+def test_a_step_time_that_is_not_finite_leaves_no_time(seconds: float, caplog: pytest.LogCaptureFixture) -> None:
+    bar = progress.Progress("off", 1500, 0)
+    with caplog.at_level(logging.INFO):
+        bar.show(100, {"loss": 1.0, "step_seconds": 0.5})
+        bar.show(101, {"loss": 1.0, "step_seconds": seconds})
+    assert caplog.messages == ["step 100/1500  loss 1.000  ETA 11:40", "step 101/1500  loss 1.000"]
+
+
 def test_importing_metrics_is_light() -> None:
     """Reading a run needs neither torch nor matplotlib; only Throughput imports torch."""
     code = (
