@@ -51,7 +51,7 @@ def test_every_block_stands_on_a_page_once() -> None:
 @pytest.mark.parametrize("name", [name for name, source in SOURCES.items() if source.presets])
 def test_long_runs_are_those_of_the_presets(name: str) -> None:
     for block in SOURCES[name].blocks:
-        assert written()[block].stamp == stamp(SOURCES[name].presets), f"{block}: {old(name)}"
+        assert written()[block].stamp == SOURCES[name].stamp, f"{block}: {old(name)}"
 
 
 def test_a_changed_preset_changes_the_hash_and_a_comment_does_not(
@@ -63,6 +63,16 @@ def test_a_changed_preset_changes_the_hash_and_a_comment_does_not(
         (tmp_path / "demo.yaml").write_text(content)
         monkeypatch.setattr(transcripts, "PRESETS", tmp_path)
         found.append(stamp(["demo"]))
+    assert found[0] == found[1] != found[2]
+
+
+def test_changed_code_changes_the_hash_and_a_comment_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transcripts, "ROOT", tmp_path)
+    (tmp_path / "accel_train").mkdir()
+    found: list[str] = []
+    for content in ("a = 1\n", "# why\na = 1\n", "a = 2\n"):
+        (tmp_path / "accel_train" / "x.py").write_text(content)
+        found.append(stamp(["demo"], ["x.py"]))
     assert found[0] == found[1] != found[2]
 
 

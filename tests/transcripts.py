@@ -4,8 +4,9 @@
     python -m tests.transcripts --only mmdit               # the demo's whole run, with its picture: minutes
     python -m tests.transcripts --list
 
-A block stands between two comments that name it. A block of a long run carries the hash of the presets it ran, so
-that ``test_transcripts.py`` knows without a run whether they have changed since; the rest it runs again.
+A block stands between two comments that name it. A block of a long run carries the hash of the presets it ran and of
+the code that judges its numbers, so that ``test_transcripts.py`` knows without a run whether they have changed since;
+the rest it runs again.
 """
 
 from __future__ import annotations
@@ -103,9 +104,12 @@ def fenced(lines: Iterable[str]) -> str:
     return "\n".join(["```", *lines, "```"])
 
 
-def stamp(presets: Sequence[str]) -> str:
-    """Hash of what presets say, whatever their comments and order."""
-    content = [read_yaml(PRESETS / f"{name}.yaml") for name in presets]
+def stamp(presets: Sequence[str], code: Sequence[str] = ()) -> str:
+    """Hash of what presets say, whatever their comments and order, and of files of the package, without comments."""
+    content: list[Any] = [read_yaml(PRESETS / f"{name}.yaml") for name in presets]
+    for name in code:
+        lines = (ROOT / "accel_train" / name).read_text().splitlines()
+        content.append([line for line in lines if line.strip() and not line.strip().startswith("#")])
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).hexdigest()[:12]
 
 
@@ -242,6 +246,12 @@ class Source:
     blocks: Sequence[str]
     presets: Sequence[str] = ()
     """What a long run depends on; its blocks carry their hash."""
+    code: Sequence[str] = ()
+    """Files of the package that decide what the blocks say of the numbers. They are in the hash."""
+
+    @property
+    def stamp(self) -> str:
+        return stamp(self.presets, self.code)
 
 
 SOURCES: dict[str, Source] = {
@@ -249,7 +259,7 @@ SOURCES: dict[str, Source] = {
     "seeds": Source(seeds, ("seeds",), ("demo",)),
     "pde": Source(pde, ("pde",), ("pde_demo",)),
     "compare": Source(compare, ("compare",), ("mmdit_baseline", "mmdit_optimized")),
-    "rerun": Source(rerun, ("replay", "branch", "blame", "forget"), ("demo",)),
+    "rerun": Source(rerun, ("replay", "branch", "blame", "forget"), ("demo",), ("rerun/paired.py",)),
     "commands": Source(commands, ("ls", "verify", "prune", "export", "refusal", "print_config")),
 }
 BLOCK = re.compile(r"<!-- transcript (\w+)( [0-9a-f]{12})?: (.*?) -->\n(.*?)\n<!-- end -->", re.DOTALL)
@@ -281,7 +291,7 @@ def written() -> dict[str, Block]:
 
 def update(source: str, texts: dict[str, str]) -> None:
     """Put new blocks into their pages."""
-    mark = f" {stamp(SOURCES[source].presets)}" if SOURCES[source].presets else ""
+    mark = f" {SOURCES[source].stamp}" if SOURCES[source].presets else ""
     for page in PAGES:
         before = page.read_text()
 

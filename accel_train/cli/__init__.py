@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Sequence
 
 from accel_train.anywhere import flags as anywhere
@@ -21,7 +23,16 @@ from accel_train.verification import command as verification
 
 def main() -> None:
     """Run the ``accel-train`` command."""
-    exit_with(_main)
+    exit_with(_interruptible)
+
+
+def _interruptible(argv: Sequence[str]) -> int:
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        # As for the commands that also stop on other signals (`stoppable`).
+        print("interrupted", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
 
 
 def _main(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.config import NonNegativeFloat, UsageError
+from accel_train.config import NonNegativeFloat, UsageError, expand_path
 from accel_train.data import tensor_cache
 from accel_train.data.artifacts import cache_directory
 from accel_train.data.tensor_cache import Entry
@@ -48,6 +48,12 @@ def check(path: str, arguments: Sequence[str]) -> int:
 def cache(action: str, arguments: Sequence[str]) -> int:
     """List, verify or clear the cache. Return 1 if `verify` found damaged entries, else 0. Raises ``UsageError``."""
     config = read_options(CacheConfig, arguments, f"accel-train data cache {action}")
+    # What has not been there holds nothing, and `cache_directory` would make it.
+    if config.cache_dir is not None and not expand_path(config.cache_dir).is_dir():
+        raise UsageError(
+            f"--cache_dir {config.cache_dir!r}: {expand_path(config.cache_dir)} is no folder; give the "
+            "--data.cache_dir of the runs, or leave it out for the usual one"
+        )
     root = cache_directory(config.cache_dir) / tensor_cache.ROOT
     used_before = time.time() - config.unused_days * DAY_SECONDS
     if action == "ls":

@@ -6,10 +6,10 @@ import os
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 
-import psutil
 import torch
 from packaging.version import Version
 
+from accel_train.cores import usable_cores
 from accel_train.launch_files.requested import misleading_variables
 from accel_train.runtime.tested_versions import newer_than_tested
 from accel_train.speed.compiler import paths_with_a_space
@@ -78,9 +78,9 @@ def _versions() -> list[str]:
 
 
 def _devices() -> list[str]:
-    # Of this process: a job scheduler may have granted fewer cores than the host has.
-    cores = psutil.Process().cpu_affinity() or []
-    lines = [f"cpu: {len(cores)} cores usable, {torch.get_num_threads()} torch threads"]
+    # Of this process: a job scheduler or a container may have granted fewer cores than the host has.
+    cores, limit = usable_cores()
+    lines = [f"cpu: {cores} cores usable ({limit}), {torch.get_num_threads()} torch threads"]
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         memory_gib = properties.total_memory / 2**30

@@ -18,8 +18,8 @@ from accel_train import __version__
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# Matched against the last part of an option name, such as hub.token.
-SECRET = re.compile(r"token|secret|password|passwd|credential|api[-_]?key", re.IGNORECASE)
+# Matched against the last part of an option name, such as hub.token. Whole words: numbers of tokens are no secrets.
+SECRET = re.compile(r"(^|[-_])(token|secrets?|passwords?|passwd|credentials?|api[-_]?keys?)([-_]|$)", re.IGNORECASE)
 # Packages that affect the numbers of a run.
 PACKAGES = (
     *("torch", "accelerate", "transformers", "datasets", "numpy", "deepspeed"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import sys
@@ -170,9 +171,9 @@ def is_term(name: str) -> bool:
 
 
 def time_left(step: int, max_steps: int, fields: Mapping[str, object]) -> str:
-    """Estimate the training time left, without evaluation and saving. Empty without a step time."""
+    """Estimate the training time left, without evaluation and saving. Empty without a finite step time."""
     seconds = fields.get("step_seconds")
-    if not isinstance(seconds, (int, float)):
+    if not isinstance(seconds, (int, float)) or not math.isfinite(seconds):
         return ""
     return format_seconds((max_steps - step) * seconds)
 

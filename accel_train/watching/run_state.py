@@ -120,7 +120,7 @@ def state_of(files: RunFiles, condition: Condition) -> RunState:
 def _eta_seconds(files: RunFiles, line: Record) -> float | None:
     max_steps = files.max_steps()
     step_seconds = number(line, "step_seconds")
-    if max_steps is None or step_seconds is None:
+    if max_steps is None or step_seconds is None or not math.isfinite(step_seconds):
         return None
     # A run whose length was changed may be beyond its end.
     steps_left = max(0, max_steps - newest_step(files))

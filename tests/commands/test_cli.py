@@ -13,7 +13,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from accel_train import __version__, cli
+from accel_train import __version__, cli, cores
 from accel_train.commands import doctor
 from accel_train.config import UsageError, refuse_impossible
 from accel_train.options.loading import load_config
@@ -186,6 +186,16 @@ def test_check_refuses_what_is_no_recipe(tmp_path: Path) -> None:
             call("check", "--config_file", str(PRESETS / "ddp.yaml"), str(tmp_path / name))
 
 
+@pytest.mark.distributed
+def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.py"
+    # In the place of a person who waits for its imports.
+    recipe.write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    command = [sys.executable, "-m", "accel_train.cli", "check", str(recipe)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_doctor_reports(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_TIMEOUT", "9999")
     assert call("doctor") == 0
@@ -198,6 +208,17 @@ def test_doctor_reports(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     if not torch.cuda.is_available():
         assert "fsdp2: in rehearsal only (no GPU here)" in shown
         assert "precision: fp32, bf16\n" in shown
+
+
+def test_doctor_knows_the_quota_of_a_container(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    monkeypatch.setattr(cores, "ROOT", tmp_path)
+    monkeypatch.setattr(cores, "OWN", tmp_path / "none")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(24)), raising=False)
+    assert call("doctor") == 0
+    assert "cpu: 1 cores usable (cgroup quota 1), " in capsys.readouterr().out
 
 
 def test_doctor_tries_every_kernel_of_attention(capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,6 +142,13 @@ def filled(folder: Path) -> TensorCache:
     return cache
 
 
+@pytest.mark.parametrize("action", ["ls", "verify", "clear"])
+def test_a_cache_that_is_not_there_is_refused_and_not_made(tmp_path: Path, action: str) -> None:
+    with pytest.raises(UsageError, match=r"--cache_dir '.*/cahce': .* is no folder; give"):
+        run("cache", action, cache=tmp_path / "cahce")
+    assert not (tmp_path / "cahce").exists()
+
+
 def test_the_cache_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("cache", "ls", cache=tmp_path) == 0
     assert "0.00 GiB in all" in capsys.readouterr().out

@@ -277,6 +277,29 @@ def test_the_environment_has_no_secrets(accelerator: Accelerator, monkeypatch: p
     assert installed <= facts["versions"].keys()  # type: ignore[attr-defined]
 
 
+def test_only_options_named_like_secrets_are_hidden() -> None:
+    for name in (
+        "hub_token",
+        "api_token",
+        "hub.token",
+        "token-file",
+        "api_key",
+        "wandb_apikey",
+        "db-password",
+        "SECRET",
+    ):
+        assert environment.command_line(["r.py", f"--{name}", "a"]) == f"r.py --{name} '***'"
+    for name in (
+        "data.tokenizer",
+        "evaluation.max_new_tokens",
+        "model.max_tokens",
+        "prompt_tokens",
+        "monkey",
+        "passes",
+    ):
+        assert environment.command_line(["r.py", f"--{name}", "a"]) == f"r.py --{name} a"
+
+
 def test_git_commit_of_the_script(tmp_path: Path) -> None:
     assert environment.git_commit(tmp_path) is None
 
@@ -681,6 +704,15 @@ def test_short_exponent(value: float, text: str) -> None:
 )
 def test_format_seconds(seconds: float, text: str) -> None:
     assert progress.format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf])
+def test_a_step_time_that_is_not_finite_leaves_no_time(seconds: float, caplog: pytest.LogCaptureFixture) -> None:
+    bar = progress.Progress("off", 1500, 0)
+    with caplog.at_level(logging.INFO):
+        bar.show(100, {"loss": 1.0, "step_seconds": 0.5})
+        bar.show(101, {"loss": 1.0, "step_seconds": seconds})
+    assert caplog.messages == ["step 100/1500  loss 1.000  ETA 11:40", "step 101/1500  loss 1.000"]
 
 
 def test_importing_metrics_is_light() -> None:

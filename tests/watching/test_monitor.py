@@ -53,6 +53,19 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 # ------------------------------------------------------------------------------------------------------------- values
+@pytest.mark.parametrize("seconds", ["NaN", "Infinity"])
+def test_a_step_time_that_is_not_finite_is_shown_without_the_time_left(
+    run: RunDirectory, seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.train(1, step_seconds=seconds)
+    assert state(run).eta_seconds is None
+    # 3: the value is an alert.
+    assert cli._main(["monitor", str(run.path), "--once"]) == 3
+    printed = capsys.readouterr().out
+    assert "step_seconds is " in printed
+    assert "ETA" not in printed
+
+
 def test_progress_and_time_left(run: RunDirectory) -> None:
     run.steps(1, 40)
     found = state(run)
