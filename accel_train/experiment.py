@@ -24,10 +24,10 @@ from accel_train.hub.pusher import push_the_rest
 from accel_train.linting.reporting import log_findings
 from accel_train.metrics import gates
 from accel_train.metrics.logs import info
-from accel_train.opened import Opened, smaller_micro_batch
 from accel_train.runtime import threads
 from accel_train.runtime.exiting import current_run
 from accel_train.runtime.main_alone import on_main
+from accel_train.train_state import Experiment, smaller_micro_batch
 from accel_train.training import schedules
 from accel_train.training.schedules import ScheduleConfig
 
@@ -149,7 +149,7 @@ def open_experiment(
     ledger: Ledger = (),
     notices: Sequence[str] = (),
     metrics: Sequence[str] | None = None,
-) -> Opened:
+) -> Experiment:
     """Open the run directory for a start or a resume. All processes call it; collective.
 
     ``dataset_size`` is the samples of an epoch, and ``fingerprint`` identifies the data. A ``ledger``, read from the
@@ -187,7 +187,7 @@ def open_experiment(
     if finished:
         remedy = schedules.remedy_when_finished(length.schedule, decay_steps, max_steps)
         info(logger, *run.finished_notices(max_steps, _length_option(config), remedy))
-    return Opened(
+    return Experiment(
         config=config,
         accelerator=accelerator,
         run=run,
@@ -312,7 +312,7 @@ def _describe_data(fingerprint: str, dataset_size: int, host: str, process: int)
     return f"{dataset_size} samples, fingerprint {fingerprint}, on {host} (process {process})"
 
 
-def nothing_to_do(opened: Opened) -> int:
+def nothing_to_do(opened: Experiment) -> int:
     """End a run without steps left: push what an earlier start left in the queue. Returns exit code 0."""
     run = opened.run
     config = opened.config

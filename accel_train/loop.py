@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from accel_train import simulated
+from accel_train import simulated, train_state
 from accel_train.checkpoints.saver import Saver
 from accel_train.data import leaving_out, sampler
 from accel_train.data.datasets import MapDataset
@@ -25,11 +25,11 @@ from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import log_evaluation, write_report
 from accel_train.metrics.throughput import Count
-from accel_train.opened import Opened, Prepared, double_micro_batch, handle_out_of_memory, roll_back, without_left_out
 from accel_train.reporting.reports import Reports, build_reports, record_owed_evaluation
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED
 from accel_train.speed.out_of_memory import Part, ran_out
+from accel_train.train_state import Experiment, TrainState
 from accel_train.training.step_guard import NonFiniteError, StepResult
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ SAMPLES = "samples"
 
 @contextmanager
 def training(
-    opened: Opened,
-    prepared: Prepared,
+    opened: Experiment,
+    prepared: TrainState,
     dataset: MapDataset,
     order: Sampler,
     write_extras: Callable[[Path], None] | None = None,
@@ -76,13 +76,13 @@ def training(
         prepared.ema,
         config.checkpoints,
         config.hub,
-        opened.with_ledger(write_extras or _no_extras),
+        opened.with_ledger(write_extras),
         epoch=lambda step: current.order.epoch(step),
         on_commit=reports.log.saved,
     )
 
     def read(current: Training) -> Generator[StepBatches]:
-        current.order = without_left_out(opened, prepared, sampler.scheduled(order, opened.batch_schedule))
+        current.order = train_state.without_left_out(opened, prepared, sampler.scheduled(order, opened.batch_schedule))
         return _read(current, dataset)
 
     current = Training(opened, first, reports, saver, iter(()), prepared)
@@ -93,10 +93,6 @@ def training(
         yield current
     # A request may have ended the saver's wait for the Hub, after the last step.
     current.stopped = current.stopped or saver.stopping
-
-
-def _no_extras(directory: Path) -> None:
-    """A checkpoint of weights and state alone."""
 
 
 def _read(training: Training, dataset: MapDataset) -> Generator[StepBatches]:
@@ -138,13 +134,13 @@ def _recorded(training: Training) -> Generator[None]:
     try:
         yield
     except NonFiniteError as error:
-        roll_back(training.opened, training.reports.log, error)
+        train_state.roll_back(training.opened, training.reports.log, error)
         raise
     except Exception as error:
         if ran_out(error, training.part):
             memory = training.reports.memory_after_running_out()
             log = training.reports.log
-            handle_out_of_memory(training.opened, log, error, training.done, training.part, memory)
+            train_state.handle_out_of_memory(training.opened, log, error, training.done, training.part, memory)
         raise
     finally:
         # Also after an error: the step that ended the run may be one of them.
@@ -155,12 +151,12 @@ def _recorded(training: Training) -> Generator[None]:
 class Training:
     """A running training: iterate it for the batches of each step, and report their result to it."""
 
-    opened: Opened
+    opened: Experiment
     order: Sampler
     reports: Reports
     saver: Saver
     steps: Iterator[StepBatches]
-    prepared: Prepared
+    prepared: TrainState
     done: int = field(init=False)
     """Optimizer steps done, including those of earlier starts."""
     stopped: bool = False
@@ -209,7 +205,7 @@ class Training:
             if self.stopped or self._ended:
                 return
             if self._saved == self.done:
-                double_micro_batch(self.opened, self.done, self.saver.committed)
+                train_state.double_micro_batch(self.opened, self.done, self.saver.committed)
 
     def report(
         self,
@@ -315,7 +311,7 @@ class Training:
         self.part = "step"
 
 
-Observer = Callable[[Training, Prepared, MapDataset], AbstractContextManager[None]]
+Observer = Callable[[Training, TrainState, MapDataset], AbstractContextManager[None]]
 _observe: Observer | None = None
 
 
@@ -335,7 +331,7 @@ def observed(by: Observer) -> Generator[None]:
 
 
 def heldout_means(
-    prepared: Prepared,
+    prepared: TrainState,
     dataset: MapDataset,
     batch_size: int,
     metrics_of: Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]],
@@ -359,7 +355,7 @@ def heldout_means(
     return {f"heldout_{name}": float(total / samples) for name, total in sums.items()}
 
 
-def evaluate_only(opened: Opened, evaluate: Callable[[], Mapping[str, float]]) -> int:
+def evaluate_only(opened: Experiment, evaluate: Callable[[], Mapping[str, float]]) -> int:
     """Evaluate the restored checkpoint and write the report, without training. All processes. Returns exit code 0.
 
     An evaluation that a stop interrupted is recorded as part of the run, and its metrics are added to the checkpoint.

@@ -17,7 +17,6 @@ from accel_train.frozen_weights import offload_frozen, resolve_base
 from accel_train.linting.reporting import log_findings
 from accel_train.metrics.logs import details, info, log_file
 from accel_train.metrics.recorder import RunInfo
-from accel_train.opened import Opened, Prepared
 from accel_train.runtime.strategy import (
     apply_fsdp2_prefetch,
     device_of_updates,
@@ -29,7 +28,8 @@ from accel_train.runtime.strategy import (
 )
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
 from accel_train.speed.memory import fitting
-from accel_train.training.ema import average_of
+from accel_train.train_state import Experiment, TrainState
+from accel_train.training.ema import build_ema
 from accel_train.training.gradients.sync import resolve_sync
 from accel_train.training.health.options import has_replicas, nothing_to_compare, refuse_inexact
 from accel_train.training.optimizers import build_optimizer
@@ -48,7 +48,7 @@ STEP_GUARD = "step_guard"
 """Key among the choices of a run: whether host or device detects a non-finite step. Not an option."""
 
 
-def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, **named: P.kwargs) -> nn.Module:
+def build_model(opened: Experiment, model: Callable[P, nn.Module], *shape: P.args, **named: P.kwargs) -> nn.Module:
     """Return ``model(*shape)`` with initial weights from the experiment's seed, the same on every process.
 
     Raises ``UsageError`` with the numbers for a model that cannot fit, before any memory is allocated.
@@ -64,7 +64,7 @@ def build_model(opened: Opened, model: Callable[P, nn.Module], *shape: P.args, *
         fitting.Kept(
             config.optimizer.name,
             training=not config.evaluate_only,
-            has_average=config.ema.decay > 0,
+            has_ema=config.ema.decay > 0,
             saves_state=config.checkpoints.save_state,
             saved_bytes=config.checkpoints.bytes_of_a_value,
         ),
@@ -91,13 +91,13 @@ def _trained_in_fp32(model: nn.Module) -> list[str]:
 
 
 def prepare(
-    opened: Opened,
+    opened: Experiment,
     model: nn.Module,
     needs: AttentionNeeds | None = None,
     freezable: Mapping[str, Sequence[str]] = NOTHING,
     base: PretrainedBase | TrainedBase | None = None,
     example: Example | None = None,
-) -> Prepared:
+) -> TrainState:
     """Load initial weights, apply speed options, build the optimizer, prepare with Accelerate, restore the checkpoint.
 
     Collective: every process calls it with the same weights in ``model``. Parameters with ``requires_grad`` off stay
@@ -137,7 +137,7 @@ def prepare(
     weights = Shards(model, optimizer, masters)
     guard, guard_reason = _build_guard(opened, optimizer, on_cpu=simulation is not None)
     # The EMA of a fresh start begins at these weights. A restore then overwrites both.
-    ema = average_of(config.ema, weights, guard, optimizer)
+    ema = build_ema(config.ema, weights, guard, optimizer)
     free = config.run_options().free_to_change
     restore(opened.run, accelerator, weights, ema, free, has_other_data=opened.history.has_changed)
     wrapped = verify_prepared(accelerator, model, config.optimizer.max_grad_norm)
@@ -148,10 +148,10 @@ def prepare(
     info(logger, wrapped, *notices, *prefetch, *applied.notices, *config.health.describe())
     _log_choices(opened, choices)
     run_info = _run_info(opened, applied, optimizer, choices)
-    return Prepared(accelerator, model, optimizer, ema, run_info, config.sync, guard, reference)
+    return TrainState(accelerator, model, optimizer, ema, run_info, config.sync, guard, reference)
 
 
-def _build_guard(opened: Opened, optimizer: Any, *, on_cpu: bool) -> tuple[StepGuard, str]:
+def _build_guard(opened: Experiment, optimizer: Any, *, on_cpu: bool) -> tuple[StepGuard, str]:
     """Build the step guard with what follows the losses: the steps that it leaves out do not move that either.
 
     Returns where it decides as well, with the reason.
@@ -169,7 +169,7 @@ def _build_guard(opened: Opened, optimizer: Any, *, on_cpu: bool) -> tuple[StepG
 
 
 def _apply_speed_options(
-    opened: Opened, model: nn.Module, needs: AttentionNeeds | None, example: Example | None
+    opened: Experiment, model: nn.Module, needs: AttentionNeeds | None, example: Example | None
 ) -> Applied:
     config = opened.config
     options = SpeedOptions(config.attention, config.activation_checkpointing, config.compile, config.float8)
@@ -186,7 +186,7 @@ def _apply_speed_options(
 
 
 def _build_optimizer(
-    opened: Opened, model: nn.Module, freezable: Mapping[str, Sequence[str]]
+    opened: Experiment, model: nn.Module, freezable: Mapping[str, Sequence[str]]
 ) -> tuple[torch.optim.Optimizer, str]:
     return build_optimizer(
         model,
@@ -198,7 +198,7 @@ def _build_optimizer(
     )
 
 
-def _log_choices(opened: Opened, choices: Mapping[str, str]) -> None:
+def _log_choices(opened: Experiment, choices: Mapping[str, str]) -> None:
     """Log what was chosen and why, by option. The console shows only the options that were set."""
     for option, choice in choices.items():
         log = details if opened.config.is_default(option) else info
@@ -207,7 +207,7 @@ def _log_choices(opened: Opened, choices: Mapping[str, str]) -> None:
 
 
 def _run_info(
-    opened: Opened, applied: Applied, optimizer: torch.optim.Optimizer, choices: Mapping[str, str]
+    opened: Experiment, applied: Applied, optimizer: torch.optim.Optimizer, choices: Mapping[str, str]
 ) -> RunInfo:
     facts = {
         **applied.facts,

@@ -17,7 +17,6 @@ from accel_train.experiment_options import ExperimentConfig
 from accel_train.linting.reporting import log_findings
 from accel_train.metrics.logs import details, info, setup_logging
 from accel_train.metrics.trackers import resolve_trackers
-from accel_train.opened import smaller_micro_batch
 from accel_train.runtime import early_stop, threads
 from accel_train.runtime.accelerator import build_accelerator, log_notices
 from accel_train.runtime.exiting import current_run
@@ -25,6 +24,7 @@ from accel_train.runtime.main_alone import failing_together, place_among_workers
 from accel_train.runtime.strategy import strategy_of
 from accel_train.speed.apply import set_up_device
 from accel_train.speed.attention.selection import check_name
+from accel_train.train_state import smaller_micro_batch
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -42,8 +42,8 @@ from accel_train.domains.models.lora import LoraConfig, describe_lora
 from accel_train.frozen_weights import pinned
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
-from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
+from accel_train.train_state import TrainState
 from accel_train.training.accumulation import Batch
 from accel_train.training.optimizers import set_learning_rate
 from accel_train.training.shards import plain_module
@@ -114,7 +114,7 @@ def work(batches: StepBatches, flops_per_token: int) -> dict[str, Tensor | int]:
 # ------------------------------------------------------------------------------------------------------ evaluation
 def evaluate(
     config: Config,
-    prepared: Prepared,
+    prepared: TrainState,
     model: pretrained.LanguageModel,
     data: prepare.LanguageData,
     step: int,

@@ -40,10 +40,10 @@ from accel_train.domains.models.lora import LoraConfig
 from accel_train.frozen_weights import pinned
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
-from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
 from accel_train.options.words import words_of
 from accel_train.runtime.strategy import strategy_of
+from accel_train.train_state import TrainState
 from accel_train.training.accumulation import Batch
 from accel_train.training.optimizers import set_learning_rate
 from accel_train.training.shards import plain_module
@@ -130,7 +130,7 @@ def heldout_sums(inputs: Inputs, denoising: Denoising, model: nn.Module, batch: 
     return sums
 
 
-def heldout_losses(config: Config, prepared: Prepared, inputs: Inputs, denoising: Denoising) -> dict[str, float]:
+def heldout_losses(config: Config, prepared: TrainState, inputs: Inputs, denoising: Denoising) -> dict[str, float]:
     """Return the loss of each band of times on held-out pictures, or nothing without any. Every process calls it."""
     if not len(inputs.heldout):
         return {}
@@ -142,7 +142,7 @@ def heldout_losses(config: Config, prepared: Prepared, inputs: Inputs, denoising
     return objective.metrics_of(sums)
 
 
-def evaluate(config: Config, prepared: Prepared, inputs: Inputs, denoising: Denoising, step: int) -> dict[str, float]:
+def evaluate(config: Config, prepared: TrainState, inputs: Inputs, denoising: Denoising, step: int) -> dict[str, float]:
     """Compute held-out losses and draw prompts, with the EMA weights. Every process calls it."""
     options = config.evaluation
     side = options.pixels(config.data)
@@ -162,7 +162,7 @@ def evaluate(config: Config, prepared: Prepared, inputs: Inputs, denoising: Deno
 
 # ------------------------------------------------------------------------------------------------------------ main
 def save_extras(
-    config: Config, prepared: Prepared, plain: nn.Module, base: loading.Base, levels: NoiseLevels, directory: Path
+    config: Config, prepared: TrainState, plain: nn.Module, base: loading.Base, levels: NoiseLevels, directory: Path
 ) -> None:
     """Write the files for sampling from the checkpoint, beside its weights."""
     pictures.write_files(plain, base, prepared.base_files, levels.prediction, config.evaluation, config.data, directory)

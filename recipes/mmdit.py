@@ -33,8 +33,8 @@ from accel_train.domains.images.picture_scores import Scores
 from accel_train.domains.models import flops, mmdit, sd3_blocks
 from accel_train.domains.text import baseline_scores, both_ways, dataset, modes, pipeline, prepare, samples
 from accel_train.metrics import evaluation, logs, records
-from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
+from accel_train.train_state import TrainState
 from accel_train.training import optimizers
 from accel_train.training.accumulation import Batch
 
@@ -126,7 +126,7 @@ def loss_sums(config: Config, model: nn.Module, inputs: Batch, mask_id: int) -> 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
 def evaluate(
-    config: Config, prepared: Prepared, data: dataset.PreparedData, scores: Scores, step: int
+    config: Config, prepared: TrainState, data: dataset.PreparedData, scores: Scores, step: int
 ) -> dict[str, float]:
     """Compute held-out metrics, the same on any layout, and write the report, with the EMA weights. Collective."""
     options = config.evaluation

@@ -48,8 +48,8 @@ from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig
 from accel_train.metrics import evaluation, logs, records
-from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
+from accel_train.train_state import TrainState
 from accel_train.training import optimizers
 from accel_train.training.accumulation import Batch
 
@@ -140,7 +140,7 @@ def work(
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
-def evaluate(config: Config, prepared: Prepared, data: rows.FieldData) -> dict[str, float]:
+def evaluate(config: Config, prepared: TrainState, data: rows.FieldData) -> dict[str, float]:
     """Compute held-out metrics and draw fields.png, with the EMA weights. Every process calls it."""
     metrics: dict[str, float] = {}
     panels: list[tuple[str, scores.Panels]] = []

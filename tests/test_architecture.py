@@ -36,7 +36,7 @@ ROWS = (
     {"domains.models", "domains.diffusion"},
     {"domains.text", "domains.pde", "domains.images", "domains.language"},
     {"experiment_options"},
-    {"opened"},
+    {"train_state"},
     {"frozen_weights"},
     {"experiment", "preparation", "startup"},
     {"reporting"},
@@ -79,7 +79,7 @@ NEIGHBOURS_ALLOWED = {
 
 ACCELERATE_PACKAGES = {
     *("launch_files", "runtime", "training", "checkpoints", "metrics"),
-    *("opened", "frozen_weights", "startup", "experiment", "preparation", "reporting", "loop", "recipes"),
+    *("train_state", "frozen_weights", "startup", "experiment", "preparation", "reporting", "loop", "recipes"),
     "commands",  # starts its launcher
     "domains.pde",  # sums figures over the processes
 }
@@ -272,7 +272,9 @@ NAMED_AS_EXAMPLES = {
 
 
 def test_mechanism_names_no_domain() -> None:
-    mechanism = VALUES | MECHANISM | {"experiment_options", "opened", "experiment", "preparation", "startup", "loop"}
+    mechanism = (
+        VALUES | MECHANISM | {"experiment_options", "train_state", "experiment", "preparation", "startup", "loop"}
+    )
     mechanism |= {"pipeline", "loading", "export"}
     found: list[str] = []
     for path in MODULES:

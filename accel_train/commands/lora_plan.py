@@ -218,7 +218,7 @@ def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase, counted: _Counte
         checkpointing=checkpointing,
         precision=config.precision,
         optimizer=config.optimizer.name,
-        has_average=config.ema.decay > 0,
+        has_ema=config.ema.decay > 0,
         drawn_megapixels=drawn,
     )
     need = memory_need.estimate(base, load)

@@ -13,10 +13,10 @@ from accel_train.training.health.options import has_replicas
 from accel_train.training.health.replicas import Replicas
 
 if TYPE_CHECKING:
-    from accel_train.opened import Opened, Prepared
+    from accel_train.train_state import Experiment, TrainState
 
 
-def build_comparisons(opened: Opened, prepared: Prepared, throughput: Throughput, log: Recorder) -> Comparisons:
+def build_comparisons(opened: Experiment, prepared: TrainState, throughput: Throughput, log: Recorder) -> Comparisons:
     """Build what compares the processes every so many steps (``HealthConfig``). Every process has one."""
     config = opened.config
     accelerator = opened.accelerator

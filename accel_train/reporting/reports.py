@@ -24,7 +24,7 @@ from accel_train.training.step_guard import StepGuard, StepResult
 
 if TYPE_CHECKING:
     from accel_train.data.loader import StepBatches
-    from accel_train.opened import Opened, Prepared
+    from accel_train.train_state import Experiment, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class Reports:
     """Log, throughput, losses, memory and comparisons of a training. One per process, and the main process writes."""
 
-    opened: Opened
+    opened: Experiment
     run_info: RunInfo
     guard: StepGuard
     weights: Shards
@@ -160,7 +160,7 @@ class Reports:
                 logger.warning("%s; %s. Samples concerned: %s", bad.finding, action, bad.suspects)
 
 
-def build_log(opened: Opened, facts: Mapping[str, object]) -> Recorder:
+def build_log(opened: Experiment, facts: Mapping[str, object]) -> Recorder:
     """Build the records of this start, and write its first lines. Every process. Raises ``UsageError``."""
     config = opened.config
     return Recorder(
@@ -175,7 +175,7 @@ def build_log(opened: Opened, facts: Mapping[str, object]) -> Recorder:
     )
 
 
-def record_owed_evaluation(opened: Opened, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
+def record_owed_evaluation(opened: Experiment, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
     """Evaluate, record it in a start of its own, and add it to the checkpoint. All processes. Returns the metrics."""
     with build_log(opened, {"run_id": opened.run.run_id}) as log:
         metrics = evaluate()
@@ -186,7 +186,7 @@ def record_owed_evaluation(opened: Opened, evaluate: Callable[[], Mapping[str, f
     return metrics
 
 
-def build_reports(opened: Opened, prepared: Prepared) -> Reports:
+def build_reports(opened: Experiment, prepared: TrainState) -> Reports:
     """Build the reports of a training, whose clock starts here. Every process has one. Raises ``UsageError``."""
     config = opened.config
     accelerator = opened.accelerator

@@ -13,10 +13,10 @@ from accel_train.training.health.hangs import HangWatch
 
 if TYPE_CHECKING:
     from accel_train.data.loader import StepBatches
-    from accel_train.opened import Opened
+    from accel_train.train_state import Experiment
 
 
-def watched_steps(opened: Opened, steps: Generator[StepBatches], throughput: Throughput) -> Generator[StepBatches]:
+def watched_steps(opened: Experiment, steps: Generator[StepBatches], throughput: Throughput) -> Generator[StepBatches]:
     """Return the steps of the loop, watched for one that does not end, and profiled. No collective."""
     config = opened.config
     seconds = config.health.hang_seconds
@@ -36,7 +36,9 @@ def watched_steps(opened: Opened, steps: Generator[StepBatches], throughput: Thr
     return watch.steps(steps)
 
 
-def _profiled_steps(opened: Opened, steps: Generator[StepBatches], throughput: Throughput) -> Generator[StepBatches]:
+def _profiled_steps(
+    opened: Experiment, steps: Generator[StepBatches], throughput: Throughput
+) -> Generator[StepBatches]:
     """Return the steps of the loop, of which the main process profiles those that ``--profile.steps`` names.
 
     On the other processes, and without a range, ``steps`` itself. No collective.

@@ -201,7 +201,7 @@ class OptimizerAverage(Ema):
             master.copy_(trained[name])
 
 
-def average_of(config: EmaConfig, shards: Shards, guard: StepGuard, optimizer: Any) -> Ema:
+def build_ema(config: EmaConfig, shards: Shards, guard: StepGuard, optimizer: Any) -> Ema:
     """Build the EMA, or the average of a schedule-free ``optimizer``, after ``prepare``.
 
     Raises ``UsageError`` for an EMA beside such an average, because a checkpoint has one of them.

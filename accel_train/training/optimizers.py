@@ -211,7 +211,7 @@ def _build_adamw(
     if fused and len({parameter.dtype for parameter in parameters}) == 1 and not strategy.startswith("zero"):
         obstacle = one_pass_obstacle(device, parameters)
         if obstacle is None:
-            notice += ", one pass for weights and average"
+            notice += ", one pass for weights and EMA"
         elif device.type == "cuda":
             notice += f", torch's kernel (not one pass: {obstacle})"
         keywords: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}

@@ -131,7 +131,7 @@ class StepGuard:
         """Return True if the update is left out, False if it is made. Raises ``NonFiniteError`` to stop."""
         if bad.reason == "spike":
             return self.config.skips_spikes
-        # A rollback raises as well: the loop turns the error into a new start (`opened.roll_back`).
+        # A rollback raises as well: the loop turns the error into a new start (`train_state.roll_back`).
         if self.config.non_finite != "skip":
             raise NonFiniteError(bad.explanation, bad)
         return True

@@ -25,7 +25,7 @@ from accel_train.verification.facts import Deviation, Facts
 if TYPE_CHECKING:
     from accel_train.data.datasets import Batch, MapDataset
     from accel_train.loop import Training
-    from accel_train.opened import Prepared
+    from accel_train.train_state import TrainState
 
 OTHER_STATE = 20_231
 """Seed of the global generators in the run that must not depend on them. Any number unlikely as a recipe's seed."""
@@ -33,7 +33,7 @@ OTHER_STATE = 20_231
 
 @contextmanager
 def observing(
-    deviation: Deviation, path: Path, training: Training, prepared: Prepared, dataset: MapDataset
+    deviation: Deviation, path: Path, training: Training, prepared: TrainState, dataset: MapDataset
 ) -> Generator[None]:
     """Observe a training loop, and write its facts to ``path`` when it ends without an error."""
     facts = Facts()
@@ -120,7 +120,7 @@ def _reversed(batch: Batch) -> Batch:
 
 
 def _watched(
-    steps: Iterator[StepBatches], prepared: Prepared, facts: Facts, reductions: list[float] | None
+    steps: Iterator[StepBatches], prepared: TrainState, facts: Facts, reductions: list[float] | None
 ) -> Iterator[StepBatches]:
     """Yield the steps, and read rates and frozen groups after each."""
     names = {id(p): name for name, p in _trained(prepared.model).items()}
@@ -168,7 +168,7 @@ def _count_reductions(model: nn.Module) -> list[float] | None:
     return shares
 
 
-def _hook_optimizer(prepared: Prepared, names: dict[int, str], facts: Facts) -> None:
+def _hook_optimizer(prepared: TrainState, names: dict[int, str], facts: Facts) -> None:
     """Measure the gradient in front of each step of the optimizer, and whether the first step moves the weights."""
     inner: Any = getattr(prepared.optimizer, "optimizer", prepared.optimizer)
     # DeepSpeed's optimizer is stepped by its engine.

@@ -148,7 +148,7 @@ def test_memory_is_the_sum_of_its_parts(made: Path) -> None:
     assert need.drawing == 0
     assert need.most == pytest.approx(need.training + 1)
     assert need.most > memory_need.estimate(base, load._replace(micro_batch_size=1)).most
-    average = memory_need.estimate(base, load._replace(has_average=True))
+    average = memory_need.estimate(base, load._replace(has_ema=True))
     assert average.training == pytest.approx(need.training + 4)
     drawn = memory_need.estimate(base, load._replace(drawn_megapixels=4.0))
     assert drawn.drawing == pytest.approx(5 + 12 + vae + 4 * VAES["AutoencoderKL"].decode)

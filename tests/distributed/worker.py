@@ -28,7 +28,7 @@ from accel_train.runtime.exiting import run_main
 from accel_train.runtime.strategy import strategy_of, verify_prepared
 from accel_train.store import atomic_files, commit, planning
 from accel_train.training.accumulation import GradientWindow
-from accel_train.training.ema import Ema, EmaConfig, average_of
+from accel_train.training.ema import Ema, EmaConfig, build_ema
 from accel_train.training.optimizer_choice import OWN, TABLE, refuse_combination
 from accel_train.training.optimizer_classes import muon
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
@@ -243,7 +243,7 @@ class Chosen:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.shards = Shards(self.model, self.optimizer, exact)
         average = EmaConfig(0.0 if "ScheduleFree" in self.config.name else 0.9)
-        self.average = average_of(average, self.shards, StepGuard(), self.optimizer)
+        self.average = build_ema(average, self.shards, StepGuard(), self.optimizer)
 
     def train(self, steps: range, saver: Saver | None = None) -> list[float]:
         losses: list[float] = []

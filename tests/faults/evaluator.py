@@ -18,8 +18,8 @@ from accel_train import experiment, loop, preparation, startup
 from accel_train.config import NonNegativeInt
 from accel_train.data import sampler
 from accel_train.metrics import evaluation
-from accel_train.opened import Prepared
 from accel_train.options.loading import load_config
+from accel_train.train_state import TrainState
 from accel_train.training import optimizers
 from tests.faults.trainer import append
 
@@ -49,7 +49,7 @@ def asked(name: str, default: int = -1) -> int:
     return int(os.environ.get(name, default))
 
 
-def evaluate(config: Config, prepared: Prepared, step: int) -> dict[str, float]:
+def evaluate(config: Config, prepared: TrainState, step: int) -> dict[str, float]:
     """The distance of the weights from 0, and a line in the file ``evaluations.txt``."""
     out = Path(config.output_dir)
     accelerator = prepared.accelerator

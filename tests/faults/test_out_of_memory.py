@@ -22,12 +22,12 @@ from accel_train.checkpoints import background
 from accel_train.config import UsageError
 from accel_train.experiment_options import ExperimentConfig
 from accel_train.metrics.records import read_metrics
-from accel_train.opened import double_micro_batch
 from accel_train.options.loading import load_config
 from accel_train.runtime.exiting import StartAgain
 from accel_train.speed import out_of_memory
 from accel_train.store import commit, failpoints, manifest
 from accel_train.store.names import MICRO_BATCH_FILE
+from accel_train.train_state import double_micro_batch
 from accel_train.watching.html_report.events import events_of
 from tests import compiling, zygote
 from tests.distributed.launching import LAUNCH_FILES, ROOT, SMALL, environment

@@ -112,4 +112,4 @@ def test_the_trial_accepts_the_kernel_here() -> None:
     model = nn.Linear(30, 20).cuda()
     optimizer, notice = build_optimizer(model, OptimizerConfig(), torch.device("cuda"))
     assert getattr(optimizer, "one_pass", False), notice
-    assert "one pass for weights and average" in notice
+    assert "one pass for weights and EMA" in notice

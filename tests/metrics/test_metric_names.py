@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from accel_train import experiment, opened
+from accel_train import experiment
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.config import UsageError
 from accel_train.hub.options import HubConfig
 from accel_train.metrics.gates import GATES_VARIABLE, refuse_unknown_gates
+from accel_train.train_state import Experiment
 from recipes import mmdit, pde
 
 TEXTS = (
@@ -62,7 +63,7 @@ def test_what_is_declared_is_what_an_evaluation_reports(
     declared: list[Sequence[str]] = []
     real = experiment.open_experiment
 
-    def open_experiment(*arguments: Any, metrics: Sequence[str], **named: Any) -> opened.Opened:
+    def open_experiment(*arguments: Any, metrics: Sequence[str], **named: Any) -> Experiment:
         declared.append(metrics)
         return real(*arguments, metrics=metrics, **named)
 

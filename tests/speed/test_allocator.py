@@ -98,7 +98,7 @@ def test_what_cannot_fit_into_the_share_is_refused(calls: list[Any], monkeypatch
 
     def check() -> None:
         fitting.refuse_what_cannot_fit(
-            size, fitting.Kept("adamw", has_average=True), sharded=False, world_size=1, device=CUDA
+            size, fitting.Kept("adamw", has_ema=True), sharded=False, world_size=1, device=CUDA
         )
 
     check()  # 5 of 8 GiB

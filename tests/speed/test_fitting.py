@@ -20,7 +20,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def check(parameters: int, *, processes: int = 1, trained: float = 1, **given: Any) -> None:
-    kept: dict[str, Any] = {"optimizer": "adamw", "has_average": True}
+    kept: dict[str, Any] = {"optimizer": "adamw", "has_ema": True}
     kept |= {name: given.pop(name) for name in Kept._fields if name in given}
     usual: dict[str, Any] = {"sharded": False, "device": CPU, "world_size": processes}
     size = Size(parameters, int(parameters * trained), 4 * parameters)
@@ -47,12 +47,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (13, {"trained": 0.03}, None),
         (14, {"trained": 0.03}, r"parameters, 112,742,891 of them trained, take 16\.9 GiB \(weights 14\.0 GiB, EMA"),
-        (2.6, {"has_average": False}, None),
-        (2.7, {"has_average": False}, r"take 16\.2 GiB .* snapshot of 12 bytes"),
+        (2.6, {"has_ema": False}, None),
+        (2.7, {"has_ema": False}, r"take 16\.2 GiB .* snapshot of 12 bytes"),
         (2.6, {"optimizer": "muon"}, None),
         (2.6, {"saves_state": False}, None),
         (2.7, {"saves_state": False}, r"take 16\.2 GiB .* snapshot of 8 bytes"),
-        (4.1, {"saves_state": False, "has_average": False}, r"gradient, state of adamw at 12 .*parameter\), and"),
+        (4.1, {"saves_state": False, "has_ema": False}, r"gradient, state of adamw at 12 .*parameter\), and"),
         (3.1, {"saves_state": False, "saved_bytes": 2}, None),
         (3.3, {"saves_state": False, "saved_bytes": 2}, r"16\.5 GiB .*16 bytes for each trained parameter\), and"),
         (1.7, {"saved_bytes": 2}, None),

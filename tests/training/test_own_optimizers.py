@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.training.ema import EmaConfig, average_of
+from accel_train.training.ema import EmaConfig, build_ema
 from accel_train.training.optimizer_choice import averages_weights, keyword_arguments
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
 from accel_train.training.shards import Shards, decode_number, encode_number
@@ -298,7 +298,7 @@ def test_the_average_of_a_schedule_free_optimizer_is_its_own() -> None:
     class_of(SCHEDULE_FREE.name)
     model, optimizer = ours(SCHEDULE_FREE)
     by_hand_model, by_hand = ours(SCHEDULE_FREE)
-    average = average_of(EmaConfig(0.0), Shards(model, optimizer), StepGuard(), optimizer)
+    average = build_ema(EmaConfig(0.0), Shards(model, optimizer), StepGuard(), optimizer)
     assert all(torch.equal(average.shards[name], p) for name, p in model.named_parameters())  # before the first step
     train(model, optimizer, range(9))
     train(by_hand_model, by_hand, range(9))
@@ -320,7 +320,7 @@ def test_a_restored_average_stays_until_the_next_step() -> None:
     """A checkpoint without optimizer state has no z to compute it from."""
     class_of(SCHEDULE_FREE.name)
     model, optimizer = ours(SCHEDULE_FREE)
-    average = average_of(EmaConfig(0.0), Shards(model, optimizer), StepGuard(), optimizer)
+    average = build_ema(EmaConfig(0.0), Shards(model, optimizer), StepGuard(), optimizer)
     average.shards["head.bias"].copy_(torch.tensor([3.0, 4.0]))
     with average.applied():
         assert model.head.bias.tolist() == [3.0, 4.0]
@@ -331,7 +331,7 @@ def test_an_ema_beside_the_average_of_the_optimizer_is_refused() -> None:
     class_of(SCHEDULE_FREE.name)
     model, optimizer = ours(SCHEDULE_FREE)
     with pytest.raises(UsageError, match=r"ema\.decay: 0\.9: AdamWScheduleFree averages .* Give --ema\.decay 0"):
-        average_of(EmaConfig(0.9), Shards(model, optimizer), StepGuard(), optimizer)
+        build_ema(EmaConfig(0.9), Shards(model, optimizer), StepGuard(), optimizer)
 
 
 def test_state_that_appears_later_is_refused_at_the_save() -> None:

@@ -23,14 +23,14 @@ from accel_train.store import failpoints
 if TYPE_CHECKING:
     from accel_train.data.datasets import MapDataset
     from accel_train.loop import Training
-    from accel_train.opened import Prepared
+    from accel_train.train_state import TrainState
 
 Evaluation = Callable[[], Mapping[str, float]]
 RAISED = "accel-train drill: an evaluation that raises"
 
 
 @contextmanager
-def injecting(request: Request, training: Training, prepared: Prepared, _: MapDataset) -> Generator[None]:
+def injecting(request: Request, training: Training, prepared: TrainState, _: MapDataset) -> Generator[None]:
     """Inject the fault of ``request``. Every process enters it."""
     injector = _Injector(request, training, prepared)
     training.steps = injector.watched(training.steps)
@@ -41,7 +41,7 @@ def injecting(request: Request, training: Training, prepared: Prepared, _: MapDa
 
 
 class _Injector:
-    def __init__(self, request: Request, training: Training, prepared: Prepared) -> None:
+    def __init__(self, request: Request, training: Training, prepared: TrainState) -> None:
         self._request = request
         self._training = training
         self._model = prepared.model

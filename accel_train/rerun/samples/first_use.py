@@ -14,7 +14,7 @@ from accel_train.metrics.records import write_json
 if TYPE_CHECKING:
     from accel_train.data.datasets import MapDataset
     from accel_train.loop import Training
-    from accel_train.opened import Prepared
+    from accel_train.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Request:
 
 
 @contextmanager
-def finding(request: Request, training: Training, _: Prepared, dataset: MapDataset) -> Generator[None]:
+def finding(request: Request, training: Training, _: TrainState, dataset: MapDataset) -> Generator[None]:
     """Write the first step with one of the samples, counted from 1, and train nothing."""
     training.steps = iter(())
     found = first_use(training.order, request.samples, request.last)

@@ -23,7 +23,7 @@ from accel_train.rerun.samples.suspects import distances
 if TYPE_CHECKING:
     from accel_train.data.datasets import Batch, MapDataset
     from accel_train.loop import Training
-    from accel_train.opened import Prepared
+    from accel_train.train_state import TrainState
     from accel_train.training.step_guard import StepResult
 
 
@@ -39,7 +39,7 @@ class Request:
 
 
 @contextmanager
-def measuring(request: Request, training: Training, prepared: Prepared, _: MapDataset) -> Generator[None]:
+def measuring(request: Request, training: Training, prepared: TrainState, _: MapDataset) -> Generator[None]:
     """Train up to the step, measure it, and end the loop there."""
     processes = prepared.accelerator.num_processes
     if processes > 1:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from accel_train.data.datasets import MapDataset
     from accel_train.data.loader import StepBatches
     from accel_train.loop import Training
-    from accel_train.opened import Prepared
+    from accel_train.train_state import TrainState
 
 CHUNK = 1 << 22
 """Elements hashed at a time: a few temporaries of 32 MiB."""
@@ -59,7 +59,7 @@ class Request:
 
 
 @contextmanager
-def recording(request: Request, training: Training, prepared: Prepared, _: MapDataset) -> Generator[None]:
+def recording(request: Request, training: Training, prepared: TrainState, _: MapDataset) -> Generator[None]:
     """Write hashes of weights, optimizer state and EMA before the first step and after each one.
 
     Evaluations are left out: they change none of these.
@@ -79,7 +79,7 @@ def without_evaluations(training: Training) -> None:
 
 
 def _steps(
-    steps: Iterator[StepBatches], prepared: Prepared, begun: int, found: dict[str, dict[str, int]]
+    steps: Iterator[StepBatches], prepared: TrainState, begun: int, found: dict[str, dict[str, int]]
 ) -> Iterator[StepBatches]:
     found[str(begun)] = _state(prepared)
     for batches in steps:
@@ -88,7 +88,7 @@ def _steps(
         found[str(batches.done)] = _state(prepared)
 
 
-def _state(prepared: Prepared) -> dict[str, int]:
+def _state(prepared: TrainState) -> dict[str, int]:
     """Hash the state over all processes. Collective."""
     shards = prepared.ema.view
     state: list[Tensor] = []

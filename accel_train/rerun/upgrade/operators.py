@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from accel_train.data.datasets import MapDataset
     from accel_train.data.loader import StepBatches
     from accel_train.loop import Training
-    from accel_train.opened import Prepared
+    from accel_train.train_state import TrainState
 
 # Uninitialised memory, whatever its bits are.
 UNINITIALISED = ("aten::empty", "aten::new_empty", "aten::resize_")
@@ -51,7 +51,7 @@ def kept_path(path: str) -> Path:
 
 
 @contextmanager
-def recording(request: Request, training: Training, prepared: Prepared, _: MapDataset) -> Generator[None]:
+def recording(request: Request, training: Training, prepared: TrainState, _: MapDataset) -> Generator[None]:
     """Train up to the step, record its operators up to its report, and end the loop there."""
     if prepared.accelerator.num_processes > 1:
         raise UsageError("operators are recorded in one process")

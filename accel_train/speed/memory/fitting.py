@@ -26,7 +26,7 @@ class Kept(NamedTuple):
 
     optimizer: str
     training: bool = True
-    has_average: bool = False
+    has_ema: bool = False
     saves_state: bool = True
     """Saves hold the optimizer state."""
     saved_bytes: int = FP32_BYTES
@@ -36,7 +36,7 @@ class Kept(NamedTuple):
         """Return the bytes of each trained parameter in the snapshot of a save, over all processes."""
         if not self.training:
             return 0
-        values = 2 if self.has_average else 1
+        values = 2 if self.has_ema else 1
         if not self.saves_state:
             return values * self.saved_bytes
         # Of rounded values exact ones are saved as well.
@@ -138,7 +138,7 @@ def _state_of_trained(kept: Kept) -> tuple[int, list[str]]:
     """Return the bytes of each trained parameter beside its weight, and a description of them."""
     bytes_each = 0
     parts: list[str] = []
-    if kept.has_average:
+    if kept.has_ema:
         bytes_each += FP32_BYTES
         parts.append("EMA")
     if kept.training:

@@ -2,7 +2,7 @@
 
 The rule is that of ``torch.optim.lr_scheduler.ReduceLROnPlateau`` with a relative threshold, whose ``patience`` is one
 less. There the schedule overwrites the learning rate in the next step. Here the factor is a number of its own, by which
-``Opened.learning_rate_factor`` multiplies that of the schedule.
+``Experiment.learning_rate_factor`` multiplies that of the schedule.
 """
 
 from __future__ import annotations

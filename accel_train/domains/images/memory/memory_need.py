@@ -36,7 +36,7 @@ class Load(NamedTuple):
     """Mode of activation checkpointing."""
     precision: str
     optimizer: str
-    has_average: bool = False
+    has_ema: bool = False
     """With EMA weights of the adapters."""
     drawn_megapixels: float = 0.0
     """Of a picture drawn in an evaluation. 0: none is."""
@@ -79,7 +79,7 @@ def estimate(base: DiffusersBase, load: Load) -> Need:
     size = load.size
     # Gradient, state of the optimizer and EMA; the adapters themselves are among the weights.
     each = FP32_BYTES + OPTIMIZER_BYTES.get(load.optimizer, 2 * FP32_BYTES)
-    if load.has_average:
+    if load.has_ema:
         each += FP32_BYTES
     state = size.trained * each / GIB
     weights = (size.weight_bytes - size.offloaded_bytes) / GIB

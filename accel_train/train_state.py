@@ -52,7 +52,7 @@ def smaller_micro_batch(config: ExperimentConfig) -> out_of_memory.SmallerMicroB
 
 
 @dataclass(frozen=True)
-class Opened:
+class Experiment:
     """An experiment on its machine, with its directory and its length. One per process."""
 
     config: ExperimentConfig
@@ -135,11 +135,12 @@ class Opened:
         used = replace(self.config, micro_batch_size=self.micro_batch_size, schedule=self.schedule)
         return to_tree(used)
 
-    def with_ledger(self, write_extras: Callable[[Path], None]) -> Callable[[Path], None]:
+    def with_ledger(self, write_extras: Callable[[Path], None] | None) -> Callable[[Path], None]:
         """Return a function that writes the extra files of a checkpoint, and the ledger of its data."""
 
         def write(directory: Path) -> None:
-            write_extras(directory)
+            if write_extras is not None:
+                write_extras(directory)
             self.history.save(directory / "assets", self.start_step)
 
         return write
@@ -186,7 +187,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TrainState:
     """The model wrapped by the strategy, with its optimizer and EMA. One per process."""
 
     accelerator: Accelerator
@@ -237,7 +238,7 @@ class Prepared:
 
 
 def handle_out_of_memory(
-    opened: Opened,
+    opened: Experiment,
     log: Recorder,
     error: Exception,
     step: int,
@@ -274,7 +275,7 @@ def handle_out_of_memory(
     ) from None
 
 
-def double_micro_batch(opened: Opened, done: int, committed: Callable[[int], bool]) -> None:
+def double_micro_batch(opened: Experiment, done: int, committed: Callable[[int], bool]) -> None:
     """Raise ``StartAgain`` with twice the micro-batch, if that is due after a save of step ``done``. Collective.
 
     ``committed`` waits for that save, and returns False if it failed: the next start would go on from an older one.
@@ -300,7 +301,7 @@ def double_micro_batch(opened: Opened, done: int, committed: Callable[[int], boo
     )
 
 
-def roll_back(opened: Opened, log: Recorder, error: NonFiniteError) -> None:
+def roll_back(opened: Experiment, log: Recorder, error: NonFiniteError) -> None:
     """Raise ``StartAgain`` without the samples of a bad step, or add to ``error`` why not. Collective."""
     health = opened.config.health
     if health.non_finite != "rollback" or error.bad is None:
@@ -321,7 +322,7 @@ def roll_back(opened: Opened, log: Recorder, error: NonFiniteError) -> None:
     ) from None
 
 
-def without_left_out(opened: Opened, prepared: Prepared, order: Sampler) -> Sampler:
+def without_left_out(opened: Experiment, prepared: TrainState, order: Sampler) -> Sampler:
     """Return ``order`` without the samples of ``without_samples`` and of rollbacks. Checkpoints list the latter."""
     history = prepared.guard.history
     history.left_out = sorted({*history.left_out, *rollback.left_out(opened.run.rollbacks)})
