@@ -1,12 +1,16 @@
-"""Protocols of a dataset: samples by index, whole batches, collation, lengths, shapes."""
+"""Protocols of a dataset: samples by index, whole batches, collation, lengths, shapes. Fingerprints of small ones."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
+import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from accel_train.config import UsageError
+from accel_train.data.tensor_cache import content_hash
+from accel_train.rng import preserve_random_states, seed_generators
 
 Batch = dict[str, Tensor]
 Collate = Callable[[list[Mapping[str, Tensor]]], Mapping[str, Tensor]]
@@ -77,3 +81,17 @@ def sample_of(dataset: MapDataset, index: int) -> Mapping[str, Tensor]:
             '{"image": image, "label": label}'
         )
     return cast(Mapping[str, Tensor], sample)
+
+
+def fingerprint_of(dataset: MapDataset) -> str:
+    """Hash every sample: a fingerprint for data small enough to be read once more at every start. No collective.
+
+    A sample that draws random numbers draws the same ones in every call.
+    """
+    digest = hashlib.sha256()
+    with preserve_random_states():
+        for index in range(len(dataset)):
+            seed_generators(index)
+            sample = {name: torch.as_tensor(value) for name, value in sample_of(dataset, index).items()}
+            digest.update(content_hash(sample).encode())
+    return digest.hexdigest()[:16]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, rng, startup
 from accel_train.config import PositiveInt
-from accel_train.data import sampler
+from accel_train.data import datasets, sampler
 from accel_train.options.loading import load_config
 from accel_train.runtime.exiting import one_run, run_main
 from accel_train.store.run_file import experiment_options
@@ -19,7 +19,7 @@ from accel_train.store.weights import best_stem, load_weights
 from accel_train.training import optimizers
 
 
-# CHANGE: the data, and its fingerprint in `main`. Anything with a length that gives a dict of tensors for an index.
+# CHANGE: the data. Anything with a length that gives a dict of tensors for an index.
 def points(count: int, stream: str) -> list[dict[str, Tensor]]:
     places = rng.normal(rng.sample_keys(0, stream, 0, torch.arange(count)), (2,))
     return [{"place": place, "ring": (2 * place.norm()).long().clamp(max=4)} for place in places]
@@ -95,8 +95,9 @@ def main(argv: Sequence[str]) -> int:
     accelerator = startup.start(config)
     data, heldout = points(4000, "train"), points(1000, "heldout")
     order = sampler.StepSampler(len(data), config.global_batch_size, config.seed)
+    version = datasets.fingerprint_of(data)  # of all samples. CHANGE for large data: any text that changes with them
     opened = experiment.open_experiment(
-        config, accelerator, dataset_size=len(data), fingerprint="rings-1", metrics=["heldout_loss", "heldout_accuracy"]
+        config, accelerator, dataset_size=len(data), fingerprint=version, metrics=["heldout_loss", "heldout_accuracy"]
     )
     if opened.finished:
         return experiment.nothing_to_do(opened)

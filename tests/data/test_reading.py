@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from accel_train.config import MendedError, UsageError
-from accel_train.data.datasets import MapDataset
+from accel_train.data.datasets import MapDataset, fingerprint_of
 from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.reading import LoadingError
@@ -248,6 +249,20 @@ def test_a_sample_that_is_no_dict_is_refused(workers):
     pairs = Pairs([(torch.zeros(3), 1)] * len(Faulty("none")))
     with pytest.raises(UsageError, match=r"dataset\[\d+\] must be a dict of tensors, got a tuple; name its values"):
         next(steps_of(pairs, num_workers=workers))
+
+
+def test_a_fingerprint_is_that_of_every_sample() -> None:
+    class Jittered(list[int]):
+        """Samples that draw random numbers."""
+
+        def __getitem__(self, index: Any) -> Any:
+            return {"value": super().__getitem__(index), "noise": torch.rand(3)}
+
+    state = torch.get_rng_state()
+    found = fingerprint_of(Jittered([1, 2, 3]))
+    assert found == fingerprint_of(Jittered([1, 2, 3]))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len({found, fingerprint_of(Jittered([1, 2, 4])), fingerprint_of(Jittered([1, 2]))}) == 3
 
 
 # ---------------------------------------------------------------------------------------- a whole micro-batch at once
