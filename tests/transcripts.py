@@ -233,6 +233,20 @@ def rerun(folder: Folder) -> dict[str, str]:
     return {"replay": fenced(replay), "branch": fenced(branch), "blame": fenced(blame), "forget": fenced(forget)}
 
 
+def contract(folder: Folder) -> dict[str, str]:
+    """What ``accel-train verify`` says of the scaffold, and of the scaffold with a mistake."""
+    folder.run("accel-train", "init", "mine", "--scaffold")
+    recipe = folder.path / "mine" / "recipe.py"
+    command = "accel-train verify mine/recipe.py"
+    right = folder.run(*command.split())
+    text = recipe.read_text()
+    weights = '(batch, batch["weight"])'
+    assert text.count(weights) == 1
+    recipe.write_text(text.replace(weights, "(batch, torch.tensor(float(config.micro_batch_size)))"))
+    wrong = folder.run(*command.split(), code=1)
+    return {"contract": fenced([f"$ {command}", *right]), "contract_fault": fenced([f"$ {command}", *wrong])}
+
+
 def print_config(folder: Folder) -> list[str]:
     text = "recipes/mmdit.py base --optimizer.lr 2e-4 --print_config"
     return [f"$ python {text}", *kept(folder.run(*text.split()), "^output_dir", "^seed", r"^optimizer\.lr")]
@@ -260,6 +274,12 @@ SOURCES: dict[str, Source] = {
     "pde": Source(pde, ("pde",), ("pde_demo",)),
     "compare": Source(compare, ("compare",), ("mmdit_baseline", "mmdit_optimized")),
     "rerun": Source(rerun, ("replay", "branch", "blame", "forget"), ("demo",), ("rerun/paired.py",)),
+    "contract": Source(
+        contract,
+        ("contract", "contract_fault"),
+        ("../scaffold/presets/demo",),
+        ("../recipes/scaffold/recipe.py", "verification/checks.py", "verification/report.py"),
+    ),
     "commands": Source(commands, ("ls", "verify", "prune", "export", "refusal", "print_config")),
 }
 BLOCK = re.compile(r"<!-- transcript (\w+)( [0-9a-f]{12})?: (.*?) -->\n(.*?)\n<!-- end -->", re.DOTALL)
