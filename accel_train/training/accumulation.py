@@ -223,7 +223,8 @@ class GradientWindow:
             )
         of_terms = by_term(sums, "sums", self.coefficients, self.step)
         # Of the first for a call too many, which `finish` refuses.
-        refuse_means(of_terms, self._local_weights[len(self._sums) % len(self._local_weights)])
+        weights = self._local_weights[len(self._sums) % len(self._local_weights)]
+        refuse_means(of_terms, weights, self.coefficients)
         losses = [of_terms[k].float() for k in self.coefficients]
         terms = [_summed(loss) for loss in losses]
         self._losses.append([loss.detach() for loss in losses])

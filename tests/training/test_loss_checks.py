@@ -33,6 +33,12 @@ def test_one_value_beside_the_weight_of_each_sample_is_refused(accelerator: Acce
         with pytest.raises(UsageError, match=rf"'main' is one value, and its weight has shape \({len(weight)},\)"):
             finished(accelerator, [weight], [torch.tensor(2.0)])
     finished(accelerator, [torch.ones(4).sum()], [torch.tensor(2.0)])
+    # A term that this step does not train may be a plain 0.
+    model = accelerator.prepare(nn.Linear(1, 1))
+    weights = {"main": torch.ones(4), "off": torch.ones(4)}
+    window = GradientWindow(accelerator, model, [({}, weights)], COEFFICIENTS, step=0)
+    for _ in window:
+        window.backward({"main": torch.ones(4) * model.weight.sum(), "off": torch.zeros(())})
     finished(accelerator, [torch.ones(4)], [torch.ones(4)])
 
 

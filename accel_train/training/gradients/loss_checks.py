@@ -40,10 +40,10 @@ def by_term(
     return found
 
 
-def refuse_means(sums: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Raise ``UsageError`` for a single value, (), of a term with a weight for each sample, (B,). No device wait."""
+def refuse_means(sums: Mapping[str, Tensor], weights: Mapping[str, Tensor], coefficients: Mapping[str, float]) -> None:
+    """Raise ``UsageError`` for one value, (), of a trained term with a weight for each sample, (B,). No device wait."""
     for name, loss in sums.items():
-        if loss.ndim == 0 and weights[name].ndim > 0:
+        if coefficients[name] != 0 and loss.ndim == 0 and weights[name].ndim > 0:
             raise UsageError(
                 f"window.backward: loss term {name!r} is one value, and its weight has shape "
                 f"{tuple(weights[name].shape)}, one for each sample; give the loss of each sample times its weight "
