@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from accel_train.config import UsageError
-from accel_train.data.tensor_cache import content_hash
 from accel_train.rng import preserve_random_states, seed_generators
 
 Batch = dict[str, Tensor]
@@ -88,6 +87,9 @@ def fingerprint_of(dataset: MapDataset) -> str:
 
     A sample that draws random numbers draws the same ones in every call.
     """
+    # Imported here, because the protocols are needed by many and the caches by few.
+    from accel_train.data.tensor_cache import content_hash
+
     digest = hashlib.sha256()
     with preserve_random_states():
         for index in range(len(dataset)):
