@@ -211,7 +211,7 @@ class PicturePipeline:
     ) -> torch.Tensor:
         """Return the picture of a prompt, (3, H, W) from -1 to 1. Raises ``UsageError`` for a ``side`` not drawn."""
         pixels = side or int(self.sampler.get("side", SIDE))
-        refuse_side(f"side {pixels}", pixels, self.pipeline, self.base.family)
+        refuse_side(f"side {pixels}", pixels, self.pipeline, self.base)
         with self.using(adapter):
             return draw_picture(
                 self.pipeline,

@@ -464,6 +464,16 @@ def test_a_base_that_is_gone_or_no_model_of_pictures_is_refused(
 def test_pictures_larger_than_those_of_the_base_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"draws at most 8x8; give --data\.resolutions 8 --data\.max_aspect 1"):
         train(tmp_path, run, "large", "--data.resolutions", "16")
+    # Before anything is trained, and not at the first evaluation.
+    with pytest.raises(UsageError, match=r"evaluation\.side 16: .* draws at most 8x8, .*; give 8 or less"):
+        train(tmp_path, run, "large", "--evaluation.side", "16")
+    assert not (tmp_path / "large").exists()
+
+
+def test_a_larger_picture_than_those_of_the_base_is_not_drawn(trained: Path, tmp_path: Path) -> None:
+    words = ["sample", str(trained), "--prompt", "red flag", "--output", str(tmp_path / "drawn"), "--side", "64"]
+    with pytest.raises(UsageError, match=r"side 64: .* draws at most 8x8, .*; give 8 or less, a multiple of 4"):
+        cli._main(words)
 
 
 def test_the_preset_without_one_is_that_of_the_base() -> None:

@@ -162,7 +162,7 @@ class DrawnPrompts(Protocol):
 
     @property
     def prompts(self) -> Sequence[str]: ...
-    def refuse_side(self, data: PictureDataConfig, pipeline: Any, family: Any) -> None: ...
+    def refuse_side(self, data: PictureDataConfig, pipeline: Any, base: Base) -> None: ...
 
 
 def prepare_inputs(
@@ -263,7 +263,7 @@ def _refuse_unfit(config: PictureDataConfig, base: Base, pipeline: Any, evaluati
     """Raise ``UsageError`` for a base that cannot be trained, and for sizes that it does not take."""
     _refuse_scale(base, pipeline)
     _refuse_step(config, base, pipeline)
-    evaluation.refuse_side(config, pipeline, base.family)
+    evaluation.refuse_side(config, pipeline, base)
 
 
 def _refuse_scale(base: Base, pipeline: Any) -> None:

@@ -17,6 +17,7 @@ from accel_train.domains.images.grids import evenly, opened_picture
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines.drawing import draw_picture, refuse_side
 from accel_train.domains.images.pipelines.family import Family
+from accel_train.domains.images.pipelines.loading import Base
 from accel_train.metrics import evaluation
 from accel_train.store.names import STEP, files_of_steps
 
@@ -82,7 +83,7 @@ class EvaluationConfig:
             *judged,
         )
 
-    def refuse_side(self, data: PictureDataConfig, pipeline: Any, family: Family) -> None:
+    def refuse_side(self, data: PictureDataConfig, pipeline: Any, base: Base) -> None:
         """Raise ``UsageError`` for a side that the base cannot draw, if there is anything to draw."""
         if not (self.prompts or self.heldout_prompts):
             return
@@ -90,7 +91,7 @@ class EvaluationConfig:
         if side is None:
             side = data.resolutions[0]
             given = f"data.resolutions {list(data.resolutions)}: its first is evaluation.side, which is not given"
-        refuse_side(given, side, pipeline, family)
+        refuse_side(given, side, pipeline, base)
 
     def due(self, done: int, max_steps: int) -> bool:
         """Return True if an evaluation is due after ``done`` steps."""
