@@ -146,6 +146,9 @@ def _share(right: Sequence[bool]) -> Tensor:
 
 def _words_right(said: str, caption: str) -> float:
     words = caption.split()
+    if not words:
+        # Right if nothing was said.
+        return float(not said.split())
     # Words beyond the caption's are not counted. `caption_exact` is where they are wrong.
     found = said.split()[: len(words)]
     return sum(one == other for one, other in zip(found, words, strict=False)) / len(words)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accel_train.data.datasets import Batch
 from accel_train.data.heldout import heldout_pairs
+from accel_train.domains.diffusion.masked_text import gain
 from accel_train.domains.text import both_ways
 from accel_train.domains.text.baselines import TextBaselines, fit_baselines, fits_linear, fits_log_linear
 from accel_train.domains.text.both_ways import bag_nll_sum, cosine_sum
@@ -61,7 +62,7 @@ def baseline_metrics(data: PreparedData, samples: int, timesteps: int, seed: int
         count = counts.get(name, sums["tokens"])
         metrics[name] = value / max(count, 1e-12)
     if fitted.log_linear is not None:
-        metrics["l2t_log_linear_gain"] = 1 - metrics["l2t_log_linear_nll"] / metrics["l2t_log_linear_nll_shuffled"]
+        metrics["l2t_log_linear_gain"] = gain(metrics["l2t_log_linear_nll"], metrics["l2t_log_linear_nll_shuffled"])
     return {name: metrics[name] for name in _baseline_names(data)}
 
 

@@ -87,6 +87,18 @@ def test_sums_are_weighted_and_divided(drawn, tmp_path):
     assert found["caption_words"] == pytest.approx(sum(words) / len(words))
 
 
+def test_an_empty_caption_is_right_only_if_nothing_was_said(drawn, tmp_path):
+    pictures = drawn[1][:4]
+    rows = CaptionedPictures(tmp_path, (6, 6), Patching(4), False, ())
+    texts = ["", "a dog", "a cat"]
+    latents = to_patches(pictures, 4)
+    scores = PictureScores(rows, lambda x: x, lambda row: texts[int(row[0])], lambda x: x)
+    batch = {"latent": latents, "tokens": torch.tensor([[0], [0], [1], [1]]), "weight": torch.ones(4)}
+    found = scores(batch, batch, latents, torch.tensor([[0], [2], [2], [0]]))
+    assert found["caption_words"] == 1 + 0 + 0.5 + 0
+    assert found["caption_exact"] == 1
+
+
 @pytest.mark.parametrize("content", UNREADABLE)
 def test_an_earlier_picture_that_cannot_be_read_is_named(content, drawn, tmp_path, caplog):
     captions, pictures = drawn
