@@ -49,8 +49,8 @@ class EvaluationConfig:
     side: PositiveInt | None = None
     """Height and width of a picture in pixels. null: the first of data.resolutions."""
     heldout_prompts: NonNegativeInt = 0
-    """Captions of held-out pictures to draw without the adapter and with it, side by side in before_after.png. 0: none.
-    Each costs two pictures in every evaluation."""
+    """Different captions of held-out pictures to draw without the adapter and with it, side by side in
+    before_after.png. 0: none. Each costs two pictures in every evaluation."""
     judge: str | None = None
     """Group of the bundled emoji, such as flags. A small classifier, trained on them first, says how many pictures of
     heldout_prompts belong to it."""
