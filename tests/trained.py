@@ -131,6 +131,8 @@ def picture_run(
     objective = ModeConfig(), TextDiffusionConfig("uniform"), latent or LatentDiffusionConfig(prediction="x0")
     description = text_pipeline.describe_model(shape, *objective, sampling, 7, assets, "emoji")
     experiment = {f"times.{name}": value for name, value in (times or {}).items()}
+    if times:
+        experiment["latent.kind"] = objective[2].kind
     commit_checkpoint(run, model, description, assets.save, experiment=experiment)
     return run
 

@@ -114,6 +114,13 @@ def correct_counts(
     return ((predicted == tokens) & masked).sum(-1)
 
 
+def gain(nll: float, other: float) -> float:
+    """Return by which share ``nll`` is below ``other``. 0 where that is 0, as with texts without a word."""
+    if other == 0:
+        return 0.0
+    return 1 - nll / other
+
+
 def _without_mask(logits: Tensor, mask_id: int) -> Tensor:
     """Return fp32 logits with MASK ruled out, in one pass and without changing the model's own tensor."""
     penalty = torch.zeros(logits.shape[-1], dtype=torch.float32, device=logits.device)

@@ -21,6 +21,8 @@ SCHEDULED = ("epsilon", "v_prediction", "sample")
 """Values of ``prediction_type`` in a scheduler with ``alphas_cumprod``."""
 LARGEST_DEBIASED_SNR = 1000.0
 """Above it the weight of ``debiased`` stays as it is, as in kohya's sd-scripts."""
+SMALLEST_DEBIASED_SNR = 1e-4
+"""Below it too, because SNR 0 would weigh infinitely much. The noisiest level of Stable Diffusion has 0.005."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,13 +109,15 @@ def snr_weight(snr: Tensor, prediction: Prediction, weighting: SnrWeighting, gam
     min_snr (Hang et al. 2023, arXiv:2303.09556) is min(SNR, gamma) on x0; soft_min_snr (Crowson et al. 2024,
     arXiv:2401.11605) is SNR gamma / (SNR + gamma). The error of eps is SNR times the error of x0, the error of v SNR +
     1 times, so their weights are divided by these factors. debiased (Yu et al. 2023, arXiv:2310.08442) is 1 / sqrt(SNR)
-    on eps and 1 / (SNR + 1) on v.
+    on eps, so sqrt(SNR) on x0, and 1 / (SNR + 1) on v.
     """
     if weighting == "none":
         return torch.ones_like(snr)
     if weighting == "debiased":
-        bounded = snr.clamp(max=LARGEST_DEBIASED_SNR)
-        return 1 / (bounded + 1) if prediction == "v_prediction" else bounded.rsqrt()
+        if prediction == "v_prediction":
+            return 1 / (snr.clamp(max=LARGEST_DEBIASED_SNR) + 1)
+        bounded = snr.clamp(SMALLEST_DEBIASED_SNR, LARGEST_DEBIASED_SNR)
+        return bounded.sqrt() if prediction == "sample" else bounded.rsqrt()
     # Of eps, written so that SNR 0 gives the limit and not 0 / 0.
     of_epsilon = (gamma / snr).clamp(max=1) if weighting == "min_snr" else gamma / (snr + gamma)
     if prediction == "epsilon":

@@ -43,7 +43,8 @@ class TimeConfig:
     """mode: above 0 favours the middle, below 0 the ends, 0 is uniform. -1 to 1.75."""
     shift: PositiveFloat = 1.0
     """Factor s of t' = s t / (1 + (s - 1) t), after the density. Above 1: noisier times. Large pictures need more noise
-    to hide as much: sqrt(tokens / tokens of the resolution that times were tuned at), 3 for SD3 at 1024 pixels."""
+    to hide as much: sqrt(tokens / tokens of the resolution that times were tuned at), 3 for SD3 at 1024 pixels. For
+    adapters on a diffusers base it comes on top of the scheduler's own shift, such as SD3's 3: leave it at 1."""
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
     """Weight of a sample's loss by its time t. none: 1. sigma_sqrt: 1 / t^2. cosmap: 2 / (pi (1 - 2 t + 2 t^2)), with
     the same mean as drawing times of density cosmap."""

@@ -81,13 +81,15 @@ class PictureScores:
         # In pixels, as people see them: distances of latents depend on the scale of their encoder.
         sampled = self.pixels(latents)
         true = self.pixels(batch["latent"])
+        # Of both at once, because a search reads every training latent.
+        near, near_true = self.nearest(torch.cat([latents.float(), batch["latent"].float()])).chunk(2)
         captions = [self.decode(row) for row in batch["tokens"].cpu()]
         said = [self.decode(row) for row in tokens.cpu()]
         scores = {
             "t2l_distance": rms_distance(sampled, true),
             "t2l_distance_shuffled": rms_distance(sampled, self.pixels(shuffled["latent"])),
-            "nearest_distance": rms_distance(sampled, self.pixels(self.nearest(latents))),
-            "nearest_distance_true": rms_distance(true, self.pixels(self.nearest(batch["latent"]))),
+            "nearest_distance": rms_distance(sampled, self.pixels(near)),
+            "nearest_distance_true": rms_distance(true, self.pixels(near_true)),
             "caption_words": torch.tensor([_words_right(*pair) for pair in zip(said, captions, strict=True)]),
             "caption_exact": _share([one == other for one, other in zip(said, captions, strict=True)]),
             _PICTURES: torch.ones(len(captions)),
@@ -144,6 +146,9 @@ def _share(right: Sequence[bool]) -> Tensor:
 
 def _words_right(said: str, caption: str) -> float:
     words = caption.split()
+    if not words:
+        # Right if nothing was said.
+        return float(not said.split())
     # Words beyond the caption's are not counted. `caption_exact` is where they are wrong.
     found = said.split()[: len(words)]
     return sum(one == other for one, other in zip(found, words, strict=False)) / len(words)

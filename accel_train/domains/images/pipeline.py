@@ -176,7 +176,10 @@ class PicturePipeline:
         refuse_out_of_range(found.model.to(dtype_of(precision)), found.base.family.denoiser, precision)
         assert isinstance(found.base, MMDiTBase)
         save_file(found.model.state_dict(), directory / "model.safetensors", metadata={"format": "pt"})
-        shutil.copyfile(found.base.directory / "config.json", directory / "config.json")
+        of_base = _description(found.base.directory)
+        # The options of its run, where times are found otherwise, stay behind.
+        objective = {**of_base["objective"], "times": asdict(found.base.times)}
+        atomic_files.write_json(directory / "config.json", {**of_base, "objective": objective})
         shutil.copytree(found.base.directory / ASSETS, directory / ASSETS)
         return None
 
@@ -208,7 +211,7 @@ class PicturePipeline:
     ) -> torch.Tensor:
         """Return the picture of a prompt, (3, H, W) from -1 to 1. Raises ``UsageError`` for a ``side`` not drawn."""
         pixels = side or int(self.sampler.get("side", SIDE))
-        refuse_side(f"side {pixels}", pixels, self.pipeline, self.base.family)
+        refuse_side(f"side {pixels}", pixels, self.pipeline, self.base)
         with self.using(adapter):
             return draw_picture(
                 self.pipeline,

@@ -6,24 +6,27 @@ tokens and conditioning they give diffusers' outputs. Embeddings, times, positio
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors.torch import load_file
 from torch import Tensor
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, expand_path
 from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.domains.models.sd3 import from_diffusers
+from accel_train.store import strict_json
+from accel_train.store.weights import TensorReader, find_tensors
 from accel_train.wording import shortened
 
 logger = logging.getLogger(__name__)
 FOLDER = "transformer"
-WEIGHTS = "diffusion_pytorch_model*.safetensors"
+STEM = "diffusion_pytorch_model"
+WEIGHTS = (f"{STEM}.safetensors", f"{STEM}.safetensors.index.json")
+"""One of them. Without a variant's suffix, because a folder may hold several."""
+SHARDS = f"{STEM}-*.safetensors"
 SETTINGS = "config.json"
 STREAMS = {"0": "1", "1": "0"}
 """Pictures come first in SD3, and second here."""
@@ -101,24 +104,49 @@ def load_blocks(model: MultimodalMMDiT, source: str) -> list[str]:
 
 
 def read_transformer(source: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return tensors and config.json of a folder or Hub id, of a pipeline or of its transformer alone."""
-    directory = Path(source)
-    if not directory.is_dir():
-        wanted = [f"{FOLDER}/{WEIGHTS}", f"{FOLDER}/{SETTINGS}", WEIGHTS, SETTINGS]
-        directory = Path(snapshot_download(source, allow_patterns=wanted))
+    """Return tensors and config.json of a folder or Hub id, of a pipeline or of its transformer alone.
+
+    Other variants of the weights, such as fp16, are left alone. Raises ``UsageError``, also for unreadable files.
+    """
+    directory = _directory(source)
     if (directory / FOLDER).is_dir():
         directory = directory / FOLDER
-    files = sorted(directory.glob(WEIGHTS))
     settings = directory / SETTINGS
-    if not files or not settings.is_file():
+    if not any((directory / name).is_file() for name in WEIGHTS) or not settings.is_file():
         raise UsageError(
-            f"--model.blocks_from {source!r}: {WEIGHTS} and {SETTINGS} are required there or in its folder {FOLDER!r}. "
-            "Name a diffusers pipeline of SD3, or its transformer."
+            f"--model.blocks_from {source!r}: {' or '.join(WEIGHTS)}, and {SETTINGS}, are required there or in its "
+            f"folder {FOLDER!r}. Name a diffusers pipeline of SD3, or its transformer."
         )
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        weights |= load_file(file)
-    return weights, json.loads(settings.read_text(encoding="utf-8"))
+    try:
+        described = strict_json.read_object(settings)
+    except (OSError, ValueError) as error:
+        raise _unreadable(source, f"{settings}: {error}") from None
+    try:
+        tensors = find_tensors(directory, STEM)
+        with TensorReader(tensors) as reader:
+            return {name: reader.read(name) for name in tensors}, described
+    except UsageError as error:
+        raise _unreadable(source, str(error)) from None
+
+
+def _unreadable(source: str, reason: str) -> UsageError:
+    return UsageError(f"--model.blocks_from {source!r}: {reason}. Download it again, or give another one.")
+
+
+def _directory(source: str) -> Path:
+    """Return a local folder, or the Hub's snapshot, downloaded once."""
+    directory = expand_path(source)
+    if directory.is_dir():
+        return directory
+    names = [*WEIGHTS, SHARDS, SETTINGS]
+    try:
+        return Path(snapshot_download(source, allow_patterns=[*(f"{FOLDER}/{name}" for name in names), *names]))
+    except Exception as error:
+        raise UsageError(
+            f"--model.blocks_from {source!r}: no such directory, and the hub answered {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}. Name the folder of a diffusers pipeline of SD3 or of its "
+            "transformer, or an id that the hub or the local cache has."
+        ) from None
 
 
 def _target_name(name: str) -> str:

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from accel_train.data.datasets import Batch
 from accel_train.data.heldout import heldout_pairs
+from accel_train.domains.diffusion.masked_text import gain
 from accel_train.domains.text import both_ways
-from accel_train.domains.text.baselines import TextBaselines, fit_baselines, fits_log_linear
+from accel_train.domains.text.baselines import TextBaselines, fit_baselines, fits_linear, fits_log_linear
 from accel_train.domains.text.both_ways import bag_nll_sum, cosine_sum
 from accel_train.domains.text.dataset import PreparedData
 
 BATCH_SIZE = 512
-BASELINES = ("t2l_ridge_cosine", "unigram_nll")
+RIDGE = "t2l_ridge_cosine"
+UNIGRAM = "unigram_nll"
 LOG_LINEAR = ("l2t_log_linear_nll", "l2t_log_linear_nll_shuffled", "l2t_log_linear_gain")
 
 
@@ -26,9 +28,13 @@ def metric_names(data: PreparedData) -> list[str]:
 
 
 def _baseline_names(data: PreparedData) -> tuple[str, ...]:
-    if fits_log_linear(data.train, data.tokenizer.vocab_size):
-        return BASELINES + LOG_LINEAR
-    return BASELINES
+    vocabulary_size = data.tokenizer.vocab_size
+    names = [UNIGRAM]
+    if fits_linear(data.train, vocabulary_size):
+        names.insert(0, RIDGE)
+    if fits_log_linear(data.train, vocabulary_size):
+        names += LOG_LINEAR
+    return tuple(names)
 
 
 @lru_cache(maxsize=1)
@@ -36,8 +42,8 @@ def baseline_metrics(data: PreparedData, samples: int, timesteps: int, seed: int
     """Score the baselines on the first ``samples`` held-out texts, with the model's own masks and shuffled partners.
 
     Returns ``t2l_ridge_cosine``, ``unigram_nll``, ``l2t_log_linear_nll``, its ``_shuffled`` and
-    ``l2t_log_linear_gain``. The last three are absent where the fit would take minutes. Call it on one process. It
-    takes some seconds, once per run.
+    ``l2t_log_linear_gain``. The first and the last three are absent where their fit would take minutes. Call it on
+    one process. It takes some seconds, once per run.
     """
     fitted = fit_baselines(data.train, data.tokenizer.vocab_size)
     mask_id = data.tokenizer.mask_id
@@ -50,13 +56,13 @@ def baseline_metrics(data: PreparedData, samples: int, timesteps: int, seed: int
             sums[name] = sums.get(name, 0.0) + float(value)
 
     # The cosine is a mean over samples, all others are means over tokens.
-    counts = {"t2l_ridge_cosine": sums["samples"]}
+    counts = {RIDGE: sums["samples"]}
     metrics: dict[str, float] = {}
     for name, value in sums.items():
         count = counts.get(name, sums["tokens"])
         metrics[name] = value / max(count, 1e-12)
     if fitted.log_linear is not None:
-        metrics["l2t_log_linear_gain"] = 1 - metrics["l2t_log_linear_nll"] / metrics["l2t_log_linear_nll_shuffled"]
+        metrics["l2t_log_linear_gain"] = gain(metrics["l2t_log_linear_nll"], metrics["l2t_log_linear_nll_shuffled"])
     return {name: metrics[name] for name in _baseline_names(data)}
 
 
@@ -70,14 +76,15 @@ def _batch_sums(
 ) -> dict[str, Tensor]:
     """Sum the scores of one batch, and count its samples and tokens."""
     weight = batch["weight"]
-    predicted = fitted.latents(batch["tokens"], batch["maskable"]).view_as(batch["latent"])
-    unigram = fitted.unigram.expand(len(predicted), -1)
+    unigram = fitted.unigram.expand(len(weight), -1)
     sums = {
-        "t2l_ridge_cosine": cosine_sum(predicted, batch["latent"], weight),
-        "unigram_nll": bag_nll_sum(unigram, batch, mask_id, seed, timesteps),
+        UNIGRAM: bag_nll_sum(unigram, batch, mask_id, seed, timesteps),
         "samples": weight.sum(),
         "tokens": (batch["maskable"].sum(-1) * weight).sum() * timesteps,
     }
+    if fitted.linear is not None:
+        predicted = fitted.latents(batch["tokens"], batch["maskable"]).view_as(batch["latent"])
+        sums[RIDGE] = cosine_sum(predicted, batch["latent"], weight)
     if fitted.log_linear is not None:
         conditions = {"nll": batch["latent"], "nll_shuffled": shuffled["latent"]}
         for name, latent in conditions.items():

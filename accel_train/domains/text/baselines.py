@@ -20,6 +20,8 @@ RIDGES = (1.0, 10.0, 100.0)
 MAX_TRAINING_ROWS = 32_768
 MAX_FEATURES = 4096
 """Most frequent tokens counted by the linear map. The constant feature comes on top."""
+MAX_LINEAR_WEIGHTS = 1 << 23
+"""Features times latent values. Above it ridge regression would take minutes of one core: 19 s for 2,048 texts here."""
 MAX_LOG_LINEAR_WEIGHTS = 1 << 20
 """Vocabulary times latent values. Above it the log-linear fit would take minutes."""
 BLOCK_ROWS = 4096
@@ -45,12 +47,13 @@ class TextBaselines:
     texts: int
     """Training texts used for the fit."""
     columns: Tensor  # (V,) int64: the column of a counted token, F for all others
-    linear: Tensor  # (F + 1, L * Dz)
+    linear: Tensor | None  # (F + 1, L * Dz); None where it was left out
     unigram: Tensor  # (V,) log frequency
     log_linear: Tensor | None  # (L * Dz + 1, V); None where it was left out
 
     def latents(self, tokens: Tensor, maskable: Tensor) -> Tensor:
         """Predict latents by ridge regression on the token counts: (B, S) and (B, S) -> (B, L * Dz)."""
+        assert self.linear is not None, "left out"
         return bags(tokens, maskable, self.columns) @ self.linear
 
     def logits(self, latents: Tensor) -> Tensor:
@@ -64,8 +67,9 @@ def fit_baselines(train: Rows, vocabulary_size: int) -> TextBaselines:
     """Fit all baselines on at most 32,768 evenly chosen texts, read in blocks.
 
     The linear map is ridge regression on the counts of the 4096 most frequent tokens. Its strength is chosen on an
-    eighth of the texts. The log-linear map is softmax(W latent + b), fitted by Adam in two epochs. It is left out
-    above a million weights. Deterministic. Call it on one process: the demo takes about 8 seconds of one core.
+    eighth of the texts. The log-linear map is softmax(W latent + b), fitted by Adam in two epochs. The first is left
+    out above eight million weights, the second above one million. Deterministic. Call it on one process: the demo takes
+    about 8 seconds of one core.
     """
     rows = _training_rows(len(train))
     counts = torch.zeros(vocabulary_size)
@@ -78,7 +82,9 @@ def fit_baselines(train: Rows, vocabulary_size: int) -> TextBaselines:
     log_linear = None
     if fits_log_linear(train, vocabulary_size):
         log_linear = _fit_log_linear(train, rows, unigram)
-    linear = _fit_linear(train, rows, columns)
+    linear = None
+    if fits_linear(train, vocabulary_size):
+        linear = _fit_linear(train, rows, columns)
     return TextBaselines(len(rows), columns, linear, unigram, log_linear)
 
 
@@ -102,6 +108,12 @@ def _feature_columns(counts: Tensor) -> Tensor:
     columns = torch.full((len(counts),), features)
     columns[by_frequency[:features]] = torch.arange(features)
     return columns
+
+
+def fits_linear(train: Rows, vocabulary_size: int) -> bool:
+    """Return True if the linear map is small enough to fit, with every token of the vocabulary in the texts."""
+    latent = train.batch([0])["latent"]
+    return min(MAX_FEATURES, vocabulary_size) * latent.numel() <= MAX_LINEAR_WEIGHTS
 
 
 def fits_log_linear(train: Rows, vocabulary_size: int) -> bool:

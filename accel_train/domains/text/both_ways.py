@@ -20,7 +20,7 @@ from accel_train import rng
 from accel_train.config import NonNegativeInt, PositiveInt
 from accel_train.data.datasets import Batch
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig, add_noise, predicted_x0
-from accel_train.domains.diffusion.masked_text import correct_counts, corrupt, elbo_weight, loss_sums, term_weight
+from accel_train.domains.diffusion.masked_text import correct_counts, corrupt, elbo_weight, gain, loss_sums, term_weight
 from accel_train.domains.diffusion.sampling import (
     LatentSamplingConfig,
     Predict,
@@ -272,7 +272,7 @@ def metrics_from_sums(sums: Mapping[str, Tensor | float], timesteps: int) -> dic
     for name in METRICS:
         count = totals[_count_of(name)]
         metrics[name] = totals[name] / max(count, 1e-12)
-    metrics["l2t_gain"] = 1 - metrics["l2t_nll"] / metrics["l2t_nll_shuffled"]
+    metrics["l2t_gain"] = gain(metrics["l2t_nll"], metrics["l2t_nll_shuffled"])
     metrics["evaluated_samples"] = totals["samples"]
     metrics["evaluated_tokens"] = totals["tokens"] / timesteps
     return metrics

@@ -83,12 +83,12 @@ def test_weights_do_not_depend_on_what_is_predicted(weighting: Any) -> None:
     snr = torch.logspace(-4, 2.9, 40, dtype=torch.float64)
     of_epsilon = snr_weight(snr, "epsilon", weighting, GAMMA)
     of_v = snr_weight(snr, "v_prediction", weighting, GAMMA)
+    of_sample = snr_weight(snr, "sample", weighting, GAMMA)
+    torch.testing.assert_close(of_epsilon * snr, of_sample)
     if weighting == "debiased":  # two definitions, each of its own script
         torch.testing.assert_close(of_epsilon, snr**-0.5)
         torch.testing.assert_close(of_v, 1 / (snr + 1))
         return
-    of_sample = snr_weight(snr, "sample", weighting, GAMMA)
-    torch.testing.assert_close(of_epsilon * snr, of_sample)
     torch.testing.assert_close(of_v * (snr + 1), of_sample)
     closed = snr.clamp(max=GAMMA) if weighting == "min_snr" else snr * GAMMA / (snr + GAMMA)
     torch.testing.assert_close(of_sample, closed)
@@ -98,6 +98,8 @@ def test_zero_terminal_snr_has_a_finite_weight() -> None:
     """Where min(SNR, gamma) / SNR of the scripts is 0 / 0."""
     weights = snr_weight(torch.zeros(1), "epsilon", "min_snr", GAMMA)
     assert weights.tolist() == [1.0]
+    for prediction in ("epsilon", "v_prediction", "sample"):
+        assert snr_weight(torch.zeros(1), prediction, "debiased", GAMMA).isfinite().all()
     assert snr_weight(torch.tensor([1e6]), "epsilon", "debiased", GAMMA).item() == pytest.approx(
         noise_levels.LARGEST_DEBIASED_SNR**-0.5
     )

@@ -13,10 +13,15 @@ from accel_train.config import UsageError
 from accel_train.domains.diffusion.shaped_noise import NoiseKey
 from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images.latent_cache import draw, latents_of
+from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
+from accel_train.domains.images.pipelines.inputs import prepare_inputs
 from accel_train.domains.images.pipelines.loading import BaseConfig, find_base
 from accel_train.domains.images.pipelines.objective import BANDS, Denoising, ObjectiveConfig, refuse_foreign_weights
+from accel_train.domains.images.pipelines.validation import EvaluationConfig
+from accel_train.domains.images.trained_text.adapters import TextEncoderConfig, with_trained_text
 from tests.domains.images import tiny_pipelines as tiny
+from tests.domains.images.test_lora_recipe import pictures
 
 diffusers: Any = pytest.importorskip("diffusers")
 SEED, STEP, COUNT = 3, 5, 6
@@ -154,6 +159,27 @@ def test_a_dropped_caption_is_the_empty_prompt(plain: Made) -> None:
     kept = [torch.equal(a, b) for a, b in zip(inputs["prompt"], plain.captions["prompt"], strict=True)]
     assert 0 < float(empty.sum()) < COUNT
     assert [not each for each in kept] == empty.bool().tolist()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_dropped_caption_of_xl_is_what_its_guidance_leads_away_from(tmp_path: Path) -> None:
+    """Zeros, and not the encoding of an empty prompt. With trained text encoders they are tokens, which never are."""
+    pictures(tmp_path / "photos", 4)
+    found = find_base(BaseConfig(source=str(tiny.save("sdxl", tmp_path / "base"))))
+    data = PictureDataConfig(
+        str(tmp_path / "photos"), resolutions=(tiny.SIDE,), bucket_step=4, cache_dir=str(tmp_path / "cache")
+    )
+    for base, is_trained in ((found, False), (with_trained_text(found, TextEncoderConfig(rank=2)), True)):
+        inputs = prepare_inputs(data, base, EvaluationConfig(), torch.device("cpu"))
+        config = base.denoiser("fp32").config
+        process = inputs.denoising(base.levels(), config, ObjectiveConfig(caption_dropout=1.0), TimeConfig())
+        loaded = {"sample": 0, "occurrence": 40, "position": 0}
+        batch = {name: value[None] for name, value in inputs.train[0].items()}
+        dropped = process.noised(batch | {name: torch.tensor([at]) for name, at in loaded.items()}, SEED, STEP, 1)
+        guided = inputs.prompt("") if is_trained else base.family.empty(inputs.pipeline, inputs.prompt(""))
+        for name, value in guided.items():
+            assert torch.equal(dropped[name], value)
+            assert bool(value.any()) == is_trained
 
 
 def test_heldout_noise_belongs_to_the_picture(plain: Made) -> None:

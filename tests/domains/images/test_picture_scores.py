@@ -55,8 +55,15 @@ def test_sums_are_weighted_and_divided(drawn, tmp_path):
     rows = CaptionedPictures(tmp_path, (6, 6), Patching(4), True, ())
     texts = dict(enumerate(captions))
     latents = to_patches(pictures, 4)
-    # The training pictures are those drawn, each nearest to the one after it.
-    scores = PictureScores(rows, lambda x: x, lambda row: texts[int(row[0])], lambda x: x.roll(-1, 0))
+    searches = []
+
+    def nearest(queries):
+        """The training pictures are those drawn, each nearest to the one after it."""
+        searches.append(len(queries))
+        found = torch.cdist(queries.flatten(1), latents.flatten(1)).argmin(1)
+        return latents[(found + 1) % COUNT]
+
+    scores = PictureScores(rows, lambda x: x, lambda row: texts[int(row[0])], nearest)
     texts[COUNT] = "a large red cross top left"
     tokens = torch.arange(COUNT)[:, None]
     batch = {"latent": latents, "tokens": tokens, "weight": torch.ones(COUNT)}
@@ -71,11 +78,25 @@ def test_sums_are_weighted_and_divided(drawn, tmp_path):
     assert found["t2l_distance_shuffled"] == pytest.approx(float(expected), rel=1e-5)
     neighbours = rms_distance(pictures, pictures.roll(-1, 0))[:-1].mean()
     assert found["nearest_distance"] == found["nearest_distance_true"] == pytest.approx(float(neighbours), rel=1e-5)
+    # Every search reads all training latents.
+    assert searches == [2 * COUNT]
     assert found["shown_colour"] == found["shown_position"] == found["caption_exact"] == found["caption_words"] == 1
     said = torch.full_like(tokens, COUNT)
     words = [sum(a == b for a, b in zip(texts[COUNT].split(), c.split(), strict=True)) / 6 for c in captions[:-1]]
     found = scores.metrics(errors | scores(batch, shuffled, latents, said))
     assert found["caption_words"] == pytest.approx(sum(words) / len(words))
+
+
+def test_an_empty_caption_is_right_only_if_nothing_was_said(drawn, tmp_path):
+    pictures = drawn[1][:4]
+    rows = CaptionedPictures(tmp_path, (6, 6), Patching(4), False, ())
+    texts = ["", "a dog", "a cat"]
+    latents = to_patches(pictures, 4)
+    scores = PictureScores(rows, lambda x: x, lambda row: texts[int(row[0])], lambda x: x)
+    batch = {"latent": latents, "tokens": torch.tensor([[0], [0], [1], [1]]), "weight": torch.ones(4)}
+    found = scores(batch, batch, latents, torch.tensor([[0], [2], [2], [0]]))
+    assert found["caption_words"] == 1 + 0 + 0.5 + 0
+    assert found["caption_exact"] == 1
 
 
 @pytest.mark.parametrize("content", UNREADABLE)

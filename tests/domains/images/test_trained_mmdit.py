@@ -384,6 +384,22 @@ def test_an_export_draws_as_the_run_and_merged_as_apart(
     assert len(sizes) == len(load_file(tmp_path / "out" / "adapter_model.safetensors"))
 
 
+def test_a_merged_export_keeps_the_times_of_the_base(tmp_path: Path) -> None:
+    """Its experiment.json has those of the adapter's run, which came on top of the base's."""
+    options: dict[str, Any] = {"density": "logit_normal", "logit_mean": 1.2, "weighting": "sigma_sqrt"}
+    base = picture_run(tmp_path / "run", times=options)
+    short = ["--max_steps", "1", "--evaluation.heldout_prompts", "0", "--evaluation.prompts", "[]"]
+    tuned = train(tmp_path, base, "tuned", "--times.shift", "2", *short)
+    merged = tmp_path / "merged"
+    assert cli._main(["export", str(tuned), str(merged), "--merged"]) == 0
+    assert base_of(merged).times == base_of(base).times == TimeConfig(**options)
+    # One of before has no times of its own.
+    described = json.loads((merged / "config.json").read_text("utf-8"))
+    del described["objective"]["times"]
+    (merged / "config.json").write_text(json.dumps(described), "utf-8")
+    assert base_of(merged).times == TimeConfig(shift=3.0)
+
+
 def verify(out: Path, *command: str) -> int:
     return subprocess.run([sys.executable, "-I", "-S", *command], cwd=out, check=False, capture_output=True).returncode
 
@@ -448,6 +464,16 @@ def test_a_base_that_is_gone_or_no_model_of_pictures_is_refused(
 def test_pictures_larger_than_those_of_the_base_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"draws at most 8x8; give --data\.resolutions 8 --data\.max_aspect 1"):
         train(tmp_path, run, "large", "--data.resolutions", "16")
+    # Before anything is trained, and not at the first evaluation.
+    with pytest.raises(UsageError, match=r"evaluation\.side 16: .* draws at most 8x8, .*; give 8 or less"):
+        train(tmp_path, run, "large", "--evaluation.side", "16")
+    assert not (tmp_path / "large").exists()
+
+
+def test_a_larger_picture_than_those_of_the_base_is_not_drawn(trained: Path, tmp_path: Path) -> None:
+    words = ["sample", str(trained), "--prompt", "red flag", "--output", str(tmp_path / "drawn"), "--side", "64"]
+    with pytest.raises(UsageError, match=r"side 64: .* draws at most 8x8, .*; give 8 or less, a multiple of 4"):
+        cli._main(words)
 
 
 def test_the_preset_without_one_is_that_of_the_base() -> None:

@@ -113,6 +113,57 @@ def test_weights_that_do_not_fit_are_named(
         sd3_blocks.build(tiny_shape(options), options)
 
 
+def load(source: Path | str) -> None:
+    options = tiny_options(Path("unread"))
+    sd3_blocks.build(tiny_shape(options), replace(options, blocks_from=str(source)))
+
+
+def cut_short(folder: Path) -> None:
+    content = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(content[: len(content) // 2])
+
+
+def no_json(folder: Path) -> None:
+    (folder / "config.json").write_text("{", "utf-8")
+
+
+def only_fp16(folder: Path) -> None:
+    (folder / FILE).rename(folder / "diffusion_pytorch_model.fp16.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"), [(cut_short, FILE), (no_json, r"config\.json"), (only_fp16, f"{FILE} or .* are required")]
+)
+def test_a_damaged_source_is_named(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    diffusers_model(TINY).save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["./missing/x/y", "no/such"])
+def test_a_source_that_is_nowhere_is_named(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UsageError, match=f"blocks_from '{source}': no such directory, and the hub answered"):
+        load(source)
+
+
+def test_other_variants_of_the_weights_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the home directory, as it is written there. With shards, the files of the index count alone."""
+    model = diffusers_model(TINY)
+    expected = model.state_dict()
+    model.save_pretrained(tmp_path / "sd3", max_shard_size="20KB")
+    assert not (tmp_path / "sd3" / FILE).exists()
+    others = {name: tensor + 1 for name, tensor in expected.items()}
+    save_file(others, tmp_path / "sd3" / "diffusion_pytorch_model.fp16.safetensors")
+    save_file(others, tmp_path / "sd3" / "diffusion_pytorch_model_old.safetensors")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found, settings = sd3_blocks.read_transformer("~/sd3")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert settings["num_layers"] == 3
+
+
 def test_options_that_contradict_the_source_are_refused(tmp_path: Path) -> None:
     diffusers_model(TINY).save_pretrained(tmp_path)
     options = tiny_options(tmp_path)

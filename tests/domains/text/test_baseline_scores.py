@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from accel_train import strict_yaml
+from accel_train.commands.bundled import find_recipe
 from accel_train.data.heldout import heldout_pairs
 from accel_train.domains.text import baselines as text_baselines
-from accel_train.domains.text.baseline_scores import baseline_metrics
+from accel_train.domains.text.baseline_scores import baseline_metrics, metric_names
 from accel_train.domains.text.both_ways import cosine_sum, text_nll_sums
 from accel_train.domains.text.dataset import PreparedData
 from accel_train.domains.text.prepare import DataConfig, prepare_data
+from tests.domains.text.test_baselines import Texts
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +59,22 @@ def test_baselines_are_judged_as_the_model_is(data: PreparedData) -> None:
 def test_what_would_cost_minutes_is_left_out(data: PreparedData, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_baselines, "MAX_LOG_LINEAR_WEIGHTS", 1)
     assert set(baseline_metrics(data, 20, 4, 0)) == {"t2l_ridge_cosine", "unigram_nll"}
+    monkeypatch.setattr(text_baselines, "MAX_LINEAR_WEIGHTS", 8 * data.tokenizer.vocab_size - 1)
+    # Of other arguments: those above are remembered.
+    assert list(baseline_metrics(data, 21, 4, 0)) == ["unigram_nll"]
+    assert metric_names(data)[-1] == "unigram_nll"
+    assert "t2l_ridge_cosine" not in metric_names(data)
+    # A vocabulary larger than the features counts no more than these.
+    monkeypatch.setattr(text_baselines, "MAX_FEATURES", 4)
+    assert "t2l_ridge_cosine" in metric_names(data)
+
+
+@pytest.mark.parametrize("preset", ["image_demo", "image_shapes"])
+def test_presets_of_pictures_keep_ridge_regression(preset: str) -> None:
+    found: Any = strict_yaml.read_yaml(find_recipe("mmdit").parent / "presets" / f"{preset}.yaml")
+    texts = Texts(1)
+    texts.latent = torch.zeros(1, 3 * found["pictures"]["size"] ** 2)
+    assert text_baselines.fits_linear(texts, found["data"]["vocab_size"])
+    # Pictures of 128 x 128 pixels would take minutes.
+    texts.latent = torch.zeros(1, 3 * 128**2)
+    assert not text_baselines.fits_linear(texts, found["data"]["vocab_size"])

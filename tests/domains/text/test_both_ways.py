@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from accel_train.data import progress
 from accel_train.data.heldout import heldout_batches, heldout_pairs
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
+from accel_train.domains.diffusion.masked_text import gain
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig, TextSamplingConfig
 from accel_train.domains.models.mmdit import MMDiTOutput
-from accel_train.domains.text.both_ways import BothWays, EvaluationConfig, metrics_from_sums, summary
+from accel_train.domains.text.both_ways import METRICS, BothWays, EvaluationConfig, metrics_from_sums, summary
 
 VOCABULARY, MASK, LENGTH, DIM = 8, 7, 5, 8
 
@@ -92,6 +93,14 @@ def test_an_oracle_gets_the_figures_of_an_oracle() -> None:
     l2t, t2l = summary(figures | baselines)
     assert l2t.endswith("; log-linear: 0.500, 2.000 (75.0% less); unigrams: 1.900 without")
     assert t2l.endswith("; ridge regression on the counts of its tokens: 0.950")
+
+
+def test_texts_without_a_word_have_no_gain() -> None:
+    """Empty captions alone: no token is counted, and every sum is 0."""
+    names = (*METRICS, "tokens", "masked", "samples")
+    found = metrics_from_sums(dict.fromkeys(names, 0.0) | {"samples": 4.0}, 2)
+    assert found["l2t_nll_shuffled"] == found["l2t_gain"] == 0
+    assert gain(0.5, 2.0) == 0.75
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 4), (3, 2), (4, 8)])

@@ -44,19 +44,19 @@ class BeforeAfter:
 
 
 def draw(inputs: Inputs, model: nn.Module, options: EvaluationConfig, side: int, seed: int) -> BeforeAfter | None:
-    """Draw the captions of the first held-out pictures twice, from the same noise. None if the options ask for none.
+    """Draw the first captions of held-out pictures twice, from the same noise. None if the options ask for none.
 
     Every process calls it, inside ``evaluating``. ``model`` is the denoiser in the pipeline of ``inputs``.
     """
     heldout = inputs.heldout.pictures
-    count = min(options.heldout_prompts, len(heldout))
-    if count == 0:
+    chosen = first_of_each(heldout.captions(torch.arange(len(heldout))), options.heldout_prompts)
+    if not chosen:
         return None
-    captions = heldout.captions(torch.arange(count))
+    captions = list(chosen)
 
     def pictures() -> Tensor:
         size = inputs.base.family.draws_at_once
-        parts = [captions[start : start + size] for start in range(0, count, size)]
+        parts = [captions[start : start + size] for start in range(0, len(captions), size)]
         return torch.cat([_pictures(inputs, options, part, side, seed) for part in parts])
 
     # In turns and not two models: the base is in memory once.
@@ -66,8 +66,19 @@ def draw(inputs: Inputs, model: nn.Module, options: EvaluationConfig, side: int,
     finally:
         # Also after an error, or training would go on without its adapter.
         choose_adapter(model, ADAPTER)
-    true = [heldout.pixels(row, heldout.frame(row)) for row in range(count)]
+    true = [heldout.pixels(row, heldout.frame(row)) for row in chosen.values()]
     return BeforeAfter(captions, _alike(true, side), without, pictures())
+
+
+def first_of_each(captions: Sequence[str], count: int) -> dict[str, int]:
+    """Return the first ``count`` different captions, each with its first row.
+
+    Equal captions, as of one picture in several resolutions, would be drawn as equal pictures.
+    """
+    rows: dict[str, int] = {}
+    for row, caption in enumerate(captions):
+        rows.setdefault(caption, row)
+    return dict(list(rows.items())[:count])
 
 
 def _pictures(inputs: Inputs, options: EvaluationConfig, captions: Sequence[str], side: int, seed: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.images.pipelines.family import Family
+from accel_train.domains.images.pipelines.loading import Base
 
 
 def reduction(pipeline: Any) -> int:
@@ -18,12 +19,19 @@ def reduction(pipeline: Any) -> int:
     return int(pipeline.vae_scale_factor)
 
 
-def refuse_side(given: str, side: int, pipeline: Any, family: Family) -> None:
-    """Raise ``UsageError`` for a side, in pixels, that ``family`` cannot draw. ``given`` is its option with the value.
+def refuse_side(given: str, side: int, pipeline: Any, base: Base) -> None:
+    """Raise ``UsageError`` for a side, in pixels, that ``base`` cannot draw. ``given`` is its option with the value.
 
     Some pipelines end with an error of their own, and others draw a smaller picture.
     """
+    family = base.family
     needed = math.lcm(reduction(pipeline) * family.patch, family.drawn_step)
+    largest = base.largest
+    if largest is not None and side > min(largest):
+        raise UsageError(
+            f"{given}: {base.source} draws at most {largest[1]}x{largest[0]}, and pictures drawn are squares; give "
+            f"{min(largest) // needed * needed} or less, a multiple of {needed}"
+        )
     if side % needed == 0:
         return
     lower = side // needed * needed

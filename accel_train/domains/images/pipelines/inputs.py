@@ -105,11 +105,19 @@ class Inputs:
             levels=levels.to(device),
             vae=self.pipeline.vae,
             denoiser_config=denoiser_config,
-            empty=self.prompt(""),
+            empty=self._left_out(),
             options=options,
             times=times,
             guidance=self.base.config.guidance,
         )
+
+    def _left_out(self) -> Mapping[str, Tensor]:
+        """Return what stands in for a dropped caption: what guidance leads away from, or tokens of the empty prompt."""
+        empty = self.prompt("")
+        # Tokens are encoded by the trained encoders, and zeros in their place would be other words.
+        if self.base.trained_text:
+            return empty
+        return self.base.family.empty(self.pipeline, empty)
 
     def call_once(self, denoising: Denoising, model: nn.Module) -> Tensor:
         """Call a denoiser on one picture, wherever its weights are. For the proof of its attention."""
@@ -154,7 +162,7 @@ class DrawnPrompts(Protocol):
 
     @property
     def prompts(self) -> Sequence[str]: ...
-    def refuse_side(self, data: PictureDataConfig, pipeline: Any, family: Any) -> None: ...
+    def refuse_side(self, data: PictureDataConfig, pipeline: Any, base: Base) -> None: ...
 
 
 def prepare_inputs(
@@ -255,7 +263,7 @@ def _refuse_unfit(config: PictureDataConfig, base: Base, pipeline: Any, evaluati
     """Raise ``UsageError`` for a base that cannot be trained, and for sizes that it does not take."""
     _refuse_scale(base, pipeline)
     _refuse_step(config, base, pipeline)
-    evaluation.refuse_side(config, pipeline, base.family)
+    evaluation.refuse_side(config, pipeline, base)
 
 
 def _refuse_scale(base: Base, pipeline: Any) -> None:

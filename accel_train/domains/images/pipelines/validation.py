@@ -17,6 +17,7 @@ from accel_train.domains.images.grids import evenly, opened_picture
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines.drawing import draw_picture, refuse_side
 from accel_train.domains.images.pipelines.family import Family
+from accel_train.domains.images.pipelines.loading import Base
 from accel_train.metrics import evaluation
 from accel_train.store.names import STEP, files_of_steps
 
@@ -48,8 +49,8 @@ class EvaluationConfig:
     side: PositiveInt | None = None
     """Height and width of a picture in pixels. null: the first of data.resolutions."""
     heldout_prompts: NonNegativeInt = 0
-    """Captions of held-out pictures to draw without the adapter and with it, side by side in before_after.png. 0: none.
-    Each costs two pictures in every evaluation."""
+    """Different captions of held-out pictures to draw without the adapter and with it, side by side in
+    before_after.png. 0: none. Each costs two pictures in every evaluation."""
     judge: str | None = None
     """Group of the bundled emoji, such as flags. A small classifier, trained on them first, says how many pictures of
     heldout_prompts belong to it."""
@@ -82,7 +83,7 @@ class EvaluationConfig:
             *judged,
         )
 
-    def refuse_side(self, data: PictureDataConfig, pipeline: Any, family: Family) -> None:
+    def refuse_side(self, data: PictureDataConfig, pipeline: Any, base: Base) -> None:
         """Raise ``UsageError`` for a side that the base cannot draw, if there is anything to draw."""
         if not (self.prompts or self.heldout_prompts):
             return
@@ -90,7 +91,7 @@ class EvaluationConfig:
         if side is None:
             side = data.resolutions[0]
             given = f"data.resolutions {list(data.resolutions)}: its first is evaluation.side, which is not given"
-        refuse_side(given, side, pipeline, family)
+        refuse_side(given, side, pipeline, base)
 
     def due(self, done: int, max_steps: int) -> bool:
         """Return True if an evaluation is due after ``done`` steps."""

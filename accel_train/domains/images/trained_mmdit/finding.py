@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cache_directory
@@ -55,7 +57,7 @@ def find(config: BaseConfig) -> MMDiTBase:
         MultimodalMMDiTConfig(**{name: described[name] for name in names}),
         from_tree(LatentDiffusionConfig, described["objective"]["latent"], f"{path}: objective.latent"),
         sampler,
-        _times(directory, sampler),
+        _times(directory, described["objective"], sampler),
     )
 
 
@@ -94,10 +96,13 @@ def _directory(source: str) -> Path:
     return found.path
 
 
-def _times(directory: Path, sampler: LatentSamplingConfig) -> TimeConfig:
-    """Return the times of its training, from the options of its run, or else with the shift of its sampler."""
+def _times(directory: Path, objective: Mapping[str, Any], sampler: LatentSamplingConfig) -> TimeConfig:
+    """Return the times of its training: of a merged export, of the run's options, or else of its sampler's shift."""
+    if "times" in objective:
+        return from_tree(TimeConfig, objective["times"], f"{directory / 'config.json'}: objective.times")
     options = experiment_options(directory)
     tree = {name.removeprefix("times."): value for name, value in options.items() if name.startswith("times.")}
-    if not tree:
+    # A merged export has the options of its adapter's run, whose times came on top of those of the base.
+    if not tree or "latent.kind" not in options:
         return TimeConfig(shift=sampler.shift)
     return from_tree(TimeConfig, tree, f"{options.file}: times.*")

@@ -52,7 +52,7 @@ def draw_missing(
         f"data.resolutions {list(config.resolutions)}, data.bucket_step {config.bucket_step}: "
         f"data.prior.count {prior.count} draws pictures of {side}x{side}"
     )
-    refuse_side(given, side, pipeline, base.family)
+    refuse_side(given, side, pipeline, base)
     drawn_from = {"base": base.location, "caption": prior.caption, "steps": prior.steps, "side": side}
     files = [folder / f"{STEM}{number:05d}.png" for number in range(prior.count - _own_pictures(folder))]
     missing = [number for number, file in enumerate(files) if not file.is_file()]
