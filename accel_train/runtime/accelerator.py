@@ -206,9 +206,14 @@ def _refuse_missing_device(requested: Requested) -> None:
 
 def _refuse_unsupported_precision(precision: Precision) -> None:
     """Refuse a precision that this machine cannot compute in."""
-    if precision == "fp16" and not torch.accelerator.is_available():
-        raise UsageError("precision: fp16 needs a GPU (loss scaling has no CPU form); use --precision bf16 or fp32")
-    if precision != "bf16" or not torch.cuda.is_available():
+    # A machine with a GPU may be told to train on its CPU, where Accelerate would drop fp16 without a word.
+    on_cpu = _on_cpu()
+    if precision == "fp16" and on_cpu:
+        raise UsageError(
+            "precision: fp16 needs a GPU (loss scaling has no CPU form), and this run is on the CPU; use --precision "
+            "bf16 or fp32"
+        )
+    if precision != "bf16" or on_cpu or not torch.cuda.is_available():
         return
     # By default torch counts emulated bf16 as supported.
     if not torch.cuda.is_bf16_supported(including_emulation=False):

@@ -69,6 +69,22 @@ def test_one_process(precision: str, named: str) -> None:
     assert strategy.verify_prepared(accelerator, model, 1.0).startswith("single: 1 process(es) on ")
 
 
+def test_a_precision_is_judged_by_the_device_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU of a machine with an old GPU: fp16 would become fp32 without a word, and bf16 works."""
+    for name, value in {"is_available": True, "is_bf16_supported": False}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value, **_: value)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    machine._refuse_unsupported_precision("fp16")
+    with pytest.raises(UsageError, match="bf16 is not supported by an old GPU"):
+        machine._refuse_unsupported_precision("bf16")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    machine._refuse_unsupported_precision("bf16")
+    with pytest.raises(UsageError, match=r"precision: fp16 needs a GPU .* this run is on the CPU"):
+        machine._refuse_unsupported_precision("fp16")
+
+
 def test_a_ddp_launch_of_one_process_is_single(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU machine Accelerate names it MULTI_GPU, and wraps no model."""
 
