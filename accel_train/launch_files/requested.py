@@ -212,6 +212,43 @@ def refuse_accumulation(requested: Requested, environment: Mapping[str, str], ac
         )
 
 
+_AXES = {"TP": "tensor", "CP": "context", "SP": "sequence"}
+
+
+def refuse_unsupported(requested: Requested, environment: Mapping[str, str]) -> None:
+    """Refuse activation checkpointing of FSDP, and other parallelism than that of data.
+
+    Flags of `accelerate launch` arrive as variables, and the reader of the launch file has not seen them.
+    """
+    machine = requested.machine
+    place = None
+    if machine is not None and machine.fsdp is not None and machine.fsdp.activation_checkpointing:
+        place = requested.source
+    elif requested.strategy == "fsdp" and _is_true(environment, "FSDP_ACTIVATION_CHECKPOINTING"):
+        place = f"FSDP_ACTIVATION_CHECKPOINTING, set by hand or by {requested.source},"
+    if place is not None:
+        raise UsageError(
+            f"fsdp_activation_checkpointing: true in {place} would rename the model's parameters, and checkpoints with "
+            "them; remove it there, and give --activation_checkpointing.mode full"
+        )
+    if not _is_true(environment, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return
+    for axis, name in _AXES.items():
+        variable = f"PARALLELISM_CONFIG_{axis}_SIZE"
+        size = environment.get(variable, "1")
+        if size != "1":
+            raise UsageError(
+                f"{variable.lower()}: {size} ({variable}, {requested.source}): 1 is required, because {name} "
+                f"parallelism is not supported; remove it, or shard data over as many processes with "
+                "parallelism_config_dp_shard_size"
+            )
+
+
+def _is_true(environment: Mapping[str, str], name: str) -> bool:
+    # The words that Accelerate takes for true.
+    return environment.get(name, "false").lower() in ("y", "yes", "t", "true", "on", "1")
+
+
 def notices(
     machine: MachineConfig | None, environment: Mapping[str, str], flags: Mapping[str, Any] | None = None
 ) -> list[str]:

@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, TCPStore
 from accel_train.config import UsageError
 from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files import flight_recorder
-from accel_train.launch_files.deepspeed_settings import check_file_of_environment
+from accel_train.launch_files.deepspeed_settings import check_file_of_environment, refuse_offload
 from accel_train.launch_files.parents import parent_command_lines
 from accel_train.launch_files.requested import (
     Requested,
@@ -36,6 +36,7 @@ from accel_train.launch_files.requested import (
     read_request,
     refuse_accumulation,
     refuse_experiment_settings,
+    refuse_unsupported,
 )
 from accel_train.precision import Precision
 from accel_train.runtime import rehearsal, step_overhead, tested_versions
@@ -176,12 +177,7 @@ def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Prec
             f"{requested.num_processes} RECIPE` or `accel-train rehearse`"
         )
     _refuse_missing_device(requested)
-    machine = requested.machine
-    if machine is not None and machine.fsdp is not None and machine.fsdp.activation_checkpointing:
-        raise UsageError(
-            f"fsdp_activation_checkpointing: true in {requested.source} would rename the model's parameters, and "
-            "checkpoints with them; remove it from the file, and give --activation_checkpointing.mode full"
-        )
+    refuse_unsupported(requested, os.environ)
     _refuse_unsupported_precision(precision)
 
 
@@ -301,6 +297,7 @@ def zero_plugin(
         # DeepSpeed asserts that this is the product of the other two and the number of processes.
         "train_batch_size": micro_batch_size * world_size,
     }
+    refuse_offload(settings, requested.source)
     refuse_zero_contradictions(settings, generated, precision, requested.source)
     settings.update(generated)
     # DeepSpeed refuses optimizers outside its own list otherwise.
