@@ -60,8 +60,9 @@ def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequenc
     source = "the environment"
     if flags is not None:
         file = file or flags.get("config_file")
-        # torchrun reads no such file, so it counts under `accelerate launch` only.
-        default = default_machine_config_path()
+        # torchrun reads no such file, so it counts under `accelerate launch` only, which skips it with --cpu.
+        if not flags.get("cpu"):
+            default = default_machine_config_path()
         source = "the command line of `accelerate launch`"
     machine = None
     if file:

@@ -123,6 +123,15 @@ def test_the_wizards_file_counts_for_accelerate_launch_only(no_wizard_file: Path
     assert read_request({}, [["torchrun", "recipe.py"]]).machine is None
 
 
+def test_the_wizards_file_is_not_read_with_the_flag_cpu(no_wizard_file: Path, two_gpus: str) -> None:
+    """By Accelerate neither: a file of two GPUs would have this run of one CPU process refused."""
+    no_wizard_file.parent.mkdir(parents=True)
+    no_wizard_file.write_text(Path(two_gpus).read_text())
+    assert read_request({}, [["accelerate", "launch", "--cpu", "recipe.py"]]).machine is None
+    named = read_request({}, [["accelerate", "launch", "--cpu", "--config_file", two_gpus, "recipe.py"]])
+    assert named.num_processes == 2
+
+
 def test_our_own_launcher_says_so_in_the_environment(two_gpus: str) -> None:
     said = {"ACCEL_TRAIN_MACHINE_FILE": two_gpus, "WORLD_SIZE": "6", "ACCEL_TRAIN_REHEARSAL": "1"}
     asked = read_request(said, [SHELL])
