@@ -84,7 +84,7 @@ def build_accelerator(
         plugin = zero_plugin(requested, precision, max_grad_norm, micro_batch_size, world_size)
     handlers = ddp_handlers(
         distributed or DistributedConfig(),
-        _strategy_family(requested, world_size),
+        strategy_family(requested, world_size),
         precision=precision,
         on_device=not _on_cpu(),
         accumulation_steps=accumulation,
@@ -106,7 +106,7 @@ def build_accelerator(
     return accelerator
 
 
-def _strategy_family(requested: Requested, world_size: int) -> str:
+def strategy_family(requested: Requested, world_size: int) -> str:
     """Return "single", "ddp", "fsdp2" or "zero"."""
     if requested.strategy == "fsdp":
         return "fsdp2"
