@@ -281,21 +281,38 @@ class ExperimentConfig:
             # A trial is no run to be kept by a tracker.
             "log.trackers": [],
         }
-        # A schedule of thousands of steps, or a push of some checkpoints only, has no meaning in two steps.
+        # Schedules and profiles of later steps, or a push of some checkpoints only, have no meaning in two steps.
         unused = {
             "schedule": ScheduleConfig("constant"),
             "batch_schedule": BatchScheduleConfig(),
             "hub": HubConfig(),
+            "profile": ProfileConfig(),
         }
         for group, defaults in unused.items():
             values |= {f"{group}.{key}": value for key, value in flatten(to_tree(defaults)).items()}
         if "output_dir" not in flags:
+            self._refuse_smoke_of_a_run(flags)
             values |= {"output_dir": f"{self.output_dir}-smoke", "overwrite": True, "resume": "auto"}
         # The recipe's own last, because it knows what of it takes long.
         own = self.recipe.smoke
         if callable(own):
             own = own(self)
         return values | dict(own)
+
+    def _refuse_smoke_of_a_run(self, flags: Mapping[str, Any]) -> None:
+        """Raise ``UsageError`` for a trial of a command that needs a checkpoint: its directory is emptied first."""
+        resume = flags.get("resume", "auto")
+        asked = None
+        if flags.get("evaluate_only", self.evaluate_only):
+            asked = "evaluate_only: true", "--evaluate_only false"
+        elif resume not in ("auto", "never"):
+            asked = f"resume: {resume}", "--resume auto"
+        if asked is not None:
+            option, flag = asked
+            raise UsageError(
+                f"--smoke with {option}: a trial begins at step 0 in a directory of its own, {self.output_dir}-smoke, "
+                f"where no checkpoint stays; leave --smoke out, or give {flag} to try the training"
+            )
 
     def run_options(self) -> RunOptions:
         """Return the options of ``open_run`` in this start. Raises ``UsageError`` for an unknown name in ``allow``."""
