@@ -144,6 +144,12 @@ def read_machine(request: Launch) -> tuple[Path | None, MachineConfig, str | Non
     """
     path, machine, assumption = _file_or_devices(request)
     refuse_rank_and_port(machine.num_machines, request.machine_rank, request.main_process_port)
+    # A file by `accelerate config` may hold an address, which does no harm.
+    if request.main_process_ip is not None and machine.num_machines == 1:
+        raise UsageError(
+            f"--main_process_ip {request.main_process_ip}: has no effect, because num_machines is 1 in {machine.path}; "
+            "write there num_machines, and num_processes of all machines, or leave it out"
+        )
     return path, machine, assumption
 
 
