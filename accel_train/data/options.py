@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, NamedTuple
 
 import torch
@@ -163,7 +164,12 @@ class BatchScheduleConfig:
             total += max(0, until - start) * size
         return total
 
-    def steps_for(self, first: int, samples: float) -> int:
+    def steps_for_epochs(self, first: int, epochs: float, dataset_size: int) -> int:
+        """Return the number of steps that take at least so many passes over the data."""
+        # By the digits as they were written: in floats, 1.1 times 50,000 is more than 55,000.
+        return self.steps_for(first, Fraction(str(epochs)) * dataset_size)
+
+    def steps_for(self, first: int, samples: float | Fraction) -> int:
         """Return the number of steps that take at least so many samples."""
         left = samples
         for start, end, size in self._parts(first):
