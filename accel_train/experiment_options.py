@@ -17,8 +17,10 @@ from accel_train.config import (
     PositiveFloat,
     PositiveInt,
     Seed,
+    TimeoutSeconds,
     UsageError,
     WithoutEffectError,
+    launched_processes,
     origin_of,
     replaced_options,
 )
@@ -177,8 +179,8 @@ class ExperimentConfig:
     """Run, checkpoint, or directory with model.safetensors to load the weights from. Loads nothing else."""
     evaluate_only: bool = False
     """Evaluate and sample from the newest checkpoint in output_dir; train nothing."""
-    collective_timeout_seconds: PositiveInt = 1800
-    """How long a process waits for the others before the run stops with an error."""
+    collective_timeout_seconds: TimeoutSeconds = 1800
+    """How long a process waits for the others before the run stops with an error. At most a year."""
     without_samples: tuple[NonNegativeInt, ...] = ()
     """Samples of the training split, by index, that are left out wherever they come. All others keep their place, noise
     and weight. A step that is left without any sample moves nothing. `accel-train blame` finds such indices."""
@@ -275,7 +277,7 @@ class ExperimentConfig:
             "max_steps": 2,
             "max_epochs": None,
             # Every process needs a sample.
-            "global_batch_size": samples * int(os.environ.get("WORLD_SIZE", "1")),
+            "global_batch_size": samples * launched_processes(os.environ),
             "micro_batch_size": samples,
             "log.log_every": 1,
             # A trial is no run to be kept by a tracker.
@@ -389,7 +391,7 @@ class ExperimentConfig:
                 "micro_batch_size: auto: out_of_memory: halve is required, which reduces it until a step fits; give "
                 "--out_of_memory halve, or a number"
             )
-        share = math.ceil(self.global_batch_size / int(os.environ.get("WORLD_SIZE", "1")))
+        share = math.ceil(self.global_batch_size / launched_processes(os.environ))
         object.__setattr__(self, "micro_batch_size", share)
         # Not a field, so that the saved config has the number alone.
         object.__setattr__(self, _AUTO, True)

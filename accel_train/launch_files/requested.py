@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError, expand_path, launched_processes
 from accel_train.launch_files.machine_config import (
     MachineConfig,
     default_machine_config_path,
@@ -119,7 +119,7 @@ def _overriding_processes(environment: Mapping[str, str], flags: Mapping[str, An
     """Return the number of processes of our own launcher, a rehearsal or a flag. It overrides the file."""
     # Both start as many processes as were asked for, so WORLD_SIZE is the request.
     if environment.get(MACHINE_FILE_VARIABLE) or environment.get(REHEARSAL_VARIABLE):
-        return int(environment.get("WORLD_SIZE", "1"))
+        return launched_processes(environment)
     if flags is not None and flags.get("num_processes") is not None:
         return int(flags["num_processes"])
     return None

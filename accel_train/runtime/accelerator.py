@@ -23,7 +23,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.distributed import PrefixStore, TCPStore
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, launched_processes
 from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files import flight_recorder
 from accel_train.launch_files.deepspeed_settings import check_file_of_environment, refuse_offload
@@ -71,7 +71,7 @@ def build_accelerator(
     step_overhead.remember_lookups()
     end_with_the_launcher()
     requested = read_request(os.environ, parent_command_lines())
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = launched_processes(os.environ)
     accumulation = accumulation_steps(global_batch_size, world_size, micro_batch_size)
     refuse_experiment_settings(requested, os.environ, precision)
     refuse_accumulation(requested, os.environ, accumulation)

@@ -138,6 +138,11 @@ def test_our_own_launcher_says_so_in_the_environment(two_gpus: str) -> None:
     assert (asked.source, asked.num_processes, asked.rehearsal) == (two_gpus, 6, True)
 
 
+def test_a_number_of_processes_that_is_none_is_refused(two_gpus: str) -> None:
+    with pytest.raises(UsageError, match="WORLD_SIZE: '': a whole number, 1 or more, is required"):
+        read_request({"ACCEL_TRAIN_MACHINE_FILE": two_gpus, "WORLD_SIZE": ""}, [])
+
+
 def test_a_bad_file_is_refused_in_the_process_too(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_verison: 2}\n")
