@@ -144,9 +144,9 @@ ROWS = [
     ),
     Row(
         mmdit,
-        "--modes.mode sequential --modes.phases l2t:5 l2t:6:freeze=latent --times.density cosmap",
+        "--times.density cosmap --modes.mode sequential --modes.phases l2t:5 l2t:6:freeze=latent",
         r"times\.density cosmap: has no effect",
-        "--modes.phases l2t:5 mixed:5",
+        "mixed:5",
     ),
     Row(mmdit, "--compile.dynamic", r"compile\.dynamic: true: has no effect .* off", "--compile.mode auto"),
     Row(
