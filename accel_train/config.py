@@ -108,6 +108,17 @@ def too_long(path: str) -> str | None:
     return None
 
 
+def launched_processes(environment: Mapping[str, str]) -> int:
+    """Return ``WORLD_SIZE``, the number of processes by their launcher. 1 without one."""
+    text = environment.get("WORLD_SIZE", "1")
+    if not (text.isdecimal() and int(text) > 0):
+        raise UsageError(
+            f"WORLD_SIZE: {text!r}: a whole number, 1 or more, is required, the number of processes; unset the "
+            "variable for one process, or start several with `accelerate launch` or torchrun, which set it"
+        )
+    return int(text)
+
+
 def cut(text: str, limit: int = 40) -> str:
     """Return the beginning of a text in quotes, with its length if it is longer."""
     if len(text) <= limit:
@@ -129,6 +140,8 @@ FractionBelowOne = Annotated[float, Interval(ge=0, lt=1)]
 """0 included, 1 excluded: betas, decays."""
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 """The range of numpy's seeds."""
+TimeoutSeconds = Annotated[int, Interval(gt=0, le=365 * 24 * 3600)]
+"""Up to a year. torch counts timeouts in integers that larger numbers may overflow."""
 if TYPE_CHECKING:
     # A config puts a number in the place of `auto` as soon as it is built.
     MicroBatchSize = int

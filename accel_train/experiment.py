@@ -59,14 +59,13 @@ def _max_steps(config: ExperimentConfig, dataset_size: int) -> int:
     if config.max_steps is not None:
         return config.max_steps
     assert config.max_epochs is not None, "ExperimentConfig requires one of the two"
-    samples = config.max_epochs * dataset_size
-    if samples > COUNTABLE:
+    if config.max_epochs * dataset_size > COUNTABLE:
         raise UsageError(
             f"max_epochs: {config.max_epochs:g}: over {dataset_size:,} samples, at most {COUNTABLE:,} in all can be "
             "counted exactly; give fewer epochs, or max_steps"
         )
     # Rounded up, so that the last pass leaves out no sample.
-    return config.batch_schedule.steps_for(config.global_batch_size, samples)
+    return config.batch_schedule.steps_for_epochs(config.global_batch_size, config.max_epochs, dataset_size)
 
 
 def _length_option(config: ExperimentConfig) -> str:

@@ -17,8 +17,10 @@ from accel_train.config import (
     PositiveFloat,
     PositiveInt,
     Seed,
+    TimeoutSeconds,
     UsageError,
     WithoutEffectError,
+    launched_processes,
     origin_of,
     replaced_options,
 )
@@ -177,8 +179,8 @@ class ExperimentConfig:
     """Run, checkpoint, or directory with model.safetensors to load the weights from. Loads nothing else."""
     evaluate_only: bool = False
     """Evaluate and sample from the newest checkpoint in output_dir; train nothing."""
-    collective_timeout_seconds: PositiveInt = 1800
-    """How long a process waits for the others before the run stops with an error."""
+    collective_timeout_seconds: TimeoutSeconds = 1800
+    """How long a process waits for the others before the run stops with an error. At most a year."""
     without_samples: tuple[NonNegativeInt, ...] = ()
     """Samples of the training split, by index, that are left out wherever they come. All others keep their place, noise
     and weight. A step that is left without any sample moves nothing. `accel-train blame` finds such indices."""
@@ -275,27 +277,44 @@ class ExperimentConfig:
             "max_steps": 2,
             "max_epochs": None,
             # Every process needs a sample.
-            "global_batch_size": samples * int(os.environ.get("WORLD_SIZE", "1")),
+            "global_batch_size": samples * launched_processes(os.environ),
             "micro_batch_size": samples,
             "log.log_every": 1,
             # A trial is no run to be kept by a tracker.
             "log.trackers": [],
         }
-        # A schedule of thousands of steps, or a push of some checkpoints only, has no meaning in two steps.
+        # Schedules and profiles of later steps, or a push of some checkpoints only, have no meaning in two steps.
         unused = {
             "schedule": ScheduleConfig("constant"),
             "batch_schedule": BatchScheduleConfig(),
             "hub": HubConfig(),
+            "profile": ProfileConfig(),
         }
         for group, defaults in unused.items():
             values |= {f"{group}.{key}": value for key, value in flatten(to_tree(defaults)).items()}
         if "output_dir" not in flags:
+            self._refuse_smoke_of_a_run(flags)
             values |= {"output_dir": f"{self.output_dir}-smoke", "overwrite": True, "resume": "auto"}
         # The recipe's own last, because it knows what of it takes long.
         own = self.recipe.smoke
         if callable(own):
             own = own(self)
         return values | dict(own)
+
+    def _refuse_smoke_of_a_run(self, flags: Mapping[str, Any]) -> None:
+        """Raise ``UsageError`` for a trial of a command that needs a checkpoint: its directory is emptied first."""
+        resume = flags.get("resume", "auto")
+        asked = None
+        if flags.get("evaluate_only", self.evaluate_only):
+            asked = "evaluate_only: true", "--evaluate_only false"
+        elif resume not in ("auto", "never"):
+            asked = f"resume: {resume}", "--resume auto"
+        if asked is not None:
+            option, flag = asked
+            raise UsageError(
+                f"--smoke with {option}: a trial begins at step 0 in a directory of its own, {self.output_dir}-smoke, "
+                f"where no checkpoint stays; leave --smoke out, or give {flag} to try the training"
+            )
 
     def run_options(self) -> RunOptions:
         """Return the options of ``open_run`` in this start. Raises ``UsageError`` for an unknown name in ``allow``."""
@@ -372,7 +391,7 @@ class ExperimentConfig:
                 "micro_batch_size: auto: out_of_memory: halve is required, which reduces it until a step fits; give "
                 "--out_of_memory halve, or a number"
             )
-        share = math.ceil(self.global_batch_size / int(os.environ.get("WORLD_SIZE", "1")))
+        share = math.ceil(self.global_batch_size / launched_processes(os.environ))
         object.__setattr__(self, "micro_batch_size", share)
         # Not a field, so that the saved config has the number alone.
         object.__setattr__(self, _AUTO, True)

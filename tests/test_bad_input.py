@@ -250,6 +250,11 @@ FLAGS = [
         prepare=write("c.yaml", f"{CONFIG}schedule: {{warmup_steps: 41}}\n"),
     ),
     Row("I28-short", "--max_steps 15", r"warmup_steps: 20 .* the 15 steps .* shortened to 1; .*fresh start", None),
+    Row(
+        "I28-timeout",
+        "--collective_timeout_seconds 100000000000000",
+        r"collective_timeout_seconds: 100000000000000 is refused: .*less than or equal to 31536000",
+    ),
     Row("I28-floor", "--schedule.floor 2", r"schedule\.floor: 2 is refused: .*less than or equal to 1"),
     Row("I28-steps-twice", "--max_epochs 2", r"max_steps: 40, max_epochs: 2\.0: exactly one of the two"),
     Row(
@@ -756,6 +761,21 @@ MACHINE_FILES = {
 }
 
 SEEN_BY_A_PROCESS = [
+    *(
+        Row(
+            f"I21-{name}",
+            flags,
+            r"WORLD_SIZE: '.*': a whole number, 1 or more, is required.*; unset the variable for one process",
+            environment=(("WORLD_SIZE", text),),
+        )
+        for name, text, flags in (
+            ("empty", "", ""),
+            ("empty-smoke", "", "demo --smoke"),
+            ("empty-auto", "", "--micro_batch_size auto"),
+            ("no-number", "two", ""),
+            ("no-process", "0", ""),
+        )
+    ),
     Row(
         "I21",
         says=r"WORLD_SIZE: 2 is set, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not.*unset it",

@@ -172,6 +172,8 @@ def _resume(options: RunOptions, directory: Path, experiment: Json) -> Json:
             "what is there and start again"
         )
     saved = read_run(directory)
+    if manifest.committed(directory / "checkpoints"):
+        refused.refuse_other_weights(options.init_from, saved, directory)
     allowed = _refuse_changes(options, saved, experiment, ("output_dir", directory))
     added = options_since(saved["experiment"], experiment)
     if options.resume not in POLICIES:

@@ -1,11 +1,12 @@
 """What a start deletes: its own files if it is refused, never older ones, and those of a run with ``overwrite``.
 
-And the refusal of a missing base.
+And the refusals of a missing base, and of other weights than those a run began with.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Mapping
@@ -164,3 +165,18 @@ def _resumed_checkpoint(options: RunOptions) -> Path | None:
     # A policy such as auto, or hub:owner/name@step, is no such folder.
     named = expand_path(options.resume)
     return named if (named / manifest.MANIFEST).is_file() else None
+
+
+def refuse_other_weights(init_from: str | None, saved: Mapping[str, Any], directory: Path) -> None:
+    """Raise ``UsageError`` for another ``init_from`` than the run's: no ``allow`` could give it an effect."""
+    began = saved["experiment"].get("init_from")
+    if init_from in (None, began):
+        return
+    back = "leave init_from out"
+    if began is not None:
+        back = f"give --init_from {shlex.quote(began)}, as the run began,"
+    raise UsageError(
+        f"init_from: {init_from}: {directory} already holds a run with checkpoints, whose weights a resume "
+        f"takes; give an unused --output_dir to begin from init_from, --overwrite to delete what is there and begin "
+        f"here, or {back} to continue the run"
+    )

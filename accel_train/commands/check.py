@@ -12,18 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.commands.bundled import find_recipe, folder, import_recipe
-from accel_train.commands.launch import Launch, read_machine
+from accel_train.commands.launch import Launch, read_machine, refuse_missing_processes
 from accel_train.config import UsageError
 from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.launch_files.other_launchers import refuse_other_launchers
-from accel_train.launch_files.requested import Requested, notices, refuse_accumulation, refuse_experiment_settings
+from accel_train.launch_files.requested import (
+    Requested,
+    notices,
+    refuse_accumulation,
+    refuse_experiment_settings,
+    refuse_unsupported,
+)
 from accel_train.linting import reporting
 from accel_train.linting.fixing import fix_file, undo, unused_copy
 from accel_train.linting.host import facts_of, layout_of_file, read_host, unknown_host, visible_devices
 from accel_train.linting.table import Found, ignored_names, lint
 from accel_train.options.loading import Loaded, config_of
-from accel_train.runtime.accelerator import refuse_zero_contradictions
+from accel_train.runtime.accelerator import refuse_zero_contradictions, strategy_family
+from accel_train.runtime.distributed_options import ddp_handlers
 
 MOST_ROUNDS = 10
 """Of ``--fix``. Two are enough for the rules there are."""
@@ -73,6 +80,7 @@ def read(request: Launch, ignored: Sequence[str] = ()) -> Checked:
 
     silenced = ignored_names(os.environ, ignored)
     path, machine, assumption = read_machine(request)
+    refuse_missing_processes(machine)
     path_of_recipe = find_recipe(request.recipe)
     recipe = import_recipe(path_of_recipe)
     processes = machine.num_processes or 1
@@ -244,12 +252,21 @@ def _other_launcher_note(machine: MachineConfig) -> list[str]:
 
 def _refuse_contradictions(machine: MachineConfig, config: Any, accumulation: int, source: str) -> None:
     """Refuse settings of the launch file contradicting the experiment, through the environment of a start."""
-    requested = Requested(machine, source, machine.num_processes, None, rehearsal=False)
+    strategy = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}.get(machine.distributed_type)
+    requested = Requested(machine, source, machine.num_processes, strategy, rehearsal=False)
     environment = {
         "ACCELERATE_MIXED_PRECISION": machine.mixed_precision or "no",
         "ACCELERATE_DYNAMO_BACKEND": machine.dynamo.backend,
     }
     refuse_experiment_settings(requested, environment, config.precision)
+    refuse_unsupported(requested, environment)
+    ddp_handlers(
+        config.distributed,
+        strategy_family(requested, machine.num_processes or 1),
+        precision=config.precision,
+        on_device=not machine.use_cpu,
+        accumulation_steps=accumulation,
+    )
     if machine.deepspeed is None:
         return
     values = dict(machine.deepspeed.config_values or {})

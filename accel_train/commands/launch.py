@@ -37,6 +37,7 @@ from accel_train.launch_files.requested import (
     THREADS_UNASKED_VARIABLE,
     THREADS_VARIABLE,
 )
+from accel_train.launch_files.section import Section
 from accel_train.runtime.exiting import (
     EXIT_AGAIN,
     EXIT_CODE_VARIABLE,
@@ -143,6 +144,12 @@ def read_machine(request: Launch) -> tuple[Path | None, MachineConfig, str | Non
     """
     path, machine, assumption = _file_or_devices(request)
     refuse_rank_and_port(machine.num_machines, request.machine_rank, request.main_process_port)
+    # A file by `accelerate config` may hold an address, which does no harm.
+    if request.main_process_ip is not None and machine.num_machines == 1:
+        raise UsageError(
+            f"--main_process_ip {request.main_process_ip}: has no effect, because num_machines is 1 in {machine.path}; "
+            "write there num_machines, and num_processes of all machines, or leave it out"
+        )
     return path, machine, assumption
 
 
@@ -177,6 +184,16 @@ def _describe_visible(machine: MachineConfig, request: Launch) -> str:
     return f"no --config_file and no default file of `accelerate config`: {processes}, {device} ({reason})"
 
 
+def refuse_missing_processes(machine: MachineConfig) -> None:
+    """Refuse a launch whose number of processes is neither in the file nor given by a flag."""
+    if machine.num_processes is None:
+        raise Section(machine.path, "", dict(machine.raw), machine.places).refuse(
+            "num_processes",
+            "a whole number, 1 or more, which counts the processes of all machines",
+            "add the line, or give --num_processes N",
+        )
+
+
 def accelerate_settings(path: Path | None, machine: MachineConfig, request: Launch) -> Namespace:
     """Return the launch settings after Accelerate's own parser and validation."""
     from accelerate.commands.launch import (
@@ -184,6 +201,9 @@ def accelerate_settings(path: Path | None, machine: MachineConfig, request: Laun
         launch_command_parser,
     )
 
+    refuse_missing_processes(machine)
+    # Accelerate takes no number from a file of one process without the line.
+    request = replace(request, num_processes=machine.num_processes)
     flags = _explicit_flags(machine) if path is None else ["--config_file", str(path)]
     # The experiment sets the precision. The recipe compares it with the file by itself.
     flags += ["--mixed_precision", "no"]
@@ -193,9 +213,6 @@ def accelerate_settings(path: Path | None, machine: MachineConfig, request: Laun
             flags += [f"--{name}", str(value)]
     settings: Any = launch_command_parser().parse_args([*flags, request.recipe, *request.arguments])
     settings, _, _ = _validate_launch_command(settings)
-    # 0 is Accelerate's count of accelerators on a machine without any.
-    if settings.num_processes in (None, 0):
-        settings.num_processes = machine.num_processes or 1
     if settings.main_process_port is None and settings.num_machines == 1:
         # A fixed port would join several launches on one machine.
         settings.main_process_port = free_port()

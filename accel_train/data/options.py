@@ -7,11 +7,19 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, NamedTuple
 
 import torch
 
-from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UsageError
+from accel_train.config import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UsageError,
+    WithoutEffectError,
+)
 from accel_train.cores import usable_cores
 
 MAX_AUTO_WORKERS = 8
@@ -58,9 +66,10 @@ class BatchScheduleConfig:
         if any(first >= second for first, second in itertools.pairwise(self.steps)):
             raise UsageError(f"batch_schedule.steps {list(self.steps)}: each must be above the one before; sort them")
         if self.learning_rate != "constant" and not self.steps and not self.measures:
-            raise UsageError(
-                f"batch_schedule.learning_rate {self.learning_rate}: has no effect without batch_schedule.steps; give "
-                "steps and sizes, or leave it out"
+            raise WithoutEffectError(
+                f"batch_schedule.learning_rate {self.learning_rate}: has no effect without batch_schedule.steps or "
+                "batch_schedule.noise_factor; give steps and sizes, or leave it out",
+                "batch_schedule.learning_rate",
             )
 
     def _check_noise(self) -> None:
@@ -68,9 +77,10 @@ class BatchScheduleConfig:
             for name in ("noise_steps", "noise_every", "max_size"):
                 value, default = getattr(self, name), getattr(BatchScheduleConfig, name)
                 if value != default:
-                    raise UsageError(
+                    raise WithoutEffectError(
                         f"batch_schedule.{name}: {value}: has no effect without batch_schedule.noise_factor; give "
-                        f"--batch_schedule.noise_factor 1, or leave {name} out"
+                        f"--batch_schedule.noise_factor 1, or leave {name} out",
+                        f"batch_schedule.{name}",
                     )
             return
         if self.steps or self.sizes:
@@ -154,7 +164,12 @@ class BatchScheduleConfig:
             total += max(0, until - start) * size
         return total
 
-    def steps_for(self, first: int, samples: float) -> int:
+    def steps_for_epochs(self, first: int, epochs: float, dataset_size: int) -> int:
+        """Return the number of steps that take at least so many passes over the data."""
+        # By the digits as they were written: in floats, 1.1 times 50,000 is more than 55,000.
+        return self.steps_for(first, Fraction(str(epochs)) * dataset_size)
+
+    def steps_for(self, first: int, samples: float | Fraction) -> int:
         """Return the number of steps that take at least so many samples."""
         left = samples
         for start, end, size in self._parts(first):

@@ -220,6 +220,27 @@ def check_file_of_environment(environment: Mapping[str, str]) -> None:
     check_keys(Section(Path(file), "", document.values, document.places))
 
 
+def refuse_offload(settings: Mapping[str, object], source: str) -> None:
+    """Refuse what `read_deepspeed` refuses of offloading, in the settings of a process: flags have set them as well."""
+    zero = settings.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return
+    values = dict[str, object](zero)
+    for name in ("offload_optimizer", "offload_param"):
+        content = values.get(name)
+        if not isinstance(content, dict):
+            continue
+        device = str(dict[str, object](content).get("device", "none")).lower()
+        asked = f"{name}_device: {device} in the DeepSpeed settings of {source}"
+        if device == "nvme":
+            raise UsageError(f"{asked}: none or cpu is required: {_NO_NVME}; give cpu, or leave it out")
+        if name == "offload_param" and device != "none" and values.get("stage") != 3:
+            raise UsageError(
+                f"{asked}: none is required with stage {values.get('stage')}: parameters are offloaded in stage 3 "
+                "only; leave it out, or give stage 3"
+            )
+
+
 def check_keys(top: Section) -> None:
     """Refuse keys and values of a DeepSpeed file that are unknown here, or would change the result of a run.
 

@@ -158,6 +158,8 @@ def _read(path: Path, document: Document, num_processes: int | None) -> MachineC
     machines = top.integer("num_machines", 1, low=1)
     processes = read_processes(top, kind, machines, num_processes)
     fsdp, deepspeed = _read_sharding(top, sections, kind, machines, processes)
+    # Nothing here depends on it, and Accelerate would take any text for true.
+    top.boolean("same_network", False)
     return MachineConfig(
         path=path,
         distributed_type=kind,
@@ -346,6 +348,9 @@ def _dynamo(section: Section) -> DynamoSettings:
     from accelerate.utils import DynamoBackend
     from accelerate.utils.constants import TORCH_DYNAMO_MODES
 
+    unread = next(iter(section.values), None)
+    if unread is not None and "dynamo_backend" not in section.values:
+        raise section.refuse(unread, "absent without dynamo_backend, of which it is a setting", "delete the section")
     backend = section.choice("dynamo_backend", [str(b.value) for b in DynamoBackend], "NO")
     if backend == "NO":
         backend = "no"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError, expand_path, launched_processes
 from accel_train.launch_files.machine_config import (
     MachineConfig,
     default_machine_config_path,
@@ -60,8 +60,9 @@ def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequenc
     source = "the environment"
     if flags is not None:
         file = file or flags.get("config_file")
-        # torchrun reads no such file, so it counts under `accelerate launch` only.
-        default = default_machine_config_path()
+        # torchrun reads no such file, so it counts under `accelerate launch` only, which skips it with --cpu.
+        if not flags.get("cpu"):
+            default = default_machine_config_path()
         source = "the command line of `accelerate launch`"
     machine = None
     if file:
@@ -118,7 +119,7 @@ def _overriding_processes(environment: Mapping[str, str], flags: Mapping[str, An
     """Return the number of processes of our own launcher, a rehearsal or a flag. It overrides the file."""
     # Both start as many processes as were asked for, so WORLD_SIZE is the request.
     if environment.get(MACHINE_FILE_VARIABLE) or environment.get(REHEARSAL_VARIABLE):
-        return int(environment.get("WORLD_SIZE", "1"))
+        return launched_processes(environment)
     if flags is not None and flags.get("num_processes") is not None:
         return int(flags["num_processes"])
     return None
@@ -210,6 +211,43 @@ def refuse_accumulation(requested: Requested, environment: Mapping[str, str], ac
             f"gradient_accumulation_steps: {value} ({key}, {requested.source}) contradicts the experiment, "
             f"whose batch sizes give {accumulation_steps}; remove it: global_batch_size and micro_batch_size decide"
         )
+
+
+_AXES = {"TP": "tensor", "CP": "context", "SP": "sequence"}
+
+
+def refuse_unsupported(requested: Requested, environment: Mapping[str, str]) -> None:
+    """Refuse activation checkpointing of FSDP, and other parallelism than that of data.
+
+    Flags of `accelerate launch` arrive as variables, and the reader of the launch file has not seen them.
+    """
+    machine = requested.machine
+    place = None
+    if machine is not None and machine.fsdp is not None and machine.fsdp.activation_checkpointing:
+        place = requested.source
+    elif requested.strategy == "fsdp" and _is_true(environment, "FSDP_ACTIVATION_CHECKPOINTING"):
+        place = f"FSDP_ACTIVATION_CHECKPOINTING, set by hand or by {requested.source},"
+    if place is not None:
+        raise UsageError(
+            f"fsdp_activation_checkpointing: true in {place} would rename the model's parameters, and checkpoints with "
+            "them; remove it there, and give --activation_checkpointing.mode full"
+        )
+    if not _is_true(environment, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return
+    for axis, name in _AXES.items():
+        variable = f"PARALLELISM_CONFIG_{axis}_SIZE"
+        size = environment.get(variable, "1")
+        if size != "1":
+            raise UsageError(
+                f"{variable.lower()}: {size} ({variable}, {requested.source}): 1 is required, because {name} "
+                f"parallelism is not supported; remove it, or shard data over as many processes with "
+                "parallelism_config_dp_shard_size"
+            )
+
+
+def _is_true(environment: Mapping[str, str], name: str) -> bool:
+    # The words that Accelerate takes for true.
+    return environment.get(name, "false").lower() in ("y", "yes", "t", "true", "on", "1")
 
 
 def notices(

@@ -141,8 +141,8 @@ class Facts:
             return int(steps)
         if self.dataset_size is None:
             return None
-        samples = self.number("max_epochs") * self.dataset_size
-        return self.batch_schedule.steps_for(int(self.number("global_batch_size")), samples)
+        first, epochs = int(self.number("global_batch_size")), self.number("max_epochs")
+        return self.batch_schedule.steps_for_epochs(first, epochs, self.dataset_size)
 
     @property
     def batch_schedule(self) -> BatchScheduleConfig:

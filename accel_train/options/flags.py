@@ -116,7 +116,7 @@ class FlagError(ValueError):
 def read_flags(
     kinds: Mapping[str, Any], arguments: Sequence[str], presets: Callable[[], Sequence[str]]
 ) -> dict[str, Any]:
-    """Parse flags to a mapping from dotted option to value. The last of equal options wins.
+    """Parse flags to a mapping from dotted option to value. The last of equal options wins, except of lists.
 
     ``kinds`` has the type of every option. ``presets`` lists the presets for a message, in 0.1 s.
     """
@@ -136,6 +136,8 @@ def read_flags(
         if name not in kinds:
             raise FlagError(f"{flag}{_unknown(name, list(kinds))}")
         kind = kinds[name]
+        if name in values and _has_any_length(kind):
+            raise FlagError(f"{flag} is given twice, and the second drops the values of the first; give all after one")
         given = [attached] if equals else _take_values(words, kind)
         values[name] = _value(flag, kind, given)
     return values
@@ -213,6 +215,10 @@ def union_members(kind: Any) -> Iterator[Any]:
 def is_list(kind: Any) -> bool:
     """Check if options of this type take a list."""
     return any(get_origin(part) is tuple for part in union_members(kind))
+
+
+def _has_any_length(kind: Any) -> bool:
+    return any(Ellipsis in get_args(part) for part in union_members(kind))
 
 
 def scalar_types(kind: Any) -> set[type]:

@@ -23,10 +23,10 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.distributed import PrefixStore, TCPStore
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, launched_processes
 from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files import flight_recorder
-from accel_train.launch_files.deepspeed_settings import check_file_of_environment
+from accel_train.launch_files.deepspeed_settings import check_file_of_environment, refuse_offload
 from accel_train.launch_files.parents import parent_command_lines
 from accel_train.launch_files.requested import (
     Requested,
@@ -36,6 +36,7 @@ from accel_train.launch_files.requested import (
     read_request,
     refuse_accumulation,
     refuse_experiment_settings,
+    refuse_unsupported,
 )
 from accel_train.precision import Precision
 from accel_train.runtime import rehearsal, step_overhead, tested_versions
@@ -70,7 +71,7 @@ def build_accelerator(
     step_overhead.remember_lookups()
     end_with_the_launcher()
     requested = read_request(os.environ, parent_command_lines())
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = launched_processes(os.environ)
     accumulation = accumulation_steps(global_batch_size, world_size, micro_batch_size)
     refuse_experiment_settings(requested, os.environ, precision)
     refuse_accumulation(requested, os.environ, accumulation)
@@ -83,7 +84,7 @@ def build_accelerator(
         plugin = zero_plugin(requested, precision, max_grad_norm, micro_batch_size, world_size)
     handlers = ddp_handlers(
         distributed or DistributedConfig(),
-        _strategy_family(requested, world_size),
+        strategy_family(requested, world_size),
         precision=precision,
         on_device=not _on_cpu(),
         accumulation_steps=accumulation,
@@ -105,7 +106,7 @@ def build_accelerator(
     return accelerator
 
 
-def _strategy_family(requested: Requested, world_size: int) -> str:
+def strategy_family(requested: Requested, world_size: int) -> str:
     """Return "single", "ddp", "fsdp2" or "zero"."""
     if requested.strategy == "fsdp":
         return "fsdp2"
@@ -176,12 +177,7 @@ def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Prec
             f"{requested.num_processes} RECIPE` or `accel-train rehearse`"
         )
     _refuse_missing_device(requested)
-    machine = requested.machine
-    if machine is not None and machine.fsdp is not None and machine.fsdp.activation_checkpointing:
-        raise UsageError(
-            f"fsdp_activation_checkpointing: true in {requested.source} would rename the model's parameters, and "
-            "checkpoints with them; remove it from the file, and give --activation_checkpointing.mode full"
-        )
+    refuse_unsupported(requested, os.environ)
     _refuse_unsupported_precision(precision)
 
 
@@ -206,9 +202,14 @@ def _refuse_missing_device(requested: Requested) -> None:
 
 def _refuse_unsupported_precision(precision: Precision) -> None:
     """Refuse a precision that this machine cannot compute in."""
-    if precision == "fp16" and not torch.accelerator.is_available():
-        raise UsageError("precision: fp16 needs a GPU (loss scaling has no CPU form); use --precision bf16 or fp32")
-    if precision != "bf16" or not torch.cuda.is_available():
+    # A machine with a GPU may be told to train on its CPU, where Accelerate would drop fp16 without a word.
+    on_cpu = _on_cpu()
+    if precision == "fp16" and on_cpu:
+        raise UsageError(
+            "precision: fp16 needs a GPU (loss scaling has no CPU form), and this run is on the CPU; use --precision "
+            "bf16 or fp32"
+        )
+    if precision != "bf16" or on_cpu or not torch.cuda.is_available():
         return
     # By default torch counts emulated bf16 as supported.
     if not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -296,6 +297,7 @@ def zero_plugin(
         # DeepSpeed asserts that this is the product of the other two and the number of processes.
         "train_batch_size": micro_batch_size * world_size,
     }
+    refuse_offload(settings, requested.source)
     refuse_zero_contradictions(settings, generated, precision, requested.source)
     settings.update(generated)
     # DeepSpeed refuses optimizers outside its own list otherwise.

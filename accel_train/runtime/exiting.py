@@ -370,7 +370,8 @@ def _leave(code: int, reported: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     torch = sys.modules.get("torch")
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    # As text: this may be the end of a start that was refused because it is no number.
+    several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
     if several and torch is not None and not torch.accelerator.is_available():
         # gloo's threads race with the shutdown of the interpreter and abort now and then (torch 2.13), which would
         # fail a finished run.

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from accel_train.config import Fraction, NonNegativeInt, PositiveInt, UsageError
+from accel_train.config import Fraction, NonNegativeInt, PositiveInt, UsageError, WithoutEffectError
 
 SHORTEST_CYCLE = 4
 """Fewest steps of a cycle without a notice. With fewer, nothing is left of the cosine."""
@@ -102,8 +102,9 @@ class ScheduleConfig:
             wanted = sorted({_OWN_KIND[name] for name in unread if name in _OWN_KIND})
             hint = f", or use kind={' or '.join(wanted)}" if wanted else ""
             default = ", ".join(f"{name}={getattr(type(self), name)}" for name in unread)
-            raise UsageError(
-                f"{values}: kind={self.kind} does not read it. Leave it out (the default is {default}){hint}."
+            raise WithoutEffectError(
+                f"{values}: schedule.kind={self.kind} does not read it. Leave it out (the default is {default}){hint}.",
+                *(f"schedule.{name}" for name in unread),
             )
 
 

@@ -211,6 +211,25 @@ def test_weights_come_from_one_place(accelerator: Accelerator, tmp_path: Path) -
     assert start(accelerator, dropped).start_step == 3
 
 
+def test_other_weights_for_a_run_with_a_checkpoint_are_refused(accelerator: Accelerator, tmp_path: Path) -> None:
+    """A resume would not read them, so --allow takes nothing here and is not advised. Before a save they are read."""
+    weights = {name: make(tmp_path / name, 1) for name in ("a", "b")}
+    config = WithWeights(str(tmp_path / "run"), init_from=str(weights["a"]))
+    other = replace(config, init_from=str(weights["b"]))
+    start(accelerator, config)
+    allowed = start(accelerator, replace(other, allow=("init_from",)))
+    assert (allowed.initial_weights, allowed.saved["experiment"]["init_from"]) == (weights["b"], str(weights["b"]))
+    start(accelerator, replace(config, allow=("init_from",)))
+    make(allowed.checkpoints, 3)
+    for allow in ((), ("init_from",)):
+        with pytest.raises(UsageError, match=r"init_from: .*/b/.* already holds a run with checkpoints") as refused:
+            start(accelerator, replace(other, allow=allow))
+        assert "--allow" not in str(refused.value)
+        assert f"give --init_from {weights['a']}, as the run began" in str(refused.value)
+    assert start(accelerator, config).start_step == 3
+    assert start(accelerator, replace(other, overwrite=True)).initial_weights == weights["b"]
+
+
 RUN_JSON = [
     ("cut", lambda p: p.write_text(p.read_text()[:100])),
     ("emptied", lambda p: p.write_text("")),

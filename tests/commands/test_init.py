@@ -163,6 +163,29 @@ def test_smoke_overwrites_no_directory_that_was_named() -> None:
     assert (config.output_dir, config.overwrite) == ("runs/real", False)
 
 
+@pytest.mark.parametrize(
+    ("flags", "remedy", "says"),
+    [
+        ("--evaluate_only", "--evaluate_only false", "evaluate_only: true"),
+        ("--resume must", "--resume auto", "resume: must"),
+        ("--resume runs/a/checkpoints/checkpoint_00000005", "--resume never", "resume: runs/a"),
+    ],
+)
+def test_smoke_of_a_command_that_needs_a_checkpoint_is_refused_by_its_name(
+    flags: str, remedy: str, says: str, tmp_path: Path
+) -> None:
+    """The trial empties its directory, which was an error about an overwrite that nobody had asked for."""
+    with pytest.raises(UsageError, match=rf"^--smoke with {says}.*: a trial begins at step 0 .*-smoke, where no check"):
+        load_config(mmdit.Config, ["demo", "--smoke", *flags.split()], presets=PRESETS)
+    load_config(mmdit.Config, ["demo", "--smoke", *remedy.split()], presets=PRESETS).config.run_options()
+    named = ["demo", "--smoke", *flags.split(), "--output_dir", str(tmp_path)]
+    load_config(mmdit.Config, named, presets=PRESETS).config.run_options()
+    file = tmp_path / "mine.yaml"
+    file.write_text((PRESETS / "demo.yaml").read_text() + "evaluate_only: true\n")
+    with pytest.raises(UsageError, match=r"^--smoke with evaluate_only: true: .* give --evaluate_only false to try"):
+        load_config(mmdit.Config, [str(file), "--smoke"], presets=PRESETS)
+
+
 def test_smoke_pushes_and_tracks_nothing(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text((PRESETS / "demo.yaml").read_text() + "hub: {repo_id: me/model, push: last}\n")

@@ -101,6 +101,22 @@ def test_flags_go_over_the_file() -> None:
     assert command[-1] == "29777"
 
 
+def test_a_file_without_a_number_of_processes_needs_a_flag(tmp_path: Path) -> None:
+    """Accelerate's own words for it were a traceback. One process needs no number."""
+    file = tmp_path / "launch.yaml"
+    file.write_text("distributed_type: MULTI_GPU\n")
+    request = Launch(str(file), str(RECIPE), ("base",))
+    says = rf"{file}: `num_processes` is missing; it must be a whole number.* give --num_processes N"
+    for start in (launch, lambda asked: launch(asked, rehearsal=True), check):
+        with pytest.raises(UsageError, match=says):
+            start(request)
+    asked = Launch(str(file), str(RECIPE), ("base",), num_processes=2)
+    settings = accelerate_settings(file, read_machine_config(file, num_processes=2), asked)
+    assert settings.num_processes == 2
+    file.write_text("distributed_type: 'NO'\n")
+    assert accelerate_settings(file, read_machine_config(file), request).num_processes == 1
+
+
 def test_two_launches_on_one_machine_do_not_meet() -> None:
     assert planned("ddp")[0][-1] != planned("ddp")[0][-1]
     assert 1024 < free_port() < 65536

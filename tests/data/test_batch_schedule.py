@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate, chain
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_train import experiment
 from accel_train.config import UsageError
 from accel_train.data.grouping.task_sampler import TaskSampler
 from accel_train.data.leaving_out import without_samples
 from accel_train.data.options import BatchScheduleConfig
 from accel_train.data.sampler import StepSampler, refuse_small_batches, scheduled
 from accel_train.experiment_options import ExperimentConfig
+from accel_train.linting.facts import Facts
 
 GROWING = BatchScheduleConfig(steps=(3, 5, 9), sizes=(8, 12, 6))
 SIZES = [4, 4, 4, 8, 8, 12, 12, 12, 12, 6, 6, 6]
@@ -41,6 +44,14 @@ def test_a_number_of_samples_takes_the_fewest_steps(first: int, parts: list[tupl
     found = schedule.steps_for(first, samples)
     assert schedule.samples_before(first, found) >= samples
     assert found == 0 or schedule.samples_before(first, found - 1) < samples
+
+
+def test_a_fraction_of_epochs_takes_no_step_more_by_rounding() -> None:
+    """1.1 * 50_000 is 55000.00000000001. The run and the linter count alike."""
+    options: dict[str, Any] = {"max_epochs": 1.1, "global_batch_size": 100}
+    assert experiment._max_steps(ExperimentConfig(**options), 50_000) == 550
+    assert Facts(options, dataset_size=50_000).steps == 550
+    assert BatchScheduleConfig().steps_for_epochs(100, 1.1, 50_001) == 551
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("constant", 1.0), ("linear", 3.0), ("sqrt", math.sqrt(3))])

@@ -74,3 +74,13 @@ def test_a_flag_against_the_file_is_named_with_its_value(tmp_path: Path) -> None
     read_machine(Launch(str(file), str(RECIPE), machine_rank=1, main_process_port=65535))
     with pytest.raises(UsageError, match="--main_process_port 0: must be a whole number, 1 to 65535"):
         read_machine(Launch(str(file), str(RECIPE), main_process_port=0))
+
+
+def test_an_address_for_one_machine_is_refused_as_a_flag_alone(tmp_path: Path) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text(f"{ONE}main_process_ip: 10.0.0.1\n")
+    assert read_machine(Launch(str(file), str(RECIPE)))[1].main_process_ip == "10.0.0.1"
+    with pytest.raises(UsageError, match=rf"--main_process_ip 10\.0\.0\.2: has no effect, .* is 1 in {file}; write"):
+        read_machine(Launch(str(file), str(RECIPE), main_process_ip="10.0.0.2"))
+    file.write_text(NODES)
+    read_machine(Launch(str(file), str(RECIPE), main_process_ip="10.0.0.2"))

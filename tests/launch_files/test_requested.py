@@ -6,6 +6,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 
 from accel_train.config import UsageError
 from accel_train.launch_files.parents import parent_command_lines
@@ -18,6 +20,7 @@ from accel_train.launch_files.requested import (
     read_request,
     refuse_accumulation,
     refuse_experiment_settings,
+    refuse_unsupported,
 )
 
 SHELL = ["/bin/bash", "-l"]
@@ -120,10 +123,24 @@ def test_the_wizards_file_counts_for_accelerate_launch_only(no_wizard_file: Path
     assert read_request({}, [["torchrun", "recipe.py"]]).machine is None
 
 
+def test_the_wizards_file_is_not_read_with_the_flag_cpu(no_wizard_file: Path, two_gpus: str) -> None:
+    """By Accelerate neither: a file of two GPUs would have this run of one CPU process refused."""
+    no_wizard_file.parent.mkdir(parents=True)
+    no_wizard_file.write_text(Path(two_gpus).read_text())
+    assert read_request({}, [["accelerate", "launch", "--cpu", "recipe.py"]]).machine is None
+    named = read_request({}, [["accelerate", "launch", "--cpu", "--config_file", two_gpus, "recipe.py"]])
+    assert named.num_processes == 2
+
+
 def test_our_own_launcher_says_so_in_the_environment(two_gpus: str) -> None:
     said = {"ACCEL_TRAIN_MACHINE_FILE": two_gpus, "WORLD_SIZE": "6", "ACCEL_TRAIN_REHEARSAL": "1"}
     asked = read_request(said, [SHELL])
     assert (asked.source, asked.num_processes, asked.rehearsal) == (two_gpus, 6, True)
+
+
+def test_a_number_of_processes_that_is_none_is_refused(two_gpus: str) -> None:
+    with pytest.raises(UsageError, match="WORLD_SIZE: '': a whole number, 1 or more, is required"):
+        read_request({"ACCEL_TRAIN_MACHINE_FILE": two_gpus, "WORLD_SIZE": ""}, [])
 
 
 def test_a_bad_file_is_refused_in_the_process_too(tmp_path: Path) -> None:
@@ -199,6 +216,32 @@ def test_accumulation_that_says_nothing_or_the_same(value: str) -> None:
 def test_other_accumulation_is_refused() -> None:
     with pytest.raises(UsageError, match=r"gradient_accumulation_steps: 3 .*m\.yaml.*give 4; remove it"):
         refuse_accumulation(NOTHING, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}, 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--fsdp_activation_checkpointing true", r"fsdp_activation_checkpointing: true in FSDP_ACTIVATION_CHECKPOINT"),
+        *[
+            (
+                f"--use_parallelism_config --parallelism_config_{axis}_size 2",
+                rf"parallelism_config_{axis}_size: 2 .*: 1 is",
+            )
+            for axis in ("tp", "cp", "sp")
+        ],
+    ],
+)
+def test_what_a_file_is_refused_for_is_refused_as_a_flag(flags: str, says: str) -> None:
+    words = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--num_machines", "1", "recipe.py"]
+    for given in (flags.split(), []):
+        settings, _, _ = _validate_launch_command(launch_command_parser().parse_args([*given, *words]))
+        environment = prepare_multi_gpu_env(settings)
+        requested = read_request(environment, [["accelerate", "launch", *given, *words]])
+        if given:
+            with pytest.raises(UsageError, match=says):
+                refuse_unsupported(requested, environment)
+        else:
+            refuse_unsupported(requested, environment)
 
 
 def test_what_would_beat_an_explicit_choice_is_taken_out() -> None:

@@ -75,6 +75,33 @@ def test_what_a_start_refuses_by_its_options_is_refused_in_the_same_words(flags:
     assert str(started.value) == str(checked.value)
 
 
+@pytest.mark.parametrize(
+    ("file", "flags", "says"),
+    [
+        ("fsdp2", "--distributed.bucket_cap_mb 50", r"distributed\.bucket_cap_mb: 50: acts on DDP, and fsdp2 runs"),
+        ("zero2_offload", "--distributed.static_graph", r"distributed\.static_graph: True: acts on DDP, and zero runs"),
+        ("single_gpu", "--distributed.comm_hook powersgd", r"distributed\.comm_hook: powersgd: .*and single runs"),
+        ("ddp", "--distributed.fsdp2_prefetch 2", r"distributed\.fsdp2_prefetch: 2: acts on FSDP2, and ddp runs"),
+        ("ddp", "--distributed.static_graph --micro_batch_size 8", r"static_graph: true with 4 micro-batches"),
+        ("cpu", "--distributed.comm_hook bf16", r"distributed\.comm_hook: bf16 needs NCCL"),
+        ("own", "", r"fsdp_activation_checkpointing: true in .*own\.yaml would rename"),
+    ],
+)
+def test_what_a_start_refuses_of_options_and_launch_file_is_refused(
+    file: str, flags: str, says: str, tmp_path: Path
+) -> None:
+    own = {
+        "own": "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}\n",
+        "cpu": "distributed_type: MULTI_CPU\nuse_cpu: true\n",
+    }
+    path = Path(GPU).with_name(f"{file}.yaml")
+    if file in own:
+        path = tmp_path / f"{file}.yaml"
+        path.write_text(f"{own[file]}num_processes: 2\n")
+    with pytest.raises(UsageError, match=says):
+        check(RECIPE, "demo", *flags.split(), file=str(path))
+
+
 def test_names_are_silenced_by_flag_and_by_environment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

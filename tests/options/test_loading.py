@@ -295,6 +295,7 @@ def test_print_config_shows_everything_and_ends(presets: Path, capsys: pytest.Ca
         ("--seed 4294967295", "seed", 2**32 - 1),
         ("--seed 0x10", "seed", 16),
         ("--every 1 --every 2", "every", 2),
+        ("--optimizer.betas 0.1 0.2 --optimizer.betas 0.3 0.4", "optimizer.betas", [0.3, 0.4]),
         ("--name 1e3", "name", "1e3"),
         ("--name ~", "name", "~"),
         ("--name=a=true", "name", "a=true"),
@@ -420,6 +421,10 @@ def test_a_wrong_file_is_refused_with_the_place_and_the_remedy(text: str, messag
         ("demo --optimizer 1", r"--optimizer is a group of options, not an option; write --optimizer\.lr VALUE"),
         ("demo --seed fast", r"seed: 'fast' is refused: an integer is required; correct --seed$"),
         ("demo --seed", r"--seed has no value; write --seed VALUE"),
+        (
+            "demo --tags a --seed 1 --tags=b",
+            r"--tags is given twice, .* drops the values of the first; give all after on",
+        ),
         ("demo --seed 007", r"seed: '007' is refused: an integer"),
         ("demo --seed 1_000", r"seed: '1_000' is refused: an integer"),
         ("demo --seed 1e3", r"seed: 1000\.0 is refused: an integer is required \(write 1000\)"),

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from accel_train import experiment
+from accel_train import experiment, startup
 from accel_train.commands.checkpoints import push
 from accel_train.config import UsageError, origin_of
+from accel_train.data.options import BatchScheduleConfig
 from accel_train.domains.images.captioned import PictureConfig
 from accel_train.domains.images.captioned import prepare_pictures as prepare_captioned
 from accel_train.domains.images.dataset import refuse_unread
@@ -143,9 +144,9 @@ ROWS = [
     ),
     Row(
         mmdit,
-        "--modes.mode sequential --modes.phases l2t:5 l2t:6:freeze=latent --times.density cosmap",
+        "--times.density cosmap --modes.mode sequential --modes.phases l2t:5 l2t:6:freeze=latent",
         r"times\.density cosmap: has no effect",
-        "--modes.phases l2t:5 mixed:5",
+        "mixed:5",
     ),
     Row(mmdit, "--compile.dynamic", r"compile\.dynamic: true: has no effect .* off", "--compile.mode auto"),
     Row(
@@ -232,6 +233,7 @@ def test_it_is_refused_without_its_remedy(row: Row) -> None:
             ["data.heldout_fraction"],
             "0.227 of lora_demo gives way to --data.heldout_path",
         ),
+        (mmdit, "base --schedule.kind constant", ["schedule.floor"], "0.1 of base gives way to --schedule.kind"),
         (lora, "lora_demo --smoke --cache_only", ["overwrite"], "True of --smoke gives way to --cache_only"),
     ],
 )
@@ -253,6 +255,23 @@ def test_a_flag_that_a_trial_switches_off_gives_way_to_it(tmp_path: Path) -> Non
     assert "log.project: 'p' of the command line gives way to --smoke" in config.replaced_notices()
     with pytest.raises(UsageError, match=r"log\.project: p: has no effect"):
         load(mmdit, "--log.project p --smoke")
+    floor = "schedule.floor: 0.2 of the command line gives way to --smoke"
+    assert floor in load(mmdit, "base --smoke --schedule.floor 0.2").replaced_notices()
+
+
+def test_a_trial_switches_off_what_later_steps_would_do(tmp_path: Path) -> None:
+    """Of the file, and flags of the same groups with it. A range of steps that a flag gives is the trial's own."""
+    file = tmp_path / "own.yaml"
+    schedule = "batch_schedule: {noise_factor: 1.0, max_size: 512, learning_rate: linear}"
+    file.write_text(f"max_steps: 900\nprofile: {{steps: '10:20'}}\n{schedule}\n")
+    flags = "--batch_schedule.noise_steps 100 --batch_schedule.learning_rate sqrt --profile.memory"
+    config = load(mmdit, f"{file} --smoke {flags}")
+    assert (config.profile, config.batch_schedule) == (ProfileConfig(), BatchScheduleConfig())
+    assert sum("of the command line gives way to --smoke" in line for line in config.replaced_notices()) == 3
+    startup.refuse_options(config)
+    assert load(mmdit, f"{file} --smoke --profile.steps 1:2").profile.steps == "1:2"
+    with pytest.raises(UsageError, match=r"batch_schedule\.noise_steps: 100: has no effect without"):
+        load(mmdit, "demo --smoke --batch_schedule.noise_steps 100")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -67,6 +68,22 @@ def test_one_process(precision: str, named: str) -> None:
     assert strategy.strategy_of(accelerator) == "single"
     model = accelerator.prepare(torch.nn.Linear(2, 2))
     assert strategy.verify_prepared(accelerator, model, 1.0).startswith("single: 1 process(es) on ")
+
+
+def test_a_precision_is_judged_by_the_device_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU of a machine with an old GPU: fp16 would become fp32 without a word, and bf16 works."""
+    for name, value in {"is_available": True, "is_bf16_supported": False}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value, **_: value)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    machine._refuse_unsupported_precision("fp16")
+    with pytest.raises(UsageError, match="bf16 is not supported by an old GPU"):
+        machine._refuse_unsupported_precision("bf16")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    machine._refuse_unsupported_precision("bf16")
+    with pytest.raises(UsageError, match=r"precision: fp16 needs a GPU .* this run is on the CPU"):
+        machine._refuse_unsupported_precision("fp16")
 
 
 def test_a_ddp_launch_of_one_process_is_single(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +168,30 @@ def test_zero_settings_come_from_the_experiment(stage: str, precision: Any) -> N
     assert not plugin.zero3_init_flag
     assert "optimizer" not in settings
     assert "scheduler" not in settings
+
+
+@pytest.mark.parametrize(
+    ("zero", "says"),
+    [
+        ({"OFFLOAD_OPTIMIZER_DEVICE": "nvme"}, "offload_optimizer_device: nvme .*: none or cpu is required"),
+        ({"OFFLOAD_PARAM_DEVICE": "cpu"}, "offload_param_device: cpu .*: none is required with stage 2"),
+        ({"CONFIG_FILE": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param_device: nvme"),
+        ({"CONFIG_FILE": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param_device: cpu .* stage 2"),
+    ],
+)
+def test_offloading_by_flags_is_refused_as_that_of_a_file(zero: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """Flags of `accelerate launch` are variables by now, and no launch file tells of them."""
+    for name, value in zero.items():
+        if name == "CONFIG_FILE":
+            file = tmp_path / "ds.json"
+            file.write_text(json.dumps({"zero_optimization": value}))
+            value = str(file)
+        os.environ[f"ACCELERATE_DEEPSPEED_{name}"] = value
+    with pytest.raises(UsageError, match=says):
+        machine.zero_plugin(ZERO, "fp32", 1.0, 4, world_size=2)
+    os.environ |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "none", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+    os.environ |= {f"ACCELERATE_DEEPSPEED_OFFLOAD_{name}_DEVICE": "cpu" for name in ("OPTIMIZER", "PARAM")}
+    assert machine.zero_plugin(ZERO, "fp32", 1.0, 4, world_size=2).offload_param_device == "cpu"
 
 
 GENERATED = {

@@ -38,9 +38,10 @@ class ProfileConfig:
     def __post_init__(self) -> None:
         self.range()
         if self.memory and self.steps is None:
-            raise UsageError(
+            raise WithoutEffectError(
                 "profile.memory: true: profile.steps is required, since allocations are recorded in these steps; "
-                f"give a range, {EXAMPLE}"
+                f"give a range, {EXAMPLE}",
+                "profile.memory",
             )
 
     def range(self) -> StepRange | None:
