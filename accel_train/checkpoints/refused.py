@@ -10,7 +10,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +56,24 @@ def _wait_for_main(directory: Path, before: frozenset[Path]) -> None:
 
 
 def _remove_all_files(directory: Path, before: frozenset[Path]) -> None:
-    with closing(locks.acquire(directory)):
-        # Asked under the lock: another start may have begun to train here meanwhile.
-        if _holds_run(directory, before):
-            return
-        for checkpoint in directory.glob("checkpoints/*"):
-            # If it stayed, the next start would find a used directory and resume from it.
-            commit.remove(checkpoint)
-        _rmdir(directory / "checkpoints", before)
-        for file in (*directory.glob("logs/rank_*.log"), *_of_main(directory, before)):
-            _unlink(file, before)
+    lock = locks.acquire(directory)
+    try:
+        _remove_under_lock(directory, before)
+    finally:
+        # It leaves the name that it has found: of a run that goes on to exist, nothing was started here.
+        lock.release()
+
+
+def _remove_under_lock(directory: Path, before: frozenset[Path]) -> None:
+    # Asked under the lock: another start may have begun to train here meanwhile.
+    if _holds_run(directory, before):
+        return
+    for checkpoint in directory.glob("checkpoints/*"):
+        # If it stayed, the next start would find a used directory and resume from it.
+        commit.remove(checkpoint)
+    _rmdir(directory / "checkpoints", before)
+    for file in (*directory.glob("logs/rank_*.log"), *_of_main(directory, before)):
+        _unlink(file, before)
 
 
 def _holds_run(directory: Path, before: frozenset[Path]) -> bool:

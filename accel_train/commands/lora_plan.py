@@ -205,7 +205,7 @@ def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase, counted: _Counte
         rows *= ROWS
     drawn = 0.0
     if config.evaluation.prompts or config.evaluation.heldout_prompts:
-        drawn = config.side**2 / memory_need.MEGAPIXEL
+        drawn = config.evaluation.pixels(config.data) ** 2 / memory_need.MEGAPIXEL
     checkpointing = config.activation_checkpointing.mode
     if config.activation_checkpointing.blocks is not None:
         # Of some of the blocks nothing is known but that the need is less.

@@ -87,9 +87,6 @@ def fingerprint_of(dataset: MapDataset) -> str:
 
     A sample that draws random numbers draws the same ones in every call.
     """
-    # Imported here, because the protocols are needed by many and the caches by few.
-    from accel_train.data.tensor_cache import content_hash
-
     digest = hashlib.sha256()
     with preserve_random_states():
         for index in range(len(dataset)):
@@ -97,3 +94,17 @@ def fingerprint_of(dataset: MapDataset) -> str:
             sample = {name: torch.as_tensor(value) for name, value in sample_of(dataset, index).items()}
             digest.update(content_hash(sample).encode())
     return digest.hexdigest()[:16]
+
+
+def content_hash(tensors: Mapping[str, Tensor]) -> str:
+    """Hash names, dtypes, shapes and bytes of tensors with sha256, in the order of the names."""
+    digest = hashlib.sha256()
+    # Dtype and shape as well: the same bytes mean other numbers in another dtype.
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        # An empty tensor may have a stride of 0, which cannot be viewed as bytes.
+        if tensor.numel():
+            content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+            digest.update(content)
+    return digest.hexdigest()

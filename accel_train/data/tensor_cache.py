@@ -20,11 +20,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from accel_train.config import MendedError, UsageError, refuse_unwritable
 from accel_train.data.artifacts import REMEDY, one_at_a_time
+from accel_train.data.datasets import content_hash
 
 FORMAT = "tensors-1"
 ROOT = "tensors"
@@ -306,20 +306,6 @@ def _encoded(tensors: Mapping[str, Tensor]) -> bytes:
 
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     return save(plain, metadata={"sha256": content_hash(plain), "format": FORMAT})
-
-
-def content_hash(tensors: Mapping[str, Tensor]) -> str:
-    """Hash names, dtypes, shapes and bytes of tensors with sha256, in the order of the names."""
-    digest = hashlib.sha256()
-    # Dtype and shape as well: the same bytes mean other numbers in another dtype.
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        # An empty tensor may have a stride of 0, which cannot be viewed as bytes.
-        if tensor.numel():
-            content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-            digest.update(content)
-    return digest.hexdigest()
 
 
 def _verified(content: bytes) -> dict[str, Tensor]:

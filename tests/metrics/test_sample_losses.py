@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -261,10 +262,13 @@ def test_a_bad_step_names_the_samples_alone(accelerator: Accelerator, *, summed:
     whole = batch()
     whole["y"][[2, 7]] = torch.nan
     parts = [{name: value[index] for name, value in whole.items()} for index in torch.arange(13).split(5)]
-    window = GradientWindow(accelerator, model, [(part, weights(part)) for part in parts], COEFFICIENTS, 3)
+
+    def given(values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {name: value.sum() for name, value in values.items()} if summed else values
+
+    window = GradientWindow(accelerator, model, [(part, given(weights(part))) for part in parts], COEFFICIENTS, 3)
     for inputs in window:
-        found = losses(model, inputs)
-        window.backward({name: value.sum() for name, value in found.items()} if summed else found)
+        window.backward(given(losses(model, inputs)))
     with pytest.raises(NonFiniteError) as caught:
         window.finish(0.0)
     assert caught.value.bad is not None

@@ -109,7 +109,7 @@ def test_whatever_the_main_process_raises_while_it_opens_a_run_reaches_all(tmp_p
 def test_an_error_of_one_process_ends_the_preparation_of_all(tmp_path: Path) -> None:
     first, second = outcomes(tmp_path, prepare)
     assert first[0] == second[0]
-    assert first[0].startswith("NotADirectoryError: [Errno 20] Not a directory: ")
+    assert first[0].startswith("UsageError: --data.cache_dir: ")
     assert (first[1], second[1]) == (
         "OtherProcessError: process 1: NeedsTwoError: after the last barrier",
         "NeedsTwoError: after the last barrier",

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from accel_train import rng
 from accel_train.config import UsageError
 from accel_train.cores import usable_cores
+from accel_train.data.datasets import content_hash
 from accel_train.data.progress import Progress
-from accel_train.data.tensor_cache import Lease, TensorCache, content_hash
+from accel_train.data.tensor_cache import Lease, TensorCache
 from accel_train.domains.images.buckets import Frame, Size, conditioning
 
 if TYPE_CHECKING:

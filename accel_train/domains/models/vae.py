@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config import UsageError, expand_path
-from accel_train.data.tensor_cache import content_hash
+from accel_train.data.datasets import content_hash
 from accel_train.domains.models.pretrained import config_hash, refuse_missing
 
 TRIAL_SIDE = 64

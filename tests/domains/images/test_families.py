@@ -170,7 +170,7 @@ def test_code_of_a_pipeline_is_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (BaseConfig(), r"base.source: adapters need a pretrained pipeline"),
+        (BaseConfig(), r"base.source: adapters need a pretrained diffusers pipeline"),
         (BaseConfig(source="nobody/nothing"), r"base.source 'nobody/nothing' cannot be loaded"),
     ],
 )
