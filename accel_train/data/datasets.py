@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from accel_train.config import UsageError
-from accel_train.rng import preserve_random_states, seed_generators
 
 Batch = dict[str, Tensor]
 Collate = Callable[[list[Mapping[str, Tensor]]], Mapping[str, Tensor]]
@@ -87,6 +86,9 @@ def fingerprint_of(dataset: MapDataset) -> str:
 
     A sample that draws random numbers draws the same ones in every call.
     """
+    # Imported here, because most users of this module draw nothing.
+    from accel_train.rng import preserve_random_states, seed_generators
+
     digest = hashlib.sha256()
     with preserve_random_states():
         for index in range(len(dataset)):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.images.pipelines.family import Family
-from accel_train.domains.images.pipelines.loading import Base
+
+if TYPE_CHECKING:
+    from accel_train.domains.images.pipelines.loading import Base
 
 
 def reduction(pipeline: Any) -> int:
