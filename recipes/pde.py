@@ -37,7 +37,6 @@ from accel_train.domains.pde import (
     operator_learning,
     pictures,
     pipeline,
-    residual_diffusion,
     scores,
     tokens,
     transformer,
@@ -46,6 +45,7 @@ from accel_train.domains.pde.data import rows
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
+from accel_train.domains.pde.residual import diffusion as residual_diffusion
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig
 from accel_train.metrics import evaluation, logs, records
 from accel_train.options.loading import load_config

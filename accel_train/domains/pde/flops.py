@@ -7,7 +7,7 @@ import math
 from accel_train.domains.models.flops import TRAINING_FACTOR
 from accel_train.domains.models.layers import TIME_FEATURES
 from accel_train.domains.pde.conditioning import parameter_features
-from accel_train.domains.pde.residual_network import residual_multiplications
+from accel_train.domains.pde.residual.network import residual_multiplications
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
 from accel_train.domains.pde.tokens import FieldGrid, decoder_multiplications, encoder_multiplications
 from accel_train.domains.pde.transformer import ALL_PARTS, PREDICTION, Parts

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from accel_train.data.datasets import Batch
-from accel_train.domains.pde import fields, residual_diffusion
+from accel_train.domains.pde import fields
 from accel_train.domains.pde.data.assets import FieldTask
-from accel_train.domains.pde.residual_network import ResidualGuess
+from accel_train.domains.pde.residual import diffusion as residual_diffusion
+from accel_train.domains.pde.residual.network import ResidualGuess
 from accel_train.domains.pde.transformer import PREDICTION, Parts
 
 Need = Literal["target", "operator", "prediction", "reconstruction", "reencoding", "correction"]

@@ -13,12 +13,13 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from accel_train.data.datasets import Batch
-from accel_train.domains.pde import fields, losses, options, residual_diffusion, rollout
+from accel_train.domains.pde import fields, losses, options, rollout
 from accel_train.domains.pde.baselines import BASELINES, baseline_names, baselines
 from accel_train.domains.pde.data.assets import FieldTask
 from accel_train.domains.pde.data.rows import FieldData, FieldRows
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.pictures import Lines, Panel
+from accel_train.domains.pde.residual import diffusion as residual_diffusion
 from accel_train.metrics.early_stopping import EarlyStopping
 from accel_train.metrics.evaluation import first_samples, heldout_batches, samples_at_once, weighted_sums
 from accel_train.metrics.progress import Labels

@@ -20,7 +20,7 @@ from accel_train.domains.models.mmdit import initialise
 from accel_train.domains.models.pretrained import DOWNLOAD_OPTIONS, load_pretrained
 from accel_train.domains.models.token_blocks import ModulatedBlock, double, halve
 from accel_train.domains.pde.conditioning import Conditioning
-from accel_train.domains.pde.residual_network import FieldResidual, ResidualGuess
+from accel_train.domains.pde.residual.network import FieldResidual, ResidualGuess
 from accel_train.domains.pde.shape import PdeTransformerConfig
 from accel_train.domains.pde.tokens import (
     IDLE_TOKENS,

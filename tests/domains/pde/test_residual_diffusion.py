@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accel_train import rng
-from accel_train.domains.pde import residual_diffusion
+from accel_train.domains.pde.residual import diffusion as residual_diffusion
 
 SIZE = torch.tensor([0.1, 0.02])
 """Of two channels; what a network would have learned."""

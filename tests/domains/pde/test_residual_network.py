@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accel_train.domains.models.token_blocks import BlockShape
-from accel_train.domains.pde.residual_network import (
+from accel_train.domains.pde.residual.network import (
     LOG_SIZE_RATE,
     LOG_SIZE_START,
     FieldResidual,

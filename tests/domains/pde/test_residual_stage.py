@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel_train.domains.pde import operator_learning, residual_diffusion
+from accel_train.domains.pde import operator_learning
 from accel_train.domains.pde.losses import predict
 from accel_train.domains.pde.options import ObjectiveConfig
+from accel_train.domains.pde.residual import diffusion as residual_diffusion
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
 from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.store import failpoints

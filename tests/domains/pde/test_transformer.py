@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from accel_train.config import UsageError
 from accel_train.domains.pde.flops import correction_flops_per_sample, flops_per_sample, training_flops_per_sample
 from accel_train.domains.pde.losses import predict, stepper
-from accel_train.domains.pde.residual_network import ResidualGuess
+from accel_train.domains.pde.residual.network import ResidualGuess
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
 from accel_train.domains.pde.transformer import ALL_PARTS, PREDICTION, Parts, PdeOutput, PdeTransformer
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
