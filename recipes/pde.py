@@ -45,7 +45,7 @@ from accel_train.domains.pde.data import rows
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
-from accel_train.domains.pde.residual import diffusion as residual_diffusion
+from accel_train.domains.pde.residual import refinement
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig
 from accel_train.metrics import evaluation, logs, records
 from accel_train.options.loading import load_config
@@ -106,7 +106,7 @@ def corrupt(config: Config, batch: Batch, step: int, learned: operator_learning.
     inputs = operator_learning.add_queries(objective, batch, grid, draws, learned.terms)
     if "residual" in learned.terms:
         batch_size = config.global_batch_size
-        inputs |= residual_diffusion.draw_noise(batch, config.seed, step, batch_size, objective.residual_steps)
+        inputs |= refinement.draw_noise(batch, config.seed, step, batch_size, objective.residual_steps)
     if objective.drop_path:
         blocks = sum(config.model.stages)
         inputs["keep"] = token_blocks.drop_path(draws("drop_path", blocks), objective.drop_path)

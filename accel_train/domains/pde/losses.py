@@ -13,7 +13,7 @@ from torch import Tensor
 from accel_train.data.datasets import Batch
 from accel_train.domains.pde import fields
 from accel_train.domains.pde.data.assets import FieldTask
-from accel_train.domains.pde.residual import diffusion as residual_diffusion
+from accel_train.domains.pde.residual import refinement
 from accel_train.domains.pde.residual.network import ResidualGuess
 from accel_train.domains.pde.transformer import PREDICTION, Parts
 
@@ -100,7 +100,7 @@ def _residual(forward: Forward) -> Tensor:
     predicted, log_size, correct = forward.output
     assert log_size is not None, "checks.check_residual requires the network"
     residual = inputs["target"] - predicted
-    return residual_diffusion.losses(correct, residual, log_size, inputs["time"], inputs["noise"])
+    return refinement.losses(correct, residual, log_size, inputs["time"], inputs["noise"])
 
 
 TERMS: Mapping[str, Term] = {
@@ -227,4 +227,4 @@ def predict_refined(
     if log_size is None:
         return fields
     steps = described["sampler"]["residual_steps"]
-    return residual_diffusion.refine(correct, fields, log_size, steps, described["sampler"]["seed"], sample)
+    return refinement.refine(correct, fields, log_size, steps, described["sampler"]["seed"], sample)

@@ -20,7 +20,7 @@ from accel_train.domains.models.pretrained import load_directory
 from accel_train.domains.pde import losses, pictures
 from accel_train.domains.pde.data.assets import FieldAssets, FieldTask, load_field_assets
 from accel_train.domains.pde.options import ObjectiveConfig
-from accel_train.domains.pde.residual import diffusion as residual_diffusion
+from accel_train.domains.pde.residual import refinement
 from accel_train.domains.pde.residual.network import ResidualGuess
 from accel_train.domains.pde.shape import PdeTransformerConfig
 from accel_train.domains.pde.transformer import PdeTransformer
@@ -191,9 +191,7 @@ class FieldPipeline:
         on_device["dt"] = torch.full((count,), task.dt, device=self.device)
         fields, log_size, correct = losses.predict(self.model, on_device, number, task.grid)
         if refine and log_size is not None:
-            fields = residual_diffusion.refine(
-                correct, fields, log_size, self.residual_steps, seed, on_device["sample"]
-            )
+            fields = refinement.refine(correct, fields, log_size, self.residual_steps, seed, on_device["sample"])
         return fields.float().cpu()
 
     def _task(self, name: str | None) -> FieldTask:

@@ -19,7 +19,7 @@ from accel_train.domains.pde.data.assets import FieldTask
 from accel_train.domains.pde.data.rows import FieldData, FieldRows
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.pictures import Lines, Panel
-from accel_train.domains.pde.residual import diffusion as residual_diffusion
+from accel_train.domains.pde.residual import refinement
 from accel_train.metrics.early_stopping import EarlyStopping
 from accel_train.metrics.evaluation import first_samples, heldout_batches, samples_at_once, weighted_sums
 from accel_train.metrics.progress import Labels
@@ -105,7 +105,7 @@ def error_sums(
     sums = {"plain": row_sums(task, predicted, batch)}
     if log_size is not None:
         sample = batch["sample"]
-        refined = residual_diffusion.refine(correct, predicted, log_size, residual_steps, seed, sample)
+        refined = refinement.refine(correct, predicted, log_size, residual_steps, seed, sample)
         sums["refined"] = row_sums(task, refined, batch)
     return sums
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from accel_train.domains.pde import operator_learning
 from accel_train.domains.pde.losses import predict
 from accel_train.domains.pde.options import ObjectiveConfig
-from accel_train.domains.pde.residual import diffusion as residual_diffusion
+from accel_train.domains.pde.residual import refinement
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
 from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.store import failpoints
@@ -117,8 +117,8 @@ def loss_of(model: PdeTransformer, step: int, stages: ObjectiveConfig) -> Tensor
         return (found - batch["target"]).square().mean()
     fields, size, correct = predict(model, batch, 0, TASK.grid)
     assert size is not None
-    draws = residual_diffusion.draw_noise(batch, 0, step, 16, stages.residual_steps)
-    return residual_diffusion.losses(correct, batch["target"] - fields, size, draws["time"], draws["noise"]).mean()
+    draws = refinement.draw_noise(batch, 0, step, 16, stages.residual_steps)
+    return refinement.losses(correct, batch["target"] - fields, size, draws["time"], draws["noise"]).mean()
 
 
 def nrmse(model: PdeTransformer, steps: int | None) -> float:
@@ -127,7 +127,7 @@ def nrmse(model: PdeTransformer, steps: int | None) -> float:
     fields, size, correct = predict(model, batch, 0, TASK.grid)
     if steps is not None:
         assert size is not None
-        fields = residual_diffusion.refine(correct, fields, size, steps, 0, torch.arange(64))
+        fields = refinement.refine(correct, fields, size, steps, 0, torch.arange(64))
     return float((fields - batch["target"]).square().mean().sqrt() / batch["target"].square().mean().sqrt())
 
 

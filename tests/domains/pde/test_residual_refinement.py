@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accel_train import rng
-from accel_train.domains.pde.residual import diffusion as residual_diffusion
+from accel_train.domains.pde.residual import refinement
 
 SIZE = torch.tensor([0.1, 0.02])
 """Of two channels; what a network would have learned."""
@@ -28,7 +28,7 @@ def gaussian_mean(noisy: Tensor, time: Tensor, mean: float, deviation: float) ->
     return (mean + gain * (noisy.double() - a * mean)).float()
 
 
-def gaussian(mean: float, deviation: float) -> residual_diffusion.Correct:
+def gaussian(mean: float, deviation: float) -> refinement.Correct:
     """A network that knows it: what the guess a x / (a^2 + t^2) lacks, over t / sqrt(a^2 + t^2)."""
 
     def correct(guess: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def gaussian(mean: float, deviation: float) -> residual_diffusion.Correct:
 
 
 def unit_of(steps: int, mean: float, deviation: float, prediction: Tensor, sample: Tensor) -> Tensor:
-    made = residual_diffusion.refine(gaussian(mean, deviation), prediction, SIZE.log(), steps, seed=3, sample=sample)
+    made = refinement.refine(gaussian(mean, deviation), prediction, SIZE.log(), steps, seed=3, sample=sample)
     return (made - prediction) / SIZE[:, None, None]
 
 
@@ -63,7 +63,7 @@ def test_steps_follow_the_flow_of_a_gaussian(mean: float, deviation: float) -> N
 
 
 def test_few_steps_are_eulers() -> None:
-    """By the drift, residual - noise, which follows from the clean residual_diffusion."""
+    """By the drift, residual - noise, which follows from the clean refinement."""
     sample = torch.arange(4)
     x = rng.normal(rng.sample_keys(3, "sampling/latent", 0, sample), (2, 1, 5))
     for k in range(4):
@@ -85,10 +85,8 @@ def test_more_steps_add_what_is_not_known() -> None:
 def test_a_network_of_zeros_is_the_best_linear_guess(steps: int) -> None:
     """For residuals of unit size and mean 0: nothing in one step, so that nothing is added before it has learned."""
     prediction, sample = torch.randn(4, 2, 1, 5, generator=torch.Generator().manual_seed(0)), torch.arange(4)
-    zero = residual_diffusion.refine(
-        lambda x, _t: (torch.zeros_like(x), SIZE.log()), prediction, SIZE.log(), steps, 3, sample
-    )
-    expected = residual_diffusion.refine(gaussian(0.0, 1.0), prediction, SIZE.log(), steps, 3, sample)
+    zero = refinement.refine(lambda x, _t: (torch.zeros_like(x), SIZE.log()), prediction, SIZE.log(), steps, 3, sample)
+    expected = refinement.refine(gaussian(0.0, 1.0), prediction, SIZE.log(), steps, 3, sample)
     torch.testing.assert_close(zero, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(zero, prediction) == (steps == 1)
 
@@ -100,7 +98,7 @@ def test_noise_alone_does_not_reach_the_network() -> None:
         seen.append(guess)
         return torch.zeros_like(guess), SIZE.log()
 
-    residual_diffusion.denoise(correct, torch.randn(2, 2, 1, 5), torch.tensor([1.0, 0.5]))
+    refinement.denoise(correct, torch.randn(2, 2, 1, 5), torch.tensor([1.0, 0.5]))
     assert seen[0][0].abs().max() == 0
     assert seen[0][1].abs().max() > 0
 
@@ -108,10 +106,10 @@ def test_noise_alone_does_not_reach_the_network() -> None:
 def test_a_sample_is_refined_alike_in_any_batch() -> None:
     prediction, sample = torch.randn(4, 2, 1, 5, generator=torch.Generator().manual_seed(0)), torch.arange(4)
     correct = gaussian(0.3, 0.8)
-    whole = residual_diffusion.refine(correct, prediction, SIZE.log(), 3, 0, sample)
-    alone = residual_diffusion.refine(correct, prediction[2:3], SIZE.log(), 3, 0, sample[2:3])
+    whole = refinement.refine(correct, prediction, SIZE.log(), 3, 0, sample)
+    alone = refinement.refine(correct, prediction[2:3], SIZE.log(), 3, 0, sample[2:3])
     assert torch.equal(alone, whole[2:3])
-    assert not torch.equal(residual_diffusion.refine(correct, prediction, SIZE.log(), 3, 1, sample), whole)
+    assert not torch.equal(refinement.refine(correct, prediction, SIZE.log(), 3, 1, sample), whole)
 
 
 def test_what_is_learned_is_what_the_guess_lacks() -> None:
@@ -125,10 +123,10 @@ def test_what_is_learned_is_what_the_guess_lacks() -> None:
         assert torch.equal(when, time)
         return said.expand_as(given), SIZE.log()
 
-    found = residual_diffusion.losses(correct, missed, SIZE.log(), time, noise)
+    found = refinement.losses(correct, missed, SIZE.log(), time, noise)
     own_size = missed.double().square().mean((2, 3)).sqrt().log() - SIZE.double().log()
     lacking = unit - guess - said * t / ((1 - t) ** 2 + t**2).sqrt()
-    expected = lacking.double().square().mean((1, 2, 3)) + residual_diffusion.SIZE_WEIGHT * own_size.square().mean(1)
+    expected = lacking.double().square().mean((1, 2, 3)) + refinement.SIZE_WEIGHT * own_size.square().mean(1)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -140,7 +138,7 @@ def test_the_mean_has_the_least_loss() -> None:
     missed = unit * SIZE[:, None, None]
 
     def loss(mean: float, deviation: float) -> float:
-        return float(residual_diffusion.losses(gaussian(mean, deviation), missed, SIZE.log(), time, noise).mean())
+        return float(refinement.losses(gaussian(mean, deviation), missed, SIZE.log(), time, noise).mean())
 
     best = loss(0.4, 0.6)
     assert all(loss(*other) > best for other in ((0.3, 0.6), (0.5, 0.6), (0.4, 0.5), (0.4, 0.7)))
@@ -156,33 +154,29 @@ def test_the_size_is_learned_and_does_not_teach_the_residual() -> None:
     optimizer = torch.optim.SGD([log_size], lr=10.0)
     for _ in range(60):
         optimizer.zero_grad()
-        residual_diffusion.losses(
-            correct, missed, log_size, torch.full((8,), 0.5), torch.zeros_like(missed)
-        ).mean().backward()
+        refinement.losses(correct, missed, log_size, torch.full((8,), 0.5), torch.zeros_like(missed)).mean().backward()
         optimizer.step()
     each = missed.square().mean((2, 3)).sqrt().log().mean(0)
     torch.testing.assert_close(log_size.detach(), each, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(log_size.detach().exp(), SIZE, rtol=0.1, atol=0)
-    loss = residual_diffusion.losses(correct, missed, log_size, torch.full((8,), 0.5), torch.zeros_like(missed)).mean()
-    (gradient,) = torch.autograd.grad(
-        loss - residual_diffusion.SIZE_WEIGHT * (log_size - each).square().mean(), log_size
-    )
+    loss = refinement.losses(correct, missed, log_size, torch.full((8,), 0.5), torch.zeros_like(missed)).mean()
+    (gradient,) = torch.autograd.grad(loss - refinement.SIZE_WEIGHT * (log_size - each).square().mean(), log_size)
     assert gradient.abs().max() < 1e-6
 
 
 def test_nothing_missed_has_a_finite_loss() -> None:
     zeros = torch.zeros(3, 2, 1, 5)
-    found = residual_diffusion.losses(gaussian(0.0, 1.0), zeros, SIZE.log(), torch.full((3,), 0.5), zeros)
+    found = refinement.losses(gaussian(0.0, 1.0), zeros, SIZE.log(), torch.full((3,), 0.5), zeros)
     assert found.isfinite().all()
 
 
 def test_draws_belong_to_the_sample() -> None:
     batch = batch_of()
-    whole = residual_diffusion.draw_noise(batch, 0, 7, 6, 4)
+    whole = refinement.draw_noise(batch, 0, 7, 6, 4)
     assert whole["noise"].shape == batch["target"].shape
-    half = residual_diffusion.draw_noise({name: values[4:] for name, values in batch.items()}, 0, 7, 6, 4)
+    half = refinement.draw_noise({name: values[4:] for name, values in batch.items()}, 0, 7, 6, 4)
     assert all(torch.equal(half[name], whole[name][4:]) for name in whole)
-    assert not torch.equal(residual_diffusion.draw_noise(batch, 0, 8, 6, 4)["noise"], whole["noise"])
+    assert not torch.equal(refinement.draw_noise(batch, 0, 8, 6, 4)["noise"], whole["noise"])
     assert math.isclose(float(whole["noise"].std()), 1.0, rel_tol=0.3)
 
 
@@ -194,8 +188,8 @@ def test_the_times_of_the_steps_are_learned_and_no_others(steps: int) -> None:
         visited.append(float(time[0]))
         return torch.zeros_like(guess), SIZE.log()
 
-    residual_diffusion.refine(correct, torch.zeros(1, 2, 1, 5), SIZE.log(), steps, 0, torch.arange(1))
+    refinement.refine(correct, torch.zeros(1, 2, 1, 5), SIZE.log(), steps, 0, torch.arange(1))
     for step in range(5):
-        times = residual_diffusion.draw_noise(batch_of(64), 0, step, 64, steps)["time"]
+        times = refinement.draw_noise(batch_of(64), 0, step, 64, steps)["time"]
         assert times.unique().tolist() == sorted(visited)
         assert all((times == time).sum() == 64 // steps for time in visited)
