@@ -16,7 +16,7 @@ from accel_train.data.options import resolve_loader
 from accel_train.experiment_options import ExperimentConfig
 from accel_train.linting.reporting import log_findings
 from accel_train.metrics.logs import details, info, setup_logging
-from accel_train.metrics.trackers import resolve_trackers
+from accel_train.metrics.tracking.trackers import resolve_trackers
 from accel_train.runtime import early_stop, threads
 from accel_train.runtime.accelerator import build_accelerator, log_notices
 from accel_train.runtime.exiting import current_run

@@ -15,8 +15,8 @@ from accel_train.metrics.curves import plot_curves
 from accel_train.metrics.environment import describe_environment
 from accel_train.metrics.progress import Labels, LogConfig, Progress
 from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair_metrics, write_json
-from accel_train.metrics.trackers import RunName, Trackers, resolve_trackers
 from accel_train.metrics.tracking.report_files import ReportFiles
+from accel_train.metrics.tracking.trackers import RunName, Trackers, resolve_trackers
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT, STEP, files_of_steps
 from accel_train.wording import FILE_ONLY

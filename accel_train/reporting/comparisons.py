@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel_train.metrics.recorder import Recorder
 from accel_train.metrics.throughput import Throughput
 from accel_train.precision import dtype_of
 from accel_train.runtime.strategy import strategy_of
@@ -13,6 +12,7 @@ from accel_train.training.health.options import has_replicas
 from accel_train.training.health.replicas import Replicas
 
 if TYPE_CHECKING:
+    from accel_train.metrics.recorder import Recorder
     from accel_train.train_state import Experiment, TrainState
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from accel_train.metrics.curves import HEAD, NOT_DRAWN, labels_of
+from accel_train.metrics.panels import HEAD, NOT_DRAWN, labels_of
 from accel_train.metrics.records import last_pass
 from accel_train.watching.run_files import Condition, Record, RunFiles, Status, number
 

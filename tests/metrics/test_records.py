@@ -30,12 +30,13 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 
 from accel_train.config import UsageError
 from accel_train.domains.text.samples import write_samples
-from accel_train.metrics import environment, progress, recorder, records, trackers
+from accel_train.metrics import environment, progress, recorder, records
 from accel_train.metrics.profiling import gpu_figures
 from accel_train.metrics.progress import LogConfig
 from accel_train.metrics.recorder import Recorder
 from accel_train.metrics.records import LineWriter, encode, read_metrics, repair_metrics, write_json
 from accel_train.metrics.throughput import Throughput
+from accel_train.metrics.tracking import trackers
 from accel_train.runtime import exiting
 from accel_train.wording import FILE_ONLY
 from tests import compiling

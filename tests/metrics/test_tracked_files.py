@@ -266,7 +266,7 @@ def test_dvclive_takes_pictures_and_says_once_that_it_takes_no_texts(
     with recorder(accelerator, tmp_path, "tensorboard") as log:
         accelerator.trackers.append(tracking.DVCLiveTracker("p", live=live))
         log._trackers.log = lambda *_: None  # type: ignore[method-assign]
-        with caplog.at_level(logging.INFO, "accel_train.metrics.trackers"):
+        with caplog.at_level(logging.INFO, "accel_train.metrics.tracking.trackers"):
             for step in (1, 2):
                 write(tmp_path / "report", "drawn.png", step)
                 (tmp_path / "report" / "words.md").write_text(f"{step}")

@@ -1,1 +1,1 @@
-"""Pictures and texts of evaluations, for the trackers."""
+"""Trackers, and how each takes pictures and texts of evaluations."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel_train.metrics.curves import SMOOTH_FROM, Panel, Series, panels_of, smoothed
+from accel_train.metrics.curves import SMOOTH_FROM, smoothed
+from accel_train.metrics.panels import Panel, Series, panels_of
 
 BUCKETS = 300
 """Stretches of a long curve. Each keeps its lowest and its highest point."""
