@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_train.compare.figures import Window, interval_seconds, window_of
 from accel_train.compare.runs import Line, Run, Variant
-from accel_train.metrics.curves import SMOOTH_FROM, smoothed
+from accel_train.metrics.panels import SMOOTH_FROM, smoothed
 
 LABELS = (
     ("Step time", "step", "ms per step"),

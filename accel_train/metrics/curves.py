@@ -9,12 +9,9 @@ from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
-from accel_train.metrics.panels import Panel, Series, panels_of
+from accel_train.metrics.panels import SMOOTH_FROM, Panel, Series, panels_of, smoothed
 from accel_train.metrics.records import Records, last_pass, read_metrics
 from accel_train.store.atomic_files import replace_file
-
-# Points from which a noisy curve is drawn with a smoothed one on top.
-SMOOTH_FROM = 40
 
 
 def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLike[str]) -> Path:
@@ -186,21 +183,6 @@ def _set_scale(axis: Any, panel: Panel, values: Sequence[float]) -> None:
     if panel.title == "Learning rate":
         axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
         axis.yaxis.get_offset_text().set_fontsize(8)
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Return the bias-corrected EMA with a horizon of about a fiftieth of the curve."""
-    # Relative to the length of the curve, so that a long run is as smooth to the eye as a short one.
-    decay = 1 - 1 / max(2.0, len(values) / 50)
-    total = 0.0
-    weight = 0.0
-    result: list[float] = []
-    for value in values:
-        total = decay * total + (1 - decay) * value
-        # The sum of the weights so far. Without it the curve would start near 0.
-        weight = decay * weight + (1 - decay)
-        result.append(total / weight)
-    return result
 
 
 def _title(records: Records, path: Path) -> str:

@@ -14,6 +14,8 @@ from accel_train.metrics.records import Records, last_pass
 HEAD = ("event", "step", "time", "elapsed_seconds", "processor_seconds")
 # Last words of the names of evaluation values that describe the evaluation itself, not its result.
 NOT_DRAWN = ("seconds", "samples", "steps", "tokens", "count")
+# Points from which a noisy curve is drawn with a smoothed one on top.
+SMOOTH_FROM = 40
 
 
 @dataclass
@@ -187,3 +189,18 @@ def _short(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g}{suffix}"
     return f"{value:.3g}"
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return the bias-corrected EMA with a horizon of about a fiftieth of the curve."""
+    # Relative to the length of the curve, so that a long run is as smooth to the eye as a short one.
+    decay = 1 - 1 / max(2.0, len(values) / 50)
+    total = 0.0
+    weight = 0.0
+    result: list[float] = []
+    for value in values:
+        total = decay * total + (1 - decay) * value
+        # The sum of the weights so far. Without it the curve would start near 0.
+        weight = decay * weight + (1 - decay)
+        result.append(total / weight)
+    return result

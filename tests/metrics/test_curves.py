@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from accel_train.metrics.curves import plot_curves, smoothed
-from accel_train.metrics.panels import panels_of
+from accel_train.metrics.curves import plot_curves
+from accel_train.metrics.panels import panels_of, smoothed
 from accel_train.metrics.records import last_pass, read_metrics
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel_train.metrics.curves import SMOOTH_FROM, smoothed
-from accel_train.metrics.panels import Panel, Series, panels_of
+from accel_train.metrics.panels import SMOOTH_FROM, Panel, Series, panels_of, smoothed
 
 BUCKETS = 300
 """Stretches of a long curve. Each keeps its lowest and its highest point."""
