@@ -37,9 +37,13 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def losses(folder: Path, name: str) -> list[float]:
+def logged(folder: Path, name: str, key: str) -> list[float]:
     lines = read_metrics(folder / "runs" / name / "metrics.jsonl")
-    return [line["loss"] for line in lines if line["event"] == "train"]
+    return [line[key] for line in lines if line["event"] == "train"]
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    return logged(folder, name, "loss")
 
 
 def test_it_is_short_and_says_what_to_change(begun: Path) -> None:
@@ -96,10 +100,20 @@ def test_two_processes_train_as_one_does_and_micro_batches_change_nothing(begun:
     two = begun / "two.yaml"
     two.write_text("num_machines: 1\nnum_processes: 2\ndistributed_type: MULTI_GPU\n")
     rehearse = ["-m", "accel_train.cli", "rehearse", "--config_file", str(two)]
-    run(begun, "recipe.py", *flags, "--output_dir", "runs/one")
-    run(begun, *rehearse, "recipe.py", *flags, "--output_dir", "runs/two", "--micro_batch_size", "12")
+    # With a metric of its own beside the loss.
+    text = (begun / "recipe.py").read_text()
+    loss = 'metrics_of(prepared.model, batch)["loss"] * batch["weight"]'
+    assert text.count(loss) == 1
+    own = 'metrics_of(prepared.model, batch)["accuracy"] * batch["weight"]'
+    (begun / "measuring.py").write_text(text.replace(loss, f'{loss}, metrics={{"accuracy": {own}}}'))
+    run(begun, "measuring.py", *flags, "--output_dir", "runs/one")
+    run(begun, *rehearse, "measuring.py", *flags, "--output_dir", "runs/two", "--micro_batch_size", "12")
     assert len(losses(begun, "one")) == 6
     assert losses(begun, "two") == pytest.approx(losses(begun, "one"), rel=1e-6)
+    accuracies = [logged(begun, name, "train_accuracy") for name in ("one", "two")]
+    assert 0 < max(accuracies[0]) <= 1
+    # Counts are exact, and so is their quotient.
+    assert accuracies[0] == accuracies[1]
 
 
 @pytest.mark.distributed

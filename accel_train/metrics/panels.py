@@ -8,7 +8,7 @@ from math import isfinite
 from statistics import median
 from typing import Any
 
-from accel_train.metrics.progress import BY_TIME, Labels, is_term
+from accel_train.metrics.progress import BY_TIME, Labels, is_own, is_term
 from accel_train.metrics.records import Records, last_pass
 
 HEAD = ("event", "step", "time", "elapsed_seconds", "processor_seconds")
@@ -100,7 +100,8 @@ def _by_kind(lines: Records, key: str, label: str, of: str | None) -> dict[str, 
 def _train_panels(lines: Records, labels: Labels) -> tuple[list[Panel], list[Panel]]:
     """Return the panels of the losses, and those of the other training metrics."""
     keys = _keys(lines)
-    terms = [key for key in keys if is_term(key) or key.endswith("_loss")]
+    own = [key for key in keys if is_own(key)]
+    terms = [key for key in keys if is_term(key) or (key.endswith("_loss") and key not in own)]
     memory = [key for key in keys if key.endswith("_gib")]
     loss = _by_kind(lines, "loss", "training loss", labels.loss_of)
     of_terms = {key: _column(lines, key) for key in terms}
@@ -109,6 +110,7 @@ def _train_panels(lines: Records, labels: Labels) -> tuple[list[Panel], list[Pan
         Panel("Loss", "loss", loss, smooth=True),
         Panel("Loss terms", "loss", of_terms, smooth=True),
         Panel("Loss by time", "loss", by_time, smooth=True),
+        *_metric_panels(lines, own, labels, "Training", smooth=True),
     ]
     norm = _by_kind(lines, "grad_norm", "grad_norm", labels.loss_of)
     lr = _column(lines, "lr")
@@ -148,27 +150,32 @@ def _throughput_panel(lines: Records) -> Panel:
 
 
 def _evaluation_panels(lines: Records, labels: Labels) -> list[Panel]:
-    """Return one panel per last word of a name, so that ``a_loss`` and ``a_loss_shuffled`` share one.
-
-    A single evaluation becomes a panel of text.
-    """
-    kinds: dict[str, str] = {}
-    for key in _keys(lines):
-        kind = key.removesuffix("_shuffled").rsplit("_", 1)[-1]
-        if kind not in NOT_DRAWN:
-            kinds[key] = kind
+    """Return the panels of the metrics. A single evaluation becomes a panel of text."""
+    drawn = [key for key in _keys(lines) if _last_word(key) not in NOT_DRAWN]
     # One point is no curve, but its values should be seen.
     if len(lines) == 1:
-        return _text_panels(lines[0], list(kinds))
+        return _text_panels(lines[0], drawn)
+    return _metric_panels(lines, drawn, labels, "Evaluation", last_value=True)
+
+
+def _metric_panels(
+    lines: Records, keys: Sequence[str], labels: Labels, of: str, *, smooth: bool = False, last_value: bool = False
+) -> list[Panel]:
+    """Return one panel per last word of a name, so that ``a_loss`` and ``a_loss_shuffled`` share one."""
     # Metrics with the same last word have the same unit, and only such can share an axis.
     panels: dict[str, Panel] = {}
-    for key, kind in kinds.items():
+    for key in keys:
+        kind = _last_word(key)
         if kind not in panels:
-            title = f"Evaluation: {labels.titles.get(kind, kind)}"
+            title = f"{of}: {labels.titles.get(kind, kind)}"
             unit = labels.units.get(kind, kind)
-            panels[kind] = Panel(title, unit, {}, last_value=True)
+            panels[kind] = Panel(title, unit, {}, smooth=smooth, last_value=last_value)
         panels[kind].lines[_words(key)] = _column(lines, key)
     return list(panels.values())
+
+
+def _last_word(key: str) -> str:
+    return key.removesuffix("_shuffled").rsplit("_", 1)[-1]
 
 
 def _text_panels(line: Mapping[str, Any], keys: Sequence[str]) -> list[Panel]:

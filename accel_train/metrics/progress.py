@@ -80,6 +80,8 @@ class Labels:
 
 TERM = "loss_"
 """Beginning of the names of the terms of the loss in a training line."""
+OWN = "train_"
+"""Beginning of the names of a recipe's own metrics in a training line (``window.backward``)."""
 BY_TIME = re.compile(r"_at_\d\.\d+$")
 """End of the names of the mean losses by time, of which a term named ``loss`` has that beginning too."""
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
@@ -146,6 +148,7 @@ def describe(fields: Mapping[str, object], loss_of: str | None = None) -> list[s
             text += f" ({fields[loss_of]})"
         shown.append(text)
     shown += _terms(fields)
+    shown += [f"{name} {value:.4g}" for name, value in _own(fields).items()]
     lr = fields.get("lr")
     if isinstance(lr, (int, float)):
         shown.append(f"lr {short_exponent(lr)}")
@@ -163,6 +166,16 @@ def _terms(fields: Mapping[str, object]) -> list[str]:
         return []
     values = {name.removeprefix(TERM): fields[name] for name in terms}
     return [f"{name} {value:#.4g}" for name, value in values.items() if isinstance(value, (int, float))]
+
+
+def _own(fields: Mapping[str, object]) -> dict[str, float]:
+    """Return the recipe's own metrics."""
+    return {name: value for name, value in fields.items() if is_own(name) and isinstance(value, (int, float))}
+
+
+def is_own(name: str) -> bool:
+    """Return True if a field of a training line is a metric of the recipe."""
+    return name.startswith(OWN)
 
 
 def is_term(name: str) -> bool:

@@ -91,7 +91,7 @@ class Reports:
         self.log.advance(batches.done)
         if logs:
             # `result.fields` waits for the device, and `throughput.read` times the interval up to that wait.
-            line = result.fields() | self.throughput.read() | self.losses.take()
+            line = result.fields() | result.metrics.means() | self.throughput.read() | self.losses.take()
             line |= self.norms.take(result, line["grad_norm"])
             if self.gpu is not None:
                 line |= self.gpu.take()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from accel_train.config import UsageError
 from accel_train.training.feedback.factors import term_factor
 from accel_train.training.gradients.loss_checks import by_term, refuse_means
+from accel_train.training.gradients.step_metrics import StepMetrics
 from accel_train.training.gradients.sync import (
     SyncPolicy,
     no_sync,
@@ -96,6 +97,8 @@ class GradientWindow:
         weights = [by_term(weight, "weights", self.coefficients, step) for _, weight in micro_batches]
         self._local_weights = weights
         self.weights = _global_weights(accelerator, weights)
+        first = next(iter(self.coefficients))
+        self._metrics = StepMetrics(accelerator, self.weights[first], [weight[first] for weight in weights])
         self._balance: dict[str, Tensor] = {}
         if self.guard.balance is not None:
             self._balance = self.guard.balance.factors(self.weights)
@@ -137,6 +140,7 @@ class GradientWindow:
 
     def _reset_attempt(self) -> None:
         """Clear the losses, sums and norms of an earlier attempt at the step."""
+        self._metrics.clear()
         self._losses: list[list[Tensor]] = []
         self._sums: list[list[Tensor]] = []
         self._totals: Tensor | None = None
@@ -209,12 +213,14 @@ class GradientWindow:
             return reduce_without_step(self.accelerator)
         return no_sync(self.accelerator, self.model) if hold else nullcontext()
 
-    def backward(self, sums: Mapping[str, Tensor] | Tensor) -> None:
+    def backward(self, sums: Mapping[str, Tensor] | Tensor, metrics: Mapping[str, Tensor] | None = None) -> None:
         """Backward of this micro-batch's share of the loss.
 
         ``sums`` must hold every term, in every step: its sum over the micro-batch, (), or the weighted loss of each
-        sample, (B,), which names the samples of a bad step. A single tensor is that of the only term.
-        Raises ``UsageError`` for one value beside a weight for each sample: it may be a mean.
+        sample, (B,), which names the samples of a bad step. A single tensor is that of the only term. ``metrics``,
+        sums or weighted values likewise, are not trained: the training line has their means as ``train_NAME``, divided
+        by the weight of the first term. Raises ``UsageError`` for one value beside a weight for each sample: it may be
+        a mean.
         """
         if isinstance(sums, Tensor) and len(self.coefficients) != 1:
             names = sorted(self.coefficients)
@@ -227,6 +233,7 @@ class GradientWindow:
         refuse_means(of_terms, weights, self.coefficients)
         losses = [of_terms[k].float() for k in self.coefficients]
         terms = [_summed(loss) for loss in losses]
+        self._metrics.add(metrics or {})
         self._losses.append([loss.detach() for loss in losses])
         self._sums.append([term.detach() for term in terms])
         if self._times is not None:
@@ -278,6 +285,7 @@ class GradientWindow:
             weights=self.weights,
             grad_norm=norm,
             evidence=evidence,
+            metrics=self._metrics,
             gradient_norms=self._gradient_norms,
             overflows=self._overflows,
             guard=self.guard,

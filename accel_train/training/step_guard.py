@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from accel_train.training.feedback.balance import LossBalance
     from accel_train.training.feedback.noise_scale import NoiseScale
     from accel_train.training.feedback.plateau import Plateau
+    from accel_train.training.gradients.step_metrics import StepMetrics
 
 KERNEL_DEVICES = ("cpu", "cuda", "xpu")
 """Devices with torch's kernel for the detection of non-finite values."""
@@ -263,6 +264,7 @@ class StepResult:
     """Norm of the global gradient before clipping."""
     evidence: Evidence
     """What this process has of the step: its losses by sample, where the recipe gives them."""
+    metrics: StepMetrics
     gradient_norms: GradientNorms | None = None
     """Before clipping. None under ZeRO, whose engine keeps the gradients to itself."""
     overflows: int = 0

@@ -1,0 +1,63 @@
+"""Metrics of a training step beside its loss, such as the accuracy, as means over the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from accel_train.config import UsageError
+from accel_train.training.feedback.factors import term_factor
+from accel_train.training.parameters import widest
+
+PREFIX = "train_"
+"""Beginning of their names in a training line, where ``heldout_`` is that of evaluations."""
+
+
+class StepMetrics:
+    """Sums of a step's metrics on this process. Read at log points only: other steps reduce and wait for nothing."""
+
+    def __init__(self, accelerator: Accelerator, weight: Tensor, weights: Sequence[Tensor]) -> None:
+        """``weight`` is that of the global batch, by which each metric is divided; ``weights`` of each micro-batch."""
+        self._accelerator = accelerator
+        self._weight = weight
+        self._weights = weights
+        self._sums: list[dict[str, Tensor]] = []
+
+    def clear(self) -> None:
+        """Forget an attempt that is repeated."""
+        self._sums.clear()
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        """Add a micro-batch: the sum of each metric, (), or its weighted values, (B,). No device wait.
+
+        Raises ``UsageError`` for one value beside a weight for each sample, which may be a mean, and for other names
+        than those of the first micro-batch.
+        """
+        weight = self._weights[len(self._sums) % len(self._weights)]
+        first = self._sums[0] if self._sums else metrics
+        if metrics.keys() != first.keys():
+            raise UsageError(
+                f"window.backward: metrics {sorted(metrics)} of this micro-batch, {sorted(first)} of the first; give "
+                "the same in each (0 where there is nothing to count)"
+            )
+        for name, values in metrics.items():
+            if values.ndim == 0 and weight.ndim > 0:
+                raise UsageError(
+                    f"window.backward: metric {name!r} is one value, and the weight has shape {tuple(weight.shape)}, "
+                    "one for each sample; give the value of each sample times its weight, not a mean"
+                )
+        self._sums.append({name: values.detach().sum() for name, values in metrics.items()})
+
+    def means(self) -> dict[str, float]:
+        """Return the means over the global batch by ``train_NAME``. Waits for the device, and all ranks call it."""
+        if not self._sums or not self._sums[0]:
+            return {}
+        sums = torch.stack([widest(torch.stack(list(micro_batch.values()))) for micro_batch in self._sums]).sum(0)
+        if self._accelerator.num_processes > 1:
+            sums = cast(Tensor, self._accelerator.reduce(sums, "sum"))
+        means: list[float] = (sums.float() * term_factor(1.0, self._weight)).tolist()
+        return {PREFIX + name: mean for name, mean in zip(self._sums[0], means, strict=True)}
