@@ -121,11 +121,6 @@ def shifted(time: Tensor, shift: float) -> Tensor:
     return shift * time / (1 + (shift - 1) * time)
 
 
-def resolution_shift(tokens: int, base_tokens: int) -> float:
-    """Return sqrt(tokens / base_tokens): the shift for reusing times tuned at another resolution."""
-    return math.sqrt(tokens / base_tokens)
-
-
 def loss_weight(time: Tensor, weighting: str) -> Tensor:
     """Return the weight of a sample's loss at `time` (B,), fp32: `TimeConfig.weighting`."""
     if weighting == "none":

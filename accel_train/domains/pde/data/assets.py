@@ -68,20 +68,6 @@ class FieldAssets:
     def task(self, name: str) -> FieldTask:
         return next(task for task in self.tasks if task.name == name)
 
-    def normalise_input(self, task: str, values: Tensor) -> Tensor:
-        """Normalise fields (..., C, H, W) in physical units."""
-        return self.task(task).input.normalise(values)
-
-    def denormalise_input(self, task: str, values: Tensor) -> Tensor:
-        return self.task(task).input.denormalise(values)
-
-    def normalise_target(self, task: str, values: Tensor) -> Tensor:
-        return self.task(task).target.normalise(values)
-
-    def denormalise_target(self, task: str, values: Tensor) -> Tensor:
-        """Map normalised fields (..., C, H, W) to physical units."""
-        return self.task(task).target.denormalise(values)
-
     def normalise_parameters(self, task: str, values: Tensor) -> Tensor:
         """Normalise the task's own parameters and pad them with 0 to (..., P)."""
         own = self.task(task)

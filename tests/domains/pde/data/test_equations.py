@@ -297,9 +297,11 @@ def test_rows_without_time_give_the_coefficient_and_ask_for_the_solution(tmp_pat
     fields, _ = generated(tmp_path, "darcy", "heldout")
     for i in range(8):
         row = data.heldout["darcy"][i]
-        np.testing.assert_allclose(data.assets.denormalise_input("darcy", row["input"])[0], fields[i, 0, 0], rtol=1e-5)
         np.testing.assert_allclose(
-            data.assets.denormalise_target("darcy", row["target"])[0], fields[i, 0, 1], rtol=1e-4, atol=1e-7
+            data.assets.task("darcy").input.denormalise(row["input"])[0], fields[i, 0, 0], rtol=1e-5
+        )
+        np.testing.assert_allclose(
+            data.assets.task("darcy").target.denormalise(row["target"])[0], fields[i, 0, 1], rtol=1e-4, atol=1e-7
         )
         assert row["parameters"].tolist() == [0.0]  # filled up: advection has one
         assert float(row["dt"]) == 0.0
@@ -436,7 +438,7 @@ def test_burgers_of_pdebench_with_channels_last(tmp_path: Path) -> None:
     write_pdebench(tmp_path / "1D_Burgers_Sols_Nu0.01.hdf5", {"tensor": tensor, **axes}, {"Nu": 0.02})
     data = files(tmp_path, "burgers", time_stride=1)
     assert data.tasks[0].input_channels == data.tasks[0].target_channels == 2
-    found = data.assets.denormalise_input("burgers", data.training["burgers"].trajectory(3).fields)
+    found = data.assets.task("burgers").input.denormalise(data.training["burgers"].trajectory(3).fields)
     np.testing.assert_allclose(found[:, :, 0], tensor[3].transpose(0, 2, 1), atol=1e-6)
     assert data.tasks[0].parameter.mean == pytest.approx([0.02])  # the attribute, not the name
 
@@ -486,9 +488,11 @@ def test_darcy_of_pdebench(tmp_path: Path) -> None:
     data = files(tmp_path, "darcy", resolution_2d=4)
     assert data.strides == {"darcy": 2}
     row = data.training["darcy"][11]
-    np.testing.assert_allclose(data.assets.denormalise_input("darcy", row["input"])[0], nu[11, ::2, ::2], atol=1e-5)
     np.testing.assert_allclose(
-        data.assets.denormalise_target("darcy", row["target"]), tensor[11, :, ::2, ::2], atol=1e-5
+        data.assets.task("darcy").input.denormalise(row["input"])[0], nu[11, ::2, ::2], atol=1e-5
+    )
+    np.testing.assert_allclose(
+        data.assets.task("darcy").target.denormalise(row["target"]), tensor[11, :, ::2, ::2], atol=1e-5
     )
     assert (data.tasks[0].parameters, row["parameters"].tolist()) == (("beta",), [0.0])
 

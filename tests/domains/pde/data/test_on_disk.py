@@ -75,7 +75,7 @@ def test_a_virtual_dataset_finds_its_sources_from_its_own_folder(tmp_path: Path,
     monkeypatch.chdir("/")
     data = files(tmp_path / "data", "advection")
     assert (data.training["advection"].samples, data.heldout["advection"].samples) == (36, 4)
-    row = data.assets.denormalise_input("advection", data.heldout["advection"][0]["input"])
+    row = data.assets.task("advection").input.denormalise(data.heldout["advection"][0]["input"])
     assert np.allclose(row.ravel(), TENSOR[36, 0], atol=1e-5)
 
 

@@ -95,11 +95,15 @@ def test_assets_go_through_a_folder(tmp_path: Path) -> None:
     assert again == assets
     values = torch.randn(5, 2, 4, 4)
     for task, one in (("still", values), ("moving", values)):
-        assert torch.allclose(again.denormalise_target(task, again.normalise_target(task, one)), one, atol=1e-5)
+        assert torch.allclose(
+            again.task(task).target.denormalise(again.task(task).target.normalise(one)), one, atol=1e-5
+        )
     one = values[:, :1]
-    assert torch.allclose(again.denormalise_input("still", again.normalise_input("still", one)), one, atol=1e-5)
+    assert torch.allclose(
+        again.task("still").input.denormalise(again.task("still").input.normalise(one)), one, atol=1e-5
+    )
     mean, std = assets.task("still").target.mean, assets.task("still").target.std
-    assert again.denormalise_target("still", torch.ones(2, 1, 1)).flatten().tolist() == pytest.approx(
+    assert again.task("still").target.denormalise(torch.ones(2, 1, 1)).flatten().tolist() == pytest.approx(
         [m + s for m, s in zip(mean, std, strict=True)]
     )
     assert again.normalise_parameters("still", torch.tensor([[assets.task("still").parameter.mean[0]]])).tolist() == [
