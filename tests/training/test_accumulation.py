@@ -225,6 +225,19 @@ def test_a_loss_of_one_term_is_named_by_its_coefficient_alone(accelerator: Accel
             two.backward(torch.tensor(1.0, requires_grad=True))
 
 
+def test_sums_and_weights_of_many_micro_batches_lose_nothing_to_rounding(accelerator: Accelerator) -> None:
+    """1 beside 2 ** 24 is lost in fp32."""
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    values = [2.0**24, 1.0, 1.0]
+    parts = [({"s": torch.tensor(value)}, {"main": torch.tensor(value)}) for value in values]
+    window = GradientWindow(accelerator, model, parts, {"main": 1.0}, step=0)
+    for inputs in window:
+        window.backward({"main": inputs["s"] + 0 * model.weight.sum()})
+    result = window.finish(0.0)
+    assert float(result.sums[0]) == 2.0**24 + 2
+    assert float(result.weights["main"]) == 2.0**24 + 2
+
+
 @pytest.mark.parametrize(
     ("mistake", "says"),
     [
