@@ -10,11 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
 
+from accel_train.runtime import early_stop
 from accel_train.runtime.early_stop import STOPPING
+from accel_train.runtime.exiting import EXIT_ASKED, EXIT_PREEMPTED
 from accel_train.runtime.signals import StopRequests
 from tests.waiting import PATIENCE_SECONDS, until
 
@@ -105,3 +108,32 @@ def test_under_nohup_the_end_of_the_terminal_is_no_request(tmp_path: Path) -> No
     assert not requests.requested
     requests.close()
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize(
+    ("number", "reported"), [(signal.SIGTERM, EXIT_PREEMPTED), (signal.SIGINT, EXIT_ASKED), (0, EXIT_ASKED)]
+)
+def test_what_only_torchrun_may_have_sent_is_reported_as_such(
+    monkeypatch: pytest.MonkeyPatch, number: int, reported: int
+) -> None:
+    """torchrun ends the others with SIGTERM when one process fails, and that is no request."""
+
+    def leaves(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    reports: list[int] = []
+    monkeypatch.setattr(early_stop, "report_exit_code", reports.append)
+    monkeypatch.setattr(early_stop.os, "_exit", leaves)
+    with pytest.raises(SystemExit) as ended:
+        early_stop.leave(number)
+    assert (ended.value.code, reports) == (EXIT_PREEMPTED, [reported])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda s: s.name)
+def test_a_command_that_is_stopped_ends_as_a_shell_expects(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, early_stop.stoppable("stopped: nothing was written"):
+        signal.raise_signal(number)
+    assert ended.value.code == 128 + number
+    assert capsys.readouterr().err == "stopped: nothing was written\n"
