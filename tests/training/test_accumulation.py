@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
+from accel_train.training import accumulation
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.gradients.sync import no_sync, resolve_sync
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen
@@ -112,6 +113,21 @@ def test_the_backward_for_ddp_s_buckets_counts_nowhere(
         assert before.grad is not None
         assert after.grad is not None
         assert torch.equal(before.grad, after.grad)
+
+
+@pytest.mark.parametrize(
+    ("processes", "has_rebuilt", "expected"), [(1, False, False), (2, False, False), (3, False, True), (3, True, False)]
+)
+def test_ddp_s_buckets_cost_a_backward_only_where_their_order_matters(
+    processes: int, has_rebuilt: bool, expected: bool
+) -> None:
+    """A sum of two numbers has no order."""
+
+    class Ddp(nn.parallel.DistributedDataParallel):
+        _has_rebuilt_buckets = has_rebuilt
+
+    assert accumulation._will_rebuild_buckets(Ddp.__new__(Ddp), processes) == expected
+    assert not accumulation._will_rebuild_buckets(nn.Linear(1, 1), processes)
 
 
 def test_the_norm_is_clipped_and_reported_as_it_was(accelerator: Accelerator) -> None:
