@@ -18,7 +18,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from accel_train.checkpoints import opening
+from accel_train.checkpoints import opening, policy
 from accel_train.checkpoints.fetch import CheckpointsUnusableError
 from accel_train.checkpoints.opening import open_run
 from accel_train.checkpoints.policy import RunOptions
@@ -62,6 +62,14 @@ def options_of(config: Config) -> RunOptions:
         evaluate_only=getattr(config, "evaluate_only", False),
         init_from=getattr(config, "init_from", None),
     )
+
+
+def test_a_run_that_has_started_again_goes_on_whatever_its_command_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the checkpoint that its command names, once more, and without deleting what it has trained since."""
+    asked = [RunOptions("run", {}, resume="other@5"), RunOptions("run", {}, overwrite=True)]
+    assert [policy.of_this_start(options) for options in asked] == asked
+    monkeypatch.setattr(policy, "started_again", lambda: True)
+    assert [policy.of_this_start(options) for options in asked] == [RunOptions("run", {})] * 2
 
 
 def test_a_finished_run_names_the_option_with_its_length(accelerator: Accelerator, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +165,31 @@ def test_an_exported_precision_still_resumes_bit_for_bit(tmp_path: Path, precisi
     found = second.state()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[k], expected[k]) for k in expected)
+
+
+@pytest.mark.parametrize(
+    ("saved", "exact", "exact_ema", "read"),
+    [
+        ("ema.safetensors", "master", "master_ema", "master_ema"),
+        ("ema.safetensors", "master", None, "ema"),  # rounded, and nearer to the EMA than the exact weights
+        ("model.safetensors", "master", None, "master"),
+        ("model.safetensors", None, None, "model"),
+    ],
+)
+def test_the_ema_is_restored_from_what_is_nearest_to_it(
+    monkeypatch: pytest.MonkeyPatch, saved: str, exact: str | None, exact_ema: str | None, read: str
+) -> None:
+    numbers = {"master": 1.0, "master_ema": 2.0, "ema": 3.0, "model": 4.0}
+    checkpoint: Any = SimpleNamespace(manifest={"files": {saved: {}}})
+    shards: Any = SimpleNamespace(shard_of=lambda name, whole: whole)
+    ema: Any = SimpleNamespace(shards={"weight": torch.zeros(())})
+    monkeypatch.setattr(restore, "_weight_map", lambda checkpoint, stem, shards: {"weight": stem})
+    monkeypatch.setattr(
+        restore, "_read_tensors", lambda _, files: [(name, torch.tensor(numbers[file])) for name, file in files.items()]
+    )
+    given = [None if file is None else {"weight": file} for file in (exact, exact_ema)]
+    restore._restore_ema(checkpoint, shards, ema, exact=given[0], exact_ema=given[1])
+    assert float(ema.shards["weight"]) == numbers[read]
 
 
 def test_weights_only_is_said_and_cannot_be_resumed(toy: Toy) -> None:

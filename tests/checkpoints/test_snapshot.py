@@ -122,6 +122,58 @@ def test_a_snapshot_is_a_copy_and_its_file_is_what_safetensors_writes(tmp_path: 
     assert answer["files"]["x.json"]["size"] == 2
 
 
+def test_tensors_of_two_dtypes_in_one_file() -> None:
+    """Codes of 8 bits beside fp32: nothing lies between them, and each keeps its own dtype."""
+    live = {"a": torch.randn(3), "b": torch.arange(8, dtype=torch.uint8), "c": torch.randn(5)}
+    kinds = [planning.Collection("optimizer/a", live.__getitem__, own_dtypes={"b": torch.uint8})]
+    planned = planning.plan(kinds, {name: tensor.numel() for name, tensor in live.items()}, 1)
+    shot = snapshot.Snapshot(planned, kinds, bytearray(planned.sizes[0]), None, 0)
+    shot.take()
+    assert all(torch.equal(shot._views[0, name], tensor) for name, tensor in live.items())
+
+
+def test_shards_of_all_ranks_make_the_whole_in_the_dtype_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks one after the other: what each sends is handed over at the end. Of "a" both have elements 4 and 5."""
+    whole = {"a": torch.arange(10) / 3, "b": torch.arange(7) / 7}
+    extents = [{"a": (0, 6), "b": (0, 3)}, {"a": (4, 6), "b": (3, 4)}]
+    shots: list[snapshot.Snapshot] = []
+    sent: dict[tuple[int, int], list[torch.Tensor]] = {(0, 1): [], (1, 0): []}
+    awaited: dict[tuple[int, int], list[torch.Tensor]] = {(0, 1): [], (1, 0): []}
+    monkeypatch.setattr(snapshot.dist, "P2POp", lambda *arguments: arguments)
+    for rank, extent in enumerate(extents):
+
+        def read(name: str, extent: dict[str, tuple[int, int]] = extent) -> torch.Tensor:
+            start, length = extent[name]
+            return whole[name][start : start + length]
+
+        kinds = [planning.Collection("model", read, "bf16"), planning.Collection("ema", read)]
+        planned = planning.plan(kinds, {name: tensor.numel() for name, tensor in whole.items()}, 2)
+        operations: list[Any] = []
+        monkeypatch.setattr(snapshot, "_transfer", operations.extend)
+        shots.append(snapshot.Snapshot(planned, kinds, bytearray(planned.sizes[rank]), extents, rank))
+        shots[-1].take()
+        for operation, tensor, peer, _ in operations:
+            if operation is snapshot.dist.isend:
+                sent[rank, peer].append(tensor)
+            else:
+                awaited[peer, rank].append(tensor)
+    for pair, landings in awaited.items():
+        for landing, tensor in zip(landings, sent[pair], strict=True):
+            assert (landing.dtype, landing.shape) == (tensor.dtype, tensor.shape)
+            landing.copy_(tensor)
+    found = shots[0]._views | shots[1]._views
+    assert len(found) == 4
+    for name, tensor in whole.items():
+        assert torch.equal(found[0, name], tensor.bfloat16())
+        assert torch.equal(found[1, name], tensor)
+
+
+def test_a_bucket_holds_as_much_as_it_may() -> None:
+    slots = [planning.TensorSlot(str(i), 0, 0, "f", 0, size) for i, size in enumerate((4, 4, 1, 9, 8))]
+    found = [[slot.bytes for slot in bucket] for bucket in snapshot._buckets(slots, 8)]
+    assert found == [[4, 4], [1], [9], [8]]
+
+
 class Streams:
     """Stands in for CUDA's streams: says what was asked of them, in order. Copies happen at once."""
 

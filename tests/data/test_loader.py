@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from accel_train.config import UsageError
+from accel_train.data import loader
 from accel_train.data.heldout import heldout_batches
 from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.options import LoaderConfig, resolve_loader
@@ -287,6 +288,21 @@ def test_prefetch_on_cuda_gives_the_same(workers):
     assert all(tensor.is_cuda for step in steps for batch in step.micro_batches for tensor in batch.values())
     on_host = [[{n: t.cpu() for n, t in b.items()} for b in step.micro_batches] for step in steps]
     assert_same(collect(), [StepBatches(i, batches, 0.0) for i, batches in enumerate(on_host)])
+
+
+def test_waits_of_steps_that_are_read_ahead_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step two are waited for, and before the last none. Without a device, whose copies cost nothing
+    here."""
+
+    def await_copy(step: StepBatches, copied: None, device: torch.device, seconds: float) -> StepBatches:
+        return StepBatches(step.step, [], seconds)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(loader, "_start_copy", lambda host, stream, device: (host, None))
+    monkeypatch.setattr(loader, "_await_copy", await_copy)
+    read = (StepBatches(step, [], seconds) for step, seconds in enumerate((1.0, 2.0, 4.0, 8.0)))
+    waits = [(step.step, step.data_wait_seconds) for step in loader._copy_ahead(read, torch.device("cuda"))]
+    assert waits == [(0, 3.0), (1, 4.0), (2, 8.0), (3, 0.0)]
 
 
 def test_more_workers_than_the_cores_can_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

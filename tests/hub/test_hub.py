@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,10 @@ from accel_train.checkpoints import fetch
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.config import UsageError
 from accel_train.hub import pusher as hub
+from accel_train.hub import retry
 from accel_train.hub.access import check_repository
 from accel_train.hub.download import download, download_manifest
-from accel_train.hub.errors import HubError, describe, redact
+from accel_train.hub.errors import HubError, Problem, describe, redact
 from accel_train.hub.model_card import CardFacts, build_card
 from accel_train.hub.options import HubConfig
 from accel_train.hub.push_now import push_now
@@ -407,6 +409,32 @@ def test_the_queue_gives_way_to_the_newest_but_keeps_best_and_hand(run: Path) ->
     coalesced = [e["checkpoint"] for e in events if e["event"] == "coalesced"]
     assert coalesced == ["checkpoint_00000010", "checkpoint_00000040"]
     assert "behind: checkpoint_00000050 is newer" in events[0]["reason"]
+
+
+def test_a_newer_entry_for_another_repository_replaces_nothing(run: Path) -> None:
+    queue = HubQueue(run)
+    for step, repo_id in ((10, REPO), (20, "me/other"), (30, "me/other")):
+        queue.add(Entry(f"checkpoint_{step:08d}", step, "abc123", repo_id))
+    order = []
+    while (entry := queue.next()) is not None:
+        order.append(entry.step)
+        queue.done(entry, {})
+    assert order == [10, 30]
+
+
+def test_a_line_of_the_log_that_is_being_written_is_read_once_it_is_whole(run: Path) -> None:
+    queue = HubQueue(run)
+    queue.log("pushed", checkpoint="one")
+    log = run / "hub" / "log.jsonl"
+    with log.open("a") as file:
+        file.write('{"event": "fai')
+    events, end = queue.events(0)
+    assert [event["event"] for event in events] == ["pushed"]
+    with log.open("a") as file:
+        file.write('led"}\n')
+    events, end = queue.events(end)
+    assert [event["event"] for event in events] == ["failed"]
+    assert end == queue.log_size()
 
 
 @pytest.mark.fault(
@@ -948,6 +976,39 @@ def test_the_wait_that_the_hub_asks_for_is_kept() -> None:
     assert describe(Answered(429, RateLimit='"api";r=0;t=55')).retry_after_seconds == 55
     assert describe(Answered(429, RateLimit='"api";r=3;t=55')).retry_after_seconds == 0
     assert describe(Answered(503, Retry_After="soon")).retry_after_seconds == 0
+
+
+def test_waits_double_up_to_five_minutes_and_are_never_shorter_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(retry.BACKOFF_VARIABLE, raising=False)
+    monkeypatch.setattr(retry, "random", SimpleNamespace(uniform=lambda low, high: high))
+    waits = [retry.backoff_seconds(failures, Problem("busy", True)) for failures in (1, 2, 8, 9, 2000)]
+    assert waits == [2, 4, 256, 300, 300]
+    asked = [retry.backoff_seconds(failures, Problem("busy", True, 7.0)) for failures in (1, 3)]
+    assert asked == [7, 8]
+    assert retry.backoff_seconds(1, Problem("busy", True, 1000.0)) == 1000
+
+
+def test_no_wait_ends_after_the_time_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    def call() -> None:
+        calls.append(clock.now)
+        raise ConnectionError("no way")
+
+    calls: list[float] = []
+    monkeypatch.delenv(retry.BACKOFF_VARIABLE, raising=False)
+    monkeypatch.setattr(retry, "random", SimpleNamespace(uniform=lambda low, high: high))
+    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    with pytest.raises(retry.GaveUpError, match="no way"):
+        retry.retried(call, seconds=10.0)
+    assert calls == [100, 102, 106]  # the next wait would be 8 seconds
+    calls.clear()
+    with pytest.raises(retry.GaveUpError, match="no way"):
+        retry.retried(call, attempts=4, longest_wait=3.0)
+    assert calls == [106, 108, 111, 114]
 
 
 def test_secrets_do_not_leave_in_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,14 @@ import pytest
 from accel_train.config import UsageError
 from accel_train.experiment_options import FREE_TO_CHANGE
 from accel_train.linting import reporting
-from accel_train.linting.facts import Facts
+from accel_train.linting.facts import MIB, Facts
 from accel_train.linting.findings import Rule
 from accel_train.linting.table import RULES, SUBJECTS, find_rule, ignored_names, lint
 from accel_train.options.tree import option_names
 from accel_train.store.run_file import is_covered
 from recipes import causal_lm, lora, mmdit, pde
 from tests import linting_page
-from tests.linting.cases import CASES, DDP, FSDP2, given
+from tests.linting.cases import CASES, DDP, EIGHT_WORKERS, FSDP2, given, on
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {name for recipe in (causal_lm, lora, mmdit, pde) for name in option_names(recipe.Config)}
@@ -109,7 +109,8 @@ def test_a_rule_is_explained() -> None:
 
 
 def test_numbers_of_findings_are_those_of_the_facts() -> None:
-    """Closed forms by hand: 20 bytes for each of a billion parameters, 17 threads on each of 4 processes."""
+    """Closed forms by hand: 20 bytes for each of a billion parameters, 17 threads on each of 4 processes,
+    8 workers of each that read 2 micro-batches ahead."""
     sharding, _ = CASES["sharding-without-need"]
     (found,) = lint(sharding, stages=["model"])
     assert f"take {20e9 / 2**30:.1f} GiB, and a device has 80 GiB" in found.finding.reason
@@ -120,6 +121,8 @@ def test_numbers_of_findings_are_those_of_the_facts() -> None:
     (found,) = lint(kept)
     assert "every 300 steps, so the first one to be kept is at step 3000" in found.finding.reason
     assert found.finding.remedy == "give a multiple of 300, such as 900"
+    waiting = [found.finding.reason for found in lint(on(DDP, EIGHT_WORKERS, shared_memory_bytes=64 * MIB))]
+    assert any("64 micro-batches wait in it" in reason for reason in waiting), waiting
 
 
 def test_the_page_has_every_rule() -> None:

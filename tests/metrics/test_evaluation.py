@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.data.heldout import heldout_batches
-from accel_train.metrics.evaluation import evaluating, weighted_sums
+from accel_train.metrics.evaluation import EvaluationStopped, evaluating, stoppable, stopping_point, weighted_sums
 from accel_train.training.ema import Ema, EmaConfig
 
 CPU = torch.device("cpu")
@@ -89,3 +89,12 @@ def test_modes_weights_and_gradients_come_back() -> None:
     assert [module.training for module in model.modules()] == [True, True, True, False]
     assert torch.equal(linear.weight, before)
     assert torch.is_grad_enabled()
+
+
+def test_the_evaluation_of_a_run_within_another_leaves_its_stop_alone() -> None:
+    with stoppable(lambda: True):
+        with stoppable(lambda: False):
+            stopping_point()
+        with pytest.raises(EvaluationStopped):
+            stopping_point()
+    stopping_point()

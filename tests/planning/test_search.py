@@ -12,7 +12,7 @@ from accel_train.planning.candidates import Candidate, Space
 from accel_train.planning.flags import Goal
 from accel_train.planning.memory import GIB, Budget
 from accel_train.planning.probe import Probe
-from accel_train.planning.search import Point, _towards_the_limit, best, search, smallest
+from accel_train.planning.search import Chain, Point, _towards_the_limit, best, search, smallest
 from tests.planning.made_up import made_up, space
 
 LIMITS = [5.0, 6.0, 7.0, 9.0, 10.0, 12.0, 14.0, 17.0, 20.0, 24.0, 31.0, 40.0, 80.0]
@@ -136,3 +136,15 @@ def test_a_long_range_without_effect_takes_few_simulations(first_too_large: int)
     assert max(fitting, default=0) == first_too_large - 1
     assert first_too_large in asked, "that the next one does not fit is shown"
     assert len(set(asked)) == len(asked) <= 12
+
+
+def test_of_the_same_time_the_fewest_micro_batches_are_planned() -> None:
+    """They have the largest kernels. Of equal ones, those with the least memory."""
+    given = space(1, 32)
+    candidates = [Candidate("single", "none", size) for size in (4, 8, 16)]
+    probes = [made_up(candidate, given.micro_batches(candidate)) for candidate in candidates]
+    alike = [replace(probe, time=probes[0].time, tensors=GIB + probe.micro_batches) for probe in probes]
+    assert [probe.micro_batches for probe in alike] == [8, 4, 2]
+    smaller = replace(alike[2], tensors=GIB)
+    found = best([Chain("single", "none", (*alike, smaller))], "speed", Budget(80.0, 0.0, 1))
+    assert found == smaller

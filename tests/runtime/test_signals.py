@@ -10,11 +10,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
-from accel_train.runtime.early_stop import STOPPING
+from accel_train.runtime import early_stop, signals
+from accel_train.runtime.early_stop import STOP_FILE, STOPPING
+from accel_train.runtime.exiting import EXIT_ASKED, EXIT_PREEMPTED
 from accel_train.runtime.signals import StopRequests
 from tests.waiting import PATIENCE_SECONDS, until
 
@@ -105,3 +111,69 @@ def test_under_nohup_the_end_of_the_terminal_is_no_request(tmp_path: Path) -> No
     assert not requests.requested
     requests.close()
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize(
+    ("number", "reported"), [(signal.SIGTERM, EXIT_PREEMPTED), (signal.SIGINT, EXIT_ASKED), (0, EXIT_ASKED)]
+)
+def test_what_only_torchrun_may_have_sent_is_reported_as_such(
+    monkeypatch: pytest.MonkeyPatch, number: int, reported: int
+) -> None:
+    """torchrun ends the others with SIGTERM when one process fails, and that is no request."""
+
+    def leaves(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    reports: list[int] = []
+    monkeypatch.setattr(early_stop, "report_exit_code", reports.append)
+    monkeypatch.setattr(early_stop.os, "_exit", leaves)
+    with pytest.raises(SystemExit) as ended:
+        early_stop.leave(number)
+    assert (ended.value.code, reports) == (EXIT_PREEMPTED, [reported])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda s: s.name)
+def test_a_command_that_is_stopped_ends_as_a_shell_expects(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, early_stop.stoppable("stopped: nothing was written"):
+        signal.raise_signal(number)
+    assert ended.value.code == 128 + number
+    assert capsys.readouterr().err == "stopped: nothing was written\n"
+
+
+def test_a_stop_file_goes_with_the_stop_that_it_asked_for(tmp_path: Path) -> None:
+    """One that stayed would stop the next start, and one that nobody has seen is meant for that start."""
+    file = tmp_path / STOP_FILE
+    unseen = StopRequests(tmp_path, main=True)
+    file.touch()
+    unseen.close()
+    assert file.exists()
+    requests = StopRequests(tmp_path, main=True)
+    assert requests.requested
+    assert requests.reason == f"the file {file}"
+    requests.close()
+    assert not file.exists()
+
+
+def test_ranks_agree_on_the_largest_or_the_smallest_number_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors: list[torch.Tensor] = []
+
+    def all_reduce(vector: torch.Tensor, op: Any, **_: Any) -> Any:
+        """Both ranks are in this process, one after the other."""
+        assert op == dist.ReduceOp.MAX
+        vectors.append(vector)
+        if len(vectors) == 2:
+            largest = torch.maximum(*vectors)
+            for each in vectors:
+                each.copy_(largest)
+            vectors.clear()
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(signals, "_open_gloo", lambda _: None)
+    accelerator: Any = SimpleNamespace(num_processes=2)
+    ranks = [signals.Agreement(accelerator, {"stop": max, "room": min}, 1.0) for _ in range(2)]
+    steps = [({"stop": 0, "room": 7}, {"stop": 0, "room": 5}), ({"stop": 1, "room": -2}, {"stop": 0, "room": 9})]
+    found = [[rank.exchange(values) for rank, values in zip(ranks, step, strict=True)] for step in (*steps, steps[0])]
+    assert found == [[None] * 2, [{"stop": 0, "room": 5}] * 2, [{"stop": 1, "room": -2}] * 2]

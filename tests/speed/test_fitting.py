@@ -69,6 +69,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         (0.9, {"device": GPU, "optimizer": "adamw_offload"}, None),
         (3.9, {"device": GPU, "sharded": True}, None),
         (4.1, {"device": GPU, "sharded": True}, r"cuda:0 and host memory has 20\.0 GiB"),
+        (4.7, {"device": GPU, "sharded": True, "processes": 2}, None),
+        (4.9, {"device": GPU, "sharded": True, "processes": 2}, r"cuda:0 and host memory has 12\.0 GiB"),
     ],
 )
 def test_what_fits_by_hand(

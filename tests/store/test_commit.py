@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from accel_train.store import atomic_files, commit, manifest, strict_json
@@ -230,6 +231,17 @@ def test_a_manifest_of_the_first_schema_is_read_and_rewritten_with_a_hash(tmp_pa
         commit.verify(path)
 
 
+def test_a_resume_needs_a_checkpoint_with_state(tmp_path: Path) -> None:
+    """A manifest that says nothing of it has it."""
+    older, newer = make(tmp_path, 10), make(tmp_path, 20)
+    commit.rewrite_manifest(newer, {"state": False})
+    found, reasons = commit.newest_verified(tmp_path, with_state=True)
+    assert found is not None
+    assert found.path == older
+    assert [reason.split(";")[0] for reason in reasons] == [f"{newer}: weights without optimizer state"]
+    assert commit.newest_verified(tmp_path)[0] == commit.open_verified(newer)
+
+
 def test_order_is_by_step_and_not_by_time(tmp_path: Path) -> None:
     for step in (900, 1000, 100_000_000, 20):
         make(tmp_path, step)
@@ -245,6 +257,18 @@ def test_only_dead_processes_of_this_host_are_swept(tmp_path: Path) -> None:
         path.mkdir()
     assert commit.sweep(tmp_path) == [dead]
     assert {p.name for p in tmp_path.iterdir()} == {alive.name, foreign.name}
+
+
+def test_a_process_id_that_is_used_again_is_not_the_writer(tmp_path: Path) -> None:
+    """The start of a process is known to a tick of the kernel's clock only, which may round it up."""
+    started = psutil.Process().create_time()
+    another = tmp_path / commit.temporary_name(1, "abc")
+    same = tmp_path / commit.temporary_name(2, "def")
+    for path, age in ((another, 60.0), (same, 0.5)):
+        path.mkdir()
+        os.utime(path, (started - age, started - age))
+    assert commit.sweep(tmp_path) == [another]
+    assert same.is_dir()
 
 
 def _dead_pid() -> int:

@@ -443,6 +443,7 @@ def interrupted_copies(
         assert [h.state for h in retention.list_facts(copy)] == [False, False, True]
         assert not finished.failed
         assert not list((copy / name(2) / "optimizer").glob("*"))
+        assert not (copy / name(2) / "trainer_state.json").exists()
         assert not list(copy.glob(f"{name(2)}/.*"))
         if calls[0] <= at:
             return
@@ -541,6 +542,18 @@ def test_only_what_has_changed_is_hashed_again(tmp_path: Path, hashed: list[str]
     hashed.clear()
     retention.strip_state(path)
     assert commit.verify_cached(cache, path).manifest["state"] is False
+    assert hashed == []
+
+
+def test_what_is_hashed_ahead_is_not_hashed_by_the_next_prune(tmp_path: Path, hashed: list[str]) -> None:
+    path, cache = make(tmp_path, 1), {}
+    assert len(list(retention.hash_ahead(tmp_path, cache))) == 7  # a piece of each file
+    assert list(retention.hash_ahead(tmp_path, cache)) == []
+    content = (path / "config.json").read_bytes()
+    (path / "config.json").unlink()
+    (path / "config.json").write_bytes(content)
+    assert len(list(retention.hash_ahead(tmp_path, cache))) == 1
+    commit.verify_cached(cache, path)
     assert hashed == []
 
 
@@ -653,10 +666,10 @@ def test_what_could_not_go_is_told_later(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_cannot_be_read_now_is_told_once(tmp_path: Path) -> None:
     unreadable(make(tmp_path, 1) / "manifest.json")
     left = Retention()
-    for step in (2, 3):
+    for step in (2, 3, 4):
         left.begin(job_of(make(tmp_path, step), Options(keep_last=1)))
         left.finish(hurry=False)
-    assert steps_in(tmp_path) == [1, 3]
+    assert steps_in(tmp_path) == [1, 4]
     assert left.notices == [
         f"{name(1)} is kept whatever the options say: manifest.json cannot be read now: Input/output error"
     ]

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
+from accel_train.training import accumulation
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.gradients.sync import no_sync, resolve_sync
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen
@@ -112,6 +113,21 @@ def test_the_backward_for_ddp_s_buckets_counts_nowhere(
         assert before.grad is not None
         assert after.grad is not None
         assert torch.equal(before.grad, after.grad)
+
+
+@pytest.mark.parametrize(
+    ("processes", "has_rebuilt", "expected"), [(1, False, False), (2, False, False), (3, False, True), (3, True, False)]
+)
+def test_ddp_s_buckets_cost_a_backward_only_where_their_order_matters(
+    processes: int, has_rebuilt: bool, expected: bool
+) -> None:
+    """A sum of two numbers has no order."""
+
+    class Ddp(nn.parallel.DistributedDataParallel):
+        _has_rebuilt_buckets = has_rebuilt
+
+    assert accumulation._will_rebuild_buckets(Ddp.__new__(Ddp), processes) == expected
+    assert not accumulation._will_rebuild_buckets(nn.Linear(1, 1), processes)
 
 
 def test_the_norm_is_clipped_and_reported_as_it_was(accelerator: Accelerator) -> None:
@@ -223,6 +239,19 @@ def test_a_loss_of_one_term_is_named_by_its_coefficient_alone(accelerator: Accel
     for _ in two:
         with pytest.raises(UsageError, match=r"one tensor for the loss terms \['aux', 'main'\]; give a dict"):
             two.backward(torch.tensor(1.0, requires_grad=True))
+
+
+def test_sums_and_weights_of_many_micro_batches_lose_nothing_to_rounding(accelerator: Accelerator) -> None:
+    """1 beside 2 ** 24 is lost in fp32."""
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    values = [2.0**24, 1.0, 1.0]
+    parts = [({"s": torch.tensor(value)}, {"main": torch.tensor(value)}) for value in values]
+    window = GradientWindow(accelerator, model, parts, {"main": 1.0}, step=0)
+    for inputs in window:
+        window.backward({"main": inputs["s"] + 0 * model.weight.sum()})
+    result = window.finish(0.0)
+    assert float(result.sums[0]) == 2.0**24 + 2
+    assert float(result.weights["main"]) == 2.0**24 + 2
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,15 @@ def test_ema_divides_by_the_weighted_mean_of_earlier_losses(
     assert torch.allclose(ours.weights(), reference.weights(), rtol=1e-4, atol=1e-5)
 
 
+def test_a_negative_loss_is_divided_by_its_size() -> None:
+    """Such as the logarithm of a density."""
+    balance = LossBalance(BalanceConfig(kind="ema"))
+    weights = {"below": torch.tensor(2.0), "above": torch.tensor(2.0)}
+    balance.factors(weights)
+    balance.update({"below": 1.0, "above": 1.0}, torch.tensor([-6.0, 6.0]), weights, None)
+    assert [float(factor) for factor in balance.factors(weights).values()] == pytest.approx([1 / 3, 1 / 3])
+
+
 @each_kind
 def test_lines_have_the_factors_of_the_terms_that_the_step_trains(accelerator: Accelerator, kind: Kind) -> None:
     trained = Trained(accelerator, BalanceConfig(kind))

@@ -43,6 +43,11 @@ def test_the_average_is_that_of_the_formula(toy: Toy) -> None:
     assert all(torch.equal(view.master(n), t) for n, t in trained.items())
 
 
+def test_the_early_average_forgets_the_random_start() -> None:
+    """The warm-up of diffusers' ``EMAModel``: a tenth of the start is left after the first step."""
+    assert [decay_at(0.9, step) for step in (0, 8, 10, 79, 80, 81, 1000)] == [0.1, 0.5, 0.55, 80 / 89, 0.9, 0.9, 0.9]
+
+
 def test_an_error_waits_for_nobody(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the weights come back in a collective, the process with the error would be alone in it."""
 

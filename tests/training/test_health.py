@@ -28,13 +28,13 @@ from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.feedback.balance import LossBalance
 from accel_train.training.feedback.options import BalanceConfig
 from accel_train.training.gradients.sync import SyncPolicy
-from accel_train.training.health.evidence import NonFiniteError
+from accel_train.training.health.evidence import Evidence, NonFiniteError
 from accel_train.training.health.options import HealthConfig, refuse_inexact
 from accel_train.training.health.spikes import Spikes
 from accel_train.training.optimizer_classes.offload import HostAdamW
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_learning_rate
 from accel_train.training.shards import Shards
-from accel_train.training.step_guard import StepResult, resolve_step_guard
+from accel_train.training.step_guard import StepGuard, StepResult, resolve_step_guard
 from benchmarks.reads import HostReads
 from tests.distributed.worker import GLOBAL_BATCH, Toy, Wide, loss_sums, micro_batches
 
@@ -266,6 +266,28 @@ def test_a_spike_is_more_than_the_factor_times_the_median(window: int) -> None:
     assert found == expected
     assert 3 < sum(found) < 30
     assert spikes.read() == pytest.approx(norms[-window:], abs=0, rel=1e-7)
+
+
+def test_a_norm_at_the_limit_is_no_spike() -> None:
+    guard = StepGuard(None, torch.device("cpu"), HealthConfig(spike_factor=2.0, spike_window=2))
+    for step, norm in enumerate((1.0, 1.0, 2.0, 2.5)):
+        measured = torch.tensor(norm)
+        evidence = Evidence(
+            step, ("main",), totals=torch.zeros(1), norm=measured, losses=[], rows=[], precision="no", weights=[]
+        )
+        guard.watch(evidence, measured, 0.0)
+    assert [bad.step for bad, _ in guard.history.take_unreported()] == [3]
+
+
+def test_a_step_to_go_back_from_is_still_known_after_good_ones() -> None:
+    """The device has no reason to forget it: the run goes back at the next check, whatever came in between."""
+    training = Training(OptimizerConfig(lr=1e-2, fused=True), ROLLBACK, on_device=True).train(range(3))
+    before = {name: value for name, value in training.state().items() if name.startswith("weight ")}
+    training.train(range(3, 6), spoil="loss", at=(3,))
+    after = training.state()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    with pytest.raises(NonFiniteError, match="loss of step 4 is not finite"):
+        training.guard.check()
 
 
 @pytest.mark.parametrize("on_device", [True, False])

@@ -47,6 +47,8 @@ def test_a_loss_without_weight_is_counted_in_trained_terms_only(accelerator: Acc
     losses = [torch.tensor([2.0, 0.0, 3.0]), torch.tensor([2.0, 5.0])]
     found = count_without_weight(finished(accelerator, weights, losses))
     assert int(found) == 2
+    below = [-loss for loss in losses]
+    assert int(count_without_weight(finished(accelerator, weights, below))) == 2
     right = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
     assert int(count_without_weight(finished(accelerator, weights, right))) == 0
     # Of sums nothing can be said.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from accel_train.metrics.records import TRAIN_FIELDS, read_metrics
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.shards import Shards
-from accel_train.training.step_guard import NonFiniteError
+from accel_train.training.step_guard import NonFiniteError, read_loss_scale, write_loss_scale
 
 TOO_HIGH = 2.0**127
 """The largest power of two in fp32: a loss above 1 overflows, and halving it changes no digit of a gradient."""
@@ -162,3 +163,16 @@ def test_a_gradient_that_no_scale_mends_stops_the_run() -> None:
         optimizer.step()
     assert accelerator.scaler.get_scale() == 1.0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_deepspeed_s_counters_are_stored_as_torch_counts() -> None:
+    """DeepSpeed grows its scale after ``cur_iter - last_overflow_iter - 1`` good steps, torch after as many counted."""
+    accelerator: Any = SimpleNamespace(scaler=None, mixed_precision="fp16")
+    scaler = SimpleNamespace(cur_scale=1024.0, cur_iter=12, last_overflow_iter=7)
+    model: Any = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
+    saved = read_loss_scale(accelerator, model)
+    assert saved == {"scale": 1024.0, "steps": 4}
+    scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = 2.0, 3, -1  # of a start
+    write_loss_scale(accelerator, model, saved)
+    assert read_loss_scale(accelerator, model) == saved
+    assert scaler.last_overflow_iter == -1

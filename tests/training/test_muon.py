@@ -226,6 +226,15 @@ def test_own_rates_decay_and_parts(model: Model) -> None:
     assert matrices["adjust_lr_fn"] == "match_rms_adamw"
 
 
+def test_a_zero_that_is_given_is_no_default(model: Model) -> None:
+    config = OptimizerConfig(
+        name="muon", weight_decay=0.1, muon_weight_decay=0.0, muon_momentum=0.0, muon_nesterov=False
+    )
+    optimizer, _ = build_optimizer(model, config, CPU)
+    (matrices,) = (g for g in optimizer.param_groups if g["muon"])
+    assert (matrices["weight_decay"], matrices["momentum"], matrices["nesterov"]) == (0.0, 0.0, False)
+
+
 def test_frozen_matrices_stay_and_their_momentum_goes_on(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     config = OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.5)
     optimizer, _ = build_optimizer(model, config, CPU, {"first": ["blocks.0"]})

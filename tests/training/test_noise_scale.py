@@ -206,6 +206,14 @@ def test_the_moments_are_those_of_the_clipped_gradients_of_trained_steps(on_devi
     assert last.gradient_square + last.noise_trace / 12 == pytest.approx(expected / one, rel=1e-5)
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+def test_without_clipping_a_gradient_counts_with_its_own_norm(on_device: bool, fresh: None) -> None:
+    training = Training(OptimizerConfig(lr=1e-2, fused=True), HealthConfig(), on_device=on_device)
+    training.max_grad_norm = 0.0
+    norm = training.step(0).grad_norm
+    assert float(training.guard.entering(norm)) == float(norm) > 0
+
+
 def test_the_device_is_waited_for_at_the_end_of_a_window_only(fresh: None) -> None:
     training = Training(OptimizerConfig(lr=1e-2, fused=True), HealthConfig(non_finite="skip"), on_device=True)
     scale = NoiseScale(0.9, steps=6, every=2, stages=[])

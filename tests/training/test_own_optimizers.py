@@ -325,6 +325,11 @@ def test_a_restored_average_stays_until_the_next_step() -> None:
     with average.applied():
         assert model.head.bias.tolist() == [3.0, 4.0]
     assert model.head.bias.tolist() == [0.0, 0.0]
+    train(model, optimizer, range(2))
+    average.update(1)
+    assert average.shards["head.bias"].tolist() != [3.0, 4.0]  # computed from here on
+    average.shards["head.bias"].copy_(torch.tensor([5.0, 6.0]))  # a rollback restores it again
+    assert average.shards["head.bias"].tolist() == [5.0, 6.0]
 
 
 def test_an_ema_beside_the_average_of_the_optimizer_is_refused() -> None:

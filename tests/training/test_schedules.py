@@ -77,6 +77,11 @@ def test_equals_transformers_and_diffusers(library, kind, warmup):
     assert set(ours[TOTAL:]) == ({1.0} if kind == "constant" else {0.0})
 
 
+def test_a_warm_up_to_the_end_of_the_schedule_is_followed_by_the_floor() -> None:
+    config = ScheduleConfig(kind="cosine", warmup_steps=4, floor=0.25)
+    assert curve(config, steps=6, max_steps=4) == [0.0, 0.25, 0.5, 0.75, 0.25, 0.25]
+
+
 @pytest.mark.parametrize("warmup", [0, 10])
 @pytest.mark.parametrize("library", ["transformers", "diffusers"])
 def test_restarts_equal_transformers_and_diffusers(library, warmup):
@@ -275,3 +280,8 @@ def test_what_is_free_is_shortened_until_it_fits(options, steps, expected):
     assert resolve_decay_steps(found, steps) == steps
     if expected:
         assert shortened(config, steps, []) == config
+
+
+def test_a_cycle_without_any_room_is_left_to_be_refused():
+    config = ScheduleConfig(kind="cosine_restarts", warmup_steps=10, cycle_steps=20)
+    assert shortened(config, 10, ["cycle_steps"]) == config

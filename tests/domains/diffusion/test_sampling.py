@@ -10,6 +10,7 @@ from scipy import stats
 
 from accel_train import rng
 from accel_train.config import UsageError
+from accel_train.domains.diffusion import sampling
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig, coefficients, predicted_x0, target
 from accel_train.domains.diffusion.sampling import (
     LatentSamplingConfig,
@@ -37,6 +38,24 @@ def some_model(x, time):
 
 def start(count, shape):
     return rng.normal(rng.sample_keys(5, "sampling/latent", 0, torch.arange(count)), shape)
+
+
+def test_a_shift_moves_the_steps_to_noisy_times():
+    seen: list[float] = []
+
+    def predict(x, time):
+        seen.append(float(time[0]))
+        return x
+
+    sample_latents(predict, (2, 8), LatentDiffusionConfig(), LatentSamplingConfig(4, shift=3.0), 5, torch.arange(1))
+    assert seen == pytest.approx([1, 0.9, 0.75, 0.5])  # 3 t / (1 + 2 t) of 1, 3/4, 1/2, 1/4
+
+
+def test_tokens_rarer_than_the_rounding_of_fp32_are_drawn():
+    """A frequent token and 20 of probability 1e-8 each, where numbers just below 1 are 6e-8 apart."""
+    logits = torch.tensor([1 - 20e-8, *[1e-8] * 20, 1.0], dtype=torch.float64).log().float()
+    last_draw = torch.tensor([1 - 2.0**-24])
+    assert sampling._draw_tokens(logits[None], last_draw, mask_id=21, temperature=1.0).tolist() == [15]
 
 
 @pytest.mark.parametrize("config", DDPM_LINEAR, ids=lambda c: c.prediction)

@@ -25,7 +25,7 @@ def batch(count, step=0):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 64, 1000])
-@pytest.mark.parametrize("shift", [0.0, 0.3, 0.999999])
+@pytest.mark.parametrize("shift", [0.0, 0.3, 0.999999, 1 - 2.0**-26])  # the last is 1 in fp32
 def test_low_discrepancy_closed_form(count, shift):
     expected = [float((Fraction(i, count) + Fraction(shift)) % 1) for i in range(count)]
     drawn = timesteps.low_discrepancy(torch.arange(count), count, shift)
@@ -103,6 +103,15 @@ def test_stratified():
 
 def density(name, **options):
     return timesteps.TimeConfig(density=name, **options)
+
+
+def test_a_shift_comes_after_the_density():
+    config = density("logit_normal", logit_mean=0.5, shift=3.0)
+    given = [batch(64), 0, "t", 5, 64, "uniform"]
+    draws = rng.uniform(rng.sample_keys(0, "t", 5, torch.arange(64)))
+    expected = timesteps.shifted(timesteps.with_density(draws, config), 3.0)
+    found = timesteps.training_times(*given, config=config)
+    torch.testing.assert_close(found, expected * (1 - 2 * EPSILON) + EPSILON)
 
 
 def diffusers_function(name):

@@ -19,7 +19,7 @@ from accel_train import frozen_weights
 from accel_train.config import UsageError
 from accel_train.domains.models import lora, quantised
 from accel_train.domains.models.float8 import Float8Linear
-from accel_train.domains.models.lora import LoraConfig, apply_lora
+from accel_train.domains.models.lora import LoraConfig, PartOfModel, apply_lora
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.store.pretrained_base import PretrainedBase
 from tests.distributed.foreign_models import MODELS
@@ -46,6 +46,14 @@ def trained_a_little(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+def test_the_scale_of_an_adapter_is_alpha_by_rank_and_1_without_one() -> None:
+    model = llama()
+    parts = [PartOfModel("model.layers.0", 8, None), PartOfModel("model.layers.1", 2, 6.0)]
+    apply_lora(model, LoraConfig(rank=4, targets=("q_proj",)), parts=parts)
+    scales = [layer.self_attn.q_proj.scaling[lora.ADAPTER] for layer in model.model.layers]
+    assert scales == [1.0, 3.0, 1.0]
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])

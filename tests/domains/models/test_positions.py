@@ -30,6 +30,11 @@ def test_a_crop_is_that_of_sd3():
         torch.testing.assert_close(whole[places], patches.cropped_pos_embed(*grid)[0], rtol=0, atol=1e-6)
 
 
+def test_a_crop_of_a_grid_that_is_no_square():
+    places = centred_places((2, 3), (4, 5), torch.device("cpu"))
+    assert places.tolist() == [6, 7, 8, 11, 12, 13]
+
+
 def build():
     torch.manual_seed(0)
     model = MultimodalMMDiT(PICTURES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from accel_train.config import UsageError
 from accel_train.domains.pde import checks, operator_learning, options
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.rows import FieldData
-from accel_train.domains.pde.losses import TERMS
+from accel_train.domains.pde.fields import Scale
+from accel_train.domains.pde.losses import TERMS, Forward
 from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.options.loading import load_config
 from recipes import pde
@@ -136,3 +138,23 @@ def test_options_that_no_task_has_a_use_for_are_refused(tasks: str, flags: tuple
 def test_inverse_terms_that_a_frozen_autoencoder_does_not_have_are_refused() -> None:
     with pytest.raises(UsageError, match="inverse_every 4 with freeze_autoencoder true"):
         options.ObjectiveConfig(autoencode_steps=5, freeze_autoencoder=True, inverse_every=4)
+
+
+@pytest.mark.parametrize(("term", "moved"), [("latent", "predicted_latent"), ("reencoding", "reencoded")])
+def test_the_latent_of_the_target_is_not_drawn_to_the_others(term: str, moved: str) -> None:
+    """The encoder could lower such a loss by making all latents alike."""
+    target, other = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(2))
+    forward: Any = SimpleNamespace(output=SimpleNamespace(**{moved: other, "target_latent": target}))
+    TERMS[term].losses(forward).sum().backward()
+    assert other.grad is not None
+    assert target.grad is None
+
+
+def test_what_is_conserved_is_compared_in_units_of_input_and_target() -> None:
+    scales = Scale((1.0,), (2.0,)), Scale((3.0,), (0.5,))
+    task: Any = SimpleNamespace(common_scales=lambda: scales)
+    physical = 3 + torch.rand(2, 1, 8)
+    given, target = (scale.normalise(physical, 1) for scale in scales)
+    output = SimpleNamespace(prediction=target)
+    same = Forward({"query_input": given, "query_target": target}, task, output)
+    assert TERMS["conservation"].losses(same).tolist() == pytest.approx([0, 0], abs=1e-6)
