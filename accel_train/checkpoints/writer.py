@@ -235,8 +235,9 @@ def serve(connection: Connection, buffer: memoryview) -> None:
         try:
             answer = _do(job, buffer, pending)
         except Exception as error:  # the trainer must receive any error, or it would wait forever
-            where = Path(job.get("directory") or Path(job["final"]).parent)
-            text = commit.describe_write_error(error, where.parent, int(job["needed_bytes"]))
+            # A rank writes into a directory beside the final one; the end of a run has neither.
+            directory = Path(job.get("directory") or job.get("final") or "").parent
+            text = commit.describe_write_error(error, directory, int(job.get("needed_bytes", 0)))
             answer = {"error": text, "complete": isinstance(error, commit.NotRenamedError)}
         answer |= {"seconds": time.monotonic() - started, "notices": pending.notices}
         pending.notices = []

@@ -33,7 +33,7 @@ def retried(
     *,
     attempts: int | None = None,
     seconds: float = math.inf,
-    longest_wait: float = LONGEST_BACKOFF_SECONDS,
+    longest_wait: float = math.inf,
     waiting: Callable[[float, Problem], None] = lambda seconds, problem: None,
 ) -> T:
     """Call until it succeeds, at most ``attempts`` times, and start no wait ending after ``seconds``.

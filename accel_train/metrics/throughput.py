@@ -222,8 +222,11 @@ class Throughput:
         waited = sum(i.data_wait_seconds for i in counted)
         # The wait for the first step may lie before the clock was started.
         metrics["data_wait_fraction"] = min(waited / seconds, 1.0)
+        # The device may have recorded more than could be kept, and then has no times for the interval.
+        timed = [interval for interval in counted if interval.parts]
+        timed_seconds = max(sum(i.seconds for i in timed), 1e-9)
         for part in counted[-1].parts:
-            metrics[f"{part}_fraction"] = sum(i.parts.get(part, 0.0) for i in counted) / seconds
+            metrics[f"{part}_fraction"] = sum(i.parts.get(part, 0.0) for i in timed) / timed_seconds
         flops_per_second = sum(i.flops for i in counted) / seconds
         return metrics | self._flop_metrics(flops_per_second) | memory_in_use(self._device)
 

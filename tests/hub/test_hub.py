@@ -1009,6 +1009,11 @@ def test_no_wait_ends_after_the_time_that_there_is(monkeypatch: pytest.MonkeyPat
     with pytest.raises(retry.GaveUpError, match="no way"):
         retry.retried(call, attempts=4, longest_wait=3.0)
     assert calls == [106, 108, 111, 114]
+    calls.clear()
+    monkeypatch.setattr(retry, "describe", lambda error: Problem("no way", True, 1000.0))
+    with pytest.raises(retry.GaveUpError, match="no way"):
+        retry.retried(call, attempts=2)
+    assert calls == [114, 1114]  # an earlier attempt would be refused again
 
 
 def test_secrets_do_not_leave_in_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,17 @@ def test_rates_are_counts_over_time() -> None:
     assert memory == pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.2)
 
 
+def test_parts_are_of_the_intervals_that_have_times() -> None:
+    clock = Clock()
+    taken = iter([{}, {"forward": 2.0, "backward": 1.0}])
+    meter = Throughput(CPU, clock=clock, times=SimpleNamespace(take=lambda: next(taken)))  # type: ignore[arg-type]
+    train(meter, clock, 4, 1.0)
+    assert "forward_fraction" not in meter.read()
+    train(meter, clock, 4, 1.0)
+    rates = meter.read()
+    assert (rates["forward_fraction"], rates["backward_fraction"]) == (0.5, 0.25)
+
+
 def test_what_is_not_known_is_absent() -> None:
     clock = Clock()
     meter = Throughput(CPU, clock=clock)
