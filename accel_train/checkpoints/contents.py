@@ -180,12 +180,21 @@ def _samples_seen(experiment: Mapping[str, Any], grown: Sequence[tuple[int, int]
 
 
 def manifest(
-    run: Run, config: CheckpointConfig, step: int, epoch: float, layout: Mapping[str, Any], metrics: Mapping[str, float]
+    run: Run,
+    config: CheckpointConfig,
+    shards: Shards,
+    step: int,
+    epoch: float,
+    layout: Mapping[str, Any],
+    metrics: Mapping[str, float],
 ) -> Json:
     """Build the manifest of a save. Its files, seconds and hash are added at the commit."""
     experiment = dict(run.saved["experiment"])
     bases = {"base": run.base, "embedded_base": run.embedded_base, "hub_base": run.hub_base}
     optional: Json = {name: base for name, base in bases.items() if base is not None}
+    if shards.buffers:
+        # Unlike parameters, they may hold infinity, and an export has no model to tell them apart.
+        optional["buffers"] = list(shards.buffers)
     if run.grown:
         optional["grown"] = list(run.grown)
     return optional | {

@@ -256,7 +256,7 @@ class Saver:
         if self._main:
             job |= {"texts": texts, "extras": extras}
         layout = layout_of(self._accelerator)
-        manifest = contents.manifest(self._run, self._config, step, self._epoch(step), layout, metrics)
+        manifest = contents.manifest(self._run, self._config, self._shards, step, self._epoch(step), layout, metrics)
         return PendingSave(self._number, step, temporary, manifest, began, attempt.needed_bytes, job)
 
     def _prepare(self, step: int, attempt: Attempt) -> planning.Plan:

@@ -205,6 +205,10 @@ def _is_sha256(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
 def _is_grown(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(pair, list) and len(pair) == 2 and all(map(_is_positive, pair)) for pair in value
@@ -231,6 +235,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "experiment": ("an object", _is_object),
     "resolved": ("an object", _is_object),
     "metrics": ("finite numbers by name", _is_metrics),
+    "buffers": ("names", _is_names),
     "grown": ("pairs of a step and a size", _is_grown),
     "base": ("a source, files with their size and sha256, and a definition with sha256", _is_base),
     "embedded_base": ("a source, and a definition with sha256", _is_embedded_base),

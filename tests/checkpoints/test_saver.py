@@ -23,6 +23,7 @@ from accel_train.checkpoints.policy import CheckpointConfig, warn_about_grace
 from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
 from accel_train.checkpoints.snapshot import Snapshot
+from accel_train.commands import export
 from accel_train.config import UsageError
 from accel_train.hub.options import HubConfig
 from accel_train.store import atomic_files, commit, failpoints, manifest
@@ -367,6 +368,21 @@ def test_whether_a_resume_is_bit_exact_is_said(
         restore.restore(run, second.accelerator, second.average.view, second.average, ("max_steps",))
     assert re.search(f"(^|\n).*{says}", caplog.text)
     assert ("not bit-exact" in caplog.text) == says.startswith("not")
+
+
+def test_a_buffer_with_infinity_is_saved_loaded_and_exported(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    mask = torch.full((3, 3), float("-inf")).triu(1)
+    toy.average.view.module.register_buffer("mask", mask.clone())
+    toy.average = Ema(EmaConfig(0.5), Shards(toy.model, toy.optimizer))
+    toy.train(CheckpointConfig(), 1)
+    saved = commit.verify(toy.run.checkpoints / "checkpoint_00000001")
+    again = Toy(tmp_path / "run", seed=1)
+    again.average.view.module.register_buffer("mask", torch.zeros(3, 3))
+    restore.load_initial_weights(again.average.view.module, replace(again.run, checkpoint=saved))
+    assert torch.equal(again.average.view.module.get_buffer("mask"), mask)
+    export.export(str(saved.path), str(tmp_path / "out"), precision="fp16")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["mask"], mask.half())
 
 
 class Stateful(torch.nn.Linear):

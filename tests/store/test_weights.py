@@ -420,6 +420,21 @@ def test_what_does_not_fit_is_refused_before_the_model_changes(
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_buffer_may_hold_infinity_and_nan_in_one_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mask = torch.full((3, 3), float("-inf")).triu(1)
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("mask", torch.zeros(3, 3))
+    values = dict(model.state_dict()) | {"mask": mask}
+    load_weights(save(tmp_path, **values), "model", model)
+    assert torch.equal(model.mask, mask)
+    assert not caplog.text
+    load_weights(save(tmp_path, **values | {"running_var": torch.tensor([1.0, float("nan")])}), "model", model)
+    assert model.running_var is not None
+    assert model.running_var.isnan().any()
+    assert "the buffer running_var holds NaN: a batch norm keeps it" in caplog.text
+    assert "diverged" not in caplog.text
+
+
 def test_the_message_names_the_directory_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the weights do not fit this model") as error:
         load_weights(save(tmp_path, other=torch.ones(1)), "model", nn.Linear(1, 1))
