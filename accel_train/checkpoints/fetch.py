@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Generator, Mapping
@@ -10,11 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from accel_train.checkpoints import refused
 from accel_train.config import UsageError, expand_path
 from accel_train.store import atomic_files, commit
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.manifest import Checkpoint
+from accel_train.store.strict_json import UnreadableError
+
+logger = logging.getLogger(__name__)
 
 HUB = "hub:"
 UNFINISHED = (".tmp-", ".trash-")
@@ -123,8 +128,12 @@ def _verified(source: Path) -> tuple[Path, list[str]]:
                 f"init_from: {error}; restore it from a copy, or name another checkpoint, or the run, whose newest "
                 "that verifies is used; move weights of another program to a folder without this name and manifest.json"
             ) from None
+    refused.find_saved(source, "init_from")
     folder = source if manifests.committed(source) else source / "checkpoints"
-    newest, reasons = commit.newest_verified(folder)
+    try:
+        newest, reasons = commit.newest_verified(folder, strict=True)
+    except UnreadableError as error:
+        raise refused.unreadable("init_from", error) from None
     if newest is not None:
         return newest.path, reasons
     if reasons:
@@ -142,8 +151,17 @@ def is_path_of(place: str, checkpoint: Path) -> bool:
 
 def _find(place: str) -> Checkpoint:
     path = expand_path(place)
-    newest, reasons = commit.newest_verified(path / "checkpoints", with_state=True)
+    refused.find_saved(path, "resume")
+    try:
+        newest, reasons = commit.newest_verified(path / "checkpoints", with_state=True, strict=True)
+    except UnreadableError as error:
+        raise refused.unreadable("resume", error) from None
     if newest is not None:
+        if reasons:
+            # Without it, a run could begin from an earlier step than the one meant.
+            logger.warning(
+                "resume: %s stands for %s; newer ones were refused: %s", path, newest.path, "; ".join(reasons)
+            )
         return newest
     if reasons:
         raise UsageError(f"resume: no checkpoint of {path} can be resumed:\n  " + "\n  ".join(reasons))

@@ -17,7 +17,7 @@ from typing import Any
 from accel_train.checkpoints.policy import RunOptions
 from accel_train.config import UsageError, expand_path
 from accel_train.runtime.exiting import SECONDS_TO_BE_HEARD
-from accel_train.store import atomic_files, commit, manifest
+from accel_train.store import atomic_files, commit, manifest, strict_json
 from accel_train.store import lock as locks
 from accel_train.store.names import LOCK_FILE, OF_A_RUN, OF_A_START, REPORT
 from accel_train.store.pretrained_base import refuse_missing_folder
@@ -146,6 +146,38 @@ def delete_run(directory: Path) -> None:
         atomic_files.delete_file(directory / name)
 
 
+def find_saved(directory: Path, option: str = "output_dir") -> list[Path]:
+    """List the checkpoints in ``directory/checkpoints``, oldest first.
+
+    Raises ``UsageError`` that names ``option`` for links without a target and for a folder that cannot be read: a disk
+    that is away must not look like a run without saves.
+    """
+    checkpoints = directory / "checkpoints"
+    try:
+        found = manifest.committed(checkpoints)
+        for lost in (commit.describe_broken_link(directory), commit.describe_broken_link(checkpoints)):
+            if lost is not None:
+                raise _lost(option, lost)
+        lost = commit.describe_lost(checkpoints)
+    except strict_json.UnreadableError as error:
+        raise unreadable(option, error) from None
+    if lost is not None:
+        raise _lost(option, lost)
+    return [path for _, path in found]
+
+
+def _lost(option: str, sentence: str) -> UsageError:
+    return UsageError(f"{option}: {sentence}; mount it, or remove the link to start without what it held")
+
+
+def unreadable(option: str, error: Exception) -> UsageError:
+    """Build the error for a checkpoint that cannot be read now. It may be whole, so nothing goes back behind it."""
+    return UsageError(
+        f"{option}: {error}; it may be whole: mount its disk or correct its permissions and start again. If it is lost "
+        "for good, move it away to go on without it"
+    )
+
+
 def refuse_missing_base(option: str | None, source: str | None, options: RunOptions) -> None:
     """Raise ``UsageError`` if ``source``, the value of ``option``, is a missing base folder.
 
@@ -166,10 +198,9 @@ def _resumed_checkpoint(options: RunOptions) -> Path | None:
     """Return the local checkpoint to resume from, None for a fresh start."""
     if options.overwrite:
         return None
-    found = manifest.committed(expand_path(options.output_dir) / "checkpoints")
+    found = find_saved(expand_path(options.output_dir))
     if found:
-        _, newest = found[-1]
-        return newest
+        return found[-1]
     # A policy such as auto, or hub:owner/name@step, is no such folder.
     named = expand_path(options.resume)
     return named if (named / manifest.MANIFEST).is_file() else None

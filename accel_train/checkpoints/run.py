@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from accel_train.checkpoints.policy import POLICIES, CheckpointConfig, RunOptions
+from accel_train.checkpoints.refused import find_saved
 from accel_train.config import UsageError, expand_path
 from accel_train.hub.options import HubConfig
 from accel_train.store import atomic_files, commit, failpoints, strict_json
 from accel_train.store.lock import Lock
-from accel_train.store.manifest import Checkpoint, checkpoint_name, committed
+from accel_train.store.manifest import Checkpoint, checkpoint_name
 from accel_train.store.names import EVALUATION_FILE, LOADING_FILE, REPORT, RUN_FILE
 from accel_train.store.run_file import load, renew_run, write_run
 from accel_train.training.health.rollback import Rollback
@@ -206,14 +207,11 @@ def earlier_checkpoints(options: RunOptions) -> list[Path]:
     """Return what a start finds in ``output_dir``, else at the path that ``resume`` names. The newest is the last."""
     if options.overwrite:
         return []
-    found = _checkpoints_of(options.output_dir)
+    found = find_saved(expand_path(options.output_dir))
     if not found and options.resume not in POLICIES and not options.resume.startswith("hub:"):
-        found = [expand_path(options.resume), *_checkpoints_of(options.resume)]
+        place = expand_path(options.resume)
+        found = [place, *find_saved(place, "resume")]
     return found
-
-
-def _checkpoints_of(run: str) -> list[Path]:
-    return [path for _, path in committed(expand_path(run) / "checkpoints")]
 
 
 @contextmanager

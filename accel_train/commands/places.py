@@ -9,6 +9,7 @@ from pathlib import Path
 from accel_train.config import UsageError, expand_path
 from accel_train.store import commit, manifest
 from accel_train.store.manifest import NAME, Checkpoint
+from accel_train.store.strict_json import UnreadableError
 from accel_train.wording import shortened
 
 
@@ -30,7 +31,8 @@ def find_place(text: str | os.PathLike[str]) -> Place:
     """Find the checkpoints at a path. For any other path, raise ``UsageError`` with its contents."""
     path = expand_path(text)
     # An unmounted disk is the likely cause of a dangling link, and a better message than "does not exist".
-    if lost := commit.describe_broken_link(path) or commit.describe_broken_link(path / "checkpoints"):
+    links = commit.describe_broken_link(path) or commit.describe_broken_link(path / "checkpoints")
+    if lost := links or commit.describe_lost(path / "checkpoints") or commit.describe_lost(path):
         raise UsageError(f"{lost}; mount it, or correct the link")
     if not path.is_dir():
         raise UsageError(f"{path}: {_describe_wrong_path(path)}; give the directory of a run or of a checkpoint")
@@ -54,7 +56,10 @@ def find_place(text: str | os.PathLike[str]) -> Place:
 
 
 def _committed(directory: Path) -> tuple[Path, ...]:
-    return tuple(path for _, path in manifest.committed(directory))
+    try:
+        return tuple(path for _, path in manifest.committed(directory))
+    except UnreadableError as error:
+        raise UsageError(f"{error}; mount its disk, or correct its permissions") from None
 
 
 def find_run(text: str | os.PathLike[str]) -> tuple[Place, Path]:

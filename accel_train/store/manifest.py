@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,16 +246,34 @@ REQUIRED = ("step", "files")
 
 
 def committed(directory: Path) -> list[tuple[int, Path]]:
-    """List the checkpoints in ``directory`` with their steps, oldest first, by step and never by time."""
-    if not directory.is_dir():
+    """List the checkpoints in ``directory`` with their steps, oldest first, by step and never by time.
+
+    Raises ``UnreadableError`` if the directory cannot be listed now, as on a network disk that is away.
+    """
+    try:
+        entries = list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise strict_json.UnreadableError(f"{directory}: cannot be read now: {reason}") from None
     found: list[tuple[int, Path]] = []
-    for path in directory.iterdir():
+    for path in entries:
         match = NAME.fullmatch(path.name)
         # A file under such a name is foreign. The commit sets it aside.
-        if match and path.is_dir():
+        if match and _may_be_directory(path):
             found.append((int(match.group(1)), path))
     return sorted(found)
+
+
+def _may_be_directory(path: Path) -> bool:
+    """Return True for a directory, and for what cannot be looked at now: its verification gives the reason."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        return error.errno not in strict_json.NO_FILE
 
 
 @dataclass(frozen=True)

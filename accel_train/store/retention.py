@@ -150,9 +150,10 @@ def plan(
     """Decide on removals and strips. A pure function of its arguments.
 
     ``newest`` is the step just committed; unless it is in ``verified``, nothing is removed. ``busy`` are names of
-    checkpoints being pushed. If the run went back to an earlier checkpoint, steps later than ``newest`` are removed and
-    do not count for ``keep_last``. Damaged checkpoints do not count either. They are removed once ``keep_last`` newer
-    ones verify. ``unreadable`` have the errors of ``survey``: they do not count and are never removed.
+    checkpoints being pushed. If the run went back to an earlier checkpoint, later steps than ``newest`` do not count
+    for ``keep_last``, and those with optimizer state are removed. Damaged checkpoints do not count either. They are
+    removed once ``keep_last`` newer ones verify. ``unreadable`` have the errors of ``survey``: they do not count and
+    are never removed.
     """
     planned = _plan(verified, damaged, keep, newest, busy)
     unread = {path.name: error for path, error in unreadable.items()}
@@ -168,6 +169,10 @@ def _plan(
         return Plan(reasons=dict.fromkeys(sorted(names), f"step {newest} does not verify, so nothing goes"))
     past = sorted((facts for facts in verified if facts.step <= newest), key=lambda facts: -facts.step)
     reasons = _reasons(past, damaged, keep)
+    for facts in verified:
+        # No start resumes from it, so it is no danger, and it may be all that an earlier start has left.
+        if facts.step > newest and not facts.state:
+            reasons[facts.path.name] = ["weights alone, of a later step"]
     protected = dict.fromkeys(keep.pinned, "pinned") | dict.fromkeys(busy, "being pushed")
     for name in names & protected.keys():
         reasons.setdefault(name, []).append(protected[name])

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from accel_train.checkpoints import restore
-from accel_train.checkpoints.fetch import find_weights
+from accel_train.checkpoints.fetch import fetch, find_weights
 from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError
 from accel_train.store import commit
@@ -75,6 +75,14 @@ def test_the_newest_that_verifies_is_taken_from_a_run(saved: Path) -> None:
     shutil.rmtree(older)
     with pytest.raises(UsageError, match=r"init_from: no checkpoint of .*run verifies; restore .* copy.*\n.*00000100"):
         find_weights(str(saved.parents[1]))
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_stands_for_an_older_one_with_a_warning(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip(saved / "model.safetensors")
+    assert fetch(str(saved.parents[1]), tmp_path / "there").step == 50
+    assert "checkpoint_00000100: model.safetensors has changed since it was written" in caplog.text
 
 
 @pytest.mark.parametrize("foreign", [None, "{}", "[", '{"name": "another tool", "files": []}'])

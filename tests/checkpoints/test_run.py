@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 
 from accel_train.checkpoints import opening
-from accel_train.checkpoints.fetch import CheckpointsUnusableError
+from accel_train.checkpoints.fetch import CheckpointsUnusableError, find_weights
 from accel_train.checkpoints.opening import open_run
 from accel_train.checkpoints.policy import RunOptions
 from accel_train.checkpoints.run import Run, earlier_assets
@@ -29,7 +29,7 @@ from accel_train.experiment_options import FREE_TO_CHANGE
 from accel_train.options.tree import config_text, defaults_tree, experiment_tree, flatten
 from accel_train.store import commit, strict_json
 from accel_train.store import lock as locks
-from tests.store.test_commit import make
+from tests.store.test_commit import lost, make
 
 
 @dataclass(frozen=True)
@@ -485,6 +485,68 @@ def test_a_disk_that_is_not_mounted(accelerator: Accelerator, tmp_path: Path) ->
     with pytest.raises(UsageError, match="not mounted"):
         find_place(tmp_path / "run")
     assert run.checkpoints.is_symlink()
+
+
+@pytest.mark.fault(
+    "R2", injected="a checkpoint that is a dangling link (a disk that is not mounted)", outcome="exit 2, saying so"
+)
+def test_a_checkpoint_on_a_disk_that_is_not_mounted(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    make(run.checkpoints, 3)
+    (run.checkpoints / "checkpoint_00000005").symlink_to(tmp_path / "disk")
+    again = replace(config, output_dir=str(tmp_path / "again"), resume=str(run.directory))
+    for options in (config, replace(config, overwrite=True), again):
+        with pytest.raises(UsageError, match=r": .*checkpoint_00000005 is a link to .*/disk, which .*not mounted"):
+            start(accelerator, options)
+    with pytest.raises(UsageError, match=r"init_from: .*not mounted"):
+        find_weights(str(run.directory))
+    for place in (run.directory, run.checkpoints):
+        with pytest.raises(UsageError, match="not mounted"):
+            find_place(place)
+    # As after a first start without checkpoints that had no step yet.
+    shutil.rmtree(run.checkpoints / "checkpoint_00000003")
+    with pytest.raises(UsageError, match="not mounted"):
+        start(accelerator, config)
+
+
+@pytest.mark.fault(
+    "R2",
+    injected="the newest checkpoint cannot be read at a start (EIO)",
+    outcome="exit 2, saying so; it stays, and nothing goes back behind it",
+)
+def test_a_checkpoint_that_cannot_be_read_at_a_start_stops_it(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    make(run.checkpoints, 3)
+    newest = make(run.checkpoints, 5)
+    again = replace(config, output_dir=str(tmp_path / "again"), resume=str(run.directory))
+    with monkeypatch.context() as patch:
+        lost(newest / "model.safetensors", patch, errno.ESTALE)
+        for options in (config, again):
+            with pytest.raises(
+                UsageError, match=r": .*00000005: model\.safetensors cannot be read now: Stale.*; it may"
+            ):
+                start(accelerator, options)
+        with pytest.raises(UsageError, match=r"init_from: .*cannot be read now"):
+            find_weights(str(run.directory))
+    with monkeypatch.context() as patch:
+        lost(newest, patch, errno.ESTALE)
+        patch.setattr(os, "open", failing_below(newest, os.open))
+        with pytest.raises(UsageError, match=r"00000005: manifest\.json cannot be read now: Stale"):
+            start(accelerator, config)
+    assert start(accelerator, config).start_step == 5
+
+
+def failing_below(folder: Path, call: Callable[..., int]) -> Callable[..., int]:
+    def fail(path: Any, *args: Any, **options: Any) -> int:
+        if str(path).startswith(f"{folder}/"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return call(path, *args, **options)
+
+    return fail
 
 
 def test_a_file_system_without_locks_is_a_warning_and_no_refusal(

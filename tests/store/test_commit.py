@@ -214,8 +214,16 @@ def test_what_cannot_be_read_now_is_not_called_damaged(tmp_path: Path, monkeypat
     unreadable(newer / "manifest.json")
     with pytest.raises(strict_json.UnreadableError, match=r"00000020: manifest\.json cannot be read now: Input/output"):
         commit.verify(newer)
-    # A resume goes on from the one before, as with a damaged one.
     assert commit.newest_verified(tmp_path)[0] == commit.open_verified(older)
+    # A resume would have the newer one deleted, as of a future that it went back from.
+    with pytest.raises(strict_json.UnreadableError, match=r"00000020: manifest\.json cannot be read now: Input/output"):
+        commit.newest_verified(tmp_path, strict=True)
+
+
+def test_a_checkpoint_that_cannot_be_looked_at_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = make(tmp_path, 20)
+    lost(newer, monkeypatch, errno.ESTALE)
+    assert manifest.committed(tmp_path) == [(20, newer)]
 
 
 def test_a_manifest_of_the_first_schema_is_read_and_rewritten_with_a_hash(tmp_path: Path) -> None:
