@@ -16,6 +16,7 @@ from accel_train.checkpoints.policy import POLICIES, CheckpointConfig, RunOption
 from accel_train.checkpoints.refused import find_saved
 from accel_train.config import UsageError, expand_path
 from accel_train.hub.options import HubConfig
+from accel_train.runtime import early_stop
 from accel_train.store import atomic_files, commit, failpoints, strict_json
 from accel_train.store.lock import Lock
 from accel_train.store.manifest import Checkpoint, checkpoint_name
@@ -218,20 +219,25 @@ def earlier_checkpoints(options: RunOptions) -> list[Path]:
 def counted(directory: Path, checkpoint: Checkpoint, *, last: bool) -> Generator[None]:
     """Count an attempt to read the checkpoint, and take the count back once the block ends. Main process.
 
-    Any other end, such as a crash, remains counted. Reading the ``last`` part resets the count to 0.
+    A request to stop takes it back as well. Any other end, such as a crash, remains counted. Reading the ``last`` part
+    resets the count to 0.
     """
     before = attempts(directory, checkpoint)
+    early_stop.EARLY.undo = lambda: _write_count(directory, checkpoint, before)
     # Counted before the attempt, because a process that is killed counts nothing afterwards.
     _write_count(directory, checkpoint, before + 1)
     try:
         yield
-    except (UsageError, torch.OutOfMemoryError):
-        # Refused options and a full device are no fault of the checkpoint.
+    except (UsageError, torch.OutOfMemoryError, KeyboardInterrupt):
+        # Refused options, a full device and Ctrl-C are no fault of the checkpoint.
         _write_count(directory, checkpoint, before)
         raise
-    if last:
-        before = 0
-    _write_count(directory, checkpoint, before)
+    else:
+        if last:
+            before = 0
+        _write_count(directory, checkpoint, before)
+    finally:
+        early_stop.EARLY.undo = None
 
 
 def attempts(directory: Path, checkpoint: Checkpoint) -> int:

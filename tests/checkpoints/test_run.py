@@ -316,8 +316,8 @@ def test_a_checkpoint_that_was_set_aside_stops_every_start(accelerator: Accelera
     path = make(run.checkpoints, 3)
     for _ in range(3):
         run = open_run(options_of(config), accelerator, "d" * 8)
-        with pytest.raises(KeyboardInterrupt), run.loading(last=False):
-            raise KeyboardInterrupt
+        with pytest.raises(RuntimeError, match="torn"), run.loading(last=False):
+            raise RuntimeError("torn")
         run.close()
     for _ in range(2):
         with pytest.raises(CheckpointsUnusableError, match=r"checkpoint_00000003\.bad: .*set aside"):
@@ -326,15 +326,39 @@ def test_a_checkpoint_that_was_set_aside_stops_every_start(accelerator: Accelera
     assert start(accelerator, config).start_step == 3
 
 
-def test_a_full_device_is_not_the_fault_of_the_checkpoint(accelerator: Accelerator, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_full_device_and_ctrl_c_are_not_the_fault_of_the_checkpoint(
+    accelerator: Accelerator, tmp_path: Path, error: type[BaseException]
+) -> None:
     config = Config(str(tmp_path / "run"))
     make(start(accelerator, config).checkpoints, 3)
     for _ in range(4):
         run = open_run(options_of(config), accelerator, "d" * 8)
-        with pytest.raises(torch.OutOfMemoryError), run.loading(last=False):
-            raise torch.OutOfMemoryError
+        with pytest.raises(error), run.loading(last=False):
+            raise error
         run.close()
     assert start(accelerator, config).start_step == 3
+
+
+STOPPED_WHILE_LOADING = """
+import os, signal, sys
+from pathlib import Path
+from accel_train.checkpoints.run import counted
+from accel_train.runtime.early_stop import leave_when_asked
+from accel_train.store import commit
+leave_when_asked()
+run = Path(sys.argv[1])
+with counted(run, commit.open_verified(run / "checkpoints" / "checkpoint_00000003"), last=False):
+    assert (run / "loading.json").exists()
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_request_to_stop_is_no_start_that_died(tmp_path: Path) -> None:
+    make(tmp_path / "checkpoints", 3)
+    command = [sys.executable, "-c", STOPPED_WHILE_LOADING, str(tmp_path)]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 75
+    assert not (tmp_path / "loading.json").exists()
 
 
 def test_nothing_is_deleted_for_a_place_that_may_not_be_there(accelerator: Accelerator, tmp_path: Path) -> None:
