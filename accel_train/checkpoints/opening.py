@@ -368,6 +368,11 @@ def newest_loadable(directory: Path, *, with_state: bool) -> tuple[Checkpoint | 
     if checkpoint is None or run.attempts(directory, checkpoint) < LOADING_ATTEMPTS:
         return checkpoint, reasons
     aside = checkpoint.path.with_name(f"{checkpoint.path.name}.bad")
+    # That step was set aside before, and saved again since.
+    number = 2
+    while os.path.lexists(aside):
+        aside = aside.with_name(f"{checkpoint.path.name}.{number}.bad")
+        number += 1
     # Kept, because the fault may be the machine's and not the checkpoint's.
     os.rename(checkpoint.path, aside)
     atomic_files.delete_file(directory / names.LOADING_FILE)

@@ -326,6 +326,22 @@ def test_a_checkpoint_that_was_set_aside_stops_every_start(accelerator: Accelera
     assert start(accelerator, config).start_step == 3
 
 
+def test_a_step_is_set_aside_again(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    make(run.checkpoints, 2)
+    for number in range(3):
+        path = make(run.checkpoints, 3)
+        for _ in range(3):
+            run = open_run(options_of(config), accelerator, "d" * 8)
+            with pytest.raises(RuntimeError, match="torn"), run.loading(last=False):
+                raise RuntimeError("torn")
+            run.close()
+        assert start(accelerator, config).start_step == 2
+        ending = ("bad", "2.bad", "3.bad")[number]
+        assert (path.with_name(f"{path.name}.{ending}") / "manifest.json").is_file()
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 def test_a_full_device_and_ctrl_c_are_not_the_fault_of_the_checkpoint(
     accelerator: Accelerator, tmp_path: Path, error: type[BaseException]

@@ -392,14 +392,20 @@ class Stateful(torch.nn.Linear):
     def set_extra_state(self, state: object) -> None: ...
 
 
-def test_state_that_would_be_lost_is_refused(tmp_path: Path) -> None:
+def test_state_that_would_be_lost_is_refused_at_the_start(tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run")
     toy.average.view.module.add_module("stateful", Stateful(1, 1).requires_grad_(False))
-    with (
-        pytest.raises(UsageError, match=r"stateful has state of its own \(get_extra_state\)"),
-        toy.saver(CheckpointConfig()) as saver,
-    ):
-        saver.save(0)
+    with pytest.raises(UsageError, match=r"stateful has state of its own \(get_extra_state\)"):
+        toy.saver(CheckpointConfig())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint16])
+def test_a_dtype_that_no_checkpoint_holds_is_refused_at_the_start(tmp_path: Path, dtype: torch.dtype) -> None:
+    toy = Toy(tmp_path / "run")
+    toy.average.view.module.register_buffer("rotations", torch.zeros(2, dtype=dtype))
+    toy.average = Ema(EmaConfig(0.5), Shards(toy.model, toy.optimizer))
+    with pytest.raises(UsageError, match=f"the model: rotations has the dtype {dtype}, which a checkpoint cannot hold"):
+        toy.saver(CheckpointConfig())
 
 
 def test_weights_alone_can_be_evaluated(tmp_path: Path) -> None:
