@@ -48,6 +48,13 @@ def saved_names(shards: Shards, run: Run) -> list[str]:
 def refuse_unsavable(shards: Shards, run: Run) -> None:
     """Raise ``UsageError`` for a model of which a checkpoint cannot hold all. Reads no tensor. Any rank."""
     _own_dtypes(shards, saved_names(shards, run))
+    # Trained parameters are saved in a real type, which would drop the imaginary part.
+    unreal = [name for name, parameter in shards.parameters.items() if parameter.is_complex()]
+    if unreal:
+        raise UsageError(
+            f"the model: {shortened(unreal, 3)} is complex, which a checkpoint cannot hold; train torch.view_as_real "
+            "of it, and use torch.view_as_complex in forward"
+        )
 
 
 def collections(

@@ -408,6 +408,14 @@ def test_a_dtype_that_no_checkpoint_holds_is_refused_at_the_start(tmp_path: Path
         toy.saver(CheckpointConfig())
 
 
+def test_complex_parameters_are_refused_at_the_start(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    toy.average.view.module.register_parameter("modes", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    toy.average = Ema(EmaConfig(0.0), Shards(toy.model, toy.optimizer))
+    with pytest.raises(UsageError, match="the model: modes is complex"):
+        toy.saver(CheckpointConfig())
+
+
 def test_weights_alone_can_be_evaluated(tmp_path: Path) -> None:
     first = Toy(tmp_path / "run")
     first.train(CheckpointConfig(save_state=False), 2)
