@@ -13,7 +13,7 @@ from typing import Any
 
 from accel_train.checkpoints import refused
 from accel_train.config import UsageError, expand_path
-from accel_train.store import atomic_files, commit
+from accel_train.store import atomic_files, commit, names
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.manifest import Checkpoint
@@ -22,8 +22,6 @@ from accel_train.store.strict_json import UnreadableError
 logger = logging.getLogger(__name__)
 
 HUB = "hub:"
-UNFINISHED = (".tmp-", ".trash-")
-"""Beginnings of the names of a save or a deletion in progress."""
 
 
 class CheckpointsUnusableError(RuntimeError):
@@ -116,7 +114,7 @@ def _verified(source: Path) -> tuple[Path, list[str]]:
 
     Returns ``source`` itself if it holds no checkpoint and is none.
     """
-    if source.name.startswith(UNFINISHED):
+    if source.name.startswith(names.UNFINISHED):
         raise UsageError(
             f"init_from: {source} is unfinished or half-deleted; name a checkpoint_ directory beside it, or the run"
         )
@@ -182,8 +180,8 @@ def _find(place: str) -> Checkpoint:
 
 
 def _content(directory: Path) -> str:
-    names = sorted(path.name for path in directory.iterdir())
-    return ", ".join(names[:6]) or "nothing"
+    found = sorted(path.name for path in directory.iterdir())
+    return ", ".join(found[:6]) or "nothing"
 
 
 def _copy(source: Checkpoint, directory: Path) -> Checkpoint:
