@@ -167,6 +167,22 @@ def test_an_exported_precision_still_resumes_bit_for_bit(tmp_path: Path, precisi
     assert all(torch.equal(found[k], expected[k]) for k in expected)
 
 
+def test_optimizer_state_that_is_missing_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As of a parameter that was frozen when the checkpoint was written."""
+    first = Toy(tmp_path / "run")
+    first.train(CheckpointConfig(), 2)
+    saved = commit.verify(first.run.checkpoints / "checkpoint_00000002")
+    again = Toy(tmp_path / "run")
+    run = replace(again.run, checkpoint=saved)
+    restore.restore(run, again.accelerator, again.average.view, again.average)
+    assert "it lacks optimizer state" not in caplog.text
+    index = saved.json("optimizer/index.json")
+    del index["state"]["exp_avg"]["0.bias"]
+    atomic_files.write_json(saved.file("optimizer/index.json"), index)
+    restore.restore(run, again.accelerator, again.average.view, again.average)
+    assert "it lacks optimizer state (exp_avg of 0.bias), which begins anew" in caplog.text
+
+
 def test_weights_only_is_said_and_cannot_be_resumed(toy: Toy) -> None:
     toy.train(CheckpointConfig(save_state=False), 3)
     path = toy.run.checkpoints / "checkpoint_00000003"
