@@ -176,6 +176,27 @@ def test_overwrite_forgets_what_was_pushed(accelerator: Accelerator, tmp_path: P
     assert not (first.directory / "hub").exists()
 
 
+def test_overwrite_empties_folders_that_are_links_and_keeps_the_links(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    make(run.checkpoints, 7)
+    (run.directory / "hub" / "queue").mkdir(parents=True)
+    (run.directory / "report").mkdir()
+    (run.directory / "report" / "index.md").write_text("old")
+    for name in ("checkpoints", "report", "hub"):
+        (run.directory / name).rename(tmp_path / name)
+        (run.directory / name).symlink_to(tmp_path / name)
+    (tmp_path / "checkpoints" / "thesis").mkdir()
+    with pytest.raises(UsageError, match=r"would delete thesis in .*/checkpoints, to which .* is a link"):
+        start(accelerator, replace(config, overwrite=True))
+    assert (tmp_path / "report" / "index.md").exists()
+    (tmp_path / "checkpoints" / "thesis").rmdir()
+    assert "fresh start" in start(accelerator, replace(config, overwrite=True)).decision
+    for name in ("checkpoints", "report", "hub"):
+        assert (run.directory / name).is_symlink()
+        assert list((tmp_path / name).iterdir()) == []
+
+
 @pytest.mark.parametrize("run_json", [None, "{}", '{"experiment_of": "mine"}'])
 def test_overwrite_deletes_nothing_that_no_run_has_written(
     accelerator: Accelerator, tmp_path: Path, run_json: str | None
