@@ -19,7 +19,7 @@ from accel_train.hub.options import HubConfig
 from accel_train.runtime import early_stop
 from accel_train.store import atomic_files, commit, failpoints, strict_json
 from accel_train.store.lock import Lock
-from accel_train.store.manifest import Checkpoint, checkpoint_name
+from accel_train.store.manifest import Checkpoint, checkpoint_name, is_safe_name
 from accel_train.store.names import EVALUATION_FILE, LOADING_FILE, REPORT, RUN_FILE
 from accel_train.store.run_file import load, renew_run, write_run
 from accel_train.training.health.rollback import Rollback
@@ -111,10 +111,16 @@ class Run:
             # Code of the recipe, which may fail in any way. Nothing else has been written by then.
             write_extras(temporary)
             files = [path for path in temporary.rglob("*") if path.is_file()]
+            names = sorted(path.relative_to(temporary).as_posix() for path in files)
+            for name in [name for name in names if not is_safe_name(name)]:
+                # Without the file all else is saved. With it, no reader would accept the manifest.
+                logger.warning("left out of the checkpoint: %a, which is no name of a file in one; rename it", name)
+                (temporary / name).unlink()
+                names.remove(name)
         except Exception:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        return temporary, sorted(path.relative_to(temporary).as_posix() for path in files)
+        return temporary, names
 
     def _restore_directory(self) -> None:
         """Recreate the directory if it was deleted during the run. Main process. Raises ``OSError``."""

@@ -85,10 +85,12 @@ def fsync_folders(path: Path) -> None:
 def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> Path | None:
     """Write the manifest and rename the directory to its final name. One process, after every file is sealed.
 
-    If something other than a checkpoint has the final name, it is set aside and its new path is returned.
+    If something other than a checkpoint has the final name, it is set aside and its new path is returned. Raises
+    ``ValueError`` for a manifest that no reader would accept: the checkpoint would count as damaged.
     """
     failpoints.hit("before_manifest")
     text = to_json(manifests.sealed(manifest))
+    manifests.parse(text.encode())
     # Written in two halves for the failpoint between them: a torn manifest must never count as a checkpoint.
     middle = len(text) // 2
     with (temporary / MANIFEST).open("w", encoding="utf-8") as file:

@@ -120,13 +120,14 @@ def _check_files(files: Mapping[str, Any]) -> None:
     if len(files) > MAX_FILES:
         raise ValueError(f"it lists {len(files)} files; at most {MAX_FILES} are read")
     for name, facts in files.items():
-        if not _is_safe_name(name):
+        if not is_safe_name(name):
             raise ValueError(f"it lists {_shorten(name)}, which is no name of a file in a checkpoint")
         if not _is_file(facts):
             raise ValueError(f"files: {name} has no size and sha256, but {_shorten(facts)}")
 
 
-def _is_safe_name(name: str) -> bool:
+def is_safe_name(name: str) -> bool:
+    """Return True for a name that a file of a checkpoint can have, relative to its directory."""
     # The manifest cannot hold the hash of the file that it is itself.
     if name == MANIFEST or not name.isprintable():
         return False

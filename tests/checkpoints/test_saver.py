@@ -167,6 +167,21 @@ def test_an_exported_precision_still_resumes_bit_for_bit(tmp_path: Path, precisi
     assert all(torch.equal(found[k], expected[k]) for k in expected)
 
 
+def test_an_extra_file_whose_name_no_manifest_can_hold_is_left_out(toy: Toy, caplog: pytest.LogCaptureFixture) -> None:
+    def write(folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        (folder / "at 3\u202fPM.png").write_text("")
+
+    saver = toy.saver(CheckpointConfig())
+    saver._write_extras = write
+    with saver:
+        toy.step(1)
+        saver.save(1)
+    saved = commit.verify(toy.run.checkpoints / "checkpoint_00000001")
+    assert commit.unlisted(saved) == []
+    assert r"left out of the checkpoint: 'at 3\u202fPM.png'" in caplog.text
+
+
 def test_optimizer_state_that_is_missing_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As of a parameter that was frozen when the checkpoint was written."""
     first = Toy(tmp_path / "run")

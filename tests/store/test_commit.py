@@ -15,11 +15,11 @@ import pytest
 from accel_train.store import atomic_files, commit, manifest, strict_json
 
 
-def make(directory: Path, step: int, content: bytes = b"weights") -> Path:
+def make(directory: Path, step: int, content: bytes = b"weights", more: str | None = None) -> Path:
     temporary = directory / commit.temporary_name(step, atomic_files.new_nonce())
     (temporary / "optimizer").mkdir(parents=True)
     files = {}
-    for name in ("model.safetensors", "optimizer/exp_avg.safetensors"):
+    for name in ("model.safetensors", "optimizer/exp_avg.safetensors", *([more] if more else [])):
         (temporary / name).write_bytes(content)
         files[name] = commit.seal_file(temporary / name)
     final = directory / commit.checkpoint_name(step)
@@ -236,6 +236,12 @@ def test_a_manifest_of_the_first_schema_is_read_and_rewritten_with_a_hash(tmp_pa
     atomic_files.write_json(path / "manifest.json", dict(commit.open_verified(path).manifest) | {"schema": 1})
     with pytest.raises(ValueError, match="schema 1 has no self_sha256"):
         commit.verify(path)
+
+
+def test_no_manifest_is_committed_that_would_not_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"it lists 'at 3\\u202fPM\.png', which is no name of a file"):
+        make(tmp_path, 7, more="at 3\u202fPM.png")
+    assert not list(tmp_path.glob("checkpoint_*"))
 
 
 def test_order_is_by_step_and_not_by_time(tmp_path: Path) -> None:
