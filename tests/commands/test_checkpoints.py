@@ -743,6 +743,7 @@ def test_what_save_state_wrote_becomes_a_checkpoint(
     saved_state: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, first, second = saved_state
+    (source / "model-00009-of-00009.safetensors").write_bytes(b"left over")
     assert_same(converted(source, tmp_path / "first"), first)
     shown = capsys.readouterr().out
     assert "left out: optimizer.bin: a pickle" in shown
@@ -750,6 +751,8 @@ def test_what_save_state_wrote_becomes_a_checkpoint(
     for other in ("scheduler.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl"):
         assert f"left out: {other}: a pickle" in shown
     assert "left out: model_1.safetensors: other weights; take them with --stem model_1" in shown
+    # Advice to take them with --stem model, which was done, would be of no use.
+    assert "left out: model-00009-of-00009.safetensors: no index names it; if it belongs" in shown
     assert_same(converted(source, tmp_path / "second", "--stem", "model_1"), second)
     model = Net()
     weights.load_weights(tmp_path / "first" / "checkpoint_00000000", "model", model)
