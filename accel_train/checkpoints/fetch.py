@@ -186,18 +186,22 @@ def _content(directory: Path) -> str:
 
 def _copy(source: Checkpoint, directory: Path) -> Checkpoint:
     temporary = directory / commit.temporary_name(source.step, atomic_files.new_nonce())
-    # The next start sweeps this name, should the copy be interrupted.
-    shutil.copytree(source.path, temporary)
-    for path in temporary.rglob("*"):
-        if path.is_file():
-            # `copytree` leaves the data in the page cache, and file modes as they were.
-            commit.seal_file(path)
-    commit.fsync_folders(temporary)
     final = directory / manifests.checkpoint_name(source.step)
     try:
+        # The next start sweeps this name, should the copy be killed. Nothing vouches for other files.
+        for name in (*source.manifest["files"], manifests.MANIFEST):
+            target = temporary / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source.file(name), target)
+            commit.seal_file(target)
+        commit.fsync_folders(temporary)
         copied = commit.verify(temporary)  # before the rename: a crash during it leaves no checkpoint
-    except ValueError:
-        commit.remove(temporary)
+    except BaseException as error:
+        # Part of a copy would keep a full disk full.
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in commit.DISK_FULL:
+            needed = sum(int(facts["size"]) for facts in source.manifest["files"].values())
+            raise OSError(commit.describe_write_error(error, directory, needed)) from error
         raise
     commit.clear_name(final)
     os.rename(temporary, final)
