@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,5 +104,22 @@ def _describe_wrong_path(path: Path) -> str:
 
 def disk_bytes(path: Path) -> int:
     """Return the total size of all files below ``path``."""
-    files = [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)
+    total = 0
+    for file in path.rglob("*"):
+        # Retention may delete it meanwhile.
+        with suppress(FileNotFoundError):
+            if file.is_file():
+                total += file.stat().st_size
+    return total
+
+
+def is_gone(checkpoint: Path) -> bool:
+    """Return True for a checkpoint that the retention of a run in training has deleted since it was found."""
+    # Not `Path.exists`, which raises for a network disk that is away.
+    try:
+        checkpoint.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -218,6 +218,24 @@ def test_looking_needs_no_torch(run: Path, command: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- verify
+@pytest.mark.parametrize("command", ["verify", "ls"])
+def test_a_checkpoint_that_retention_deletes_meanwhile_is_not_called_damaged(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    original = commit.hash_file
+
+    def deleting(file: Path) -> str:
+        if file.is_relative_to(run / "checkpoints" / name(10)) and file.exists():
+            commit.remove(run / "checkpoints" / name(10))
+        return original(file)
+
+    monkeypatch.setattr(commit.verify, "__defaults__", (deleting,))
+    assert call(command, run) == 0
+    shown = capsys.readouterr().out
+    assert name(10) not in shown
+    assert name(20) in shown
+
+
 def test_verify_finds_damage_and_says_so_with_its_code(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("verify", run) == 0
     assert [line.split()[:2] for line in lines_of(capsys)] == [["ok", name(s)] for s in (10, 20, 30)]
