@@ -220,13 +220,14 @@ def _best_copy(checkpoint: Checkpoint, source: Source) -> dict[str, TensorInfo]:
 
     Untrained tensors, such as buffers and embedded frozen parameters, are in ``model.safetensors`` alone.
     """
-    if source not in diff.stems_in(checkpoint.path):
+    # Nothing vouches for files that the manifest does not list, such as those of an interrupted strip.
+    if source == "ema" and not weights.has_ema(checkpoint.path):
         raise UsageError(
             f"{checkpoint.path}: has no {source}.safetensors, so there are no EMA weights (ema.decay was 0); "
             "export --weights model"
         )
     # Weights saved in bf16 and exported in fp16 would be rounded twice.
-    if (checkpoint.path / "optimizer" / "index.json").is_file():
+    if "optimizer/index.json" in checkpoint.manifest["files"]:
         key = "master" if source == "model" else "master_ema"
         exact = diff.optimizer_state(checkpoint.path, [key])
         if key in exact:

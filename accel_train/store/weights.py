@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.store import strict_json
+from accel_train.store import manifest, strict_json
 from accel_train.store.strict_json import Json
 from accel_train.wording import shortened
 
@@ -284,8 +284,17 @@ def refuse_nonfinite(name: str, tensor: Tensor, file: Path) -> None:
 
 
 def has_ema(directory: Path) -> bool:
-    """Return True for a directory with averaged weights."""
-    return any(directory.glob("ema*.safetensors"))
+    """Return True for a directory with averaged weights. Of a checkpoint, only files in the manifest count.
+
+    Raises ``UsageError`` for a damaged manifest.
+    """
+    names = {path.name for path in directory.glob("ema*.safetensors")}
+    if names and (directory / manifest.MANIFEST).is_file() and manifest.is_checkpoint(directory):
+        try:
+            names &= manifest.read(directory)["files"].keys()
+        except ValueError as error:
+            raise UsageError(f"{error}; restore it from a copy") from None
+    return bool(names)
 
 
 def best_stem(directory: Path) -> Literal["model", "ema"]:

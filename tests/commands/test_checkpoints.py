@@ -653,6 +653,15 @@ def test_without_state_the_rounded_weights_are_all_there_is(tmp_path: Path, caps
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), expected)
 
 
+def test_an_export_reads_what_the_manifest_lists(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path / "run", 7)
+    files = dict(commit.verify(place).manifest["files"])
+    del files["ema.safetensors"]
+    commit.rewrite_manifest(place, {"files": files})
+    with pytest.raises(UsageError, match=r"has no ema\.safetensors"):
+        call("export", place, tmp_path / "out", "--weights", "ema")
+
+
 def test_an_export_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     large, broken = model_of(1), model_of(2)
     with torch.no_grad():

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.store.weights import TensorReader, find_tensors, load_weights
+from accel_train.store.weights import TensorReader, best_stem, find_tensors, has_ema, load_weights
+from tests.store.test_commit import make
 
 FLOAT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -433,6 +434,20 @@ def test_a_buffer_may_hold_infinity_and_nan_in_one_is_named(tmp_path: Path, capl
     assert model.running_var.isnan().any()
     assert "the buffer running_var holds NaN: a batch norm keeps it" in caplog.text
     assert "diverged" not in caplog.text
+
+
+def test_an_average_that_no_manifest_lists_is_none(tmp_path: Path) -> None:
+    path = make(tmp_path, 7)
+    save_file({"x": torch.ones(1)}, path / "ema.safetensors")
+    assert not has_ema(path)
+    assert best_stem(path) == "model"
+    assert has_ema(make(tmp_path, 8, more="ema.safetensors"))
+    # Of an export, and beside the manifest of another program.
+    (path / "manifest.json").write_text("{}")
+    elsewhere = path.rename(tmp_path / "out")
+    assert has_ema(elsewhere)
+    (elsewhere / "manifest.json").unlink()
+    assert best_stem(elsewhere) == "ema"
 
 
 def test_the_message_names_the_directory_and_the_remedy(tmp_path: Path) -> None:
