@@ -318,14 +318,22 @@ def write_collection(
     )
     with TensorReader(tensors) as reader:
         for file, names in split.filename_to_tensors.items():
-            part: dict[str, Tensor] = {}
-            for name in names:
-                part[name] = _converted(name, reader.read(name), precision, tensors[name].file, name in buffers)
+            part = _read_part(reader, {name: tensors[name].file for name in names}, precision, buffers)
             save_file(part, directory / file, metadata={"format": "pt"})
             del part  # frees this file's tensors before the next are read
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         atomic_files.write_json(directory / f"{stem}.safetensors.index.json", index)
+
+
+def _read_part(
+    reader: TensorReader, files: Mapping[str, Path], precision: Precision, buffers: Collection[str]
+) -> dict[str, Tensor]:
+    """Read the tensors of one output file, from ``files`` by name."""
+    part: dict[str, Tensor] = {}
+    for name, file in files.items():
+        part[name] = _converted(name, reader.read(name), precision, file, name in buffers)
+    return part
 
 
 def _converted(name: str, tensor: Tensor, precision: Precision, file: Path, is_buffer: bool) -> Tensor:
