@@ -32,6 +32,10 @@ MAX_INT64 = 2**63
 """Bound of whole numbers. Other JSON readers lose precision or fail beyond it."""
 
 
+class OtherStepError(ValueError):
+    """A sound manifest is of another step than the directory's name says, as of a copy that somebody has named."""
+
+
 def checkpoint_name(step: int) -> str:
     """Build a name such as ``checkpoint_00001200``. Sorting the names as text sorts them by step."""
     return f"checkpoint_{step:08d}"
@@ -55,10 +59,6 @@ def read_with_text(directory: Path) -> tuple[Json, bytes]:
     try:
         content = strict_json.read_bytes(file, MAX_BYTES)
         manifest = parse(content)
-        # Order and retention go by the name, so it must not lie about the step.
-        match = NAME.fullmatch(directory.name)
-        if match and checkpoint_name(manifest["step"]) != directory.name:
-            raise ValueError(f"its step is {manifest['step']}, the directory's name says {int(match[1])}")
     except FileNotFoundError as error:
         problem = f"no {MANIFEST}"
         if file.is_symlink():  # the file is there, its target is not
@@ -68,6 +68,11 @@ def read_with_text(directory: Path) -> tuple[Json, bytes]:
         raise strict_json.UnreadableError(f"{directory}: {MANIFEST} cannot be read now: {error}") from None
     except ValueError as error:
         raise ValueError(f"{directory}: {MANIFEST} cannot be read ({error})") from None
+    # Order and retention go by the name, so it must not lie about the step.
+    match = NAME.fullmatch(directory.name)
+    if match and checkpoint_name(manifest["step"]) != directory.name:
+        problem = f"its step is {manifest['step']}, the directory's name says {int(match[1])}"
+        raise OtherStepError(f"{directory}: {MANIFEST} cannot be read ({problem})")
     return manifest, content
 
 

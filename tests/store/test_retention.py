@@ -287,6 +287,18 @@ def test_a_future_that_was_gone_back_from_takes_no_place(tmp_path: Path) -> None
     assert steps_in(tmp_path) == [200, 250]
 
 
+def test_a_copy_under_the_name_of_another_step_stays(tmp_path: Path) -> None:
+    """Such as of the 1st of August 2026: it is somebody's, and neither damaged nor of an abandoned future."""
+    make(tmp_path, 100)
+    for step in (7, 20260801):
+        shutil.copytree(tmp_path / name(100), tmp_path / name(step))
+    for step in (200, 300):
+        make(tmp_path, step)
+    plan = prune(tmp_path, Options(keep_last=1), 300)
+    assert steps_in(tmp_path) == [7, 300, 20260801]
+    assert "its step is 100, the directory's name says 20260801" in plan.reasons[name(20260801)]
+
+
 def test_weights_alone_of_a_later_step_stay(tmp_path: Path) -> None:
     """A run of weights only went on with save_state: the start resumed from the last with state, at 50."""
     make(tmp_path, 50)
