@@ -17,7 +17,7 @@ from accel_train.commands import places
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cache_directory
 from accel_train.pipeline import ADAPTER_DESCRIPTION, Pipeline, TrainedModel
-from accel_train.store import manifest, strict_json
+from accel_train.store import manifest, names, strict_json
 
 logger = logging.getLogger(__name__)
 
@@ -122,9 +122,14 @@ def find(place: Place) -> Path:
 
         return download_once(place.removeprefix(HUB), cache_directory(None))
     path = expand_path(place)
-    is_export = any((path / name).is_file() for name in (*DESCRIPTIONS, EXPORTED_OPTIONS))
-    # A checkpoint has config.json too, and is told from an export by its manifest.
-    if is_export and not (path / manifest.MANIFEST).is_file():
+    if path.name.startswith(names.UNFINISHED):
+        raise UsageError(
+            f"{path}: is unfinished or half-deleted, and nothing vouches for its files; name a checkpoint or an export "
+            "beside it, or the run"
+        )
+    is_export = any((path / file).is_file() for file in (*DESCRIPTIONS, EXPORTED_OPTIONS))
+    # A checkpoint has config.json too, and is told from an export by its name or its manifest.
+    if is_export and not manifest.NAME.fullmatch(path.name) and not (path / manifest.MANIFEST).is_file():
         _verify_export(path)
         return path
     checkpoint, skipped = places.newest_at(path)

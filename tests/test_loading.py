@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,22 @@ def test_config_json_alone_says_how_to_sample(tmp_path: Path) -> None:
     assert described["recipe"] == "mmdit"
     assert described["normalisation"].keys() == {"mean", "std"}
     assert {"objective", "sampler", "units"} <= described.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("checkpoint_00000007", "no manifest.json, so it is not a committed checkpoint"),
+        (".tmp-checkpoint_00000007-host-5-ab", "is unfinished or half-deleted"),
+        (".trash-checkpoint_00000007-host-5-ab", "is unfinished or half-deleted"),
+        (".tmp-export-out-5", "is unfinished or half-deleted"),
+    ],
+)
+def test_nothing_is_loaded_that_nobody_vouches_for(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=re.escape(says)):
+        loading.find(tmp_path / name)
 
 
 def test_artefacts_of_an_earlier_version_load_with_the_settings_of_their_run() -> None:

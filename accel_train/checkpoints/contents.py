@@ -45,6 +45,18 @@ def saved_names(shards: Shards, run: Run) -> list[str]:
     return names
 
 
+def refuse_unsavable(shards: Shards, run: Run) -> None:
+    """Raise ``UsageError`` for a model of which a checkpoint cannot hold all. Reads no tensor. Any rank."""
+    _own_dtypes(shards, saved_names(shards, run))
+    # Trained parameters are saved in a real type, which would drop the imaginary part.
+    unreal = [name for name, parameter in shards.parameters.items() if parameter.is_complex()]
+    if unreal:
+        raise UsageError(
+            f"the model: {shortened(unreal, 3)} is complex, which a checkpoint cannot hold; train torch.view_as_real "
+            "of it, and use torch.view_as_complex in forward"
+        )
+
+
 def collections(
     shards: Shards, ema: Ema, config: CheckpointConfig, state: Mapping[str, Sequence[str]], saved: Sequence[str]
 ) -> list[Collection]:
@@ -91,20 +103,26 @@ def _weights(shards: Shards, precision: Precision, saved: Sequence[str]) -> Coll
 
     Raises ``UsageError`` for a dtype no checkpoint can hold.
     """
-    own_dtypes = {name: shards.fixed(name).dtype for name in saved if name not in shards.parameters}
-    unknown = [name for name, dtype in own_dtypes.items() if dtype not in weights.DTYPE_NAMES]
-    if unknown:
-        raise UsageError(
-            f"the model: {shortened(unknown, 3)} has the dtype {own_dtypes[unknown[0]]}, which a checkpoint cannot "
-            "hold; make a buffer non-persistent if it can be computed, and load frozen weights from a base "
-            "(checkpoints.base: reference)"
-        )
+    own_dtypes = _own_dtypes(shards, saved)
 
     def read(name: str) -> Tensor:
         # The masters, because under ZeRO in low precision the model's own parameters are rounded.
         return shards.fixed(name) if name in own_dtypes else shards.master(name)
 
     return Collection("model", read, precision, own_dtypes=own_dtypes, names=saved)
+
+
+def _own_dtypes(shards: Shards, saved: Sequence[str]) -> dict[str, torch.dtype]:
+    """Return the dtypes of buffers and frozen parameters. Raises ``UsageError`` for one that no checkpoint can hold."""
+    found = {name: shards.fixed(name).dtype for name in saved if name not in shards.parameters}
+    unknown = [name for name, dtype in found.items() if dtype not in weights.DTYPE_NAMES]
+    if unknown:
+        raise UsageError(
+            f"the model: {shortened(unknown, 3)} has the dtype {found[unknown[0]]}, which a checkpoint cannot hold; "
+            "make a buffer non-persistent if it can be computed, and load frozen weights from a base "
+            "(checkpoints.base: reference)"
+        )
+    return found
 
 
 def _optimizer_state(shards: Shards, key: str, names: Sequence[str]) -> Collection:
@@ -180,12 +198,21 @@ def _samples_seen(experiment: Mapping[str, Any], grown: Sequence[tuple[int, int]
 
 
 def manifest(
-    run: Run, config: CheckpointConfig, step: int, epoch: float, layout: Mapping[str, Any], metrics: Mapping[str, float]
+    run: Run,
+    config: CheckpointConfig,
+    shards: Shards,
+    step: int,
+    epoch: float,
+    layout: Mapping[str, Any],
+    metrics: Mapping[str, float],
 ) -> Json:
     """Build the manifest of a save. Its files, seconds and hash are added at the commit."""
     experiment = dict(run.saved["experiment"])
     bases = {"base": run.base, "embedded_base": run.embedded_base, "hub_base": run.hub_base}
     optional: Json = {name: base for name, base in bases.items() if base is not None}
+    if shards.buffers:
+        # Unlike parameters, they may hold infinity, and an export has no model to tell them apart.
+        optional["buffers"] = list(shards.buffers)
     if run.grown:
         optional["grown"] = list(run.grown)
     return optional | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Generator, Mapping
@@ -10,15 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from accel_train.checkpoints import refused
 from accel_train.config import UsageError, expand_path
-from accel_train.store import atomic_files, commit
+from accel_train.store import atomic_files, commit, names
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.manifest import Checkpoint
+from accel_train.store.strict_json import UnreadableError
+
+logger = logging.getLogger(__name__)
 
 HUB = "hub:"
-UNFINISHED = (".tmp-", ".trash-")
-"""Beginnings of the names of a save or a deletion in progress."""
 
 
 class CheckpointsUnusableError(RuntimeError):
@@ -111,7 +114,7 @@ def _verified(source: Path) -> tuple[Path, list[str]]:
 
     Returns ``source`` itself if it holds no checkpoint and is none.
     """
-    if source.name.startswith(UNFINISHED):
+    if source.name.startswith(names.UNFINISHED):
         raise UsageError(
             f"init_from: {source} is unfinished or half-deleted; name a checkpoint_ directory beside it, or the run"
         )
@@ -123,8 +126,12 @@ def _verified(source: Path) -> tuple[Path, list[str]]:
                 f"init_from: {error}; restore it from a copy, or name another checkpoint, or the run, whose newest "
                 "that verifies is used; move weights of another program to a folder without this name and manifest.json"
             ) from None
+    refused.find_saved(source, "init_from")
     folder = source if manifests.committed(source) else source / "checkpoints"
-    newest, reasons = commit.newest_verified(folder)
+    try:
+        newest, reasons = commit.newest_verified(folder, strict=True)
+    except UnreadableError as error:
+        raise refused.unreadable("init_from", error) from None
     if newest is not None:
         return newest.path, reasons
     if reasons:
@@ -142,8 +149,17 @@ def is_path_of(place: str, checkpoint: Path) -> bool:
 
 def _find(place: str) -> Checkpoint:
     path = expand_path(place)
-    newest, reasons = commit.newest_verified(path / "checkpoints", with_state=True)
+    refused.find_saved(path, "resume")
+    try:
+        newest, reasons = commit.newest_verified(path / "checkpoints", with_state=True, strict=True)
+    except UnreadableError as error:
+        raise refused.unreadable("resume", error) from None
     if newest is not None:
+        if reasons:
+            # Without it, a run could begin from an earlier step than the one meant.
+            logger.warning(
+                "resume: %s stands for %s; newer ones were refused: %s", path, newest.path, "; ".join(reasons)
+            )
         return newest
     if reasons:
         raise UsageError(f"resume: no checkpoint of {path} can be resumed:\n  " + "\n  ".join(reasons))
@@ -164,24 +180,28 @@ def _find(place: str) -> Checkpoint:
 
 
 def _content(directory: Path) -> str:
-    names = sorted(path.name for path in directory.iterdir())
-    return ", ".join(names[:6]) or "nothing"
+    found = sorted(path.name for path in directory.iterdir())
+    return ", ".join(found[:6]) or "nothing"
 
 
 def _copy(source: Checkpoint, directory: Path) -> Checkpoint:
     temporary = directory / commit.temporary_name(source.step, atomic_files.new_nonce())
-    # The next start sweeps this name, should the copy be interrupted.
-    shutil.copytree(source.path, temporary)
-    for path in temporary.rglob("*"):
-        if path.is_file():
-            # `copytree` leaves the data in the page cache, and file modes as they were.
-            commit.seal_file(path)
-    commit.fsync_folders(temporary)
     final = directory / manifests.checkpoint_name(source.step)
     try:
+        # The next start sweeps this name, should the copy be killed. Nothing vouches for other files.
+        for name in (*source.manifest["files"], manifests.MANIFEST):
+            target = temporary / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source.file(name), target)
+            commit.seal_file(target)
+        commit.fsync_folders(temporary)
         copied = commit.verify(temporary)  # before the rename: a crash during it leaves no checkpoint
-    except ValueError:
-        commit.remove(temporary)
+    except BaseException as error:
+        # Part of a copy would keep a full disk full.
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in commit.DISK_FULL:
+            needed = sum(int(facts["size"]) for facts in source.manifest["files"].values())
+            raise OSError(commit.describe_write_error(error, directory, needed)) from error
         raise
     commit.clear_name(final)
     os.rename(temporary, final)

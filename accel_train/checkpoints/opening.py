@@ -22,7 +22,7 @@ from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError, expand_path
 from accel_train.hub.access import check_repository
 from accel_train.runtime.main_alone import on_main
-from accel_train.store import atomic_files, commit, manifest, names
+from accel_train.store import atomic_files, commit, manifest, names, strict_json
 from accel_train.store import lock as locks
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.run_file import (
@@ -79,12 +79,12 @@ def open_run(
 
 def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved: Json, held: list[locks.Lock]) -> Json:
     """Open the directory on the main process and return the fields of ``Run``. Puts the lock into ``held``."""
-    _refuse_lost_links(directory)
+    saved = refused.find_saved(directory)
     if options.hub is not None and not options.evaluate_only:
         check_repository(options.hub)
     # A resumed run has weights of its own.
     init_from = None
-    resumes = options.resume not in POLICIES or manifest.committed(directory / "checkpoints")
+    resumes = options.resume not in POLICIES or saved
     if options.overwrite or not resumes:
         init_from = options.init_from
     weights, notes = fetch.find_weights(init_from)
@@ -104,21 +104,13 @@ def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved:
     return opened | {"initial_weights": weights, "decision": decision, "rollbacks": rollbacks}
 
 
-def _refuse_lost_links(directory: Path) -> None:
-    """Raise ``UsageError`` for links without a target: an unmounted disk must not look like a run without saves."""
-    checkpoints = directory / "checkpoints"
-    for place in (directory, checkpoints):
-        lost = commit.describe_broken_link(place)
-        if lost:
-            raise UsageError(f"output_dir: {lost}; mount it, or remove the link to start without what it held")
-    if checkpoints.exists() and not checkpoints.is_dir():
-        raise UsageError(f"output_dir: {checkpoints} is no directory; move it away")
-
-
 def _prepare_directory(directory: Path, overwrite: bool) -> locks.Lock:
     """Create the directory, check write access, and take its lock. Returns the lock, held until the process ends."""
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"output_dir: {directory} is a file; give a directory")
+    checkpoints = directory / "checkpoints"
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise UsageError(f"output_dir: {checkpoints} is no directory; move it away")
     try:
         atomic_files.make_directory(directory)
         # Tried and not asked: rights on network disks say little about what will work.
@@ -145,7 +137,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> locks.Lock:
     # Under the lock only: another run may be writing here.
     if overwrite:
         refused.delete_run(directory)
-    commit.sweep(directory / "checkpoints")
+    commit.sweep(checkpoints)
     # Left by starts that were killed.
     for leftover in (*directory.glob(".probe-*"), *directory.glob(".shared-*")):
         leftover.unlink(missing_ok=True)
@@ -299,7 +291,7 @@ def _is_used(directory: Path) -> bool:
     """Return True if the directory has a run to lose: a trained one, a checkpoint, or one set aside."""
     if has_trained(directory):
         return True
-    return bool(manifest.committed(directory / "checkpoints") or set_aside(directory))
+    return bool(refused.find_saved(directory) or set_aside(directory))
 
 
 def kept(options: RunOptions) -> Mapping[str, Any]:
@@ -366,12 +358,21 @@ def _wait_until_visible(paths: list[Path]) -> bool:
 def newest_loadable(directory: Path, *, with_state: bool) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest verified checkpoint, and the reasons against newer ones.
 
-    A checkpoint is set aside once ``LOADING_ATTEMPTS`` starts died while loading it.
+    A checkpoint is set aside once ``LOADING_ATTEMPTS`` starts died while loading it. Raises ``UsageError`` for one that
+    cannot be read now: it would count as the future that the run went back from, and be deleted.
     """
-    checkpoint, reasons = commit.newest_verified(directory / "checkpoints", with_state=with_state)
+    try:
+        checkpoint, reasons = commit.newest_verified(directory / "checkpoints", with_state=with_state, strict=True)
+    except strict_json.UnreadableError as error:
+        raise refused.unreadable("output_dir", error) from None
     if checkpoint is None or run.attempts(directory, checkpoint) < LOADING_ATTEMPTS:
         return checkpoint, reasons
     aside = checkpoint.path.with_name(f"{checkpoint.path.name}.bad")
+    # That step was set aside before, and saved again since.
+    number = 2
+    while os.path.lexists(aside):
+        aside = aside.with_name(f"{checkpoint.path.name}.{number}.bad")
+        number += 1
     # Kept, because the fault may be the machine's and not the checkpoint's.
     os.rename(checkpoint.path, aside)
     atomic_files.delete_file(directory / names.LOADING_FILE)

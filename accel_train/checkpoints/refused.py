@@ -17,11 +17,12 @@ from typing import Any
 from accel_train.checkpoints.policy import RunOptions
 from accel_train.config import UsageError, expand_path
 from accel_train.runtime.exiting import SECONDS_TO_BE_HEARD
-from accel_train.store import atomic_files, commit, manifest
+from accel_train.store import atomic_files, commit, manifest, strict_json
 from accel_train.store import lock as locks
 from accel_train.store.names import LOCK_FILE, OF_A_RUN, OF_A_START, REPORT
 from accel_train.store.pretrained_base import refuse_missing_folder
 from accel_train.store.run_file import has_trained, recall
+from accel_train.wording import shortened
 
 
 def present(directory: Path) -> frozenset[Path]:
@@ -121,6 +122,15 @@ def refuse_other_files(directory: Path) -> None:
             f"overwrite: true would delete {', '.join(there)} in {directory}, which is no run: it has neither a "
             f"checkpoint nor the {LOCK_FILE} of a start; move them away, or give another --output_dir"
         )
+    checkpoints = directory / "checkpoints"
+    # A link may lead to a folder that others use too.
+    if checkpoints.is_symlink():
+        others = [path.name for path in sorted(checkpoints.glob("*")) if "checkpoint_" not in path.name]
+        if others:
+            raise UsageError(
+                f"overwrite: true would delete {shortened(others, 3)} in {checkpoints.resolve()}, to which "
+                f"{checkpoints} is a link; move them away, or remove the link"
+            )
 
 
 def _looks_like_a_run(directory: Path) -> bool:
@@ -129,21 +139,65 @@ def _looks_like_a_run(directory: Path) -> bool:
 
 
 def delete_run(directory: Path) -> None:
-    """Delete the checkpoints, report and records of the run in a directory."""
+    """Delete the checkpoints, report and records of the run in a directory. Links to folders on other disks stay."""
     checkpoints = directory / "checkpoints"
-    shutil.rmtree(directory / REPORT, ignore_errors=True)
-    if checkpoints.exists():
-        try:
-            for _, path in manifest.committed(checkpoints):
-                # Each disappears as a whole, so that a crash leaves no half-deleted checkpoint.
-                commit.remove(path)
-            shutil.rmtree(checkpoints)
-        except OSError as error:
-            raise UsageError(f"overwrite: {directory} could not be emptied ({error}); empty it by hand") from None
-    # The record of pushes belongs to the deleted run, also where its checkpoints were deleted by hand.
-    shutil.rmtree(directory / "hub", ignore_errors=True)
+    try:
+        _empty(directory / REPORT)
+        for _, path in manifest.committed(checkpoints):
+            # Each disappears as a whole, so that a crash leaves no half-deleted checkpoint.
+            commit.remove(path)
+        _empty(checkpoints)
+        # The record of pushes belongs to the deleted run, also where its checkpoints were deleted by hand.
+        _empty(directory / "hub")
+    except OSError as error:
+        raise UsageError(f"overwrite: {directory} could not be emptied ({error}); empty it by hand") from None
     for name in OF_A_RUN:
         atomic_files.delete_file(directory / name)
+
+
+def _empty(folder: Path) -> None:
+    """Delete a folder with its contents, or the contents alone if it is a link. Raises ``OSError``."""
+    if not folder.is_symlink():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+        return
+    for path in folder.glob("*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def find_saved(directory: Path, option: str = "output_dir") -> list[Path]:
+    """List the checkpoints in ``directory/checkpoints``, oldest first.
+
+    Raises ``UsageError`` that names ``option`` for links without a target and for a folder that cannot be read: a disk
+    that is away must not look like a run without saves.
+    """
+    checkpoints = directory / "checkpoints"
+    try:
+        found = manifest.committed(checkpoints)
+        for lost in (commit.describe_broken_link(directory), commit.describe_broken_link(checkpoints)):
+            if lost is not None:
+                raise _lost(option, lost)
+        lost = commit.describe_lost(checkpoints)
+    except strict_json.UnreadableError as error:
+        raise unreadable(option, error) from None
+    if lost is not None:
+        raise _lost(option, lost)
+    return [path for _, path in found]
+
+
+def _lost(option: str, sentence: str) -> UsageError:
+    return UsageError(f"{option}: {sentence}; mount it, or remove the link to start without what it held")
+
+
+def unreadable(option: str, error: Exception) -> UsageError:
+    """Build the error for a checkpoint that cannot be read now. It may be whole, so nothing goes back behind it."""
+    return UsageError(
+        f"{option}: {error}; it may be whole: mount its disk or correct its permissions and start again. If it is lost "
+        "for good, move it away to go on without it"
+    )
 
 
 def refuse_missing_base(option: str | None, source: str | None, options: RunOptions) -> None:
@@ -166,10 +220,9 @@ def _resumed_checkpoint(options: RunOptions) -> Path | None:
     """Return the local checkpoint to resume from, None for a fresh start."""
     if options.overwrite:
         return None
-    found = manifest.committed(expand_path(options.output_dir) / "checkpoints")
+    found = find_saved(expand_path(options.output_dir))
     if found:
-        _, newest = found[-1]
-        return newest
+        return found[-1]
     # A policy such as auto, or hub:owner/name@step, is no such folder.
     named = expand_path(options.resume)
     return named if (named / manifest.MANIFEST).is_file() else None

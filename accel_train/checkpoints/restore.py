@@ -153,7 +153,9 @@ def _restore_optimizer(
 ) -> None:
     # torch's optimizers allocate their state in the first step, so there is nothing to copy into yet.
     shards.create_state()
-    _refuse_foreign_state(checkpoint, state, shards.state_names())
+    ours = shards.state_names()
+    _refuse_foreign_state(checkpoint, state, ours)
+    _warn_about_missing_state(checkpoint, state, ours)
     for key, weight_map in state.items():
         for name, whole in _read_tensors(checkpoint, weight_map):
             shards.set_state(name, key, shards.shard_of(name, whole))
@@ -193,6 +195,22 @@ def _refuse_foreign_state(
             f"{checkpoint.path}: its optimizer state ({shortened(foreign, 1)}) has no place in this "
             f"optimizer, which keeps {sorted(ours)}; go back to the optimizer that wrote it, or start a new run from "
             f"its weights with --init_from {shlex.quote(str(checkpoint.path))}"
+        )
+
+
+def _warn_about_missing_state(
+    checkpoint: Checkpoint, saved: Mapping[str, Mapping[str, str]], ours: Mapping[str, Sequence[str]]
+) -> None:
+    """Warn about trained parameters whose state begins anew. A checkpoint has none of those without a gradient."""
+    missing: list[str] = []
+    for key, names in ours.items():
+        missing += [f"{key} of {name}" for name in names if name not in saved.get(key, ())]
+    if missing:
+        logger.warning(
+            "%s: it lacks optimizer state (%s), which begins anew; that is right for parameters that have had no "
+            "gradient so far, and else another model or optimizer wrote it",
+            checkpoint.path,
+            shortened(missing, 3),
         )
 
 

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from accel_train.checkpoints.policy import POLICIES, CheckpointConfig, RunOptions
+from accel_train.checkpoints.refused import find_saved
 from accel_train.config import UsageError, expand_path
 from accel_train.hub.options import HubConfig
+from accel_train.runtime import early_stop
 from accel_train.store import atomic_files, commit, failpoints, strict_json
 from accel_train.store.lock import Lock
-from accel_train.store.manifest import Checkpoint, checkpoint_name, committed
+from accel_train.store.manifest import Checkpoint, checkpoint_name, is_safe_name
 from accel_train.store.names import EVALUATION_FILE, LOADING_FILE, REPORT, RUN_FILE
 from accel_train.store.run_file import load, renew_run, write_run
 from accel_train.training.health.rollback import Rollback
@@ -109,10 +111,16 @@ class Run:
             # Code of the recipe, which may fail in any way. Nothing else has been written by then.
             write_extras(temporary)
             files = [path for path in temporary.rglob("*") if path.is_file()]
+            names = sorted(path.relative_to(temporary).as_posix() for path in files)
+            for name in [name for name in names if not is_safe_name(name)]:
+                # Without the file all else is saved. With it, no reader would accept the manifest.
+                logger.warning("left out of the checkpoint: %a, which is no name of a file in one; rename it", name)
+                (temporary / name).unlink()
+                names.remove(name)
         except Exception:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        return temporary, sorted(path.relative_to(temporary).as_posix() for path in files)
+        return temporary, names
 
     def _restore_directory(self) -> None:
         """Recreate the directory if it was deleted during the run. Main process. Raises ``OSError``."""
@@ -206,34 +214,36 @@ def earlier_checkpoints(options: RunOptions) -> list[Path]:
     """Return what a start finds in ``output_dir``, else at the path that ``resume`` names. The newest is the last."""
     if options.overwrite:
         return []
-    found = _checkpoints_of(options.output_dir)
+    found = find_saved(expand_path(options.output_dir))
     if not found and options.resume not in POLICIES and not options.resume.startswith("hub:"):
-        found = [expand_path(options.resume), *_checkpoints_of(options.resume)]
+        place = expand_path(options.resume)
+        found = [place, *find_saved(place, "resume")]
     return found
-
-
-def _checkpoints_of(run: str) -> list[Path]:
-    return [path for _, path in committed(expand_path(run) / "checkpoints")]
 
 
 @contextmanager
 def counted(directory: Path, checkpoint: Checkpoint, *, last: bool) -> Generator[None]:
     """Count an attempt to read the checkpoint, and take the count back once the block ends. Main process.
 
-    Any other end, such as a crash, remains counted. Reading the ``last`` part resets the count to 0.
+    A request to stop takes it back as well. Any other end, such as a crash, remains counted. Reading the ``last`` part
+    resets the count to 0.
     """
     before = attempts(directory, checkpoint)
+    early_stop.EARLY.undo = lambda: _write_count(directory, checkpoint, before)
     # Counted before the attempt, because a process that is killed counts nothing afterwards.
     _write_count(directory, checkpoint, before + 1)
     try:
         yield
-    except (UsageError, torch.OutOfMemoryError):
-        # Refused options and a full device are no fault of the checkpoint.
+    except (UsageError, torch.OutOfMemoryError, KeyboardInterrupt):
+        # Refused options, a full device and Ctrl-C are no fault of the checkpoint.
         _write_count(directory, checkpoint, before)
         raise
-    if last:
-        before = 0
-    _write_count(directory, checkpoint, before)
+    else:
+        if last:
+            before = 0
+        _write_count(directory, checkpoint, before)
+    finally:
+        early_stop.EARLY.undo = None
 
 
 def attempts(directory: Path, checkpoint: Checkpoint) -> int:

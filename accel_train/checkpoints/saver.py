@@ -66,6 +66,8 @@ class Saver:
         epoch: Callable[[int], float],
         on_commit: Callable[[Checkpoint], None] = lambda _: None,
     ) -> None:
+        # At the start, and not hours later at the first save.
+        contents.refuse_unsavable(ema.view, run)
         self._accelerator = accelerator
         self._run = run
         self._config = config
@@ -78,11 +80,7 @@ class Saver:
         self._main = accelerator.is_main_process
         self._agreement = Agreement(accelerator, REDUCTIONS, run.timeout_seconds)
         self._pusher = Pusher(
-            run.directory,
-            hub_config,
-            is_main=self._main,
-            best_metric=config.best_metric,
-            best_mode=config.best_mode,
+            run.directory, hub_config, is_main=self._main, best_metric=config.best_metric, best_mode=config.best_mode
         )
         self._requests = StopRequests(run.directory, main=self._main, alone=accelerator.num_processes == 1)
         self._status = dict.fromkeys(REDUCTIONS, 0)
@@ -256,7 +254,7 @@ class Saver:
         if self._main:
             job |= {"texts": texts, "extras": extras}
         layout = layout_of(self._accelerator)
-        manifest = contents.manifest(self._run, self._config, step, self._epoch(step), layout, metrics)
+        manifest = contents.manifest(self._run, self._config, self._shards, step, self._epoch(step), layout, metrics)
         return PendingSave(self._number, step, temporary, manifest, began, attempt.needed_bytes, job)
 
     def _prepare(self, step: int, attempt: Attempt) -> planning.Plan:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from accel_train.commands.places import Place, disk_bytes, find_place, find_run
+from accel_train.commands.places import Place, disk_bytes, find_place, find_run, is_gone
 from accel_train.config import UsageError
 from accel_train.hub.queue import HubQueue
 from accel_train.options.loading import from_tree, read_tree
@@ -56,6 +56,7 @@ def ls(place: str, *, as_json: bool = False, quick: bool = False) -> int:
     found = find_place(place)
     pushed = _push_states(found)
     rows = [_row(path, pushed.get(path.name), quick) for path in found.checkpoints]
+    rows = [row for row in rows if not is_gone(Path(row.path))]
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
         return 0
@@ -233,25 +234,24 @@ def verify(place: str) -> int:
     damaged = 0
     for path in found.checkpoints:
         try:
-            files = commit.verify(path).manifest["files"]
+            checkpoint = commit.verify(path)
         except ValueError as error:
+            if is_gone(path):
+                continue
             damaged += 1
             label = "DAMAGED "
             if isinstance(error, UnreadableError):
                 label = "UNREADABLE"
             print(f"{label} {path.name}  {_without_path(error, path)}", flush=True)
             continue
+        files = checkpoint.manifest["files"]
         size = sum(int(facts["size"]) for facts in files.values())
         print(f"ok       {path.name}  {len(files)} files, {readable_size(size)}", flush=True)
         # No damage, but whoever relies on such a file should know that nothing vouches for it.
-        extra = sorted(_names_in(path) - files.keys() - {"manifest.json"})
+        extra = commit.unlisted(checkpoint)
         if extra:
             print(f"         not in its manifest, and so not verified: {', '.join(extra)}")
     return 1 if damaged else 0
-
-
-def _names_in(path: Path) -> set[str]:
-    return {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
 
 
 def prune(run: str, *, dry_run: bool = False, flags: Mapping[str, Any] | None = None) -> int:

@@ -60,7 +60,7 @@ def convert(source: str, destination: str, *, stem: str | None = None) -> int:
         commit.commit(temporary, target, _manifest(sealed, converted_from=f"{chosen} of {path}"))
     elements = sum(info.elements for info in tensors.values())
     print(f"{target}: {len(tensors)} tensors, {elements / 1e6:.1f} million elements in fp32, from {chosen} of {path}")
-    left_out = _left_out(path, tensors) | notes
+    left_out = _left_out(path, tensors, chosen) | notes
     for name, reason in sorted(left_out.items()):
         print(f"left out: {name}: {reason}")
     print(f"start a run from these weights with --init_from {shlex.quote(str(target))}")
@@ -164,7 +164,7 @@ def _clean_config(file: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
     return config, notes
 
 
-def _left_out(path: Path, taken: Mapping[str, TensorInfo]) -> dict[str, str]:
+def _left_out(path: Path, taken: Mapping[str, TensorInfo], chosen: str) -> dict[str, str]:
     """Return every other entry of the directory with the reason."""
     files = {info.file for info in taken.values()}
     reasons: dict[str, str] = {}
@@ -173,11 +173,11 @@ def _left_out(path: Path, taken: Mapping[str, TensorInfo]) -> dict[str, str]:
         if entry in files or entry.name == "config.json" or ".safetensors.index." in entry.name:
             continue
         name = f"{entry.name}/" if entry.is_dir() else entry.name
-        reasons[name] = _reason(entry)
+        reasons[name] = _reason(entry, chosen)
     return reasons
 
 
-def _reason(entry: Path) -> str:
+def _reason(entry: Path, chosen: str) -> str:
     if entry.is_dir():
         if _is_distributed(entry) or any(weights.is_pickle(file) for file in entry.iterdir()):
             return "it holds pickles"
@@ -188,6 +188,8 @@ def _reason(entry: Path) -> str:
             reason += "; the optimizer starts from zero"
         return reason
     if shard := diff.SHARD.fullmatch(entry.name):
+        if shard["stem"] == chosen:
+            return "no index names it; if it belongs to these weights, have them saved again"
         return f"other weights; take them with --stem {shlex.quote(shard['stem'])}"
     return "not weights"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -76,7 +76,7 @@ def export(
             write_collection(temporary, lora.WEIGHTS_STEM, lora.by_key_of_peft(tensors), precision)
             _copy_extras(found, temporary)
         else:
-            write_collection(temporary, "model", tensors, precision)
+            write_collection(temporary, "model", tensors, precision, found.manifest.get("buffers", ()))
             _copy_extras(found, temporary)
         atomic_files.write_json(temporary / "experiment.json", _experiment(found, source))
         lines = _write_for_others(temporary)
@@ -119,7 +119,7 @@ def _write_merged(
     staged = directory / "adapters"
     staged.mkdir()
     # The very weights that were asked for, as a checkpoint without others.
-    write_collection(staged, "model", tensors, "fp32")
+    write_collection(staged, "model", tensors, "fp32", checkpoint.manifest.get("buffers", ()))
     _copy_extras(checkpoint, staged)
     _describe_base(checkpoint, staged)
     try:
@@ -220,13 +220,14 @@ def _best_copy(checkpoint: Checkpoint, source: Source) -> dict[str, TensorInfo]:
 
     Untrained tensors, such as buffers and embedded frozen parameters, are in ``model.safetensors`` alone.
     """
-    if source not in diff.stems_in(checkpoint.path):
+    # Nothing vouches for files that the manifest does not list, such as those of an interrupted strip.
+    if source == "ema" and not weights.has_ema(checkpoint.path):
         raise UsageError(
             f"{checkpoint.path}: has no {source}.safetensors, so there are no EMA weights (ema.decay was 0); "
             "export --weights model"
         )
     # Weights saved in bf16 and exported in fp16 would be rounded twice.
-    if (checkpoint.path / "optimizer" / "index.json").is_file():
+    if "optimizer/index.json" in checkpoint.manifest["files"]:
         key = "master" if source == "model" else "master_ema"
         exact = diff.optimizer_state(checkpoint.path, [key])
         if key in exact:
@@ -285,11 +286,17 @@ def temporary_directory(temporary: Path) -> Generator[None]:
         raise
 
 
-def write_collection(directory: Path, stem: str, tensors: Mapping[str, TensorInfo], precision: Precision) -> None:
+def write_collection(
+    directory: Path,
+    stem: str,
+    tensors: Mapping[str, TensorInfo],
+    precision: Precision,
+    buffers: Collection[str] = (),
+) -> None:
     """Write ``stem.safetensors``, or shards of at most 2 GB and their index, in ``precision``; not flushed.
 
     Integers keep their type. Holds one output file in memory. Raises ``UsageError`` for NaN, infinity and values out
-    of the range of ``precision``.
+    of the range of ``precision``. Only ``buffers`` may hold infinity, such as a mask of attention.
     """
     sizes: dict[str, int] = {}
     for name, info in tensors.items():
@@ -311,7 +318,7 @@ def write_collection(directory: Path, stem: str, tensors: Mapping[str, TensorInf
     )
     with TensorReader(tensors) as reader:
         for file, names in split.filename_to_tensors.items():
-            part = {name: _converted(name, reader.read(name), precision, tensors[name].file) for name in names}
+            part = _read_part(reader, {name: tensors[name].file for name in names}, precision, buffers)
             save_file(part, directory / file, metadata={"format": "pt"})
             del part  # frees this file's tensors before the next are read
     if split.is_sharded:
@@ -319,15 +326,31 @@ def write_collection(directory: Path, stem: str, tensors: Mapping[str, TensorInf
         atomic_files.write_json(directory / f"{stem}.safetensors.index.json", index)
 
 
-def _converted(name: str, tensor: Tensor, precision: Precision, file: Path) -> Tensor:
+def _read_part(
+    reader: TensorReader, files: Mapping[str, Path], precision: Precision, buffers: Collection[str]
+) -> dict[str, Tensor]:
+    """Read the tensors of one output file, from ``files`` by name."""
+    part: dict[str, Tensor] = {}
+    for name, file in files.items():
+        part[name] = _converted(name, reader.read(name), precision, file, name in buffers)
+    return part
+
+
+def _converted(name: str, tensor: Tensor, precision: Precision, file: Path, is_buffer: bool) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     converted = tensor.to(dtype_of(precision))
     if tensor.numel() == 0:  # has no minimum and maximum
         return converted
-    weights.refuse_nonfinite(name, tensor, file)
+    if is_buffer and tensor.isnan().any():
+        raise UsageError(
+            f"{file}: the buffer {name} holds NaN, as a batch norm does after one batch that was not finite; take an "
+            "earlier checkpoint"
+        )
+    if not is_buffer:
+        weights.refuse_nonfinite(name, tensor, file)
     # After the conversion: a finite fp32 value may overflow fp16.
-    if not torch.stack(torch.aminmax(converted)).isfinite().all():
+    if not torch.equal(converted.isfinite(), tensor.isfinite()):
         raise UsageError(
             f"{file}: {name} has values beyond {torch.finfo(converted.dtype).max:.6g}, the largest value of "
             f"{precision}; use another precision"

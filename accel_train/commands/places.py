@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from accel_train.config import UsageError, expand_path
 from accel_train.store import commit, manifest
 from accel_train.store.manifest import NAME, Checkpoint
+from accel_train.store.strict_json import UnreadableError
 from accel_train.wording import shortened
 
 
@@ -30,7 +32,8 @@ def find_place(text: str | os.PathLike[str]) -> Place:
     """Find the checkpoints at a path. For any other path, raise ``UsageError`` with its contents."""
     path = expand_path(text)
     # An unmounted disk is the likely cause of a dangling link, and a better message than "does not exist".
-    if lost := commit.describe_broken_link(path) or commit.describe_broken_link(path / "checkpoints"):
+    links = commit.describe_broken_link(path) or commit.describe_broken_link(path / "checkpoints")
+    if lost := links or commit.describe_lost(path / "checkpoints") or commit.describe_lost(path):
         raise UsageError(f"{lost}; mount it, or correct the link")
     if not path.is_dir():
         raise UsageError(f"{path}: {_describe_wrong_path(path)}; give the directory of a run or of a checkpoint")
@@ -54,7 +57,10 @@ def find_place(text: str | os.PathLike[str]) -> Place:
 
 
 def _committed(directory: Path) -> tuple[Path, ...]:
-    return tuple(path for _, path in manifest.committed(directory))
+    try:
+        return tuple(path for _, path in manifest.committed(directory))
+    except UnreadableError as error:
+        raise UsageError(f"{error}; mount its disk, or correct its permissions") from None
 
 
 def find_run(text: str | os.PathLike[str]) -> tuple[Place, Path]:
@@ -98,5 +104,22 @@ def _describe_wrong_path(path: Path) -> str:
 
 def disk_bytes(path: Path) -> int:
     """Return the total size of all files below ``path``."""
-    files = [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)
+    total = 0
+    for file in path.rglob("*"):
+        # Retention may delete it meanwhile.
+        with suppress(FileNotFoundError):
+            if file.is_file():
+                total += file.stat().st_size
+    return total
+
+
+def is_gone(checkpoint: Path) -> bool:
+    """Return True for a checkpoint that the retention of a run in training has deleted since it was found."""
+    # Not `Path.exists`, which raises for a network disk that is away.
+    try:
+        checkpoint.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -76,6 +76,10 @@ def leave(number: int) -> NoReturn:
 
     ``number`` is the signal, or 0 for the ``STOP`` file.
     """
+    # Before the message, after which a second signal may come.
+    if EARLY.undo is not None:
+        with suppress(Exception):
+            EARLY.undo()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         name = f"the file {STOP_FILE}"
         if number:
@@ -94,6 +98,8 @@ class EarlyStop:
 
     def __init__(self) -> None:
         self.installed = False
+        self.undo: Callable[[], None] | None = None
+        """Takes back a note on the disk that only a crash should leave."""
         self._owner = 0
         self._stop_file: Path | None = None
         self._pipe: tuple[int, int] | None = None

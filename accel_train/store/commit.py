@@ -85,10 +85,12 @@ def fsync_folders(path: Path) -> None:
 def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> Path | None:
     """Write the manifest and rename the directory to its final name. One process, after every file is sealed.
 
-    If something other than a checkpoint has the final name, it is set aside and its new path is returned.
+    If something other than a checkpoint has the final name, it is set aside and its new path is returned. Raises
+    ``ValueError`` for a manifest that no reader would accept: the checkpoint would count as damaged.
     """
     failpoints.hit("before_manifest")
     text = to_json(manifests.sealed(manifest))
+    manifests.parse(text.encode())
     # Written in two halves for the failpoint between them: a torn manifest must never count as a checkpoint.
     middle = len(text) // 2
     with (temporary / MANIFEST).open("w", encoding="utf-8") as file:
@@ -140,8 +142,18 @@ def _looks_like_checkpoint(directory: Path) -> bool:
 
 def describe_broken_link(path: Path) -> str | None:
     """Return a sentence about the target if ``path`` is a link to nothing, as with an unmounted disk, else None."""
-    if path.is_symlink() and not path.exists():
+    # Not the methods of `Path`, which raise for a network disk that is away.
+    if os.path.islink(path) and not os.path.exists(path):
         return f"{path} is a link to {path.readlink()}, which does not exist (a disk that is not mounted?)"
+    return None
+
+
+def describe_lost(directory: Path) -> str | None:
+    """Return a sentence about the first checkpoint in a directory that is a link to nothing, or None."""
+    for path in sorted(directory.glob("checkpoint_*")):
+        lost = describe_broken_link(path)
+        if lost is not None:
+            return lost
     return None
 
 
@@ -247,16 +259,21 @@ def unlisted(checkpoint: Checkpoint) -> list[str]:
     return sorted(names - checkpoint.manifest["files"].keys() - {MANIFEST})
 
 
-def newest_verified(directory: Path, *, with_state: bool = False) -> tuple[Checkpoint | None, list[str]]:
+def newest_verified(
+    directory: Path, *, with_state: bool = False, strict: bool = False
+) -> tuple[Checkpoint | None, list[str]]:
     """Find the newest verified checkpoint, and the reasons for passing over newer ones.
 
     ``with_state`` also passes over checkpoints without optimizer state, because a run cannot resume from them.
+    ``strict`` raises ``UnreadableError`` for one that cannot be read now: only damage is a reason to go back.
     """
     reasons: list[str] = []
     for _, path in reversed(committed(directory)):
         try:
             found = verify(path)
         except ValueError as error:
+            if strict and isinstance(error, UnreadableError):
+                raise
             reasons.append(str(error))
             continue
         if not with_state or found.manifest.get("state", True):

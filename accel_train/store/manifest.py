@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,10 @@ MAX_DEPTH = 16
 """Maximum number of nested folders. Recipes use two or three, below ``assets/``."""
 MAX_INT64 = 2**63
 """Bound of whole numbers. Other JSON readers lose precision or fail beyond it."""
+
+
+class OtherStepError(ValueError):
+    """A sound manifest is of another step than the directory's name says, as of a copy that somebody has named."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -54,10 +59,6 @@ def read_with_text(directory: Path) -> tuple[Json, bytes]:
     try:
         content = strict_json.read_bytes(file, MAX_BYTES)
         manifest = parse(content)
-        # Order and retention go by the name, so it must not lie about the step.
-        match = NAME.fullmatch(directory.name)
-        if match and checkpoint_name(manifest["step"]) != directory.name:
-            raise ValueError(f"its step is {manifest['step']}, the directory's name says {int(match[1])}")
     except FileNotFoundError as error:
         problem = f"no {MANIFEST}"
         if file.is_symlink():  # the file is there, its target is not
@@ -67,6 +68,11 @@ def read_with_text(directory: Path) -> tuple[Json, bytes]:
         raise strict_json.UnreadableError(f"{directory}: {MANIFEST} cannot be read now: {error}") from None
     except ValueError as error:
         raise ValueError(f"{directory}: {MANIFEST} cannot be read ({error})") from None
+    # Order and retention go by the name, so it must not lie about the step.
+    match = NAME.fullmatch(directory.name)
+    if match and checkpoint_name(manifest["step"]) != directory.name:
+        problem = f"its step is {manifest['step']}, the directory's name says {int(match[1])}"
+        raise OtherStepError(f"{directory}: {MANIFEST} cannot be read ({problem})")
     return manifest, content
 
 
@@ -119,13 +125,14 @@ def _check_files(files: Mapping[str, Any]) -> None:
     if len(files) > MAX_FILES:
         raise ValueError(f"it lists {len(files)} files; at most {MAX_FILES} are read")
     for name, facts in files.items():
-        if not _is_safe_name(name):
+        if not is_safe_name(name):
             raise ValueError(f"it lists {_shorten(name)}, which is no name of a file in a checkpoint")
         if not _is_file(facts):
             raise ValueError(f"files: {name} has no size and sha256, but {_shorten(facts)}")
 
 
-def _is_safe_name(name: str) -> bool:
+def is_safe_name(name: str) -> bool:
+    """Return True for a name that a file of a checkpoint can have, relative to its directory."""
     # The manifest cannot hold the hash of the file that it is itself.
     if name == MANIFEST or not name.isprintable():
         return False
@@ -205,6 +212,10 @@ def _is_sha256(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
 def _is_grown(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(pair, list) and len(pair) == 2 and all(map(_is_positive, pair)) for pair in value
@@ -231,6 +242,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "experiment": ("an object", _is_object),
     "resolved": ("an object", _is_object),
     "metrics": ("finite numbers by name", _is_metrics),
+    "buffers": ("names", _is_names),
     "grown": ("pairs of a step and a size", _is_grown),
     "base": ("a source, files with their size and sha256, and a definition with sha256", _is_base),
     "embedded_base": ("a source, and a definition with sha256", _is_embedded_base),
@@ -240,16 +252,34 @@ REQUIRED = ("step", "files")
 
 
 def committed(directory: Path) -> list[tuple[int, Path]]:
-    """List the checkpoints in ``directory`` with their steps, oldest first, by step and never by time."""
-    if not directory.is_dir():
+    """List the checkpoints in ``directory`` with their steps, oldest first, by step and never by time.
+
+    Raises ``UnreadableError`` if the directory cannot be listed now, as on a network disk that is away.
+    """
+    try:
+        entries = list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise strict_json.UnreadableError(f"{directory}: cannot be read now: {reason}") from None
     found: list[tuple[int, Path]] = []
-    for path in directory.iterdir():
+    for path in entries:
         match = NAME.fullmatch(path.name)
         # A file under such a name is foreign. The commit sets it aside.
-        if match and path.is_dir():
+        if match and _may_be_directory(path):
             found.append((int(match.group(1)), path))
     return sorted(found)
+
+
+def _may_be_directory(path: Path) -> bool:
+    """Return True for a directory, and for what cannot be looked at now: its verification gives the reason."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        return error.errno not in strict_json.NO_FILE
 
 
 @dataclass(frozen=True)

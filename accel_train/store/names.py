@@ -30,6 +30,9 @@ STEP = "step_"
 EVALUATION_FILE = "evaluation.json"
 """In the report: the metrics of the last evaluation, with their step."""
 
+UNFINISHED = (".tmp-", ".trash-")
+"""Beginnings of the names of a save, an export or a deletion in progress."""
+
 
 def files_of_steps(folder: Path, suffix: str) -> dict[int, Path]:
     """Return the files ``step_STEP`` with this suffix by rising step. A person may keep others beside them."""

@@ -150,9 +150,10 @@ def plan(
     """Decide on removals and strips. A pure function of its arguments.
 
     ``newest`` is the step just committed; unless it is in ``verified``, nothing is removed. ``busy`` are names of
-    checkpoints being pushed. If the run went back to an earlier checkpoint, steps later than ``newest`` are removed and
-    do not count for ``keep_last``. Damaged checkpoints do not count either. They are removed once ``keep_last`` newer
-    ones verify. ``unreadable`` have the errors of ``survey``: they do not count and are never removed.
+    checkpoints being pushed. If the run went back to an earlier checkpoint, later steps than ``newest`` do not count
+    for ``keep_last``, and those with optimizer state are removed. Damaged checkpoints do not count either. They are
+    removed once ``keep_last`` newer ones verify. ``unreadable`` have the errors of ``survey``: they do not count and
+    are never removed.
     """
     planned = _plan(verified, damaged, keep, newest, busy)
     unread = {path.name: error for path, error in unreadable.items()}
@@ -167,7 +168,7 @@ def _plan(
     if all(facts.step != newest for facts in verified):
         return Plan(reasons=dict.fromkeys(sorted(names), f"step {newest} does not verify, so nothing goes"))
     past = sorted((facts for facts in verified if facts.step <= newest), key=lambda facts: -facts.step)
-    reasons = _reasons(past, damaged, keep)
+    reasons = _reasons(past, damaged, keep) | _later_weights(verified, newest)
     protected = dict.fromkeys(keep.pinned, "pinned") | dict.fromkeys(busy, "being pushed")
     for name in names & protected.keys():
         reasons.setdefault(name, []).append(protected[name])
@@ -176,6 +177,12 @@ def _plan(
     # A push reads the files that a strip would delete, and a pinned checkpoint is left untouched.
     strip = _to_strip(past, keep, reasons.keys() - protected.keys())
     return Plan(remove, strip, {name: ", ".join(reasons[name]) for name in sorted(reasons)})
+
+
+def _later_weights(verified: Sequence[CheckpointFacts], newest: int) -> dict[str, list[str]]:
+    # No start resumes from them, so they are no danger, and may be all that an earlier start has left.
+    later = [facts.path.name for facts in verified if facts.step > newest and not facts.state]
+    return {name: ["weights alone, of a later step"] for name in later}
 
 
 def _to_remove(paths: Sequence[Path], reasons: Collection[str], newest: int) -> tuple[Path, ...]:
@@ -323,7 +330,8 @@ class Survey(NamedTuple):
     damaged: dict[Path, str]
     """With the reason."""
     unreadable: dict[Path, str]
-    """With the error of the disk or the network. Their content may be whole, so retention never removes them."""
+    """With the error of the disk or the network. Their content may be whole, so retention never removes them. Copies of
+    checkpoints under another name are among them."""
 
 
 def survey(directory: Path, cache: commit.VerifyCache) -> Survey:
@@ -332,7 +340,7 @@ def survey(directory: Path, cache: commit.VerifyCache) -> Survey:
     for _, path in manifests.committed(directory):
         try:
             checkpoint = commit.verify_cached(cache, path)
-        except UnreadableError as error:
+        except (UnreadableError, manifests.OtherStepError) as error:
             found.unreadable[path] = str(error).removeprefix(f"{path}: ")
         except ValueError as error:
             found.damaged[path] = str(error)

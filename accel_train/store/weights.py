@@ -7,6 +7,7 @@ only for the tensors being read.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -19,9 +20,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.store import strict_json
+from accel_train.store import manifest, strict_json
 from accel_train.store.strict_json import Json
 from accel_train.wording import shortened
+
+logger = logging.getLogger(__name__)
 
 PICKLES = frozenset({".bin", ".ckpt", ".distcp", ".pickle", ".pkl", ".pt", ".pth"})
 """Suffixes of files written by Python's pickle. Reading one runs the program in it."""
@@ -268,7 +271,7 @@ class TensorReader:
 
 
 def refuse_nonfinite(name: str, tensor: Tensor, file: Path) -> None:
-    """Raise ``UsageError`` for a tensor with NaN or infinity. One pass and no copy."""
+    """Raise ``UsageError`` for a parameter with NaN or infinity. One pass and no copy."""
     if tensor.dtype not in FLOATS.values() or tensor.numel() == 0:
         return
     low, high = torch.aminmax(tensor)  # both are NaN if any element is
@@ -281,8 +284,17 @@ def refuse_nonfinite(name: str, tensor: Tensor, file: Path) -> None:
 
 
 def has_ema(directory: Path) -> bool:
-    """Return True for a directory with averaged weights."""
-    return any(directory.glob("ema*.safetensors"))
+    """Return True for a directory with averaged weights. Of a checkpoint, only files in the manifest count.
+
+    Raises ``UsageError`` for a damaged manifest.
+    """
+    names = {path.name for path in directory.glob("ema*.safetensors")}
+    if names and (directory / manifest.MANIFEST).is_file() and manifest.is_checkpoint(directory):
+        try:
+            names &= manifest.read(directory)["files"].keys()
+        except ValueError as error:
+            raise UsageError(f"{error}; restore it from a copy") from None
+    return bool(names)
 
 
 def best_stem(directory: Path) -> Literal["model", "ema"]:
@@ -296,8 +308,8 @@ def load_weights(
     """Load a collection into a model before it is sharded. Any process, no collective.
 
     The file must hold the tensors named in ``required``, by default all parameters. Raises ``UsageError`` before the
-    model is changed if names, shapes or dtypes do not fit, or for NaN or infinity. With ``strict`` False, names may be
-    in the file or in the model alone, and they are returned. Shapes must still fit.
+    model is changed if names, shapes or dtypes do not fit, or for a parameter with NaN or infinity. With ``strict``
+    False, names may be in the file or in the model alone, and they are returned. Shapes must still fit.
     """
     tensors = find_tensors(directory, stem)
     parameters = dict(model.named_parameters())
@@ -319,16 +331,30 @@ def load_weights(
     # Inside the block, because the tensors are views of the open files.
     with TensorReader(common) as reader:
         # Not strict: names were checked above, and buffers may be missing from the file.
-        model.load_state_dict(_read_finite(reader, common), strict=False)
+        model.load_state_dict(_read_finite(reader, common, known), strict=False)
     return one_sided
 
 
-def _read_finite(reader: TensorReader, tensors: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
-    """Read all tensors before any is used, so that NaN in the last one leaves the model unchanged."""
+def _read_finite(
+    reader: TensorReader, tensors: Mapping[str, TensorInfo], known: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Read all tensors before any is used, so that NaN in the last parameter leaves the model unchanged.
+
+    Buffers of the model, among ``known``, may hold infinity, as attention masks and observers of ranges do.
+    """
     loaded: dict[str, Tensor] = {}
     for name, info in tensors.items():
         loaded[name] = reader.read(name)
-        refuse_nonfinite(name, loaded[name], info.file)
+        if isinstance(known[name], nn.Parameter):
+            refuse_nonfinite(name, loaded[name], info.file)
+        elif loaded[name].isnan().any():
+            # Training itself may never read it, so that the run can go on.
+            logger.warning(
+                "%s: the buffer %s holds NaN: a batch norm keeps it after one batch that was not finite, and an "
+                "evaluation that reads it gives NaN; take an earlier checkpoint, or reset that buffer",
+                info.file,
+                name,
+            )
     return loaded
 
 

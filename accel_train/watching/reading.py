@@ -108,8 +108,8 @@ def _is_alive(pid: int, locked_at: float) -> bool:
 def _newest_checkpoint(directory: Path) -> SavedCheckpoint | None:
     try:
         found = manifest.committed(directory / "checkpoints")
-    except OSError:
-        # Deleted between two calls.
+    except (OSError, ValueError):
+        # Deleted between two calls, or on a disk that is away.
         return None
     if not found:
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from torch import nn
 
 from accel_train.checkpoints import restore
-from accel_train.checkpoints.fetch import find_weights
+from accel_train.checkpoints.fetch import CheckpointsUnusableError, fetch, find_weights
 from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError
 from accel_train.store import commit
@@ -75,6 +77,38 @@ def test_the_newest_that_verifies_is_taken_from_a_run(saved: Path) -> None:
     shutil.rmtree(older)
     with pytest.raises(UsageError, match=r"init_from: no checkpoint of .*run verifies; restore .* copy.*\n.*00000100"):
         find_weights(str(saved.parents[1]))
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_stands_for_an_older_one_with_a_warning(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip(saved / "model.safetensors")
+    assert fetch(str(saved.parents[1]), tmp_path / "there").step == 50
+    assert "checkpoint_00000100: model.safetensors has changed since it was written" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_copy_that_fails_leaves_nothing(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        if target.name == "exp_avg.safetensors":
+            raise OSError(number, os.strerror(number), str(target))
+        target.write_bytes(source.read_bytes())
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    monkeypatch.setattr(shutil, "copy2", full)
+    says = "Input/output error"
+    if number == errno.ENOSPC:
+        says = r"no space left for a checkpoint in .*/there \(need about 0 MiB, free "
+    with pytest.raises(CheckpointsUnusableError, match=rf"resume: {saved} could not be brought here: .*{says}"):
+        fetch(str(saved), tmp_path / "there")
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_a_copy_holds_what_the_manifest_lists(saved: Path, tmp_path: Path) -> None:
+    (saved / "ema.safetensors").write_bytes(b"of nobody")
+    assert commit.unlisted(fetch(str(saved), tmp_path / "there")) == []
 
 
 @pytest.mark.parametrize("foreign", [None, "{}", "[", '{"name": "another tool", "files": []}'])

@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 
 from accel_train.checkpoints import opening, policy
-from accel_train.checkpoints.fetch import CheckpointsUnusableError
+from accel_train.checkpoints.fetch import CheckpointsUnusableError, find_weights
 from accel_train.checkpoints.opening import open_run
 from accel_train.checkpoints.policy import RunOptions
 from accel_train.checkpoints.run import Run, earlier_assets
@@ -29,7 +29,7 @@ from accel_train.experiment_options import FREE_TO_CHANGE
 from accel_train.options.tree import config_text, defaults_tree, experiment_tree, flatten
 from accel_train.store import commit, strict_json
 from accel_train.store import lock as locks
-from tests.store.test_commit import make
+from tests.store.test_commit import lost, make
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,27 @@ def test_overwrite_forgets_what_was_pushed(accelerator: Accelerator, tmp_path: P
     assert not (first.directory / "hub").exists()
 
 
+def test_overwrite_empties_folders_that_are_links_and_keeps_the_links(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    make(run.checkpoints, 7)
+    (run.directory / "hub" / "queue").mkdir(parents=True)
+    (run.directory / "report").mkdir()
+    (run.directory / "report" / "index.md").write_text("old")
+    for name in ("checkpoints", "report", "hub"):
+        (run.directory / name).rename(tmp_path / name)
+        (run.directory / name).symlink_to(tmp_path / name)
+    (tmp_path / "checkpoints" / "thesis").mkdir()
+    with pytest.raises(UsageError, match=r"would delete thesis in .*/checkpoints, to which .* is a link"):
+        start(accelerator, replace(config, overwrite=True))
+    assert (tmp_path / "report" / "index.md").exists()
+    (tmp_path / "checkpoints" / "thesis").rmdir()
+    assert "fresh start" in start(accelerator, replace(config, overwrite=True)).decision
+    for name in ("checkpoints", "report", "hub"):
+        assert (run.directory / name).is_symlink()
+        assert list((tmp_path / name).iterdir()) == []
+
+
 @pytest.mark.parametrize("run_json", [None, "{}", '{"experiment_of": "mine"}'])
 def test_overwrite_deletes_nothing_that_no_run_has_written(
     accelerator: Accelerator, tmp_path: Path, run_json: str | None
@@ -324,8 +345,8 @@ def test_a_checkpoint_that_was_set_aside_stops_every_start(accelerator: Accelera
     path = make(run.checkpoints, 3)
     for _ in range(3):
         run = open_run(options_of(config), accelerator, "d" * 8)
-        with pytest.raises(KeyboardInterrupt), run.loading(last=False):
-            raise KeyboardInterrupt
+        with pytest.raises(RuntimeError, match="torn"), run.loading(last=False):
+            raise RuntimeError("torn")
         run.close()
     for _ in range(2):
         with pytest.raises(CheckpointsUnusableError, match=r"checkpoint_00000003\.bad: .*set aside"):
@@ -334,15 +355,55 @@ def test_a_checkpoint_that_was_set_aside_stops_every_start(accelerator: Accelera
     assert start(accelerator, config).start_step == 3
 
 
-def test_a_full_device_is_not_the_fault_of_the_checkpoint(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_a_step_is_set_aside_again(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    make(run.checkpoints, 2)
+    for number in range(3):
+        path = make(run.checkpoints, 3)
+        for _ in range(3):
+            run = open_run(options_of(config), accelerator, "d" * 8)
+            with pytest.raises(RuntimeError, match="torn"), run.loading(last=False):
+                raise RuntimeError("torn")
+            run.close()
+        assert start(accelerator, config).start_step == 2
+        ending = ("bad", "2.bad", "3.bad")[number]
+        assert (path.with_name(f"{path.name}.{ending}") / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_full_device_and_ctrl_c_are_not_the_fault_of_the_checkpoint(
+    accelerator: Accelerator, tmp_path: Path, error: type[BaseException]
+) -> None:
     config = Config(str(tmp_path / "run"))
     make(start(accelerator, config).checkpoints, 3)
     for _ in range(4):
         run = open_run(options_of(config), accelerator, "d" * 8)
-        with pytest.raises(torch.OutOfMemoryError), run.loading(last=False):
-            raise torch.OutOfMemoryError
+        with pytest.raises(error), run.loading(last=False):
+            raise error
         run.close()
     assert start(accelerator, config).start_step == 3
+
+
+STOPPED_WHILE_LOADING = """
+import os, signal, sys
+from pathlib import Path
+from accel_train.checkpoints.run import counted
+from accel_train.runtime.early_stop import leave_when_asked
+from accel_train.store import commit
+leave_when_asked()
+run = Path(sys.argv[1])
+with counted(run, commit.open_verified(run / "checkpoints" / "checkpoint_00000003"), last=False):
+    assert (run / "loading.json").exists()
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_request_to_stop_is_no_start_that_died(tmp_path: Path) -> None:
+    make(tmp_path / "checkpoints", 3)
+    command = [sys.executable, "-c", STOPPED_WHILE_LOADING, str(tmp_path)]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 75
+    assert not (tmp_path / "loading.json").exists()
 
 
 def test_nothing_is_deleted_for_a_place_that_may_not_be_there(accelerator: Accelerator, tmp_path: Path) -> None:
@@ -493,6 +554,68 @@ def test_a_disk_that_is_not_mounted(accelerator: Accelerator, tmp_path: Path) ->
     with pytest.raises(UsageError, match="not mounted"):
         find_place(tmp_path / "run")
     assert run.checkpoints.is_symlink()
+
+
+@pytest.mark.fault(
+    "R2", injected="a checkpoint that is a dangling link (a disk that is not mounted)", outcome="exit 2, saying so"
+)
+def test_a_checkpoint_on_a_disk_that_is_not_mounted(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    make(run.checkpoints, 3)
+    (run.checkpoints / "checkpoint_00000005").symlink_to(tmp_path / "disk")
+    again = replace(config, output_dir=str(tmp_path / "again"), resume=str(run.directory))
+    for options in (config, replace(config, overwrite=True), again):
+        with pytest.raises(UsageError, match=r": .*checkpoint_00000005 is a link to .*/disk, which .*not mounted"):
+            start(accelerator, options)
+    with pytest.raises(UsageError, match=r"init_from: .*not mounted"):
+        find_weights(str(run.directory))
+    for place in (run.directory, run.checkpoints):
+        with pytest.raises(UsageError, match="not mounted"):
+            find_place(place)
+    # As after a first start without checkpoints that had no step yet.
+    shutil.rmtree(run.checkpoints / "checkpoint_00000003")
+    with pytest.raises(UsageError, match="not mounted"):
+        start(accelerator, config)
+
+
+@pytest.mark.fault(
+    "R2",
+    injected="the newest checkpoint cannot be read at a start (EIO)",
+    outcome="exit 2, saying so; it stays, and nothing goes back behind it",
+)
+def test_a_checkpoint_that_cannot_be_read_at_a_start_stops_it(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    make(run.checkpoints, 3)
+    newest = make(run.checkpoints, 5)
+    again = replace(config, output_dir=str(tmp_path / "again"), resume=str(run.directory))
+    with monkeypatch.context() as patch:
+        lost(newest / "model.safetensors", patch, errno.ESTALE)
+        for options in (config, again):
+            with pytest.raises(
+                UsageError, match=r": .*00000005: model\.safetensors cannot be read now: Stale.*; it may"
+            ):
+                start(accelerator, options)
+        with pytest.raises(UsageError, match=r"init_from: .*cannot be read now"):
+            find_weights(str(run.directory))
+    with monkeypatch.context() as patch:
+        lost(newest, patch, errno.ESTALE)
+        patch.setattr(os, "open", failing_below(newest, os.open))
+        with pytest.raises(UsageError, match=r"00000005: manifest\.json cannot be read now: Stale"):
+            start(accelerator, config)
+    assert start(accelerator, config).start_step == 5
+
+
+def failing_below(folder: Path, call: Callable[..., int]) -> Callable[..., int]:
+    def fail(path: Any, *args: Any, **options: Any) -> int:
+        if str(path).startswith(f"{folder}/"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return call(path, *args, **options)
+
+    return fail
 
 
 def test_a_file_system_without_locks_is_a_warning_and_no_refusal(

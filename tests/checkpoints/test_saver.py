@@ -24,6 +24,7 @@ from accel_train.checkpoints.policy import CheckpointConfig, warn_about_grace
 from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
 from accel_train.checkpoints.snapshot import Snapshot
+from accel_train.commands import export
 from accel_train.config import UsageError
 from accel_train.hub.options import HubConfig
 from accel_train.store import atomic_files, commit, failpoints, manifest
@@ -190,6 +191,37 @@ def test_the_ema_is_restored_from_what_is_nearest_to_it(
     given = [None if file is None else {"weight": file} for file in (exact, exact_ema)]
     restore._restore_ema(checkpoint, shards, ema, exact=given[0], exact_ema=given[1])
     assert float(ema.shards["weight"]) == numbers[read]
+
+
+def test_an_extra_file_whose_name_no_manifest_can_hold_is_left_out(toy: Toy, caplog: pytest.LogCaptureFixture) -> None:
+    def write(folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        (folder / "at 3\u202fPM.png").write_text("")
+
+    saver = toy.saver(CheckpointConfig())
+    saver._write_extras = write
+    with saver:
+        toy.step(1)
+        saver.save(1)
+    saved = commit.verify(toy.run.checkpoints / "checkpoint_00000001")
+    assert commit.unlisted(saved) == []
+    assert r"left out of the checkpoint: 'at 3\u202fPM.png'" in caplog.text
+
+
+def test_optimizer_state_that_is_missing_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As of a parameter that was frozen when the checkpoint was written."""
+    first = Toy(tmp_path / "run")
+    first.train(CheckpointConfig(), 2)
+    saved = commit.verify(first.run.checkpoints / "checkpoint_00000002")
+    again = Toy(tmp_path / "run")
+    run = replace(again.run, checkpoint=saved)
+    restore.restore(run, again.accelerator, again.average.view, again.average)
+    assert "it lacks optimizer state" not in caplog.text
+    index = saved.json("optimizer/index.json")
+    del index["state"]["exp_avg"]["0.bias"]
+    atomic_files.write_json(saved.file("optimizer/index.json"), index)
+    restore.restore(run, again.accelerator, again.average.view, again.average)
+    assert "it lacks optimizer state (exp_avg of 0.bias), which begins anew" in caplog.text
 
 
 def test_weights_only_is_said_and_cannot_be_resumed(toy: Toy) -> None:
@@ -395,6 +427,21 @@ def test_whether_a_resume_is_bit_exact_is_said(
     assert ("not bit-exact" in caplog.text) == says.startswith("not")
 
 
+def test_a_buffer_with_infinity_is_saved_loaded_and_exported(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    mask = torch.full((3, 3), float("-inf")).triu(1)
+    toy.average.view.module.register_buffer("mask", mask.clone())
+    toy.average = Ema(EmaConfig(0.5), Shards(toy.model, toy.optimizer))
+    toy.train(CheckpointConfig(), 1)
+    saved = commit.verify(toy.run.checkpoints / "checkpoint_00000001")
+    again = Toy(tmp_path / "run", seed=1)
+    again.average.view.module.register_buffer("mask", torch.zeros(3, 3))
+    restore.load_initial_weights(again.average.view.module, replace(again.run, checkpoint=saved))
+    assert torch.equal(again.average.view.module.get_buffer("mask"), mask)
+    export.export(str(saved.path), str(tmp_path / "out"), precision="fp16")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["mask"], mask.half())
+
+
 class Stateful(torch.nn.Linear):
     def get_extra_state(self) -> object:
         return {"seen": 1}
@@ -402,14 +449,28 @@ class Stateful(torch.nn.Linear):
     def set_extra_state(self, state: object) -> None: ...
 
 
-def test_state_that_would_be_lost_is_refused(tmp_path: Path) -> None:
+def test_state_that_would_be_lost_is_refused_at_the_start(tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run")
     toy.average.view.module.add_module("stateful", Stateful(1, 1).requires_grad_(False))
-    with (
-        pytest.raises(UsageError, match=r"stateful has state of its own \(get_extra_state\)"),
-        toy.saver(CheckpointConfig()) as saver,
-    ):
-        saver.save(0)
+    with pytest.raises(UsageError, match=r"stateful has state of its own \(get_extra_state\)"):
+        toy.saver(CheckpointConfig())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint16])
+def test_a_dtype_that_no_checkpoint_holds_is_refused_at_the_start(tmp_path: Path, dtype: torch.dtype) -> None:
+    toy = Toy(tmp_path / "run")
+    toy.average.view.module.register_buffer("rotations", torch.zeros(2, dtype=dtype))
+    toy.average = Ema(EmaConfig(0.5), Shards(toy.model, toy.optimizer))
+    with pytest.raises(UsageError, match=f"the model: rotations has the dtype {dtype}, which a checkpoint cannot hold"):
+        toy.saver(CheckpointConfig())
+
+
+def test_complex_parameters_are_refused_at_the_start(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    toy.average.view.module.register_parameter("modes", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    toy.average = Ema(EmaConfig(0.0), Shards(toy.model, toy.optimizer))
+    with pytest.raises(UsageError, match="the model: modes is complex"):
+        toy.saver(CheckpointConfig())
 
 
 def test_weights_alone_can_be_evaluated(tmp_path: Path) -> None:

@@ -218,6 +218,24 @@ def test_looking_needs_no_torch(run: Path, command: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- verify
+@pytest.mark.parametrize("command", ["verify", "ls"])
+def test_a_checkpoint_that_retention_deletes_meanwhile_is_not_called_damaged(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    original = commit.hash_file
+
+    def deleting(file: Path) -> str:
+        if file.is_relative_to(run / "checkpoints" / name(10)) and file.exists():
+            commit.remove(run / "checkpoints" / name(10))
+        return original(file)
+
+    monkeypatch.setattr(commit.verify, "__defaults__", (deleting,))
+    assert call(command, run) == 0
+    shown = capsys.readouterr().out
+    assert name(10) not in shown
+    assert name(20) in shown
+
+
 def test_verify_finds_damage_and_says_so_with_its_code(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("verify", run) == 0
     assert [line.split()[:2] for line in lines_of(capsys)] == [["ok", name(s)] for s in (10, 20, 30)]
@@ -635,6 +653,15 @@ def test_without_state_the_rounded_weights_are_all_there_is(tmp_path: Path, caps
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), expected)
 
 
+def test_an_export_reads_what_the_manifest_lists(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path / "run", 7)
+    files = dict(commit.verify(place).manifest["files"])
+    del files["ema.safetensors"]
+    commit.rewrite_manifest(place, {"files": files})
+    with pytest.raises(UsageError, match=r"has no ema\.safetensors"):
+        call("export", place, tmp_path / "out", "--weights", "ema")
+
+
 def test_an_export_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     large, broken = model_of(1), model_of(2)
     with torch.no_grad():
@@ -743,6 +770,7 @@ def test_what_save_state_wrote_becomes_a_checkpoint(
     saved_state: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, first, second = saved_state
+    (source / "model-00009-of-00009.safetensors").write_bytes(b"left over")
     assert_same(converted(source, tmp_path / "first"), first)
     shown = capsys.readouterr().out
     assert "left out: optimizer.bin: a pickle" in shown
@@ -750,6 +778,8 @@ def test_what_save_state_wrote_becomes_a_checkpoint(
     for other in ("scheduler.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl"):
         assert f"left out: {other}: a pickle" in shown
     assert "left out: model_1.safetensors: other weights; take them with --stem model_1" in shown
+    # Advice to take them with --stem model, which was done, would be of no use.
+    assert "left out: model-00009-of-00009.safetensors: no index names it; if it belongs" in shown
     assert_same(converted(source, tmp_path / "second", "--stem", "model_1"), second)
     model = Net()
     weights.load_weights(tmp_path / "first" / "checkpoint_00000000", "model", model)

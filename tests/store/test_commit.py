@@ -16,11 +16,11 @@ import pytest
 from accel_train.store import atomic_files, commit, manifest, strict_json
 
 
-def make(directory: Path, step: int, content: bytes = b"weights") -> Path:
+def make(directory: Path, step: int, content: bytes = b"weights", more: str | None = None) -> Path:
     temporary = directory / commit.temporary_name(step, atomic_files.new_nonce())
     (temporary / "optimizer").mkdir(parents=True)
     files = {}
-    for name in ("model.safetensors", "optimizer/exp_avg.safetensors"):
+    for name in ("model.safetensors", "optimizer/exp_avg.safetensors", *([more] if more else [])):
         (temporary / name).write_bytes(content)
         files[name] = commit.seal_file(temporary / name)
     final = directory / commit.checkpoint_name(step)
@@ -215,8 +215,16 @@ def test_what_cannot_be_read_now_is_not_called_damaged(tmp_path: Path, monkeypat
     unreadable(newer / "manifest.json")
     with pytest.raises(strict_json.UnreadableError, match=r"00000020: manifest\.json cannot be read now: Input/output"):
         commit.verify(newer)
-    # A resume goes on from the one before, as with a damaged one.
     assert commit.newest_verified(tmp_path)[0] == commit.open_verified(older)
+    # A resume would have the newer one deleted, as of a future that it went back from.
+    with pytest.raises(strict_json.UnreadableError, match=r"00000020: manifest\.json cannot be read now: Input/output"):
+        commit.newest_verified(tmp_path, strict=True)
+
+
+def test_a_checkpoint_that_cannot_be_looked_at_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = make(tmp_path, 20)
+    lost(newer, monkeypatch, errno.ESTALE)
+    assert manifest.committed(tmp_path) == [(20, newer)]
 
 
 def test_a_manifest_of_the_first_schema_is_read_and_rewritten_with_a_hash(tmp_path: Path) -> None:
@@ -240,6 +248,12 @@ def test_a_resume_needs_a_checkpoint_with_state(tmp_path: Path) -> None:
     assert found.path == older
     assert [reason.split(";")[0] for reason in reasons] == [f"{newer}: weights without optimizer state"]
     assert commit.newest_verified(tmp_path)[0] == commit.open_verified(newer)
+
+
+def test_no_manifest_is_committed_that_would_not_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"it lists 'at 3\\u202fPM\.png', which is no name of a file"):
+        make(tmp_path, 7, more="at 3\u202fPM.png")
+    assert not list(tmp_path.glob("checkpoint_*"))
 
 
 def test_order_is_by_step_and_not_by_time(tmp_path: Path) -> None:

@@ -158,7 +158,9 @@ def test_every_plan_keeps_what_it_must_and_nothing_else(situation: Any) -> None:
     past = [h for h in verified if h.step <= newest]
     protected = {*keep.pinned, *busy}
     for one in verified:
-        stays = one.step <= newest and expected_to_stay(one, past, keep, committed[0])
+        stays = not one.state
+        if one.step <= newest:
+            stays = expected_to_stay(one, past, keep, committed[0])
         assert (one.path.name in plan.reasons) == (stays or one.path.name in protected), one
     kept = [h for h in past if h.path.name not in removed]
     assert len(kept) >= min(keep.keep_last or len(past), len(past))
@@ -283,6 +285,28 @@ def test_a_future_that_was_gone_back_from_takes_no_place(tmp_path: Path) -> None
     make(tmp_path, 250)
     prune(tmp_path, Options(keep_last=1, keep_every=100), 250)
     assert steps_in(tmp_path) == [200, 250]
+
+
+def test_a_copy_under_the_name_of_another_step_stays(tmp_path: Path) -> None:
+    """Such as of the 1st of August 2026: it is somebody's, and neither damaged nor of an abandoned future."""
+    make(tmp_path, 100)
+    for step in (7, 20260801):
+        shutil.copytree(tmp_path / name(100), tmp_path / name(step))
+    for step in (200, 300):
+        make(tmp_path, step)
+    plan = prune(tmp_path, Options(keep_last=1), 300)
+    assert steps_in(tmp_path) == [7, 300, 20260801]
+    assert "its step is 100, the directory's name says 20260801" in plan.reasons[name(20260801)]
+
+
+def test_weights_alone_of_a_later_step_stay(tmp_path: Path) -> None:
+    """A run of weights only went on with save_state: the start resumed from the last with state, at 50."""
+    make(tmp_path, 50)
+    make(tmp_path, 100, state=False)
+    make(tmp_path, 60)
+    plan = prune(tmp_path, Options(keep_last=0), 60)
+    assert steps_in(tmp_path) == [50, 60, 100]
+    assert plan.reasons[name(100)] == "weights alone, of a later step"
 
 
 def test_a_damaged_one_takes_no_place_and_goes_when_it_is_old(tmp_path: Path) -> None:

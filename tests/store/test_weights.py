@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.store.weights import TensorReader, find_tensors, load_weights
+from accel_train.store.weights import TensorReader, best_stem, find_tensors, has_ema, load_weights
+from tests.store.test_commit import make
 
 FLOAT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -418,6 +419,35 @@ def test_what_does_not_fit_is_refused_before_the_model_changes(
     with pytest.raises(UsageError, match=says):
         load_weights(save(tmp_path, **{k: v for k, v in values.items() if v is not None}), "model", model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_buffer_may_hold_infinity_and_nan_in_one_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mask = torch.full((3, 3), float("-inf")).triu(1)
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("mask", torch.zeros(3, 3))
+    values = dict(model.state_dict()) | {"mask": mask}
+    load_weights(save(tmp_path, **values), "model", model)
+    assert torch.equal(model.mask, mask)
+    assert not caplog.text
+    load_weights(save(tmp_path, **values | {"running_var": torch.tensor([1.0, float("nan")])}), "model", model)
+    assert model.running_var is not None
+    assert model.running_var.isnan().any()
+    assert "the buffer running_var holds NaN: a batch norm keeps it" in caplog.text
+    assert "diverged" not in caplog.text
+
+
+def test_an_average_that_no_manifest_lists_is_none(tmp_path: Path) -> None:
+    path = make(tmp_path, 7)
+    save_file({"x": torch.ones(1)}, path / "ema.safetensors")
+    assert not has_ema(path)
+    assert best_stem(path) == "model"
+    assert has_ema(make(tmp_path, 8, more="ema.safetensors"))
+    # Of an export, and beside the manifest of another program.
+    (path / "manifest.json").write_text("{}")
+    elsewhere = path.rename(tmp_path / "out")
+    assert has_ema(elsewhere)
+    (elsewhere / "manifest.json").unlink()
+    assert best_stem(elsewhere) == "ema"
 
 
 def test_the_message_names_the_directory_and_the_remedy(tmp_path: Path) -> None:
