@@ -124,3 +124,15 @@ def test_figures_are_those_of_their_rows(option: str) -> None:
 
 def test_every_option_with_figures_is_in_the_table() -> None:
     assert MEASURED.keys() <= measured().keys()
+
+
+@pytest.mark.parametrize("mode", ["selective"])
+def test_the_help_of_activation_checkpointing_has_the_measured_time(mode: str) -> None:
+    more = round(100 * (rows_of(CPU)[f"{mode}: time"].value - 1))
+    help_text = (
+        (ROOT / "docs" / "options.md").read_text().split("`--activation_checkpointing.mode` |")[1].split("\n")[0]
+    )
+    assert (
+        f"{mode}: recompute everything except matrix products and attention: half of the memory for {more} % more"
+        in help_text
+    )
