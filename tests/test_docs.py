@@ -269,5 +269,10 @@ def test_the_options_of_accel_train_lora_are_in_its_table() -> None:
     assert re.findall(r"^\| `--(\w+)", section, re.MULTILINE) == [field.name for field in fields(LoraOptions)]
 
 
+def test_the_index_links_every_page() -> None:
+    linked = {target.partition("#")[0] for target in LINK.findall((ROOT / "docs" / "index.md").read_text())}
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= linked
+
+
 def test_there_are_commands_to_try() -> None:
     assert len(list(commands())) > 40
