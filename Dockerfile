@@ -1,6 +1,6 @@
 # For CPU, the default:
 #   docker build -t accel-train .
-# For CUDA, a base with the driver's libraries and the torch build of its version:
+# For CUDA, a CUDA base and the torch build of its version; the driver's libraries come from the host (--gpus all):
 #   docker build -t accel-train --build-arg BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 \
 #     --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 --build-arg EXTRAS=deepspeed,kernels .
 # (`devel` because DeepSpeed and Triton compile; `base` is enough without both.)

@@ -209,6 +209,42 @@ def test_every_module_is_in_a_row() -> None:
     assert len(RECIPES) >= 1
 
 
+def diagram() -> list[set[str]]:
+    """The rows of CONTRIBUTING.md, from the ground up. Names are in the first 72 columns, words about them behind."""
+    fence = (ROOT / "CONTRIBUTING.md").read_text().split("## Architecture")[1].split("```")[1]
+    rows = [re.findall(r"[\w/.*]+", line[:72]) for line in fence.strip().splitlines() if "──" not in line]
+    return [{name.replace("/*.py", "").replace("/", ".") for name in row} for row in reversed(rows)]
+
+
+def test_the_diagram_of_contributing_is_the_table() -> None:
+    assert diagram() == [row - {"__init__"} for row in ROWS]
+
+
+def test_contributing_names_every_package_that_imports_accelerate() -> None:
+    text = (
+        (ROOT / "CONTRIBUTING.md")
+        .read_text()
+        .split("- `accelerate` is imported only in")[1]
+        .split("`domains/models/`")[0]
+    )
+    named = {name.removesuffix(".py").strip("/").replace("/", ".") for name in re.findall(r"`([\w/.]+)`", text)}
+    assert named | {"recipes"} == ACCELERATE_PACKAGES
+
+
+def test_contributing_states_the_budget_of_a_folder() -> None:
+    (stated,) = re.findall(r"^\| files in a folder \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    larger = {limit for limit, _ in MORE_FILES.values()} | {DOMAIN_FILES}
+    assert set(map(int, re.findall(r"\d+", stated))) == {PACKAGE_FILES} | larger
+    assert all(f"`{name}/`" in stated for name in MORE_FILES)
+
+
+def test_the_readme_names_every_package() -> None:
+    tree = (ROOT / "README.md").read_text().split("## The repository")[1].split("```")[1]
+    named = {word.removesuffix(".py").strip("/") for word in re.findall(r"[\w/]+(?:\.py|/)", tree)}
+    missing = {name.replace(".", "/") for row in ROWS for name in row} - named - {"recipes", "__init__"}
+    assert missing == {"cores", "precision", "simulated", "strict_yaml", "wording"}  # small files of values
+
+
 def test_imports_point_down() -> None:
     wrong: list[str] = []
     for item in every_import():

@@ -8,6 +8,7 @@ import shlex
 from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -55,11 +56,48 @@ every_claim = pytest.mark.parametrize("claim", CLAIMS, ids=str)
 
 
 @cache
-def results(name: str) -> dict[str, str]:
-    """What the rows of a result file say, as performance.md prints it, by name."""
+def content(name: str) -> dict[str, Any]:
+    """A result file."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rows_of(name: str) -> dict[str, Row]:
+    """The rows of a result file, by name."""
     known = {field.name for field in fields(Row)}
-    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    return {row["name"]: cells(Row(**{key: row[key] for key in known & row.keys()}))[0].strip() for row in rows}
+    return {row["name"]: Row(**{key: row[key] for key in known & row.keys()}) for row in content(name)["rows"]}
+
+
+def ablation_of(name: str) -> dict[str, tuple[float, tuple[float, float]]]:
+    """Speed by wall time, with its interval, of each option of an ablation, by its name without code marks."""
+    options = content(name).get("details", {}).get("ablation", {}).get("options", [])
+    return {option["option"].replace("`", ""): option["speed"] for option in options}
+
+
+def worse_by(name: str) -> dict[str, str]:
+    """Change of each metric at the end, as a share, with each option of an ablation."""
+    options = content(name).get("details", {}).get("ablation", {}).get("options", [])
+    return {
+        f"{option['option'].replace('`', '')}: {metric} worse by, as a share": f"{share:.4f}"
+        for option in options
+        for metric, share in option["worse"].items()
+    }
+
+
+def layouts_of(name: str) -> dict[str, str]:
+    """Efficiency by wall time and traffic of each layout of the scaling rows."""
+    found: dict[str, str] = {}
+    for layout in content(name).get("details", {}).get("layouts", []):
+        place = f"{layout['strategy']}, processes {layout['processes']}, hosts {layout['hosts']}"
+        found[f"{place}: efficiency"] = f"{layout['efficiency']:.2f}"
+        found[f"{place}: sent per step"] = f"{layout['bytes'] / 1e6:.1f} MB"
+    return found
+
+
+def results(name: str) -> dict[str, str]:
+    """What a result file says, as performance.md prints it, by the name of the row, option or layout."""
+    rows = {row: cells(found)[0].strip() for row, found in rows_of(name).items()}
+    speeds = {option: f"{speed[0]:.3f} x" for option, speed in ablation_of(name).items()}
+    return rows | layouts_of(name) | speeds | worse_by(name)
 
 
 def wrong_figures(claim: Claim) -> list[str]:
@@ -76,6 +114,8 @@ def wrong_figures(claim: Claim) -> list[str]:
     here = [(ROOT / proof.split("::")[0]).read_text() for proof in claim.proofs if proof.startswith("tests/")]
     for part in rest.split("; "):
         page = OTHER_PAGE.search(part)
+        if page is not None and page[1] == "performance.md":
+            wrong.append(f"performance.md is made of results, so name the row and its file: {part}")
         origins = [(ROOT / "docs" / page[1]).read_text()] if page else here
         stated = {number.replace("_", ",").rstrip(",") for text in origins for number in STATED.findall(text)}
         words = re.sub(r"`[^`]*`", "", OTHER_PAGE.sub("", part))
@@ -133,6 +173,7 @@ def test_the_summary_counts_the_rows() -> None:
     assert {anchor for _, anchor, *_ in summary} <= anchors(PAGE)
 
 
+FUSED = "`optimizer.fused: False -> True` {} ([ablation_mmdit_cpu](../benchmarks/results/ablation_mmdit_cpu.json))"
 LOOP = ("Accelerate's idiom over the raw loop", "loop_cpu")
 
 
@@ -145,6 +186,9 @@ LOOP = ("Accelerate's idiom over the raw loop", "loop_cpu")
         ("4 of 70 ([lora.md](lora.md#demo))", True),
         ("5678 of 70 ([lora.md](lora.md#demo))", False),
         ("4321.5 times", False),
+        (FUSED.format("0.969 x"), True),
+        (FUSED.format("1.056 x"), False),
+        ("recipes/mmdit.py 0.969 x ([performance.md](performance.md#options-one-by-one))", False),
     ],
 )
 def test_a_figure_of_no_origin_is_found(figure: str, right: bool) -> None:

@@ -8,7 +8,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 
 from accel_train import cli
 from accel_train.cli.arguments import build_parser
+from accel_train.commands.lora import LoraOptions
 from accel_train.config import UsageError
 from accel_train.domains.text.trained_model import load_both_ways
 from accel_train.metrics.records import read_metrics
@@ -253,6 +254,24 @@ def test_the_figures_of_the_readme_are_measured(row: str) -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
     (value,) = re.findall(rf"^\| {re.escape(row)} \| ([\d.]+)", page, re.MULTILINE)
     assert FIGURES[row].format(float(value)) in (ROOT / "README.md").read_text()
+
+
+def test_every_variable_of_ours_is_in_the_table_and_no_other() -> None:
+    section = (ROOT / "docs" / "config.md").read_text().split("## Environment variables")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    sources = "".join(path.read_text() for path in (ROOT / "accel_train").rglob("*.py"))
+    read = set(re.findall(r"\bACCEL_TRAIN_[A-Z_]*[A-Z]\b", sources))
+    assert set(re.findall(r"`(\w+)`", " ".join(cells))) == read
+
+
+def test_the_options_of_accel_train_lora_are_in_its_table() -> None:
+    section = (ROOT / "docs" / "lora.md").read_text().split("## In one command")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `--(\w+)", section, re.MULTILINE) == [field.name for field in fields(LoraOptions)]
+
+
+def test_the_index_links_every_page() -> None:
+    linked = {target.partition("#")[0] for target in LINK.findall((ROOT / "docs" / "index.md").read_text())}
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= linked
 
 
 def test_there_are_commands_to_try() -> None:

@@ -94,6 +94,12 @@ def test_what_recipes_import_stays_where_it_is() -> None:
     assert imported == set(STABLE.split())
 
 
+def test_the_page_lists_what_stays_where_it_is() -> None:
+    section = (ROOT / "docs" / "recipes.md").read_text().split("### What stays where it is")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert {name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)} == set(STABLE.split())
+
+
 @pytest.mark.distributed
 def test_two_processes_train_as_one_does_and_micro_batches_change_nothing(begun: Path) -> None:
     flags = [*SHORT, "--max_steps", "6"]

@@ -15,7 +15,7 @@ class ActivationCheckpointingConfig:
     mode: Literal["none", "full", "attention", "ffn", "selective"] = "none"
     """full: every block stores only its inputs: a quarter of the peak memory for a third more time. attention or ffn:
     only that half of each block. selective: recompute everything except matrix products and attention: half of the
-    memory for 11 % more time. Measured on a CPU by benchmarks/activation_checkpointing.py, without weights and
+    memory for 6 % more time. Measured on a CPU by benchmarks/activation_checkpointing.py, without weights and
     optimizer. Compiled blocks keep the output of attention in every mode."""
     blocks: PositiveInt | None = None
     """Blocks that are checkpointed, the first ones: as many as it takes to fit, since each costs time. None: all."""

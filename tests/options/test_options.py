@@ -395,6 +395,36 @@ def test_groups_are_frozen_and_complete_without_a_file(cls: type) -> None:
         assert any(value is not dataclasses.MISSING for value in given), f"{cls.__name__}.{field.name}"
 
 
+def free_by_its_text(config: type, prefix: str = "") -> set[str]:
+    """The options whose text says that they affect speed and memory only."""
+    kinds, texts, found = get_type_hints(config), field_texts(config), set[str]()
+    for field in dataclasses.fields(config):
+        kind = kinds[field.name]
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            found |= free_by_its_text(kind, f"{prefix}{field.name}.")
+        elif "speed and memory only" in texts.get(field.name, ""):
+            found.add(prefix + field.name)
+    return found
+
+
+@pytest.mark.parametrize("recipe", [mmdit, pde, causal_lm, lora])
+def test_an_option_that_affects_speed_and_memory_only_may_change_on_resume(recipe: Any) -> None:
+    assert {name for name in free_by_its_text(recipe.Config) if not recipe.Config.may_change_on_resume(name)} == set()
+
+
+@pytest.mark.parametrize("recipe", [mmdit, pde, causal_lm, lora])
+def test_what_may_change_on_resume_is_an_option(recipe: Any) -> None:
+    """Apart from those of older runs, which the config no longer has."""
+    names = set(option_names(recipe.Config)) | {"model.attn_implementation"}
+    free = recipe.Config.recipe.free_to_change
+    assert [name for name in free if not any(n == name or n.startswith(f"{name}.") for n in names)] == []
+
+
+def test_there_are_options_that_affect_speed_and_memory_only() -> None:
+    found = free_by_its_text(Config) | free_by_its_text(lora.Config)
+    assert found == {"data.encoder_batch_size", "pictures.vae_batch_size", "base.encoder_batch_size"}
+
+
 def shown_by_help(recipe: str, *words: str, capsys: pytest.CaptureFixture[str]) -> str:
     config, default = RECIPES[recipe]
     with pytest.raises(SystemExit) as left:

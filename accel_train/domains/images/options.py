@@ -40,8 +40,8 @@ class PriorConfig:
     caption: str | None = None
     """Caption of those that have none, such as "a dog", and of those that are drawn."""
     count: NonNegativeInt = 0
-    """Pictures that path must have. Where there are fewer, the base draws the rest of caption before training, squares
-    of the first of data.resolutions, into path, which is then a folder. 0: those that are there."""
+    """Minimum number of class pictures in `data.prior.path`, then a folder. Before training the base generates the
+    missing ones from `data.prior.caption`, as squares of the first of `data.resolutions`. 0: those that are there."""
     steps: PositiveInt = DRAWING_STEPS
     """Denoising steps of a picture that is drawn."""
 

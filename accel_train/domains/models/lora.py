@@ -38,15 +38,16 @@ class LoraConfig:
     """LoRA: freeze the model and train a low-rank adapter on each linear layer."""
 
     rank: NonNegativeInt = 0
-    """Rank of the adapters. 0 trains the model itself."""
+    """Rank of the adapters. 0: no adapters; causal_lm.py then trains the model itself, lora.py refuses it."""
     alpha: PositiveFloat | None = None
     """The adapter's output is scaled by alpha / rank. None: the rank, a scale of 1."""
     variant: Variant = "lora"
     """dora: column norms are learned separately (arXiv:2402.09353). rslora: scale alpha / sqrt(rank)."""
     base_precision: BasePrecision = "fp32"
-    """Of the frozen weights. bf16 and fp16 halve their memory and need a precision other than fp32. int8 and nf4
-    (QLoRA) keep linear layers but the head in 8 or 4 bits, by bitsandbytes, fp8 stores them as float8 (e4m3, a scale
-    for each output), and the rest is in `precision`; they are not sharded, so one process or DDP or ZeRO-1 and 2."""
+    """Precision of the frozen weights. bf16 and fp16 halve their memory and need a precision other than fp32. int8 and
+    nf4 (QLoRA) keep linear layers but the head in 8 or 4 bits, by bitsandbytes, fp8 stores them as float8 (e4m3, a
+    scale for each output), and the rest is in `precision`; they are not sharded, so one process or DDP or ZeRO-1 and
+    2."""
     targets: tuple[str, ...] | None = None
     """Layers with an adapter: all-linear (all but the head), attention, or names such as q_proj v_proj, the last parts
     of a module's path. null: all-linear of a language model, the projections of attention of a pipeline."""

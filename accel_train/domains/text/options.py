@@ -13,7 +13,7 @@ from accel_train.domains.text.encoders import Pooling
 
 TFIDF_SVD = "tfidf-svd"
 TRAINED = "trained"
-FREE_TO_CHANGE = ("data.cache_dir", "data.cache_mib", "data.changed", "data.encoder_batch_size", "data.workers")
+FREE_TO_CHANGE = ("data.cache_dir", "data.cache_mib", "data.changed", "data.encoder_batch_size")
 """Options that a resume may change: they change no sample."""
 
 

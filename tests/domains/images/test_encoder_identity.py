@@ -19,6 +19,7 @@ from accel_train.domains.images.pipelines.validation import EvaluationConfig
 from accel_train.domains.images.trained_text.adapters import TextEncoderConfig, with_trained_text
 from accel_train.domains.models.pretrained import config_hash
 from tests.domains.images import tiny_pipelines as tiny
+from tests.domains.images.drawn import folder_of
 from tests.domains.images.test_lora_recipe import PROMPT, pictures
 
 pytest.importorskip("diffusers")
@@ -139,3 +140,19 @@ def test_a_config_is_compared_without_defaults_and_versions(tmp_path: Path) -> N
     path.write_text(json.dumps(config | {"act_fn": "relu"}), "utf-8")
     assert config_hash(AutoencoderKL.from_pretrained(tmp_path)) not in (before, without)
     assert config_hash(tiny.clip_text(False)) != config_hash(tiny.clip_text(True))
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tiny autoencoder and small pictures in place of those of the page."""
+    page = (Path(__file__).parents[3] / "docs" / "images.md").read_text().split("## From Python")[1]
+    script = page.split("```python\n")[1].split("```")[0]
+    for named, here in (('from_pretrained("stabilityai/sdxl-vae")', "from_config(tiny)"), ("(512,)", "(64,)")):
+        assert script.count(named) == 1
+        script = script.replace(named, here)
+    folder_of(tmp_path / "pictures", *[(80, 80)] * 4)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "cache"))
+    names: dict[str, Any] = {"tiny": dict(tiny.vae(4).config)}
+    exec(compile(script, "images.md", "exec"), names)
+    assert names["latents"].shape == (1, 4, *names["sample"]["mean"].shape[1:])
+    assert torch.isfinite(names["latents"]).all()

@@ -41,7 +41,8 @@ class ObjectiveConfig:
     offset_noise: NonNegativeFloat = 0.0
     """Noise added to a whole channel, for pictures darker or brighter than the base can make. 0.05 to 0.1 is usual."""
     multires_iterations: NonNegativeInt = 0
-    """Coarser resolutions that noise is added of, for the same purpose. 0: none. 6 to 10 are usual."""
+    """Number of coarser resolutions at which noise is added as well, for the same purpose. 0: none. 6 to 10 are
+    usual."""
     multires_discount: Fraction = 0.3
     """Strength of each coarser resolution relative to the one before."""
     caption_dropout: Fraction = 0.0
