@@ -40,7 +40,8 @@ BOUNDS = {
     "hashes on the other core, which takes memory and caches from the loop, as the row of a foreign process shows.",
     "C8": "A backward leaves no core idle here, so the one reduction cannot be hidden: the bound adds what gloo takes "
     "for it to a step without any.",
-    "C9": "The bound is a step's own products and attention, with their shapes and nothing else.",
+    "C9": "The bound is a step's own products and attention, with their shapes and nothing else. What a step lies below "
+    "it is the time of what lies between them: norms, modulation, activations and their gradients.",
     "G1": "Of the 382 ms of the traced step, an MFU of 0.457, products, attention and AdamW take 314, at the rates of "
     "G0 and G5. Compiled kernels take 65 ms. They move 245 GB by the compiler's own count, and 228 since then (`CHAIN` "
     "in `accel_train/speed/inductor.py`; what that gains is not yet measured). At the rate of a copy (G0) that takes "
@@ -201,7 +202,8 @@ def table_of(id: str, results: Sequence[Result]) -> list[str]:
             value, between, against, verdict = cells(found)
             verdict = verdict.replace("FAILED", "**FAILED**").replace("reported", "")
             lines.append(f"| {found.name} | {value} | {between} | {against} | {verdict} |")
-        lines += ["", f"From [{result.name}.json](../benchmarks/results/{result.name}.json)" + missing(result)]
+        note = f" {result.details['note']}" if "note" in result.details else ""
+        lines += ["", f"From [{result.name}.json](../benchmarks/results/{result.name}.json){missing(result)}{note}"]
     return lines
 
 

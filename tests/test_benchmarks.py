@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel_train.options.tree import flatten
 from accel_train.strict_yaml import read_yaml
-from benchmarks import ablation, gpu, gpu_parts, gpu_saving, gpu_training, muon, performance_page
+from benchmarks import ablation, gemm, gpu, gpu_parts, gpu_saving, gpu_training, muon, performance_page
 from benchmarks.device import TINY, Machine
 from benchmarks.gpu_contenders import Found
 from benchmarks.method import RESULTS, ROOT, Row, in_turns, line, row, write_results
@@ -364,6 +364,18 @@ def test_training_flops_are_those_that_torch_counts(shape: Shape) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         loss_sum(model, batch).backward()
     assert counter.get_total_flops() == shape.batch * shape.train_flops()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("width", "depth", "rows"), [(64, 1, 2), (128, 2, 1)])
+def test_the_flops_of_a_step_on_a_cpu_include_attention(precision: str, width: int, depth: int, rows: int) -> None:
+    length = 256 + 77
+    tokens = length * 24 * width**2 + 4 * length**2 * width
+    modulation = 2 * 12 * width**2  # of two modalities; the conditioning needs no gradient
+    step = gemm.step_of(width, depth, rows, precision)
+    assert gemm.flops_of(step) == depth * rows * (3 * tokens + 2 * modulation)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert gemm.flops_of(step) == depth * rows * (3 * tokens + 2 * modulation)
 
 
 @pytest.mark.parametrize(
