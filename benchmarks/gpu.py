@@ -84,7 +84,7 @@ def write(machine: Machine, name: str, found: Found, rates: tuple[float, float],
     title = PARTS[name].title + (", a dry run: these figures mean nothing" if machine.tiny else "")
     # a device that grew hot or was shared shows in these
     details = found.details | {"product_flops": dict(zip(("before", "after"), rates, strict=True))}
-    return write_results(directory / f"gpu_{name}.json", title, found.rows, details, found.absent)
+    return write_results(directory / f"gpu_{name}.json", title, found.rows, details, found.absent, gpu=not machine.tiny)
 
 
 def main() -> int:
