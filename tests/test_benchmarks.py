@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel_train.options.tree import flatten
 from accel_train.strict_yaml import read_yaml
+from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
 from benchmarks import ablation, gemm, gpu, gpu_parts, gpu_saving, gpu_training, muon, performance_page
 from benchmarks.device import TINY, Machine
 from benchmarks.gpu_contenders import Found
@@ -486,6 +487,69 @@ def test_a_part_that_stops_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPat
     assert [r.name.split(",")[2] for r in found.rows] == [" accumulation 1"]
     assert found.details.keys() == {"adamw 1", "adamw_offload 1"}
     assert found.absent["the rest of offload"].startswith("TimeoutError: adamw at accumulation 8")
+
+
+def test_a_peer_without_room_takes_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(gpu_training, "PEERS", dict.fromkeys(gpu_training.PEERS, no_room))
+    monkeypatch.setattr(gpu_training, "has_diffusers", lambda: False)  # which takes its time to import
+    found = gpu.measure(DRY, "large", 1e9)
+    assert [r.id for r in found.rows] == ["G1", "G1", "G2", "G2", "G2", "G2"]
+    (over_raw,) = [r for r in found.rows if "clip and average in the kernel" in r.name]
+    assert over_raw.target == "<= 1.003"
+    (apart,) = [r for r in found.rows if "relative difference" in r.name]
+    assert apart.verdict == "passed"
+    assert found.details["losses"].keys() == {"trainer", "raw", "by hand"}
+    assert [reason for what, reason in found.absent.items() if "speed over" in what] == [
+        "OutOfMemoryError: no room"
+    ] * 2
+    assert len(found.failed) == 2
+
+
+def test_a_part_without_room_says_what_it_needs() -> None:
+    machine = replace(DRY, tiny=False)
+    needing = {"large", "trace", "long", "float8", "offload", "optimizer"}
+    assert {name for name in gpu.PARTS if gpu.lacking(name, machine)} == needing
+    assert gpu.lacking("large", machine) == "needs 62 GB of the device, 9 are free"
+    found = gpu.measure(machine, "float8", 0.0)
+    assert found.failed == ["float8"]
+    assert not found.rows
+
+
+def test_a_file_is_not_replaced_by_one_with_fewer_targets(tmp_path: Path) -> None:
+    def write(*names: str, failed: str = "") -> bool:
+        found = Found([row("G5", name, 1.0, target=">= 0") for name in names])
+        if failed:
+            found.fails(failed, "no room")
+        return gpu.write(DRY, "optimizer", found, (1.0, 1.0), tmp_path)
+
+    def names(path: Path) -> list[str]:
+        return [stored["name"] for stored in json.loads(path.read_text())["rows"]]
+
+    assert write("a", "b")
+    assert not write("c", failed="the rest of optimizer")
+    assert names(tmp_path / "gpu_optimizer.json") == ["a", "b"]
+    assert names(tmp_path / "incomplete" / "gpu_optimizer.json") == ["c"]
+    assert not write("d", "e", failed="a peer")  # all targets that there are hold, and one is missing
+    assert names(tmp_path / "gpu_optimizer.json") == ["d", "e"]
+
+
+def test_results_of_another_device_are_found_before_anything_is_measured(tmp_path: Path) -> None:
+    for name in ("gpu_large", "gpu_small", "one_gpu"):
+        write_results(tmp_path / f"{name}.json", "G", [], {})
+    own = performance_page.device(json.loads((tmp_path / "one_gpu.json").read_text())["environment"])
+    assert gpu.of_another_device(tmp_path, own, ["large"]) == []
+    left = gpu.of_another_device(tmp_path, "NVIDIA A100", ["large"])
+    assert left == [f"gpu_small.json ({own})", f"one_gpu.json ({own})"]
+
+
+def test_traffic_is_that_of_the_kernels_that_ran() -> None:
+    optimizer = FusedAdamW([{"params": [torch.nn.Parameter(torch.zeros(1))]}], lr=0.1, betas=(0.9, 0.95), eps=1e-8)
+    assert gpu_parts.bytes_a_value(optimizer) == 48
+    optimizer.one_pass = True
+    assert gpu_parts.bytes_a_value(optimizer) == 40
 
 
 @pytest.mark.parametrize(
