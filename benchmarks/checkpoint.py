@@ -84,6 +84,8 @@ class Saving:
     begin: Callable[[], None]
     poll: Callable[[], bool]
     close: Callable[[], None] = staticmethod(lambda: None)
+    before_update: Callable[[], object] = staticmethod(lambda: None)
+    """Waits for what reads the weights: called before each update of them."""
     bytes_on_disk: Callable[[], int]
 
 
@@ -138,15 +140,21 @@ def save_state(state: State, folder: Path) -> Saving:
     return saving
 
 
-def dcp_async_save(state: State, folder: Path) -> Saving:
+def process_group(state: State, folder: Path) -> None:
+    """DCP's asynchronous save needs one, also of a single process."""
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
 
     if not dist.is_initialized():
         store = dist.FileStore(str(folder / "store"), 1)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if state.small.is_cuda else "gloo", store=store, rank=0, world_size=1
         )
+
+
+def dcp_async_save(state: State, folder: Path) -> Saving:
+    import torch.distributed.checkpoint as dcp
+
+    process_group(state, folder)
     saving, futures, count = Saving(), list[Any](), [0]
 
     def begin() -> None:

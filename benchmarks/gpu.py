@@ -82,7 +82,7 @@ PARTS = {
     "checkpointing": Part("G4: activation checkpointing", gpu_training.g4, 40.0),
     "long": Part("G1: 4096 tokens, and wide heads", gpu_training.g1_long, 60.0, long_training),
     "data": Part("G7: data wait", gpu_parts.g7, 25.0),
-    "saving": Part("G3: saving", gpu_saving.g3, 110.0),
+    "saving": Part("G3: saving", gpu_saving.g3, 150.0),
     "compile": Part("G6: compile times", gpu_training.g6, 60.0),
     "float8": Part("G1: float8", gpu_training.g1_float8, 60.0, training),
     "offload": Part("G8: optimizer state in host memory", gpu_parts.g8, 60.0, offloaded),

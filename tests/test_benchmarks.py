@@ -10,7 +10,8 @@ from dataclasses import replace
 from importlib import import_module
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -591,6 +592,56 @@ def test_saving_is_held_against_targets_at_the_whole_size_only(whole: bool, verd
     gpu_saving.add_ours(found, job | {"to_host_gb_per_second": 44.0, "locked_gb_per_second": 50.0}, whole)
     assert [r.verdict for r in found.rows] == [verdict] * 3
     assert [r.name.split(":")[0] for r in found.rows] == ["24.3 GB of state"] * 3
+
+
+@pytest.mark.parametrize("count", [3, 20, 95])
+def test_what_a_window_takes_to_start_is_no_cost_of_a_save(count: int) -> None:
+    start, step, lost = 0.3, 0.2, 0.05
+
+    def of(steps: int, extra: float = 0.0) -> gpu_saving.Window:
+        return gpu_saving.Window(start + (steps - 1) * step + extra, steps, start, [])
+
+    assert gpu_saving.hidden(of(count, lost), (of(20), of(20))) == pytest.approx(lost)
+
+
+def test_a_window_counts_the_first_step_apart() -> None:
+    clock = [0.0]
+
+    class Steps:
+        small = torch.zeros(1)
+
+        def settle(self) -> None:
+            pass
+
+        def step(self) -> None:
+            clock[0] += 1.0 if clock[0] else 5.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_saving.time, "perf_counter", lambda: clock[0])
+        found = gpu_saving.window(cast(Any, Steps()), 3, lambda: clock[0] > 8)
+    assert (found.seconds, found.steps, found.first, found.step) == (9.0, 5, 5.0, 1.0)
+
+
+def test_dcp_stages_before_the_weights_change(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    weights = {"w": torch.arange(1000.0)}
+    saving = gpu_saving.dcp_async_save(SimpleNamespace(small=weights["w"], tensors=lambda: weights), tmp_path)
+    try:
+        for number in (1.0, 2.0):
+            weights["w"].fill_(number)
+            saving.begin()
+            saving.before_update()
+            weights["w"].fill_(-1.0)
+            while not saving.poll():
+                pass
+        loaded = {"w": torch.zeros(1000)}
+        dcp.load(loaded, checkpoint_id=str(tmp_path / "dcp1"))
+        assert set(loaded["w"].tolist()) == {2.0}
+        assert not (tmp_path / "dcp0").exists()
+    finally:
+        saving.close()
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.gpu
