@@ -27,7 +27,7 @@ import torch
 from accel_train.compare.comparison import Request
 from accel_train.options.tree import overlaid
 from accel_train.strict_yaml import read_yaml
-from benchmarks.method import ROOT, Row, row, write_results
+from benchmarks.method import ROOT, Row, largest, on_cpu, row, write_results
 
 SKIPS = {
     "objective.inverse_every": "skips work: inverse losses in one step of several",
@@ -98,7 +98,7 @@ def worse(first: Mapping[str, Any], other: Mapping[str, Any], name: str) -> list
 
 def apart(recipe: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """Largest difference of a figure in a round, as a share of the baseline's."""
-    return max(abs(value) for name in QUALITY[recipe] for value in worse(first, other, name))
+    return largest(abs(value) for name in QUALITY[recipe] for value in worse(first, other, name))
 
 
 def unequal(name: str) -> str | None:
@@ -180,20 +180,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max_steps", type=int, help="of every run; as the presets say")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda tries what needs a GPU as well")
     options = parser.parse_args(arguments)
+    gpu = options.device == "cuda"
+    if not gpu:
+        on_cpu()
+    elif not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device here")
     recipe, presets = options.recipe, [f"{options.recipe}_baseline", f"{options.recipe}_optimized"]
     rounds, steps = options.rounds, options.max_steps
     found = compare(recipe, [*presets, "--ablate"], rounds, steps)
     combined = {
         name: compare_changed(recipe, presets[0], *changed, rounds, steps) for name, changed in COMBINED[recipe].items()
     }
-    gpu = torch.cuda.is_available()
     tried = [*ON_TOP[recipe], *(ON_A_GPU if gpu else ())]
     on_top = [compare(recipe, [presets[1], "--vary", varied], min(rounds, ROUNDS_ON_TOP), steps) for varied in tried]
     rows, table = rows_of(recipe, found, on_top, combined)
     about = {"recipe": recipe, "rounds": found["rounds"], "window": found["window"], "options": table}
     title = f"Options of recipes/{recipe}.py, one by one"
-    passed = write_results(options.output, title, rows, {"ablation": about}, ABSENT | ({} if gpu else WITHOUT_A_GPU))
+    absent = ABSENT if gpu else ABSENT | WITHOUT_A_GPU
+    passed = write_results(options.output, title, rows, {"ablation": about}, absent, gpu=gpu)
     return 0 if passed else 1
 
 

@@ -84,6 +84,8 @@ class Saving:
     begin: Callable[[], None]
     poll: Callable[[], bool]
     close: Callable[[], None] = staticmethod(lambda: None)
+    before_update: Callable[[], object] = staticmethod(lambda: None)
+    """Waits for what reads the weights: called before each update of them."""
     bytes_on_disk: Callable[[], int]
 
 
@@ -138,15 +140,21 @@ def save_state(state: State, folder: Path) -> Saving:
     return saving
 
 
-def dcp_async_save(state: State, folder: Path) -> Saving:
+def process_group(state: State, folder: Path) -> None:
+    """DCP's asynchronous save needs one, also of a single process."""
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
 
     if not dist.is_initialized():
         store = dist.FileStore(str(folder / "store"), 1)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if state.small.is_cuda else "gloo", store=store, rank=0, world_size=1
         )
+
+
+def dcp_async_save(state: State, folder: Path) -> Saving:
+    import torch.distributed.checkpoint as dcp
+
+    process_group(state, folder)
     saving, futures, count = Saving(), list[Any](), [0]
 
     def begin() -> None:
@@ -316,18 +324,23 @@ def writing(state_mb: float, folder: Path, rounds: int) -> dict[str, Any]:
 
     for _ in range(rounds):
         measure("memcpy", lambda: target.copy_(source))
-        measure("ours", no_hash)
+        measure("ours_unhashed", no_hash)
         measure("ours_hashed", no_fsync)
         measure("ours_hashed_fsynced", lambda: writer.write_tensors(folder / "a.safetensors", header, buffer))
         measure("torch_save", lambda: torch.save(tensors, folder / "a.pt"))
         measure("torch_save_fsynced_hashed", lambda: (torch.save(tensors, folder / "a.pt"), durable(folder / "a.pt")))
+
+    def over(ours: str, theirs: str) -> list[float]:
+        """Speed in each round."""
+        return [b / a for a, b in zip(times[ours], times[theirs], strict=True)]
+
     rates = {name: size / statistics.median(values) / 1e9 for name, values in times.items()}
     return {
         "bytes": size,
         "gb_per_second": rates,
-        "over_torch_save": rates["ours"] / rates["torch_save"],
-        "hashed_over_torch_save": rates["ours_hashed"] / rates["torch_save"],
-        "durable_over_torch_save_durable": rates["ours_hashed_fsynced"] / rates["torch_save_fsynced_hashed"],
+        "unhashed_over_torch_save": over("ours_unhashed", "torch_save"),
+        "hashed_over_torch_save": over("ours_hashed", "torch_save"),
+        "durable_over_torch_save_durable": over("ours_hashed_fsynced", "torch_save_fsynced_hashed"),
     }
 
 
@@ -406,6 +419,9 @@ TEXTS = {
     "save_state": "Accelerator.save_state",
 }
 
+DURABLE = "speed of writing over torch.save, both hashed and flushed to the disk"
+UNHASHED = "speed of writing over torch.save, without hash and flush"
+
 
 def rows_of(id: str, size: str, jobs: dict[str, Any]) -> list[Row]:
     """Rows of one size of state."""
@@ -425,9 +441,10 @@ def rows_of(id: str, size: str, jobs: dict[str, Any]) -> list[Row]:
         rows.append(row(id, text, mine["beside_a_hash_rounds"]))
         text = f"{size}, a copy into memory of before, on one core: takes"
         rows.append(row(id, text, mine["copy_of_the_same_tensors_ms"], "ms"))
-        copied, written = jobs["snapshot_over_copy_of_the_same_tensors"], jobs["writing"]["over_torch_save"]
+        copied, writing = jobs["snapshot_over_copy_of_the_same_tensors"], jobs["writing"]
         rows.append(row(id, f"{size}: speed of the snapshot over a copy of its tensors", copied, target=">= 0.9"))
-        rows.append(row(id, f"{size}: speed of writing over torch.save", written, target=">= 1.3"))
+        rows.append(row(id, f"{size}: {DURABLE}", writing["durable_over_torch_save_durable"], target=">= 1.3"))
+        rows.append(row(id, f"{size}: {UNHASHED}", writing["unhashed_over_torch_save"]))
     rows.append(row(id, f"{size}: reloaded bit for bit", float(jobs["reload_is_identical"]), "count", ">= 1"))
     return rows
 
@@ -452,7 +469,7 @@ def main() -> int:
         sizes[str(state_mb)] = jobs = jobs_of(arguments, state_mb)
         rows += rows_of("C4" if arguments.device == "cpu" else "G3", f"{state_mb:g} MB", jobs)
     output, title = arguments.output, "C4: saving while the loop runs"
-    return 0 if write_results(output, title, rows, {"sizes": sizes}) else 1
+    return 0 if write_results(output, title, rows, {"sizes": sizes}, gpu=arguments.device == "cuda") else 1
 
 
 if __name__ == "__main__":

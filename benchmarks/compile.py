@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from accel_train.domains.models.mmdit import MMDiT, MMDiTConfig
 from accel_train.speed.compile import CompiledBlocks, apply_compile
 from accel_train.speed.options import CompileConfig
-from benchmarks.method import ROOT, Row, in_turns, parser_of, row, write_results
+from benchmarks.method import ROOT, Row, in_turns, largest, parser_of, row, write_results
 
 WAYS = {
     "regional": CompileConfig("on"),
@@ -85,7 +85,7 @@ def compile_once(way: str, width: int, depth: int, rounds: int, texts: int = 1) 
         "wall_seconds": time.perf_counter() - wall,
         "cpu_seconds": processor_seconds() - cpu,
         "loss_difference": float((found[0] - expected[0]).abs() / expected[0].abs()),
-        "gradient_difference": max(
+        "gradient_difference": largest(
             float((a - b).norm() / b.norm()) for a, b in zip(found[1:], expected[1:], strict=True)
         ),
     }

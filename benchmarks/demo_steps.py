@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ablation import COMBINED, EQUAL_WORK
-from benchmarks.method import ROOT, Row, parser_of, row, write_results
+from benchmarks.method import ROOT, Row, on_cpu, parser_of, row, write_results
 
 RECIPES: Mapping[str, Mapping[str, Any]] = {"mmdit": {}, "pde": COMBINED["pde"][EQUAL_WORK][1]}
 """With what makes the optimised preset's work equal to the baseline's."""
@@ -77,6 +77,7 @@ def rows_of(recipe: str, found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
 def main() -> int:
     """Profile each recipe's presets."""
     options = parser_of(__doc__, rounds=1).parse_args()
+    on_cpu()
     first, last = (1, 3) if options.tiny else (FIRST, LAST)
     rows: list[Row] = []
     details: dict[str, Any] = {}

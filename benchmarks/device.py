@@ -42,6 +42,10 @@ class Machine:
         """Bytes of the device."""
         return torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 1 << 33
 
+    def free_bytes(self) -> int:
+        """Of the device, now."""
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 1 << 33
+
     def wait(self) -> None:
         """For all work on the device."""
         if self.device.type == "cuda":

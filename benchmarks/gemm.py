@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -53,9 +53,31 @@ def autocast(precision: str) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
+def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
+    """Scores and their product with the values, of shapes (B, heads, L, head width)."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[2] * (width + value[3])
+
+
+def attention_forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return attention_flops(query, key, value)
+
+
+def attention_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
+    """Twice the forward. Scores that are computed again are no work of the model."""
+    return 2 * attention_flops(query, key, value)
+
+
+CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_forward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+}
+"""torch counts its attention on GPUs, and nothing for these two (2.13)."""
+
+
 def flops_of(step: Callable[[], object]) -> int:
-    """As torch counts the operators of one call."""
-    with FlopCounterMode(display=False) as counter:
+    """As torch counts the operators of one call, and attention on a CPU."""
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
         step()
     return counter.get_total_flops()
 

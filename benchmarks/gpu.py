@@ -4,10 +4,11 @@
     python -m benchmarks.gpu --only saving --directory /tmp/check
     python -m benchmarks.gpu --tiny --directory /tmp/check  # on a CPU: does the script work
 
-A part is written as soon as it ends; a part that fails or for which no time is left is named with the reason, keeps the
-rows that it has, and does not stop the others. Contenders that fit on the device together take turns; those of 2 B
-parameters do not, and run one after the other. diffusers and torchao are used where they are installed, and named as
-absent elsewhere.
+A part is written as soon as it ends; a part that fails, or for which no time or memory is left, is named with the
+reason, keeps the rows that it has, and does not stop the others. It never replaces a file that has more rows with a
+target. Results of another device in the directory are refused. Contenders that fit on the device together take turns;
+those of 2 B parameters do not, and run one after the other. diffusers and torchao are used where they are installed,
+and named as absent elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +25,16 @@ import torch
 
 from benchmarks import gpu_parts, gpu_saving, gpu_training, performance_page
 from benchmarks.device import Machine
-from benchmarks.gpu_contenders import Found, has_diffusers
+from benchmarks.gpu_contenders import Found, has_diffusers, in_words
 from benchmarks.method import RESULTS, write_results
+from benchmarks.sd3 import Shape
+
+VALUES = 2.03e9
+"""Parameters of SD3-medium."""
+STATE = 20 * VALUES
+"""Bytes of weights, gradients, both moments of AdamW and the average, in fp32."""
+COMPILED, EAGER = 1.5e6, 1.8e6
+"""Bytes of a token that the forward leaves for the backward, as on an H200: of 1.46 and 1.77 MB."""
 
 
 @dataclass(frozen=True)
@@ -36,55 +45,117 @@ class Part:
     measure: Callable[[Machine, float, Found], None]
     seconds: float
     """That must be left for it to begin."""
+    bytes: Callable[[Machine], float] = lambda _: 0.0
+    """Of the device that it needs. Of a peer that needs more, the part says so when it runs out."""
+
+
+def training(machine: Machine) -> float:
+    """Bytes of compiled training at the large shape."""
+    return STATE + COMPILED * tokens(machine.large())
+
+
+def long_training(machine: Machine) -> float:
+    return STATE + COMPILED * max(tokens(machine.long()), tokens(machine.wide_heads()))
+
+
+def offloaded(machine: Machine) -> float:
+    """The state on the device, which is what the state on the host is held against, with accumulated gradients."""
+    return STATE + 4 * VALUES + EAGER * tokens(machine.large())
+
+
+def stepping(_: Machine) -> float:
+    """Optimizers alone, one of them with temporary tensors of all values."""
+    return STATE + 8 * VALUES
+
+
+def tokens(shape: Shape) -> int:
+    """Of a batch."""
+    return shape.batch * (shape.image_tokens + shape.text_tokens)
 
 
 PARTS = {
     "ceilings": Part("G0: ceilings of the device", gpu_parts.g0, 20.0),
-    "large": Part("G1 and G2: a step of 2 B parameters", gpu_training.g1_large, 120.0),
-    "trace": Part("G1: where the time of the large step goes", gpu_training.trace, 110.0),
+    "large": Part("G1 and G2: a step of 2 B parameters", gpu_training.g1_large, 120.0, training),
+    "trace": Part("G1: where the time of the large step goes", gpu_training.trace, 110.0, training),
     "small": Part("G1 and G2: a launch-bound step", gpu_training.g1_small, 60.0),
-    "optimizer": Part("G5: the optimizer", gpu_parts.g5, 20.0),
+    "optimizer": Part("G5: the optimizer", gpu_parts.g5, 20.0, stepping),
     "checkpointing": Part("G4: activation checkpointing", gpu_training.g4, 40.0),
-    "long": Part("G1: 4096 tokens, and wide heads", gpu_training.g1_long, 60.0),
+    "long": Part("G1: 4096 tokens, and wide heads", gpu_training.g1_long, 60.0, long_training),
     "data": Part("G7: data wait", gpu_parts.g7, 25.0),
-    "saving": Part("G3: saving", gpu_saving.g3, 110.0),
+    "saving": Part("G3: saving", gpu_saving.g3, 150.0),
     "compile": Part("G6: compile times", gpu_training.g6, 60.0),
-    "float8": Part("G1: float8", gpu_training.g1_float8, 60.0),
-    "offload": Part("G8: optimizer state in host memory", gpu_parts.g8, 60.0),
+    "float8": Part("G1: float8", gpu_training.g1_float8, 60.0, training),
+    "offload": Part("G8: optimizer state in host memory", gpu_parts.g8, 60.0, offloaded),
 }
 """By name, in the order of their weight."""
 
 
+def lacking(name: str, machine: Machine) -> str | None:
+    """What keeps a part from beginning: time or memory, with the numbers. None: it has room."""
+    part = PARTS[name]
+    if machine.left < part.seconds:
+        return (
+            f"TimeoutError: {machine.left:.0f} s were left of {machine.limit_seconds:.0f}, it needs {part.seconds:.0f}"
+        )
+    needed, free = part.bytes(machine), machine.free_bytes()
+    if not machine.tiny and free < needed:
+        return f"needs {needed / 1e9:.0f} GB of the device, {free / 1e9:.0f} are free"
+    return None
+
+
 def measure(machine: Machine, name: str, rate: float) -> Found:
     """One part: its rows, details, and what of it did not run, with the reason."""
-    part, found = PARTS[name], Found()
-    if machine.left < part.seconds:
-        found.absent[name] = (
-            f"{machine.left:.0f} s were left of {machine.limit_seconds:.0f}, it needs {part.seconds:.0f}"
-        )
+    found = Found()
+    if (reason := lacking(name, machine)) is not None:
+        found.fails(name, reason)
         return found
     if not has_diffusers():
         found.absent["diffusers"] = "not installed: the peers train our model on torch's own attention"
     began = time.perf_counter()
     try:
-        part.measure(machine, rate, found)
+        PARTS[name].measure(machine, rate, found)
     except Exception as error:  # whatever a kernel, a driver or a peer raises: the others are still worth measuring
-        what = f"the rest of {name}" if found.rows else name
-        found.absent[what] = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        found.fails(f"the rest of {name}" if found.rows else name, in_words(error))
     machine.release()
     print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     return found
 
 
 def write(machine: Machine, name: str, found: Found, rates: tuple[float, float], directory: Path) -> bool:
-    """The file of a part, or what kept it from being measured; returns whether no target was missed."""
+    """The file of a part, or what kept it from being measured; returns whether all of it was, and no target missed.
+
+    A file with more rows that have a target stays, and the new one goes to a folder beside it.
+    """
     if not found.rows:
         print(f"not measured: {found.absent}", flush=True)
         return False
     title = PARTS[name].title + (", a dry run: these figures mean nothing" if machine.tiny else "")
     # a device that grew hot or was shared shows in these
     details = found.details | {"product_flops": dict(zip(("before", "after"), rates, strict=True))}
-    return write_results(directory / f"gpu_{name}.json", title, found.rows, details, found.absent)
+    path = directory / f"gpu_{name}.json"
+    before, now = targets_in(path), sum(found_row.target is not None for found_row in found.rows)
+    if now < before:
+        path = directory / "incomplete" / path.name
+        print(f"gpu_{name}.json has {before} rows with a target, and here are {now}: it stays; see {path}", flush=True)
+    met = write_results(path, title, found.rows, details, found.absent, gpu=not machine.tiny)
+    return met and not found.failed
+
+
+def targets_in(path: Path) -> int:
+    """Rows of a file that have a target; 0 where there is no file."""
+    if not path.exists():
+        return 0
+    return sum(stored["target"] is not None for stored in json.loads(path.read_text())["rows"])
+
+
+def of_another_device(directory: Path, name: str, parts: Sequence[str]) -> list[str]:
+    """Files of the suite from another device than ``name`` that a run of these parts would leave beside its own."""
+    found: list[str] = []
+    for path in sorted([*directory.glob("gpu_*.json"), *directory.glob("one_gpu.json")]):
+        own = performance_page.device(json.loads(path.read_text())["environment"])
+        if own != name and path.stem.removeprefix("gpu_") not in parts:
+            found.append(f"{path.name} ({own})")
+    return found
 
 
 def main() -> int:
@@ -100,6 +171,13 @@ def main() -> int:
         parser.error("no CUDA device here; --tiny shows that the script works")
     if options.tiny and options.directory == RESULTS:
         parser.error("--tiny: its figures mean nothing; give another --directory than benchmarks/results")
+    if not options.tiny and not options.compile_once:
+        device = torch.cuda.get_device_name(0)
+        if others := of_another_device(options.directory, device, options.only):
+            parser.error(
+                f"--directory {options.directory}: results there are of another device than this {device}: "
+                f"{', '.join(others)}; give a directory of its own, or delete them first"
+            )
     machine = Machine(torch.device("cpu" if options.tiny else "cuda:0"), options.tiny, options.limit_seconds)
     if options.compile_once:
         print(json.dumps(gpu_training.compile_once(options.compile_once, machine)))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -25,6 +27,7 @@ from accel_train.training.shards import Shards
 from accel_train.training.step_guard import resolve_step_guard
 from benchmarks.device import Machine
 from benchmarks.method import Row, row
+from benchmarks.recipe_step import after_steps
 from benchmarks.sd3 import SD3, Shape, batch_of, diffusers_model, loss_sum, theirs_call
 
 Step = Callable[[], object]
@@ -39,6 +42,13 @@ class Found:
     details: dict[str, Any] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     """What could not be measured here, with the reason."""
+    failed: list[str] = field(default_factory=list)
+    """What of these should have been measured, and leaves the part unfinished."""
+
+    def fails(self, what: str, reason: str) -> None:
+        """Note something that was to be measured and was not."""
+        self.absent[what] = reason
+        self.failed.append(what)
 
     def add(
         self,
@@ -51,6 +61,11 @@ class Found:
     ) -> None:
         """One row."""
         self.rows.append(row(id, name, values, unit, target, goal))
+
+
+def in_words(error: BaseException) -> str:
+    """An error in a line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 def autocast(machine: Machine) -> AbstractContextManager[Any]:
@@ -160,16 +175,7 @@ class Ours:
         torch.manual_seed(0)
         with torch.device(machine.device):
             model = SD3(shape)
-        length = shape.image_tokens + shape.text_tokens
-        needs = AttentionNeeds(
-            machine.device, torch.bfloat16, shape.head_width, shape.heads, length, shape.batch, mask=False, cross=True
-        )
-        compiling = options.compile != "off" and not machine.tiny
-        compilation: Any = CompileConfig("on", optimize=options.compile) if compiling else CompileConfig()
-        checkpointing = ActivationCheckpointingConfig(options.checkpointing)
-        asked = SpeedOptions("auto", checkpointing, compilation, options.float8)
-        applied = apply_speed_options(model, asked, machine.device, "bf16", needs, options.micro_batches)
-        self.notices = applied.notices
+        self.notices = speed_up(model, shape, machine, options)
         if options.optimizer == "adamw_offload" and machine.device.type == "cpu":
             plain = host_adamw(model, machine)
         else:
@@ -202,28 +208,61 @@ class Ours:
             self.guard.check()
 
     @contextmanager
-    def raw(self) -> Generator[Callable[[], Tensor]]:
-        """A loop by hand around the same model, optimizer and average. In the body the guard is off the optimizer."""
+    def whole(self) -> Generator[Step]:
+        """The step with all that the recipes' loop does after it between two log points, as in C1."""
+        with (
+            TemporaryDirectory() as folder,
+            after_steps(self.accelerator, self.average, Path(folder) / "run", self.shape.batch) as after,
+        ):
+
+            def step() -> None:
+                self.step()
+                after(self.result)
+
+            yield step
+
+    @contextmanager
+    def raw(self, in_kernel: bool) -> Generator[Callable[[], Tensor]]:
+        """A loop by hand around the same model, optimizer and average. In the body the guard is off the optimizer.
+
+        ``in_kernel``: AdamW's kernel clips, and averages where it can, as in the trainer's step. Otherwise both are
+        passes of their own.
+        """
         held = {name: getattr(self.inner, name) for name in ("found_inf", "grad_scale") if hasattr(self.inner, name)}
         for name in held:
             delattr(self.inner, name)
         parameters = list(self.model.parameters())
         masters = [self.average.view.master(name) for name in self.average.shards]
         averages = list(self.average.shards.values())
+        along = {self.average.view.parameters[name]: shard for name, shard in self.average.shards.items()}
+
+        def update() -> None:
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+            self.inner.step()
+            torch._foreach_lerp_(averages, masters, 1 - DECAY)
+
+        def update_in_kernel() -> None:
+            norms = torch._foreach_norm([p.grad for p in parameters])
+            self.inner.grad_scale = torch.linalg.vector_norm(torch.stack(norms)).clamp(min=1.0)
+            self.inner.average_next(along, 1 - DECAY)
+            self.inner.step()
+            if not self.inner.has_averaged:
+                torch._foreach_lerp_(averages, masters, 1 - DECAY)
 
         def step() -> Tensor:
             with autocast(self.machine):
                 loss = loss_sum(self.model, self.batch) / self.shape.batch
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
-            self.inner.step()
+            with torch.no_grad():
+                (update_in_kernel if in_kernel else update)()
             self.inner.zero_grad(set_to_none=True)
-            torch._foreach_lerp_(averages, masters, 1 - DECAY)
             return loss.detach()
 
         try:
             yield step
         finally:
+            if hasattr(self.inner, "grad_scale"):
+                del self.inner.grad_scale
             for name, tensor in held.items():
                 setattr(self.inner, name, tensor)
 
@@ -242,6 +281,20 @@ class Ours:
         for state in self.inner.state.values():
             for tensor in state.values():
                 tensor.zero_()
+
+
+def speed_up(model: nn.Module, shape: Shape, machine: Machine, options: Options) -> Sequence[str]:
+    """Apply what a run of ours applies, in its order; return its notices. The dry run compiles nothing."""
+    length = shape.image_tokens + shape.text_tokens
+    needs = AttentionNeeds(
+        machine.device, torch.bfloat16, shape.head_width, shape.heads, length, shape.batch, mask=False, cross=True
+    )
+    compilation: Any = CompileConfig()
+    if options.compile != "off" and not machine.tiny:
+        compilation = CompileConfig("on", optimize=options.compile)
+    checkpointing = ActivationCheckpointingConfig(options.checkpointing)
+    asked = SpeedOptions("auto", checkpointing, compilation, options.float8)
+    return apply_speed_options(model, asked, machine.device, "bf16", needs, options.micro_batches).notices
 
 
 def host_adamw(model: nn.Module, machine: Machine) -> HostAdamW:

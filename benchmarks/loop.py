@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +32,18 @@ from accelerate import Accelerator
 from accelerate import optimizer as accelerate_optimizer
 from torch import Tensor, nn
 
-from accel_train.checkpoints.policy import CheckpointConfig
-from accel_train.checkpoints.run import Run
-from accel_train.checkpoints.saver import Saver
-from accel_train.hub.options import HubConfig
-from accel_train.metrics.details.by_sample import SampleLosses
-from accel_train.metrics.progress import LogConfig
-from accel_train.metrics.recorder import Recorder
-from accel_train.metrics.throughput import LocalCounts, Throughput
 from accel_train.runtime import step_overhead
 from accel_train.runtime.step_overhead import remember_lookups
-from accel_train.store import atomic_files
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
-from accel_train.training.health.comparing import Clocks, Comparisons
-from accel_train.training.health.options import HealthConfig
 from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepResult, resolve_step_guard
 from benchmarks.method import Row, in_turns, parser_of, row, write_results
 from benchmarks.reads import HostReads
+from benchmarks.recipe_step import START, after_steps
 
 ROWS, WIDTH = 4, 8
-NEVER = 1 << 40
 TRAINER_SKIPS = 5
 MAX_NORM = 1.0
 
@@ -115,47 +105,25 @@ def ours(accelerator: Accelerator, folder: Path) -> Iterator[Step]:
     groups = [{"params": [layer.weight for layer in plain]}, {"params": [layer.bias for layer in plain]}]
     fused = FusedAdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
     model, optimizer = accelerator.prepare(plain, fused)
-    run = Run(folder, "benchmark", None, "", {"experiment": {"global_batch_size": ROWS}, "resolved": {}})
-    run.checkpoints.mkdir(parents=True)
-    atomic_files.write_json(folder / "run.json", {})
-    log = Recorder(accelerator, folder, LogConfig(log_every=NEVER, progress_bar="off"), max_steps=NEVER, start_step=2)
     average = Ema(EmaConfig(0.0), Shards(model, optimizer))
-    saver = Saver(
-        accelerator, run, average, CheckpointConfig(), HubConfig(), lambda _: None, epoch=float, on_commit=log.saved
-    )
-    counts, rates = LocalCounts(), Throughput(accelerator.device)
-    weights, tokens = {"main": torch.tensor(float(ROWS * WIDTH))}, torch.tensor(float(ROWS))
-    losses = SampleLosses(accelerator, {"main": "time"}, None, 2)
-    comparisons = Comparisons(accelerator, HealthConfig(), None, Clocks(rates, None), log.record, torch.float32)
+    weights = {"main": torch.tensor(float(ROWS * WIDTH))}
     inputs = {"x": x, "y": y, "sample": torch.arange(ROWS)}
     coefficients = {"main": 1.0}
     guard, _ = resolve_step_guard(accelerator, optimizer, on_cpu=True)
-    done = 2
+    with after_steps(accelerator, average, folder, ROWS) as after:
+        numbers = count(START)
 
-    def step() -> StepResult:
-        nonlocal done
-        window = GradientWindow(accelerator, model, [(inputs, weights)], coefficients, done, "auto", guard)
-        for batch in window:
-            window.backward({"main": (model(batch["x"]) - batch["y"]).square().sum()})
-        result = window.finish(MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        done += 1
-        counts.add(tokens=tokens, padded_tokens=ROWS, flops=1)
-        rates.end_of_step()
-        losses.add(result)
-        rates.update(samples=ROWS, data_wait_seconds=0.0)
-        log.advance(done)
-        comparisons.after(done, 0.0)
-        if log.due(done) or saver.boundary(done) or saver.due(done, NEVER):
-            raise AssertionError("a step of this benchmark neither logs nor saves")
-        return result
+        def step() -> StepResult:
+            window = GradientWindow(accelerator, model, [(inputs, weights)], coefficients, next(numbers), "auto", guard)
+            for batch in window:
+                window.backward({"main": (model(batch["x"]) - batch["y"]).square().sum()})
+            result = window.finish(MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            after(result)
+            return result
 
-    with log:
-        try:
-            yield step
-        finally:
-            saver.__exit__(RuntimeError, None, None)  # nothing is to be saved
+        yield step
 
 
 def fabrics() -> Step:

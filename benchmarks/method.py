@@ -8,13 +8,16 @@ rounds with a bootstrap interval, and a target is missed only where the interval
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,9 @@ RESULTS = Path(__file__).parent / "results"
 SCHEMA = 1
 PEERS = ("diffusers", "lightning-fabric", "torchao", "bitsandbytes", "pyarrow", "flash-attn")
 REACHED = {"passed": "reached", "not decided": "not decided", "FAILED": "not reached"}
+WRITTEN = (":(exclude)benchmarks/results", ":(exclude)docs/performance.md")
+"""What the suite writes, as git takes it."""
+CPU_ALONE = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 DISTURBED = 1.1
 """A round is dropped where the matrix product before or after it takes more than this times its median."""
 
@@ -131,6 +137,17 @@ def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.thr
     return (clock() - started) / repeats
 
 
+def largest(values: Iterable[float]) -> float:
+    """The largest, NaN if any is: ``max`` passes over one that follows a number."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+def largest_difference(found: Sequence[float], reference: Sequence[float]) -> float:
+    """Relative, of values in order; NaN if one is not a number."""
+    return largest(abs(a - b) / abs(b) for a, b in zip(found, reference, strict=True))
+
+
 def in_turns(
     ways: Mapping[str, Callable[[], object]],
     rounds: int,
@@ -165,20 +182,47 @@ def installed(name: str) -> str | None:
         return None
 
 
-def facts() -> dict[str, Any]:
-    """Hardware, versions, commit and command, without which no figure means anything."""
+def on_cpu() -> None:
+    """Hide every GPU from this process, if it has not used one yet, and from those that it starts."""
+    os.environ.update(CPU_ALONE)
+
+
+def facts(gpu: bool = False) -> dict[str, Any]:
+    """Hardware, versions, commit and command, without which no figure means anything. ``gpu`` if one was used."""
     versions = package_versions() | {n: v for n in PEERS if (v := installed(n)) is not None}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "hardware": device or f"{cpu_name()}, {os.cpu_count()} cores",
+    found = {
+        "hardware": f"{cpu_name()}, {os.cpu_count()} cores",
         "torch_threads": torch.get_num_threads(),
         "versions": dict(sorted(versions.items())),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "commit": git_commit(ROOT),
+        "commit": measured_commit(),
+        "date": datetime.now(UTC).date().isoformat(),
         "command": f"python -m {module_name()} {command_line(without_folders(sys.argv[1:]))}".rstrip(),
         "load_average": round(os.getloadavg()[0], 2),
     }
+    return found | ({"gpu": gpu_facts()} if gpu else {})
+
+
+def gpu_facts() -> dict[str, Any]:
+    """Name, driver and CUDA version of the first GPU."""
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {"name": torch.cuda.get_device_name(0), "driver": driver.stdout.strip(), "cuda": torch.version.cuda}
+
+
+def measured_commit(root: Path = ROOT) -> str | None:
+    """The commit, `-dirty` where a tracked file differs, except those that the suite itself writes."""
+    commit = git_commit(root)
+    if commit is None or not commit.endswith("-dirty"):
+        return commit
+    command = ["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no", "--", ".", *WRITTEN]
+    changed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return commit if changed else commit.removesuffix("-dirty")
 
 
 def without_folders(arguments: Sequence[str]) -> list[str]:
@@ -198,8 +242,10 @@ def write_results(
     rows: Sequence[Row],
     details: Mapping[str, Any],
     absent: Mapping[str, str] | None = None,
+    gpu: bool = False,
 ) -> bool:
-    """Print the rows and write the file. `absent` names peers that did not run, with the reason.
+    """Print the rows and write the file. `absent` names peers that did not run, with the reason; `gpu` says whether
+    one was used.
 
     Returns whether no target was missed.
     """
@@ -209,7 +255,7 @@ def write_results(
         print(f"absent: {peer}: {reason}")
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"schema": SCHEMA, "title": title, "environment": facts(), "absent": dict(absent or {})}
+        content = {"schema": SCHEMA, "title": title, "environment": facts(gpu), "absent": dict(absent or {})}
         write_json(path, content | {"rows": [asdict(r) for r in rows], "details": dict(details)})
     return all(r.verdict != "FAILED" for r in rows)
 

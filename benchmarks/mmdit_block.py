@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_train.domains.models.mmdit import MMDiTBlock, MMDiTConfig, Stream
-from benchmarks.method import Row, in_turns, parser_of, row, write_results
+from benchmarks.method import Row, in_turns, largest, parser_of, row, write_results
 
 HEADS = 4
 
@@ -129,7 +129,7 @@ def measure(kind: str, qk_norm: bool, width: int, rounds: int, repeats: int) -> 
     steps = {"ours": step_of(ours, inputs, weights), "diffusers": step_of(theirs, inputs, weights)}
     results, counts = {name: step() for name, step in steps.items()}, dict[str, int]()
     pairs = zip(results["ours"], results["diffusers"], strict=True)
-    difference = max(float(((a - b).norm() / b.norm()).detach()) for a, b in pairs)
+    difference = largest(float(((a - b).norm() / b.norm()).detach()) for a, b in pairs)
     for name, step in steps.items():
         with Counter() as counter:
             step()

@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from accel_train.metrics.records import last_pass, read_metrics
-from benchmarks.method import ROOT, Row, row, write_results
+from benchmarks.method import ROOT, Row, on_cpu, row, write_results
 
 OPTIMIZERS = ("adamw", "muon")
 RATES = (7.5e-4, 1.5e-3, 3e-3)
@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("flags", nargs="*", help="further options of the recipe, after --")
     options = parser.parse_args(arguments)
+    on_cpu()
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
         for lr in options.rates:

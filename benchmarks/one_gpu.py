@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from accel_train.metrics.records import read_metrics, write_json
-from benchmarks.method import ROOT, SCHEMA, Row, facts, row
+from benchmarks.method import ROOT, SCHEMA, Row, facts, largest_difference, row
 
 LAUNCH_FILES = ("single_gpu", "ddp", "fsdp2", "fsdp2_offload", "zero2_offload", "zero3_offload")
 SMALL = "--log.log_every 1 --evaluation.samples 64 --evaluation.timesteps 2 --evaluation.shown 1".split()
@@ -68,8 +68,7 @@ def compare(found: dict[str, Any], reference: dict[str, Any]) -> float | None:
     """Largest relative difference of the losses of two runs of the same experiment."""
     if "losses" not in found or "losses" not in reference:
         return None
-    pairs = zip(reference["losses"], found["losses"], strict=True)
-    return max(abs(a - b) / abs(a) for a, b in pairs)
+    return largest_difference(found["losses"], reference["losses"])
 
 
 def main() -> None:
@@ -95,7 +94,7 @@ def main() -> None:
         runs[name] = result
         print_run(name, result)
         if options.output:
-            write(options.output, runs, steps)
+            write(options.output, runs, steps, gpu=not options.dry_run)
 
     with tempfile.TemporaryDirectory() as folder:
         at_once = 1 if options.dry_run else len(names)
@@ -113,11 +112,11 @@ def main() -> None:
     raise SystemExit(any("failed" in r or not finite(r) for r in runs.values()))
 
 
-def write(path: Path, runs: dict[str, Any], steps: int) -> None:
+def write(path: Path, runs: dict[str, Any], steps: int, gpu: bool) -> None:
     """What is known by now."""
     absent = {name: r["skipped"] for name, r in runs.items() if "skipped" in r}
     absent |= dict.fromkeys((name for name, r in runs.items() if "failed" in r), "failed")
-    report = {"schema": SCHEMA, "title": "Launch files on one GPU", "environment": facts(), "absent": absent}
+    report = {"schema": SCHEMA, "title": "Launch files on one GPU", "environment": facts(gpu), "absent": absent}
     write_json(path, report | {"rows": [asdict(found) for found in rows_of(runs)], "steps": steps, "runs": runs})
 
 

@@ -2,78 +2,40 @@
 
 python -m benchmarks.performance_page            # write it
 python -m benchmarks.performance_page --check    # exit code 1 if it does not match the results
+python -m benchmarks.performance_page --age      # commits since each file that touched what it measures
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from accel_train.compare.comparison import Request
 from benchmarks.method import RESULTS, ROOT, SCHEMA, Row, cells
+from benchmarks.performance_words import (
+    ABLATION_WORDS,
+    BOUNDS,
+    CLOCKS,
+    CPU_ROWS,
+    DEMO_STEPS_WORDS,
+    GPU_ROWS,
+    GPU_TARGETS,
+    GPU_WORDS,
+    HEAD,
+    NOT_YET,
+    RNG_WORDS,
+    STARTUP_WORDS,
+)
 
 PAGE = ROOT / "docs" / "performance.md"
-NOT_YET = "not yet measured"
-
-CPU_ROWS = {
-    "C1": "What the loop costs the host per step",
-    "C2": "The MMDiT block against diffusers'",
-    "C3": "Optimizers",
-    "C4": "Saving while the loop runs",
-    "C5": "Activation checkpointing",
-    "C6": "Compiling",
-    "C7": "Reading training data",
-    "C8": "One reduction per optimizer step",
-    "C9": "Fraction of the machine's matrix product rate",
-    "C10": "Gradient communication: the options of DDP",
-}
-BOUNDS = {
-    "C3": "Norm, step and average read and write 44 bytes a value and the step alone 28: their ratio is what a machine "
-    "can reach whose memory is the limit. Of 600 small tensors the calls take the time instead. On a GPU one kernel "
-    "does step and average ([G5](#g5-adamw-clipping-and-ema-over-203-b-parameters)).",
-    "C4": "The call blocks for one copy of the state, so the row of such a copy is its bound. Behind it the writer "
-    "hashes on the other core, which takes memory and caches from the loop, as the row of a foreign process shows.",
-    "C8": "A backward leaves no core idle here, so the one reduction cannot be hidden: the bound adds what gloo takes "
-    "for it to a step without any.",
-    "C9": "The bound is a step's own products and attention, with their shapes and nothing else.",
-    "G1": "Of the 382 ms of the traced step, an MFU of 0.457, products, attention and AdamW take 314, at the rates of "
-    "G0 and G5. Compiled kernels take 65 ms. They move 245 GB by the compiler's own count, and 228 since then (`CHAIN` "
-    "in `accel_train/speed/inductor.py`; what that gains is not yet measured). At the rate of a copy (G0) that takes "
-    "54 ms, so 368 ms, an MFU of 0.474, is the bound of a step with these kernels. The goal of 0.48 needs fewer bytes, "
-    "as from a GELU inside the product before it, which torch does not offer. `reduce-overhead` gains nothing here: "
-    "387 ms.",
-}
-"""Why a target is missed, by the row of the suite."""
-GPU_ROWS = {
-    "G0": "Ceilings of the device: matrix products, copies, attention backends",
-    "G1": "MMDiT of SD3-medium's shape and a launch-bound small one, against a typical script and a strong one",
-    "G2": "The trainer against a raw loop around the same model; waits per step",
-    "G3": "Saving SD3-medium's weights and AdamW's state while they train",
-    "G4": "Activation checkpointing: memory against time",
-    "G5": "AdamW, clipping and EMA over 2.03 B parameters",
-    "G6": "Compile times",
-    "G7": "Data wait",
-    "G8": "Optimizer state in host memory: what it saves and what it costs",
-}
-GPU_TARGETS = {
-    "G1": "our loss is that of diffusers' model with its weights; MFU >= 0.45, goal 0.48 at head size 64 and 0.50 at "
-    "128, >= 0.42 at 4096 tokens; >= 1.08 x the strong loop, >= 1.3 x the typical script; launch-bound >= 3 x the "
-    "typical script; float8 >= 1.12 x bf16",
-    "G2": "losses of the two from the same weights within 0.1 % in bf16; <= 1.003 at the large step, <= 1.02 at a 5 ms "
-    "step; no wait in a step that does not log",
-    "G3": "at 24.3 GB blocked <= 30 ms, hidden <= 150 ms, transfer to the host >= 0.9 of a copy into pinned memory; "
-    ">= 50 x less time lost than with Accelerator.save_state",
-    "G4": "-50 % activation memory at <= +12 %; full <= +28 %",
-    "G5": "<= 23 ms",
-    "G6": "cold <= 25 s, >= 4 x faster than the whole model, step within 2 %, warm <= 5 s",
-    "G7": "<= 0.3 % of a step",
-    "G8": "<= +20 % at accumulation 1, <= +5 % at 8; saves >= 16.2 GB; saves memory, never time",
-}
 
 
 @dataclass(frozen=True)
@@ -96,25 +58,55 @@ def read(folder: Path) -> list[Result]:
         content = json.loads(path.read_text())
         if content.get("schema") != SCHEMA:
             raise ValueError(f"{path.name} has schema {content.get('schema')}, this page reads {SCHEMA}: run it again")
-        rows = [Row(**{k: v for k, v in r.items() if k in known}) for r in content["rows"]]
+        rows = [row_of({k: v for k, v in r.items() if k in known}) for r in content["rows"]]
         environment, absent = content["environment"], content.get("absent", {})
         found.append(Result(path.stem, content["title"], environment, absent, rows, content.get("details", {})))
     return found
 
 
+def row_of(stored: dict[str, Any]) -> Row:
+    """A row as it was; a file has a value that is no number as a string."""
+    return Row(**stored | {"value": float(stored["value"])})
+
+
+def hardware(environment: dict[str, Any]) -> str:
+    """The GPU, where one was used, and the CPU, where the file has it."""
+    gpu = environment.get("gpu")
+    if gpu is None:
+        return environment["hardware"]
+    return f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']}; {environment['hardware']}"
+
+
+def device(environment: dict[str, Any]) -> str:
+    """What the figures are of: the GPU where one was used."""
+    return environment.get("gpu", {}).get("name") or environment["hardware"]
+
+
+def device_of(results: Sequence[Result]) -> str | None:
+    """The GPU of the rows of one GPU. Raises ``ValueError`` for several: their rows explain each other."""
+    devices = {r.name: device(r.environment) for r in results if any(w.id in (*GPU_ROWS, "presets") for w in r.rows)}
+    if len(set(devices.values())) > 1:
+        told = ", ".join(f"{name}.json: {device}" for name, device in devices.items())
+        raise ValueError(f"results of different GPUs in one folder ({told}): keep each GPU's in one of its own")
+    return next(iter(devices.values()), None)
+
+
 def page(folder: Path) -> str:
     """The whole text."""
     results = read(folder)
+    measured_on = device_of(results)
     parts = [HEAD, *summary(results)]
     for id, title in CPU_ROWS.items():
         parts += ["", f"## {id}: {title}", "", *table_of(id, results)]
         if id in BOUNDS:
             parts += ["", BOUNDS[id]]
-    parts += ["", "## One GPU", "", GPU_WORDS, ""]
+    parts += ["", "## One GPU", "", GPU_WORDS, *([f"\nMeasured on: {measured_on}."] if measured_on else []), ""]
     for id, title in GPU_ROWS.items():
         parts += [f"### {id}: {title}", "", *gpu_table(id, results), ""]
-        if id in BOUNDS:
+        if id in BOUNDS and any(r.id == id for result in results for r in result.rows):
             parts += [BOUNDS[id], ""]
+        if id == "G1":
+            parts += [*where_the_step_goes(results), ""]
     parts += ["### Launch files", "", *table_of("presets", results), ""]
     parts += ["## Options one by one", "", *ablations(results), ""]
     parts += ["### Where a step goes", "", DEMO_STEPS_WORDS, "", *table_of("demo_steps", results), ""]
@@ -131,51 +123,12 @@ def page(folder: Path) -> str:
         *table_of("rng", results),
     ]
     parts += ["", "## Pictures", "", *table_of("pictures", results)]
+    parts += ["", "## Rows of shards", "", *table_of("shards", results)]
     parts += ["", "## Language models", "", *table_of("causal_lm", results)]
     parts += ["", "## The first second", "", STARTUP_WORDS, "", *table_of("startup", results)]
     parts += ["", "## Metrics and health checks", "", *table_of("reporting", results)]
     parts += ["", "## Where these numbers come from", "", *origins(results)]
     return "\n".join(parts) + "\n"
-
-
-HEAD = """<!-- Generated from benchmarks/results/*.json by python -m benchmarks.performance_page. Do not edit. -->
-# Performance
-
-How to read this page:
-
-- Every value is a ratio, or stands beside its peer, from one run on one machine. All variants of a comparison
-  alternate in one process.
-- Times are processor time of one thread unless stated otherwise. Each value is the median over the rounds, with a
-  bootstrap 95 % interval.
-- A target is missed (**FAILED**) only if the whole interval misses it, and not decided if the interval includes it.
-- Counts are exact. Anything that has not been run is marked "not yet measured".
-
-```
-python -m benchmarks.suite                    # every row that needs no GPU, then this page
-python -m benchmarks.loop --output FILE.json  # one row
-python -m benchmarks.checkpoint --state_mb 1500 --output FILE.json
-python -m benchmarks.ablation pde --output FILE.json
-python -m benchmarks.muon --output FILE.json
-```
-
-Purpose and risks of each option: [optimizations.md](optimizations.md)."""
-
-GPU_WORDS = """`python -m benchmarks.gpu` measures these on one device, with one file per part; `--only PART` repeats
-one part. `python -m benchmarks.one_gpu` runs every launch file that one GPU can run."""
-
-
-RNG_WORDS = """The parts at the end of the table are the operators of torch that the same bits need, each alone.
-Their sum is the least that a draw made of them can take. Most of it is sine and cosine: `torch.polar` calls libm's for
-each value, which branches by the quadrant of a random angle. Vectorised ones have other last bits."""
-
-DEMO_STEPS_WORDS = """Processor time of a step of both presets, with equal work, and how much of it matrix products,
-convolutions and attention take. Nothing that leaves these products alone can be faster than the bound."""
-
-STARTUP_WORDS = """Processor time (user and system) of whole processes, with a warm cache. Every start of a training
-imports torch, imports `torch._dynamo` with torch's first optimizer, and under `accelerate launch` pays for a launcher
-that imports torch as well: the rows of the raw loop and of the empty script are its lower bound. A recipe answers
-`--help` before its imports, with a text from the cache. The first `--help` after a change of sources, presets or
-packages imports everything."""
 
 
 def summary(results: Sequence[Result]) -> list[str]:
@@ -201,15 +154,60 @@ def table_of(id: str, results: Sequence[Result]) -> list[str]:
             value, between, against, verdict = cells(found)
             verdict = verdict.replace("FAILED", "**FAILED**").replace("reported", "")
             lines.append(f"| {found.name} | {value} | {between} | {against} | {verdict} |")
-        lines += ["", f"From [{result.name}.json](../benchmarks/results/{result.name}.json)" + missing(result)]
+        lines += ["", source(id, result)]
     return lines
+
+
+def source(id: str, result: Result) -> str:
+    """File, machine, date and commit of a table, how it was timed, and what is to be said of it."""
+    e = result.environment
+    link = f"[{result.name}.json](../benchmarks/results/{result.name}.json)"
+    parts = [f"From {link}: {device(e)}", *([e["date"]] if "date" in e else []), *commit_of(e)]
+    text = f"{', '.join(parts)}{missing(result)}"
+    rounds = sorted({r.rounds for r in result.rows if r.id == id and r.interval is not None})
+    timed = [CLOCKS[id]] if id in CLOCKS else []
+    if rounds:
+        timed.append(f"{rounds[0]} rounds" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]} rounds")
+    text += f" Timed: {'; '.join(timed)}." if timed else ""
+    return f"{text} {result.details['note']}" if "note" in result.details else text
+
+
+def commit_of(environment: dict[str, Any]) -> list[str]:
+    """Its first digits, and whether the code was changed."""
+    commit = environment["commit"]
+    if not commit:
+        return []
+    return [f"commit `{commit[:12]}{'-dirty' if commit.endswith('-dirty') else ''}`"]
+
+
+NO_TIME = re.compile(r"TimeoutError|\d+ s were (left|over)")
+"""In a reason: the time for which a device was there says nothing about what is measured."""
 
 
 def missing(result: Result) -> str:
     """Peers that did not run, as the end of a sentence."""
     if not result.absent:
         return "."
-    return "; absent: " + "; ".join(f"{peer} ({reason})" for peer, reason in result.absent.items()) + "."
+    reasons = {peer: NOT_YET if NO_TIME.search(reason) else reason for peer, reason in result.absent.items()}
+    return "; absent: " + "; ".join(f"{peer} ({reason})" for peer, reason in reasons.items()) + "."
+
+
+def where_the_step_goes(results: Sequence[Result]) -> list[str]:
+    """Of the traced large step, from its own rows."""
+    traced = next((r for r in results if r.name == "gpu_trace"), None)
+    if traced is None:
+        return []
+    step = 1e3 * median(traced.details["seconds"])
+    begin = "large step: "
+    times = {r.name.removeprefix(begin): r.value for r in traced.rows if r.name.startswith(begin)}
+    compiled = sum(value for kind, value in times.items() if kind.startswith("compiled"))
+    kinds = ("matrix products", "attention", "AdamW", "gradient norm")
+    needed = sum(times[kind] for kind in kinds)
+    each = ", ".join(f"{kind} {times[kind]:.1f}" for kind in kinds)
+    return [
+        f"Of the {step:.0f} ms of the traced step, {each} ms take {needed:.0f} together, and compiled kernels "
+        f"{compiled:.0f}. If those took no time at all, a step would be {step / (step - compiled):.2f} times as fast."
+    ]
 
 
 def gpu_table(id: str, results: Sequence[Result]) -> list[str]:
@@ -226,7 +224,8 @@ def scaling(results: Sequence[Result]) -> list[str]:
     lines = [head, "|---|---|---|---|---|---|---|"]
     result = next((r for r in results if "layouts" in r.details), None)
     for f in result.details["layouts"] if result else []:
-        figures = f"{f['collectives']} | {f['bytes'] / 1e6:.1f} | {f['efficiency']:.2f} | {f['efficiency_of_work']:.2f}"
+        shares = " | ".join(share(f, name) for name in ("efficiency", "efficiency_of_work"))
+        figures = f"{f['collectives']} | {f['bytes'] / 1e6:.1f} | {shares}"
         lines.append(f"| {f['strategy']} | {f['processes']} | {f['hosts']} | {figures} |")
     if result is None:
         lines.append(f"| on CPU processes | 1, 2, 4 | 1, 2 | {NOT_YET} | | | |")
@@ -234,21 +233,18 @@ def scaling(results: Sequence[Result]) -> list[str]:
     if result is None:
         return lines
     cores = result.details["cores"]
-    words = f"gloo on {cores} cores; more processes than cores share them. Two hosts are two network namespaces"
+    taken = f"in {result.details['rounds']} rounds, in turns" if "rounds" in result.details else "once"
+    words = (
+        f"each layout ran {taken}; gloo on {cores} cores; more processes than cores share them. Two hosts are two "
+        "network namespaces"
+    )
     return [*lines, "", f"Per process; {words}. Losses:", "", *table_of("scaling", results)]
 
 
-ABLATION_WORDS = """Each row is the baseline preset with one option of the optimised one, followed by a row with all.
-
-- **Speed** covers the loop with saves and log lines; above 1 is faster. It is given by wall time, and by processor
-  time of the main process, which other work disturbs less and which excludes loader workers and the checkpoint writer.
-- **"No effect"**: the interval includes 1. With fewer than 5 rounds it is their range, which includes the true
-  median in fewer than 95 % of cases.
-- **Rows "on top"** are compared with the optimised preset, in fewer rounds.
-- **Noise**: on a CPU `num_workers: auto` is 0, so its row shows how large the noise is.
-- **Equal**: yes if the values in the last columns match the baseline's in every round, within the relative tolerance of
-  `accel-train compare` (1e-5), with the largest difference. Options that skip work or change the precision need not be.
-- **The last columns** show how much worse a metric is at the last step, relative to the baseline."""
+def share(layout: dict[str, Any], name: str) -> str:
+    """Efficiency, with its interval where there were several rounds."""
+    low, high = layout.get(f"{name}_interval") or (None, None)
+    return f"{layout[name]:.2f}" + ("" if low is None else f" ({low:.2f} to {high:.2f})")
 
 
 def ablations(results: Sequence[Result]) -> list[str]:
@@ -320,25 +316,49 @@ def muon(results: Sequence[Result]) -> list[str]:
 
 
 def origins(results: Sequence[Result]) -> list[str]:
-    """Machine, versions, commit and command of each file."""
-    lines: list[str] = []
+    """Machine and versions, and date, commit and command of each file that has them."""
+    groups: dict[tuple[str, str, str], list[Result]] = {}
     for result in results:
         e = result.environment
         versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items())
-        commit = (
-            f"commit `{e['commit'][:12]}{'-dirty' if e['commit'].endswith('-dirty') else ''}`" if e["commit"] else ""
-        )
-        threads = f"{e['torch_threads']} thread{'' if e['torch_threads'] == 1 else 's'}"
-        facts = [e["hardware"], threads, f"Python {e['python']}", versions, commit, f"`{e['command']}`"]
-        lines.append(f"- **{result.name}**: {'; '.join(str(f) for f in facts if f)}")
-    return lines or [f"{NOT_YET.capitalize()}."]
+        groups.setdefault((hardware(e), f"Python {e['python']}", versions), []).append(result)
+    if not groups:
+        return [f"{NOT_YET.capitalize()}."]
+    lines = ["A command is that of its commit. Options may have changed since."]
+    for environment, members in groups.items():
+        lines += ["", f"{'; '.join(environment)}:", ""]
+        for result in members:
+            e = result.environment
+            threads = f"{e['torch_threads']} thread{'' if e['torch_threads'] == 1 else 's'}"
+            facts = [*([e["date"]] if "date" in e else []), *commit_of(e), threads, f"`{e['command']}`"]
+            lines.append(f"- **{result.name}**: {'; '.join(facts)}")
+    return lines
+
+
+MEASURED = ("accel_train", "recipes", "benchmarks", ":(exclude)benchmarks/results")
+
+
+def age(results: Sequence[Result]) -> list[str]:
+    """How many commits since each file have touched code that is measured, as git knows it."""
+    lines: list[str] = []
+    for result in results:
+        commit = (result.environment["commit"] or "unknown").removesuffix("-dirty")
+        command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        count = done.stdout.strip() if done.returncode == 0 else "an unknown number of"
+        lines.append(f"{result.name:32} {result.environment.get('date', '')}  {count} commits since")
+    return lines
 
 
 def main() -> int:
     """Write the page, or compare it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if the page is out of date")
+    parser.add_argument("--age", action="store_true", help="print how many commits are newer than each file")
     options = parser.parse_args()
+    if options.age:
+        print("\n".join(age(read(RESULTS))))
+        return 0
     text = page(RESULTS)
     if options.check:
         same = PAGE.exists() and PAGE.read_text() == text

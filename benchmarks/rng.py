@@ -101,7 +101,7 @@ def main() -> int:
     shape = (64, (1024,))
     for name, share in parts(*shape, device, repeats).items():
         rows.append(row("rng", f"normal 64 x 1024: {name}, over the time of torch", share))
-    return 0 if write_results(options.output, "Keyed draws", rows, {"draws": found}) else 1
+    return 0 if write_results(options.output, "Keyed draws", rows, {"draws": found}, gpu=device.type == "cuda") else 1
 
 
 if __name__ == "__main__":

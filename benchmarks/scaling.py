@@ -2,7 +2,8 @@
 
     python -m benchmarks.scaling --output benchmarks/results/scaling_cpu.json
 
-The same optimizer step (8 rows of 64 + 32 tokens through an MMDiT of 7 blocks of width 192, AdamW) on every layout;
+All layouts run once a round, in turns; efficiency is the median over the rounds, of the median step of each. The same
+optimizer step (8 rows of 64 + 32 tokens through an MMDiT of 7 blocks of width 192, AdamW) on every layout;
 several processes are a rehearsal of the launch file: gloo, one thread a process. Collectives and bytes are those of
 gloo's own events in one step, per process; FSDP2's reduce-scatter is an all-reduce there. Efficiency by the clock is
 the time on one process over the number of processes times the time here: it cannot be good where there are more
@@ -30,7 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.method import ROOT, Row, parser_of, row, write_results
+from accel_train.metrics.bootstrap import estimate
+from benchmarks.method import ROOT, Row, largest, largest_difference, parser_of, row, write_results
 
 CONFIGS = ROOT / "accelerate_configs"
 GLOBAL_BATCH, MICRO_BATCH = 8, 2
@@ -205,43 +207,58 @@ def start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen
     )
 
 
-def measure(layouts: tuple[Layout, ...], worker: list[str]) -> tuple[list[Row], dict[str, Any], dict[str, str]]:
-    """Every layout; the trajectory must be the same on each."""
-    found: list[dict[str, Any]] = []
+def measure(
+    layouts: tuple[Layout, ...], worker: list[str], rounds: int
+) -> tuple[list[Row], dict[str, Any], dict[str, str]]:
+    """Every layout once a round, in turns; the trajectory must be the same on each."""
     absent: dict[str, str] = {}
+    kept = list(layouts)
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        kept = [layout for layout in layouts if layout.hosts == 1]
+    if len(kept) < len(layouts):
+        absent["two hosts"] = "needs root and iproute2"
+    found: dict[Layout, list[dict[str, Any]]] = {layout: [] for layout in kept}
     with tempfile.TemporaryDirectory() as folder:
-        for layout in layouts:
-            if layout.hosts > 1 and (shutil.which("ip") is None or os.geteuid() != 0):
-                absent["two hosts"] = "needs root and iproute2"
-                continue
-            found.append(asdict(layout) | run(layout, Path(folder), worker))
-    alone = found[0]
-    apart = 0.0
-    for f in found:
-        f["efficiency"] = alone["seconds"] / (f["processes"] * f["seconds"])
-        f["efficiency_of_work"] = alone["processor_seconds"] / f["processor_seconds"]
-        pairs = zip(alone["losses"], f["losses"], strict=True)
-        apart = max([apart, *(abs(a - b) / abs(a) for a, b in pairs)])
+        for _ in range(rounds):
+            for layout in kept:
+                found[layout].append(run(layout, Path(folder), worker))
+    alone = found[kept[0]]
+    described = [describe(layout, runs, alone) for layout, runs in found.items()]
+    apart = largest(largest_difference(f["losses"], alone[0]["losses"]) for runs in found.values() for f in runs)
     rows = [row("scaling", "largest relative difference of a loss to one process", apart, target="<= 1e-5")]
-    return rows, {"layouts": found, "cores": os.cpu_count()}, absent
+    return rows, {"layouts": described, "cores": os.cpu_count(), "rounds": rounds}, absent
+
+
+def describe(layout: Layout, runs: list[dict[str, Any]], alone: list[dict[str, Any]]) -> dict[str, Any]:
+    """A layout, its last run, and its efficiency over the rounds: median and interval."""
+    pairs = list(zip(alone, runs, strict=True))
+    found = asdict(layout) | runs[-1]
+    for name, ratios in {
+        "efficiency": [a["seconds"] / (layout.processes * b["seconds"]) for a, b in pairs],
+        "efficiency_of_work": [a["processor_seconds"] / b["processor_seconds"] for a, b in pairs],
+    }.items():
+        estimated = estimate(ratios)
+        found |= {name: estimated.median, f"{name}_interval": (estimated.low, estimated.high)}
+    return found
 
 
 def main() -> int:
     """Run every layout, or be a process of one."""
     parser = parser_of(__doc__, rounds=5)
+    parser.add_argument("--steps", type=int, default=5, help="of each layout in a round")
     parser.add_argument("--worker", action="store_true", help="be one of the processes")
     options = parser.parse_args()
     if options.worker:
         width, depth = (32, 1) if options.tiny else (192, 7)
-        found = work(width, depth, options.rounds)
+        found = work(width, depth, options.steps)
         if found["rank"] == 0:
             print(f"RESULT {json.dumps(found)}", flush=True)
         sys.stdout.flush()
         os._exit(0)  # gloo's threads race with the end of the interpreter
-    rounds = 2 if options.tiny else options.rounds
-    worker = ["--rounds", str(rounds), *(["--tiny"] if options.tiny else [])]
+    steps, rounds = (2, 1) if options.tiny else (options.steps, options.rounds)
+    worker = ["--steps", str(steps), *(["--tiny"] if options.tiny else [])]
     layouts = (Layout("single", 1), Layout("ddp", 2), Layout("fsdp2", 2)) if options.tiny else LAYOUTS
-    rows, details, absent = measure(layouts, worker)
+    rows, details, absent = measure(layouts, worker, rounds)
     for f in details["layouts"]:
         where = f"{f['processes']} processes" + (f" on {f['hosts']} hosts" if f["hosts"] > 1 else "")
         print(

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.method import ROOT, Rounds, Row, in_turns, parser_of, row, write_results
+from benchmarks.method import ROOT, Rounds, Row, in_turns, on_cpu, parser_of, row, write_results
 
 RAW_LOOP = """
 import torch
@@ -143,6 +143,7 @@ def main() -> int:
     """Measure and print."""
     parser = parser_of(__doc__, rounds=7)
     options = parser.parse_args()
+    on_cpu()
     rounds = 1 if options.tiny else options.rounds
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder) / "empty.py"

@@ -1,12 +1,14 @@
-"""The CPU suite: every row of docs/performance.md that needs no GPU, in one command, then the page.
+"""The CPU suite: the rows of docs/performance.md that need no GPU, then the page.
 
     python -m benchmarks.suite                     # about twenty minutes on two quiet cores
+    python -m benchmarks.suite --long              # all of them: some hours, most for the options one by one
     python -m benchmarks.suite --only loop gemm
     python -m benchmarks.suite --tiny --directory /tmp/check
 
-Each script runs in a process of its own and writes one file to benchmarks/results/. Run it on a machine that does
-nothing else: processor time and interleaved rounds take out most of what others do, not all. The exit code is 1 where
-a target is missed or a script failed.
+Each job runs in a process of its own, which sees no GPU, and writes one file to benchmarks/results/. Run it on a
+machine that does nothing else: processor time and interleaved rounds take out most of what others do, not all. The exit
+code is 1 where a target is missed or a script failed. Memory of adapters (`benchmarks.lora_memory`, half an hour) fills
+no row.
 """
 
 from __future__ import annotations
@@ -16,55 +18,108 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import performance_page
-from benchmarks.method import RESULTS, ROOT
+from benchmarks.method import CPU_ALONE, RESULTS, ROOT
 
-SCRIPTS = {
-    "loop": "loop_cpu.json",
-    "mmdit_block": "mmdit_block_cpu.json",
-    "optimizer": "optimizer_cpu.json",
-    "checkpoint": "checkpoint_cpu.json",
-    "activation_checkpointing": "activation_checkpointing_cpu.json",
-    "compile": "compile_cpu.json",
-    "data_loading": "data_loading_cpu.json",
-    "accumulation": "accumulation_cpu.json",
-    "gemm": "gemm_cpu.json",
-    "exchange": "exchange_cpu.json",
-    "scaling": "scaling_cpu.json",
-    "rng": "rng_cpu.json",
-    "pictures": "pictures_cpu.json",
-    "causal_lm": "causal_lm_cpu.json",
-    "startup": "startup_cpu.json",
-    "reporting": "reporting_cpu.json",
-    "demo_steps": "demo_steps_cpu.json",
+TINY = ("--tiny",)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a script, and the file that it writes."""
+
+    module: str
+    file: str
+    arguments: tuple[str, ...] = ()
+    long: bool = False
+    """More than ten minutes: only with ``--long``, or asked for by name."""
+    tiny: tuple[str, ...] = TINY
+    """Arguments in place of these for a run that only shows that the script works."""
+
+
+JOBS = {
+    "loop": Job("loop", "loop_cpu.json"),
+    "mmdit_block": Job("mmdit_block", "mmdit_block_cpu.json"),
+    "optimizer": Job("optimizer", "optimizer_cpu.json"),
+    "checkpoint": Job("checkpoint", "checkpoint_cpu.json"),
+    "checkpoint_1500": Job("checkpoint", "checkpoint_cpu_1500.json", ("--state_mb", "1500", "--rounds", "8"), True),
+    "activation_checkpointing": Job("activation_checkpointing", "activation_checkpointing_cpu.json"),
+    "compile": Job("compile", "compile_cpu.json"),
+    "data_loading": Job("data_loading", "data_loading_cpu.json"),
+    "accumulation": Job("accumulation", "accumulation_cpu.json"),
+    "gemm": Job("gemm", "gemm_cpu.json"),
+    "gemm_2_threads": Job("gemm", "gemm_cpu_2_threads.json", ("--threads", "2"), tiny=("--threads", "2", *TINY)),
+    "exchange": Job("exchange", "exchange_cpu.json"),
+    "scaling": Job("scaling", "scaling_cpu.json"),
+    "rng": Job("rng", "rng_cpu.json"),
+    "pictures": Job("pictures", "pictures_cpu.json"),
+    "causal_lm": Job("causal_lm", "causal_lm_cpu.json"),
+    "shards": Job("shards", "shards_cpu.json"),
+    "startup": Job("startup", "startup_cpu.json"),
+    "reporting": Job("reporting", "reporting_cpu.json"),
+    "demo_steps": Job("demo_steps", "demo_steps_cpu.json"),
+    "ablation_mmdit": Job(
+        "ablation",
+        "ablation_mmdit_cpu.json",
+        ("mmdit", "--max_steps", "20"),
+        True,
+        ("mmdit", "--rounds", "1", "--max_steps", "20"),
+    ),
+    "ablation_pde": Job(
+        "ablation",
+        "ablation_pde_cpu.json",
+        ("pde", "--max_steps", "40"),
+        True,
+        ("pde", "--rounds", "1", "--max_steps", "20"),
+    ),
+    "muon": Job(
+        "muon",
+        "muon_cpu.json",
+        (),
+        True,
+        ("--max_steps", "30", "--rates", "1e-3", "--", "--evaluation.samples", "8"),
+    ),
 }
-"""Script, and the file it writes: C1 to C10 in order, then what has no target."""
+"""C1 to C10 in order, then what has no target."""
+
+
+def command(name: str, directory: Path, tiny: bool) -> list[str]:
+    """Of one job."""
+    job = JOBS[name]
+    output = (directory / job.file).resolve()
+    output = output.relative_to(ROOT) if output.is_relative_to(ROOT) else output  # it is in the recorded command
+    arguments = job.tiny if tiny else job.arguments
+    return [sys.executable, "-m", f"benchmarks.{job.module}", "--output", str(output), *arguments]
+
+
+def environment() -> dict[str, str]:
+    """Of every job: one thread, and no GPU."""
+    given = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | given | CPU_ALONE
 
 
 def run(name: str, directory: Path, tiny: bool) -> tuple[int, float]:
-    """Exit code and seconds of one script; its output goes to the console."""
-    output = (directory / SCRIPTS[name]).resolve()
-    output = output.relative_to(ROOT) if output.is_relative_to(ROOT) else output  # it is in the recorded command
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--output", str(output), *(["--tiny"] if tiny else [])]
+    """Exit code and seconds of one job; its output goes to the console."""
     began = time.perf_counter()
-    given = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
-    code = subprocess.run(command, cwd=ROOT, env=given, check=False).returncode
+    code = subprocess.run(command(name, directory, tiny), cwd=ROOT, env=environment(), check=False).returncode
     return code, time.perf_counter() - began
 
 
 def main() -> int:
     """Run what was asked for and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
+    parser.add_argument("--only", nargs="+", choices=JOBS)
+    parser.add_argument("--long", action="store_true", help="also what takes more than ten minutes")
     parser.add_argument("--directory", type=Path, default=RESULTS, help="where the results go")
     parser.add_argument("--tiny", action="store_true", help="do the scripts work; figures mean nothing, no page")
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
     codes: dict[str, int] = {}
     spent: dict[str, float] = {}
-    for name in options.only:
+    for name in options.only or [name for name, job in JOBS.items() if options.long or not job.long]:
         print(f"\n{name}", flush=True)
         codes[name], spent[name] = run(name, options.directory, options.tiny)
     print()
