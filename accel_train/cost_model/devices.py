@@ -1,6 +1,6 @@
 """Rates of a named device: by data sheets and shares of them, or from a file of ``accel-train calibrate``.
 
-The table has memory bandwidths and links. Matrix peaks are in ``speed.device_peaks``.
+The table has memory bandwidths and links. Peaks of products are in ``speed.device_peaks``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from accel_train.config import UsageError, expand_path
 from accel_train.cost_model import record, times
 from accel_train.cost_model.rates import LINK_SHARE, LINKS, RULE, Link, Rates, rate
 from accel_train.cost_model.record import Calibration
-from accel_train.speed.device_peaks import peak_flops
+from accel_train.speed.device_peaks import fp32_flops, peak_flops
 from accel_train.wording import did_you_mean, nearest
 
 
@@ -32,7 +32,7 @@ class Device(NamedTuple):
     """One model of GPU, by the vendor's data sheet."""
 
     torch_name: str
-    """``torch.cuda.get_device_name``, the key of the table of matrix peaks."""
+    """``torch.cuda.get_device_name``, the key of the table of peaks."""
     memory_gbs: float
     """Bandwidth of its memory in GB/s."""
     link: str
@@ -127,7 +127,7 @@ def is_cpu(name: str) -> bool:
 
 
 def by_data_sheet(name: str, device: Device, peak: float, gpus: int) -> Rated:
-    """Return the rates of a device with a matrix peak of ``peak`` FLOP/s."""
+    """Return the rates of a device whose products have a peak of ``peak`` FLOP/s."""
     host = device.host
     shared = f" for {gpus} GPUs" if gpus > 1 else ""
     matrix = f"{peak / 1e12:g} TFLOP/s"
@@ -221,9 +221,12 @@ def _notes(found: Calibration, gpus: int) -> list[str]:
 
 
 def find_device(name: str, precision: str) -> tuple[Device, float]:
-    """Return a device and its matrix peak in FLOP/s. Raises ``UsageError`` for one without such units."""
+    """Return a device and the peak of its products in FLOP/s. Raises ``UsageError`` for one without such units."""
     device = _in_table(name)
     peak = peak_flops(device.torch_name, precision)
+    if precision == "fp32":
+        # Products of a run take no TF32: nothing switches it on, and torch has it off.
+        peak = fp32_flops(device.torch_name)
     if peak is None:
         raise UsageError(
             f"device: {name}: it has no matrix units for precision {precision}; another precision or device is "
