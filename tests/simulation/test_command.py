@@ -229,6 +229,22 @@ def test_gpus_of_a_machine_are_those_of_the_launch_file(tmp_path: Path, words: l
         simulate("mmdit", rest, options)
 
 
+@pytest.mark.parametrize(("words", "first"), [("--help", "usage:"), ("demo --print_config", "output_dir:")])
+def test_a_flag_that_the_recipe_answers_is_answered(words: str, first: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        simulate("mmdit", words.split(), replace(ANYTHING, num_processes=(1,)))
+    assert ended.value.code == 0
+    # Not only its end.
+    assert capsys.readouterr().out.startswith(first)
+
+
+def test_a_killed_simulation_names_the_signal(tmp_path: Path) -> None:
+    recipe = tmp_path / "large.py"
+    recipe.write_text("import os, signal\n\ndef main(argv):\n    os.kill(os.getpid(), signal.SIGKILL)\n")
+    with pytest.raises(UsageError, match=r"large\.py.*ended by SIGKILL, .*memory.*End other programs"):
+        simulate(str(recipe), [], replace(ANYTHING, num_processes=(1,)))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
