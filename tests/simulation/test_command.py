@@ -349,6 +349,19 @@ def test_a_number_of_micro_batches_is_refused_beside_a_schedule_of_batches(tmp_p
     assert found["refused"].startswith("micro_batches: 1: it takes the place of global_batch_size, and batch_schedule")
 
 
+def test_micro_batches_are_as_many_where_their_size_is_auto(tmp_path: Path) -> None:
+    """Eight samples are the share of one of two processes."""
+    options = replace(ANYTHING, micro_batches=3)
+    found = simulated(Layout("ddp", 2), tmp_path, "--micro_batch_size", "auto", options=options)["counted"]
+    assert (found["micro_batches"], found["rows"], found["global_batch_size"]) == (3, 8, 48)
+
+
+def test_no_batch_takes_the_place_of_one_that_a_schedule_changes(tmp_path: Path) -> None:
+    schedule = ("--batch_schedule.steps", "4", "--batch_schedule.sizes", "24", "--max_steps", "9")
+    refused = simulated(Layout("ddp", 17), tmp_path, *schedule)["refused"]
+    assert refused.startswith("global_batch_size: 16 is smaller than 17 processes, which a start refuses, and batch_")
+
+
 def test_a_precision_without_units_is_refused_before_the_simulation(tmp_path: Path) -> None:
     options = replace(ANYTHING, device="v100-sxm")
     found = simulated(Layout("single", 1), tmp_path, "--precision", "bf16", options=options)
