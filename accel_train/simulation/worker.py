@@ -12,7 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
 from accel_train.cost_model.devices import rated
+from accel_train.data.grouping.task_sampler import TaskSampler
 from accel_train.data.sampler import StepSampler
 from accel_train.options.loading import config_of
 from accel_train.simulated import simulating
@@ -169,8 +170,9 @@ def _samples_repeated(repeated: bool) -> Generator[None]:
     if not repeated:
         yield
         return
-    # The check of the sampler that refuses it.
-    with mock.patch.object(StepSampler, "__post_init__", return_value=None):
+    with ExitStack() as relaxed:
+        for sampler in (StepSampler, TaskSampler):
+            relaxed.enter_context(mock.patch.object(sampler, "refuse_small_data", return_value=None))
         yield
 
 

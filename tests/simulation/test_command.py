@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -21,8 +21,10 @@ import psutil
 import pytest
 
 from accel_train.config import UsageError
+from accel_train.data.grouping.task_sampler import TaskSampler
+from accel_train.data.sampler import StepSampler
 from accel_train.launch_files.machine_config import read_machine_config
-from accel_train.simulation import command
+from accel_train.simulation import command, worker
 from accel_train.simulation.command import simulate
 from accel_train.simulation.flags import DeviceType, Options, read_arguments
 from accel_train.simulation.refusals import refuse_config, refuse_machine
@@ -321,6 +323,18 @@ def test_more_processes_than_samples_are_simulated_with_a_note(tmp_path: Path) -
     ]
     assert found["counted"]["rows"] == 16
     assert found["counted"]["global_batch_size"] == 8192
+
+
+@pytest.mark.parametrize("sampler", [partial(StepSampler, 3), partial(TaskSampler, (9, 3))], ids=["plain", "tasks"])
+def test_a_batch_larger_than_the_data_repeats_its_samples(sampler: partial[StepSampler | TaskSampler]) -> None:
+    with worker._samples_repeated(True):  # pyright: ignore[reportPrivateUsage]
+        order = sampler(global_batch_size=8, seed=0)
+    for step in range(4):
+        draws = order.draws(step)
+        assert len({draw.occurrence for draw in draws}) == 8
+        assert max(draw.sample for draw in draws) < order.dataset_size
+    with pytest.raises(UsageError, match="has 3 samples, at least one global batch"):
+        sampler(global_batch_size=8, seed=0)
 
 
 @pytest.mark.parametrize(("step", "size"), [(4, 16), (5, 24)])
