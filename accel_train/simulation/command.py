@@ -66,7 +66,7 @@ def _timing(requests: Sequence[Launch], options: Options) -> Timing | None:
         return None
     gpus = options.gpus_per_machine or _gpus_of_file(requests[0]) or GPUS_PER_MACHINE
     timing = timing_of(options.device, options.link, gpus)
-    numbers = [read_machine(request)[1].num_processes or 1 for request in requests]
+    numbers = [read_machine(request, simulated=True)[1].num_processes or 1 for request in requests]
     for number in numbers:
         timing.machines.refuse(number)
     if options.link is not None:
@@ -76,7 +76,7 @@ def _timing(requests: Sequence[Launch], options: Options) -> Timing | None:
 
 def _gpus_of_file(request: Launch) -> int | None:
     """Return the GPUs of a machine in a launch file for several, whatever number of processes is asked for."""
-    machine = read_machine(replace(request, num_processes=None))[1]
+    machine = read_machine(replace(request, num_processes=None), simulated=True)[1]
     if machine.num_machines == 1 or machine.num_processes is None:
         return None
     return machine.num_processes // machine.num_machines
@@ -135,7 +135,7 @@ def _end_without_report(recipe: str, done: subprocess.CompletedProcess[str]) -> 
 
 def worker_command(request: Launch, options: Options, folder: Path) -> tuple[list[str], dict[str, str], str | None]:
     """Write the request of a worker to ``folder``. Return its command, its environment and a note on the machine."""
-    path, machine, assumption = read_machine(request)
+    path, machine, assumption = read_machine(request, simulated=True)
     refuse_machine(machine)
     # The worker finds it by itself. Here an unknown name is refused before a process is started.
     find_recipe(request.recipe)

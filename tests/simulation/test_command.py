@@ -19,11 +19,14 @@ from typing import Any, get_args
 
 import psutil
 import pytest
+import torch
 
+from accel_train.commands.launch import Launch
 from accel_train.config import UsageError
 from accel_train.data.grouping.task_sampler import TaskSampler
 from accel_train.data.sampler import StepSampler
 from accel_train.launch_files.machine_config import read_machine_config
+from accel_train.launch_files.requested import read_request
 from accel_train.simulation import command, worker
 from accel_train.simulation.command import simulate
 from accel_train.simulation.flags import DeviceType, Options, read_arguments
@@ -306,6 +309,25 @@ def test_steps_are_counted_from_one_as_in_log_lines(tmp_path: Path) -> None:
     assert found["counted"]["step"] == 3
     refused = simulated(Layout("single", 1), tmp_path, "--max_steps", "3", options=beyond)["refused"]
     assert refused.startswith("step: 4: the run has steps 1 to 3; ")
+
+
+@pytest.mark.parametrize("ids", [None, "0", "0,1"])
+def test_gpus_of_this_machine_and_of_the_file_do_not_count(
+    ids: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    file = None
+    if ids is not None:
+        file = tmp_path / "ddp.yaml"
+        text = f"num_machines: 1\nnum_processes: 2\ndistributed_type: MULTI_GPU\ngpu_ids: '{ids}'\n"
+        file.write_text(text)
+    request = Launch(file and str(file), "mmdit", num_processes=8, main_process_port=29500)
+    _, variables, note = command.worker_command(request, ANYTHING, tmp_path)
+    assert (variables["WORLD_SIZE"], variables["CUDA_VISIBLE_DEVICES"]) == ("8", "")
+    assert read_request(variables, []).num_processes == 8
+    assert (note is None) == (file is not None)
 
 
 def test_a_simulation_resumes_nothing(tmp_path: Path) -> None:
