@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_train.config import UsageError
-from accel_train.cost_model.devices import Rated, is_cpu, rated
+from accel_train.cost_model.devices import Rated, is_cpu, rated, refuse_several_machines
 from accel_train.cost_model.networks import Machines, machines_of
 from accel_train.cost_model.rates import Rates
 from accel_train.cost_model.scaling import Point
@@ -67,6 +67,8 @@ class Timing:
 
 def timing_of(device: str, link: str | None, gpus_per_machine: int) -> Timing:
     """Return it. Raises ``UsageError`` for unknown names, or a damaged file of a calibration."""
+    if link is not None:
+        refuse_several_machines(device, link)
     return Timing(device, is_cpu(device), machines_of(link, gpus_per_machine))
 
 
