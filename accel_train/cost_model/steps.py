@@ -97,7 +97,7 @@ def _links(counted: Mapping[str, Any], rates: Rates, machines: Machines) -> tupl
     used: dict[str, list[tuple[Link, int, int]]] = {}
     latency = 0.0
     for row in counted["collectives"]:
-        link = machines.link(row["kind"], row["group_size"], row["stride"], rates)
+        link = machines.link(row["kind"], row["group_size"], row["stride"], rates, counted["processes"])
         kind = row["kind"] if row["kind"] in LINKS else LINKS[0]
         used.setdefault(kind, []).append((link, row["count"], row["sent"]))
         latency += row["count"] * link.latency_seconds
