@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,6 +102,7 @@ def _machine(place: Place, clock: str) -> Machine:
         device_type="cuda" if is_cuda else "cpu",
         precision=place.precision,
         torch=torch.__version__,
+        num_machines=_num_machines() if several else 1,
         processes=dist.get_world_size() if several else 1,
         backend=dist.get_backend() if several else None,
         threads=torch.get_num_threads(),
@@ -108,6 +110,12 @@ def _machine(place: Place, clock: str) -> Machine:
         load=place.load,
         cores=cores,
     )
+
+
+def _num_machines() -> int:
+    """Return the number of machines, each of which has as many processes, by the launcher's variables."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return math.ceil(dist.get_world_size() / here)
 
 
 def load_before() -> float:

@@ -25,6 +25,7 @@ from accel_train.launch_files.machine_config import (
     MachineConfig,
     default_machine_config_path,
     read_machine_config,
+    simulated_machine,
     visible_machine,
 )
 from accel_train.launch_files.other_launchers import refuse_other_launchers
@@ -53,6 +54,9 @@ FORWARDED: dict[signal.Signals, signal.Signals] = {
     signal.SIGHUP: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGTERM,
 }
+
+
+WITHOUT_FILE = "no --config_file and no default file of `accelerate config`"
 
 
 class Early(NamedTuple):
@@ -137,12 +141,13 @@ def launch_environment(path: Path | None, machine: MachineConfig, settings: Any)
     return environment
 
 
-def read_machine(request: Launch) -> tuple[Path | None, MachineConfig, str | None]:
+def read_machine(request: Launch, *, simulated: bool = False) -> tuple[Path | None, MachineConfig, str | None]:
     """Return the launch file, the machine, and without ``--config_file`` a line about the file or devices used.
 
+    With ``simulated`` neither the devices here nor the ``gpu_ids`` of the file count.
     Raises ``UsageError`` for a bad file, and for flags that are out of range.
     """
-    path, machine, assumption = _file_or_devices(request)
+    path, machine, assumption = _file_or_devices(request, simulated=simulated)
     refuse_rank_and_port(machine.num_machines, request.machine_rank, request.main_process_port)
     # A file by `accelerate config` may hold an address, which does no harm.
     if request.main_process_ip is not None and machine.num_machines == 1:
@@ -153,13 +158,13 @@ def read_machine(request: Launch) -> tuple[Path | None, MachineConfig, str | Non
     return path, machine, assumption
 
 
-def _file_or_devices(request: Launch) -> tuple[Path | None, MachineConfig, str | None]:
+def _file_or_devices(request: Launch, *, simulated: bool) -> tuple[Path | None, MachineConfig, str | None]:
     if request.config_file is not None:
         path = expand_path(request.config_file)
-        return path, read_machine_config(path, num_processes=request.num_processes), None
+        return path, read_machine_config(path, num_processes=request.num_processes, simulated=simulated), None
     default = default_machine_config_path()
     if default is not None:
-        machine = read_machine_config(default, num_processes=request.num_processes)
+        machine = read_machine_config(default, num_processes=request.num_processes, simulated=simulated)
         return default, machine, f"no --config_file: {default} is read, the default file of `accelerate config`"
     for name in ("machine_rank", "main_process_ip"):
         value = getattr(request, name)
@@ -168,12 +173,18 @@ def _file_or_devices(request: Launch) -> tuple[Path | None, MachineConfig, str |
                 f"{name}: {value} without --config_file: several machines need a launch file; copy "
                 "accelerate_configs/multi_node.yaml and give it with --config_file"
             )
+    if simulated:
+        machine = simulated_machine(request.num_processes)
+        return None, machine, f"{WITHOUT_FILE}: {_processes(machine)}"
     machine = visible_machine(request.num_processes)
     return None, machine, _describe_visible(machine, request)
 
 
+def _processes(machine: MachineConfig) -> str:
+    return "one process" if machine.num_processes == 1 else f"{machine.num_processes} processes, DDP"
+
+
 def _describe_visible(machine: MachineConfig, request: Launch) -> str:
-    processes = "one process" if machine.num_processes == 1 else f"{machine.num_processes} processes, DDP"
     device = "CPU" if machine.use_cpu else "accelerator"
     if request.num_processes is not None:
         reason = "as --num_processes says"
@@ -181,7 +192,7 @@ def _describe_visible(machine: MachineConfig, request: Launch) -> str:
         reason = "no accelerator is visible"
     else:
         reason = "as many as there are accelerators"
-    return f"no --config_file and no default file of `accelerate config`: {processes}, {device} ({reason})"
+    return f"{WITHOUT_FILE}: {_processes(machine)}, {device} ({reason})"
 
 
 def refuse_missing_processes(machine: MachineConfig) -> None:
@@ -205,6 +216,9 @@ def accelerate_settings(path: Path | None, machine: MachineConfig, request: Laun
     # Accelerate takes no number from a file of one process without the line.
     request = replace(request, num_processes=machine.num_processes)
     flags = _explicit_flags(machine) if path is None else ["--config_file", str(path)]
+    if machine.gpu_ids is None and machine.raw.get("gpu_ids") is not None:
+        # Those of the file do not count in a simulation.
+        flags += ["--gpu_ids", "all"]
     # The experiment sets the precision. The recipe compares it with the file by itself.
     flags += ["--mixed_precision", "no"]
     for name in ("num_processes", "machine_rank", "main_process_ip", "main_process_port"):

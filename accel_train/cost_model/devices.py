@@ -1,6 +1,6 @@
 """Rates of a named device: by data sheets and shares of them, or from a file of ``accel-train calibrate``.
 
-The table has memory bandwidths and links. Matrix peaks are in ``speed.device_peaks``.
+The table has memory bandwidths and links. Peaks of products are in ``speed.device_peaks``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from accel_train.config import UsageError, expand_path
 from accel_train.cost_model import record, times
 from accel_train.cost_model.rates import LINK_SHARE, LINKS, RULE, Link, Rates, rate
 from accel_train.cost_model.record import Calibration
-from accel_train.speed.device_peaks import peak_flops
+from accel_train.speed.device_peaks import fp32_flops, peak_flops
 from accel_train.wording import did_you_mean, nearest
 
 
@@ -32,7 +32,7 @@ class Device(NamedTuple):
     """One model of GPU, by the vendor's data sheet."""
 
     torch_name: str
-    """``torch.cuda.get_device_name``, the key of the table of matrix peaks."""
+    """``torch.cuda.get_device_name``, the key of the table of peaks."""
     memory_gbs: float
     """Bandwidth of its memory in GB/s."""
     link: str
@@ -126,8 +126,21 @@ def is_cpu(name: str) -> bool:
     return False
 
 
+def refuse_several_machines(name: str, link: str) -> None:
+    """Raise ``UsageError`` for a calibration over several machines: its links are those between them already."""
+    if not name.endswith(FILE):
+        return
+    machine = record.read(expand_path(name)).machine
+    if machine.num_machines > 1:
+        raise UsageError(
+            f"link: {link}: {name} was measured over {machine.num_machines} machines, and its links are those between "
+            "them; a calibration of one machine is required. Measure on one, or leave --link out and give "
+            f"--gpus_per_machine {machine.processes}"
+        )
+
+
 def by_data_sheet(name: str, device: Device, peak: float, gpus: int) -> Rated:
-    """Return the rates of a device with a matrix peak of ``peak`` FLOP/s."""
+    """Return the rates of a device whose products have a peak of ``peak`` FLOP/s."""
     host = device.host
     shared = f" for {gpus} GPUs" if gpus > 1 else ""
     matrix = f"{peak / 1e12:g} TFLOP/s"
@@ -156,11 +169,12 @@ def by_calibration(name: str, found: Calibration, precision: str, gpus: int) -> 
         )
     figures = found.figures
     links, how = _links(found)
+    share = _share(found, gpus)
     rates = Rates(
-        products=figures.products.value,
-        attention=figures.attention.value,
-        moved=figures.operators.value,
-        host_seconds=1 / figures.host.value,
+        products=figures.products.value * share,
+        attention=figures.attention.value * share,
+        moved=figures.operators.value * share,
+        host_seconds=1 / (figures.host.value * share),
         links=links,
         # Measured while so many processes step. More of them share the same memory.
         on_host=figures.adamw.value * min(1, machine.processes / gpus),
@@ -171,6 +185,10 @@ def by_calibration(name: str, found: Calibration, precision: str, gpus: int) -> 
     shown |= {"copied": figures.transfer, "on_host": figures.adamw}
     origins = {key: f"{rate(figure.value, figure.unit)}, {found.origin}" for key, figure in shown.items()}
     origins["host"] = f"{1e6 / figures.host.value:.3g} us, {found.origin}"
+    if share < 1:
+        # Transfers and host memory have other limits than cores.
+        for key in ("products", "attention", "moved", "host"):
+            origins[key] = f"{share:.0%} of the cores' time: {origins[key]}"
     bandwidths = {kind: rate(link.bytes_per_second, "B/s") for kind, link in links.items()}
     latencies = {kind: f"{link.latency_seconds * 1e6:.3g} us" for kind, link in links.items()}
     origins |= {"link": f"{_shown(bandwidths)}, {how}", "latency": f"{_shown(latencies)}, {how}"}
@@ -179,6 +197,13 @@ def by_calibration(name: str, found: Calibration, precision: str, gpus: int) -> 
         f"{machine.threads} thread(s), torch {machine.torch}"
     )
     return Rated(name, rates, origins, source, tuple(_notes(found, gpus)))
+
+
+def _share(found: Calibration, processes: int) -> float:
+    """Return the part of the measured rates that each of so many processes of a machine has: on a CPU they compute."""
+    if found.machine.device_type == "cpu":
+        return found.machine.share_of_cores(processes)
+    return 1.0
 
 
 def _links(found: Calibration) -> tuple[dict[str, Link], str]:
@@ -214,6 +239,15 @@ def _notes(found: Calibration, gpus: int) -> list[str]:
         )
     elif processes != gpus:
         notes.append(f"measured with {processes} processes at once, and used for {gpus}: their rates may differ")
+    share = _share(found, gpus)
+    if share < 1:
+        notes.append(
+            f"{gpus} processes of {found.machine.threads} thread(s) share {found.machine.cores} core(s), so each "
+            f"computes at {share:.0%} of what was measured"
+        )
+    machines = found.machine.num_machines
+    if machines > 1:
+        notes.append(f"measured over {machines} machines, so its links are those between them")
     noisy = found.noisy()
     if noisy:
         notes.append(f"the machine was not quiet when measured: {', '.join(noisy)}")
@@ -221,9 +255,12 @@ def _notes(found: Calibration, gpus: int) -> list[str]:
 
 
 def find_device(name: str, precision: str) -> tuple[Device, float]:
-    """Return a device and its matrix peak in FLOP/s. Raises ``UsageError`` for one without such units."""
+    """Return a device and the peak of its products in FLOP/s. Raises ``UsageError`` for one without such units."""
     device = _in_table(name)
     peak = peak_flops(device.torch_name, precision)
+    if precision == "fp32":
+        # Products of a run take no TF32: nothing switches it on, and torch has it off.
+        peak = fp32_flops(device.torch_name)
     if peak is None:
         raise UsageError(
             f"device: {name}: it has no matrix units for precision {precision}; another precision or device is "

@@ -8,11 +8,14 @@ A group within one machine takes the device's own link, as in a plan. Over M mac
     further steps, to reduce and for all else, in a tree:   2 * (ceil(log2 M) * step between + (m - 1) * step within)
 
 A ring enters and leaves each machine once, so that all ports of its processes share the bytes that one process sends.
+Steps of a tree take longer than those of a ring. Where groups lie differently over the machines, a step waits for the
+slowest: the fewest of its processes in a machine have the fewest ports, and m of the latency is their mean.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,9 +39,13 @@ class Network(NamedTuple):
     """None: one port for the whole machine."""
     source: str
     step_seconds: float = 4.0e-6
-    """Latency of a step from one machine to the next: NCCL's for any network."""
+    """Latency of a ring's step from one machine to the next: NCCL's for any network."""
     inside_seconds: float = 1.9e-6
-    """Of a step from GPU to GPU within a machine: NCCL's for NVLink. For PCIe it has 2.5 us."""
+    """Of a ring's step from GPU to GPU within a machine: NCCL's for NVLink. For PCIe it has 2.5 us."""
+    tree_step_seconds: float = 8.5e-6
+    """The same of a tree."""
+    tree_inside_seconds: float = 1.25e-6
+    """For PCIe NCCL has 1.9 us."""
 
     def bytes_per_second(self, gpus: int) -> float:
         """Return the share of one of a machine's ``gpus`` in its ports, by the data sheet."""
@@ -65,24 +72,43 @@ class Machines:
     network: Network | None = None
     """None with one machine."""
 
-    def link(self, kind: str, size: int, stride: int, rates: Rates) -> Link:
-        """Return the link of a group of ``size`` processes, whose ranks are ``stride`` apart."""
+    def link(self, kind: str, size: int, stride: int, rates: Rates, processes: int | None = None) -> Link:
+        """Return the slowest link of the groups of ``size`` processes, whose ranks are ``stride`` apart.
+
+        Without ``processes`` there are as many as fill one block of groups.
+        """
         within = rates.links.get(kind, rates.links[LINKS[0]])
-        members, machines = self.division(size, stride)
-        if self.network is None or machines == 1:
+        network = self.network
+        if network is None:
             return within
-        inside = (members - 1) * self.network.inside_seconds
+        found = [
+            self._over(network, kind, size, division, within)
+            for division in self.divisions(size, stride, processes or size * stride)
+        ]
+        return min(found, key=lambda link: (link.bytes_per_second, -link.latency_seconds))
+
+    def _over(self, network: Network, kind: str, size: int, division: tuple[int, int], within: Link) -> Link:
+        fewest, machines = division
+        if machines == 1:
+            return within
+        neighbours = size / machines - 1
         if kind in RING:
-            further = (machines - 1) * (self.network.step_seconds + inside)
+            further = (machines - 1) * (network.step_seconds + neighbours * network.inside_seconds)
         else:
-            further = 2 * (math.ceil(math.log2(machines)) * self.network.step_seconds + inside)
-        between = members * self.network.bytes_per_second(self.gpus) * LINK_SHARE
+            levels = math.ceil(math.log2(machines))
+            further = 2 * (levels * network.tree_step_seconds + neighbours * network.tree_inside_seconds)
+        between = fewest * network.bytes_per_second(self.gpus) * LINK_SHARE
         return Link(within.latency_seconds + further, min(within.bytes_per_second, between))
 
-    def division(self, size: int, stride: int) -> tuple[int, int]:
-        """Return how many of a group's processes are in one machine, and over how many machines it extends."""
-        members = min(size, math.ceil(self.gpus / stride))
-        return members, math.ceil(size / members)
+    def divisions(self, size: int, stride: int, processes: int) -> set[tuple[int, int]]:
+        """Return of all groups the fewest processes that one has in a machine, and over how many machines it is."""
+        found: set[tuple[int, int]] = set()
+        block = size * stride
+        for first in range(0, processes, block):
+            for rank in range(first, first + stride):
+                members = Counter(other // self.gpus for other in range(rank, rank + block, stride))
+                found.add((min(members.values()), len(members)))
+        return found
 
     def refuse_idle(self, numbers: Sequence[int]) -> None:
         """Raise ``UsageError`` for a link between machines if each of the numbers of processes is within one."""
@@ -120,7 +146,8 @@ class Machines:
         return (
             f"{self.name} between machines of {self.gpus} GPUs: {LINK_SHARE:.0%} ({RULE}) of {bandwidth / 1e9:.4g} "
             f"GB/s for each GPU ({network.source}); {network.step_seconds * 1e6:g} us for a step between machines and "
-            f"{network.inside_seconds * 1e6:g} us within, by {NCCL}"
+            f"{network.inside_seconds * 1e6:g} us within in a ring, {network.tree_step_seconds * 1e6:g} and "
+            f"{network.tree_inside_seconds * 1e6:g} us in a tree, by {NCCL}"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -130,6 +157,8 @@ class Machines:
             found["bytes_per_second_of_each_gpu"] = self.network.bytes_per_second(self.gpus)
             found |= {"share": LINK_SHARE, "step_seconds": self.network.step_seconds}
             found |= {"inside_seconds": self.network.inside_seconds, "source": self.network.source}
+            found["tree_step_seconds"] = self.network.tree_step_seconds
+            found["tree_inside_seconds"] = self.network.tree_inside_seconds
         return found
 
 

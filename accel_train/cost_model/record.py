@@ -16,7 +16,7 @@ from accel_train.options.tree import flatten, option_types
 from accel_train.precision import Precision
 from accel_train.store import atomic_files, strict_json
 
-FORMAT = 2
+FORMAT = 3
 NOISY = 0.1
 """A larger spread is called noise."""
 MAX_BYTES = 1 << 20
@@ -74,7 +74,9 @@ class Machine:
     device_type: Literal["cpu", "cuda"]
     precision: Precision
     torch: str
+    num_machines: int
     processes: int
+    """Of all machines."""
     backend: str | None
     """Of the collectives. None with one process."""
     threads: int
@@ -84,6 +86,16 @@ class Machine:
     load: float
     """The system's average of the last minute before."""
     cores: int
+    """Of one machine, that this process may use."""
+
+    def share_of_cores(self, processes: int) -> float:
+        """Return the part of the time that each thread of so many processes has a core, over that when measured."""
+        cores = self.cores * self.num_machines
+        share = min(1.0, cores / (processes * self.threads))
+        if self.clock == "thread":
+            # It stands still while another one has the core.
+            return share
+        return min(1.0, share / min(1.0, cores / (self.processes * self.threads)))
 
 
 @dataclass(frozen=True)

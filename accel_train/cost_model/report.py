@@ -33,7 +33,7 @@ def time_lines(
         calls = f"{work.collectives} collectives ({counted})"
         link, steps = at["link"], at["latency"]
         if between:
-            link = f"at most {link} and of the link between machines"
+            link += ", or less by the link between machines"
             steps += ", and the steps over machines"
         lines += [
             _line("communication", time.communication, f"{sent} at {link}"),

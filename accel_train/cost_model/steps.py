@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_train.config import UsageError
-from accel_train.cost_model.devices import Rated, is_cpu, rated
+from accel_train.cost_model.devices import Rated, is_cpu, rated, refuse_several_machines
 from accel_train.cost_model.networks import Machines, machines_of
-from accel_train.cost_model.rates import Rates
+from accel_train.cost_model.rates import LINKS, Link, Rates
 from accel_train.cost_model.scaling import Point
 from accel_train.cost_model.times import StepTime, step_time
 from accel_train.cost_model.work import Work
@@ -67,6 +68,8 @@ class Timing:
 
 def timing_of(device: str, link: str | None, gpus_per_machine: int) -> Timing:
     """Return it. Raises ``UsageError`` for unknown names, or a damaged file of a calibration."""
+    if link is not None:
+        refuse_several_machines(device, link)
     return Timing(device, is_cpu(device), machines_of(link, gpus_per_machine))
 
 
@@ -81,19 +84,33 @@ def timed(counted: Mapping[str, Any], device: Rated, machines: Machines) -> Time
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    communication, latency = _communication(counted, device.rates, machines)
+    links, latency = _links(counted, device.rates, machines)
+    rates = replace(device.rates, links=links)
     # The work ends with the last micro-batch and the end of the step.
-    time = step_time(total, parts[-2], parts[-1], counted["strategy"], device.rates, communication)
+    time = step_time(total, parts[-2], parts[-1], counted["strategy"], rates, counted.get("overlap_comm"))
     point = Point(counted["processes"], counted["global_batch_size"], time.total)
     return TimedStep(point, total, time, latency, device, machines)
 
 
-def _communication(counted: Mapping[str, Any], rates: Rates, machines: Machines) -> tuple[float, float]:
-    """Return the seconds of all collectives, and those of their latencies, each group over its own link."""
-    communication = 0.0
+def _links(counted: Mapping[str, Any], rates: Rates, machines: Machines) -> tuple[dict[str, Link], float]:
+    """Return the mean link of each kind of collective over its groups, and the seconds of all latencies."""
+    used: dict[str, list[tuple[Link, int, int]]] = {}
     latency = 0.0
     for row in counted["collectives"]:
-        link = machines.link(row["kind"], row["group_size"], row["stride"], rates)
-        communication += link.seconds(row["count"], row["sent"])
+        link = machines.link(row["kind"], row["group_size"], row["stride"], rates, counted["processes"])
+        kind = row["kind"] if row["kind"] in LINKS else LINKS[0]
+        used.setdefault(kind, []).append((link, row["count"], row["sent"]))
         latency += row["count"] * link.latency_seconds
-    return communication, latency
+    return {**rates.links, **{kind: _mean(rows) for kind, rows in used.items()}}, latency
+
+
+def _mean(rows: Sequence[tuple[Link, int, int]]) -> Link:
+    """Return a link over which calls and bytes of all rows take as long as each row's over its own."""
+    first = rows[0][0]
+    if all(link == first for link, _, _ in rows):
+        return first
+    calls = sum(count for _, count, _ in rows)
+    sent = sum(size for _, _, size in rows)
+    seconds = sum(size / link.bytes_per_second for link, _, size in rows)
+    bandwidth = sent / seconds if seconds else math.inf
+    return Link(sum(count * link.latency_seconds for link, count, _ in rows) / calls, bandwidth)

@@ -3,7 +3,7 @@
     device        = products / matrix rate + attention / attention rate + bytes moved / memory rate
     computation   = max(device, kernels * host time)
     communication = bytes sent / link rate + collectives * latency
-    step          = computation + max(0, communication - computation beside it) + copies + optimizer on the host
+    step          = computation + communication that is not hidden + copies + optimizer on the host
 
 On a CPU host and device are one:
 
@@ -11,9 +11,13 @@ On a CPU host and device are one:
     step          = computation + communication
 
 Products come one after the other with the operators between them, so their times add up. Collectives run beside the
-computation: under FSDP2 and ZeRO-3 beside all micro-batches, under DDP beside the backward of each that reduces its
-gradients (the last one, or all with ``sync: every``), and under ZeRO-1 and -2 beside nothing, because DeepSpeed's
-``overlap_comm`` is off there.
+computation of the same part of a step: the last micro-batch, all that is before it, or the optimizer, which has nothing
+beside it. Gathers run beside forward and backward, reductions beside the backward alone:
+
+    not hidden = max(0, communication - computation, reductions - 2/3 computation)
+
+Under DDP and FSDP2 the last micro-batch reduces its gradients, or with ``sync: every`` each one. Under ZeRO nothing is
+hidden if DeepSpeed's ``overlap_comm`` is off, as it is in stages 1 and 2 by default.
 
 The last two terms exist under an offload: bytes over the rates of the host link and of host memory. By a rule nothing
 runs beside them.
@@ -46,9 +50,10 @@ HOST_SECONDS = 20e-6
 """Host time per kernel, for which small kernels wait. A rule between 11 us, measured on an EPYC, and 40 and more on the
 virtual host of an H200."""
 NOT_BESIDE = ("zero1", "zero2")
-"""Beginnings of strategies without ``overlap_comm``."""
+"""Beginnings of strategies whose ``overlap_comm`` is off by default."""
 BACKWARD_SHARE = 2 / 3
 """Share of the backward in a micro-batch's work: two products for each one of the forward."""
+GATHER = "all-gather"
 
 
 @dataclass(frozen=True)
@@ -113,33 +118,37 @@ def step_work(parts: Sequence[Work], micro_batches: int) -> Work:
 
 
 def step_time(
-    total: Work, last: Work, end: Work, strategy: str, rates: Rates, communication: float | None = None
+    total: Work, last: Work, end: Work, strategy: str, rates: Rates, overlap_comm: bool | None = None
 ) -> StepTime:
     """Return the time of a step of ``total`` work: ``last`` in its last micro-batch, ``end`` from the optimizer on.
 
-    ``communication`` are the seconds of its collectives, where they take others than the device's own links.
+    ``overlap_comm`` is the setting of DeepSpeed's engine, where it is known.
     """
-    if communication is None:
-        communication = rates.communication_seconds(total)
-    beside = rates.device_seconds(total) - rates.device_seconds(end)
-    # The host's time hides collectives as well, where small kernels wait for it.
-    beside = max(beside, (total.kernels - end.kernels) * rates.host_seconds)
-    if strategy == "ddp":
-        beside = BACKWARD_SHARE * max(rates.device_seconds(last), last.kernels * rates.host_seconds)
-        if last.sent:
-            # Of one micro-batch, or with `sync: every` of all.
-            beside *= max(1, round(total.sent / last.sent))
+    overlaps = not strategy.startswith(NOT_BESIDE)
+    if overlap_comm is not None:
+        overlaps = overlap_comm
+    exposed = rates.communication_seconds(total)
     # Processes on a CPU share its cores with what sends for them.
-    if rates.serial or strategy.startswith(NOT_BESIDE):
-        beside = 0.0
+    if overlaps and not rates.serial:
+        before = total + (last + end).times(-1)
+        exposed = _exposed(before, rates) + _exposed(last, rates) + rates.communication_seconds(end)
     return StepTime(
         products=total.products / rates.products,
         attention=total.attention / rates.attention,
         moved=total.moved / rates.moved,
         host=total.kernels * rates.host_seconds,
-        communication=communication,
-        exposed=max(0.0, communication - beside),
+        communication=rates.communication_seconds(total),
+        exposed=exposed,
         serial=rates.serial,
         copied=rates.copy_seconds(total),
         on_host=total.on_host / rates.on_host,
     )
+
+
+def _exposed(part: Work, rates: Rates) -> float:
+    """Return the seconds of a part's collectives that its own computation does not hide."""
+    # The host's time hides collectives as well, where small kernels wait for it.
+    computation = max(rates.device_seconds(part), part.kernels * rates.host_seconds)
+    communication = rates.communication_seconds(part)
+    reductions = communication - rates.links[GATHER].seconds(part.gathers, part.gathered)
+    return max(0.0, communication - computation, reductions - BACKWARD_SHARE * computation)

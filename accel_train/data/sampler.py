@@ -136,10 +136,15 @@ class StepSampler:
                 f"batch_schedule.max_size {self.schedule.max_size}: the dataset has {size} samples, and no step can "
                 f"have more. Lower it to {size} or less, or use more data."
             )
-        if batch > size:
+        self.refuse_small_data()
+
+    def refuse_small_data(self) -> None:
+        """Raise `UsageError` for fewer samples than a global batch. A simulation does without this."""
+        size = self.dataset_size
+        if self.global_batch_size > size:
             raise UsageError(
-                f"global_batch_size={batch}: the dataset has {size} samples, at least one global batch is "
-                f"required. Lower it to {size} or less, or use more data."
+                f"global_batch_size={self.global_batch_size}: the dataset has {size} samples, at least one global "
+                f"batch is required. Lower it to {size} or less, or use more data."
             )
 
     def batch_size(self, step: int) -> int:

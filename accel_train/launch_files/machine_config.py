@@ -113,9 +113,12 @@ def default_machine_config_path() -> Path | None:
     return path if path.is_file() else None
 
 
-def read_machine_config(path: str | os.PathLike[str], *, num_processes: int | None = None) -> MachineConfig:
+def read_machine_config(
+    path: str | os.PathLike[str], *, num_processes: int | None = None, simulated: bool = False
+) -> MachineConfig:
     """Read and check a launch file. `num_processes`, from a flag, overrides the number of the file.
 
+    A `simulated` machine is any other than this one: its `gpu_ids` may be fewer than the processes, and become None.
     Raises `UsageError` with file, line, key, requirement and remedy. Uses neither devices nor the network. The first
     call imports accelerate, later ones take about 5 ms.
     """
@@ -124,7 +127,12 @@ def read_machine_config(path: str | os.PathLike[str], *, num_processes: int | No
         document = read_document(path)
     except YamlError as error:
         raise UsageError(str(error)) from error
-    return _read(path, document, num_processes)
+    return _read(path, document, num_processes, simulated=simulated)
+
+
+def simulated_machine(num_processes: int | None = None) -> MachineConfig:
+    """Return the machine of a simulation without a launch file: DDP, whatever accelerators are here."""
+    return _machine_of(num_processes, 0)
 
 
 def visible_machine(num_processes: int | None = None) -> MachineConfig:
@@ -134,8 +142,13 @@ def visible_machine(num_processes: int | None = None) -> MachineConfig:
     """
     import torch
 
-    refuse_processes(num_processes)
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return _machine_of(num_processes, count)
+
+
+def _machine_of(num_processes: int | None, count: int) -> MachineConfig:
+    """Return the machine of a start on `count` accelerators, 0 for the CPU."""
+    refuse_processes(num_processes)
     processes = num_processes
     if processes is None:
         processes = max(count, 1)
@@ -152,7 +165,7 @@ def visible_machine(num_processes: int | None = None) -> MachineConfig:
     return _read(Path(NO_FILE), Document(values, {}), None)
 
 
-def _read(path: Path, document: Document, num_processes: int | None) -> MachineConfig:
+def _read(path: Path, document: Document, num_processes: int | None, *, simulated: bool = False) -> MachineConfig:
     top, sections = read_sections(path, document)
     kind = _supported_type(top, sections)
     machines = top.integer("num_machines", 1, low=1)
@@ -170,7 +183,7 @@ def _read(path: Path, document: Document, num_processes: int | None) -> MachineC
         main_process_ip=_main_process_ip(top, machines),
         main_process_port=_main_process_port(top, machines),
         rdzv_backend=_rdzv_backend(top),
-        gpu_ids=_gpu_ids(top, kind, processes, machines),
+        gpu_ids=_gpu_ids(top, kind, processes, machines, simulated=simulated),
         use_cpu=_use_cpu(top, kind),
         debug=top.boolean("debug", False),
         enable_cpu_affinity=top.boolean("enable_cpu_affinity", False),
@@ -312,7 +325,9 @@ def _use_cpu(top: Section, kind: str) -> bool:
     return use_cpu
 
 
-def _gpu_ids(top: Section, kind: str, processes: int | None, machines: int) -> tuple[str, ...] | None:
+def _gpu_ids(
+    top: Section, kind: str, processes: int | None, machines: int, *, simulated: bool
+) -> tuple[str, ...] | None:
     if isinstance(top.values.get("gpu_ids"), int):
         raise top.refuse("gpu_ids", "text: Accelerate cannot split a number", "put it in quotes, as '0'")
     text = top.text("gpu_ids")
@@ -322,6 +337,8 @@ def _gpu_ids(top: Section, kind: str, processes: int | None, machines: int) -> t
     repeated = len(set(ids)) < len(ids)
     if repeated or not all(re.fullmatch(r"[A-Za-z0-9:/.-]+", item) for item in ids):
         raise top.refuse("gpu_ids", "`all`, or different ids with commas and no spaces", "write it as '0,1'")
+    if simulated:
+        return None
     needed = (processes or machines) // machines
     # Accelerate refuses a single id for several GPUs, whatever the number of processes.
     if kind.startswith("MULTI_") and kind != "MULTI_CPU" and machines == 1:

@@ -65,8 +65,10 @@ def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequenc
             default = default_machine_config_path()
         source = "the command line of `accelerate launch`"
     machine = None
+    rehearsal = bool(environment.get(REHEARSAL_VARIABLE))
     if file:
-        machine = read_machine_config(expand_path(file), num_processes=override)
+        # The launcher of a rehearsal has compared the number of GPUs, and a simulation needs none.
+        machine = read_machine_config(expand_path(file), num_processes=override, simulated=rehearsal)
         source = str(file)
     elif default is not None:
         machine = read_machine_config(default, num_processes=override)
@@ -76,7 +78,7 @@ def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequenc
         source=source,
         num_processes=_asked_processes(override, machine),
         strategy=_asked_strategy(environment),
-        rehearsal=bool(environment.get(REHEARSAL_VARIABLE)),
+        rehearsal=rehearsal,
     )
 
 

@@ -99,7 +99,7 @@ def probe_of(candidate: Candidate, micro_batches: int, counted: Mapping[str, Any
     parts = [Work(**part) for part in counted["work"]]
     work = step_work(parts, micro_batches)
     # The work ends with the last micro-batch and the end of the step.
-    time = step_time(work, parts[-2], parts[-1], candidate.strategy, rates)
+    time = step_time(work, parts[-2], parts[-1], candidate.strategy, rates, counted.get("overlap_comm"))
     peak = counted["peak"]
     by_category = dict(peak["by_category"])
     batch = counted["held"][ledger.BATCH]

@@ -146,9 +146,9 @@ def _whole(kind: str, name: str, tensors: Sequence[Tensor], group_size: int) -> 
         size = _bytes(tensors[0])
         # Functional collectives return their result, so their only argument is the shard or the whole.
         return size * group_size if kind == "all-gather" else size
-    if name in ("allgather_", "reduce_scatter_"):
-        # Lists of shards on one side, the process's own on the other.
-        # So the sum is N shards and one more.
+    if name in ("allgather_", "reduce_scatter_") or "_coalesced" in name:
+        # Lists of shards, or of several whole tensors, on one side, the process's own on the other.
+        # So the sum is N shards and one more, of each tensor.
         return sum(map(_bytes, tensors)) * group_size // (group_size + 1)
     return max(map(_bytes, tensors))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from accel_train.commands.bundled import find_recipe
 from accel_train.commands.launch import Launch, accelerate_settings, launch_environment, read_machine
@@ -65,7 +66,7 @@ def _timing(requests: Sequence[Launch], options: Options) -> Timing | None:
         return None
     gpus = options.gpus_per_machine or _gpus_of_file(requests[0]) or GPUS_PER_MACHINE
     timing = timing_of(options.device, options.link, gpus)
-    numbers = [read_machine(request)[1].num_processes or 1 for request in requests]
+    numbers = [read_machine(request, simulated=True)[1].num_processes or 1 for request in requests]
     for number in numbers:
         timing.machines.refuse(number)
     if options.link is not None:
@@ -75,7 +76,7 @@ def _timing(requests: Sequence[Launch], options: Options) -> Timing | None:
 
 def _gpus_of_file(request: Launch) -> int | None:
     """Return the GPUs of a machine in a launch file for several, whatever number of processes is asked for."""
-    machine = read_machine(replace(request, num_processes=None))[1]
+    machine = read_machine(replace(request, num_processes=None), simulated=True)[1]
     if machine.num_machines == 1 or machine.num_processes is None:
         return None
     return machine.num_processes // machine.num_machines
@@ -107,9 +108,8 @@ def _simulate_one(request: Launch, options: Options) -> Simulated:
         done = subprocess.run(
             words, env=environment, capture_output=True, text=True, check=False, preexec_fn=killed_with_parent
         )
-        # Only a worker that crashed leaves none: refusals are reports too.
         if not (folder / REPORT).is_file():
-            raise RuntimeError(f"the simulation of {request.recipe} failed:\n{done.stdout[-2000:]}\n{done.stderr}")
+            _end_without_report(request.recipe, done)
         report: dict[str, Any] = json.loads((folder / REPORT).read_text())
     if "refused" in report:
         raise UsageError(report["refused"])
@@ -117,9 +117,25 @@ def _simulate_one(request: Launch, options: Options) -> Simulated:
     return Simulated(report["counted"], report["curve"], (*notes, *report["notes"]), is_another=report["is_another"])
 
 
+def _end_without_report(recipe: str, done: subprocess.CompletedProcess[str]) -> NoReturn:
+    """End the command as its worker ended. Refusals are reports, so it has answered a flag, or it has failed."""
+    if done.returncode == 0:
+        # Such as --help or --print_config, whose output is the recipe's.
+        print(done.stdout, end="", flush=True)
+        raise SystemExit(0)
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        raise UsageError(
+            f"recipe {recipe!r}: its simulation was ended by {name}, which the system also sends if memory runs out "
+            "(its log says so: dmesg); more free memory of this machine is required. End other programs, or give a "
+            "smaller --num_processes"
+        )
+    raise RuntimeError(f"the simulation of {recipe} failed:\n{done.stdout[-2000:]}\n{done.stderr}")
+
+
 def worker_command(request: Launch, options: Options, folder: Path) -> tuple[list[str], dict[str, str], str | None]:
     """Write the request of a worker to ``folder``. Return its command, its environment and a note on the machine."""
-    path, machine, assumption = read_machine(request)
+    path, machine, assumption = read_machine(request, simulated=True)
     refuse_machine(machine)
     # The worker finds it by itself. Here an unknown name is refused before a process is started.
     find_recipe(request.recipe)

@@ -16,7 +16,8 @@ from accel_train.wording import readable_size
 if TYPE_CHECKING:
     from accel_train.cost_model.steps import TimedStep
 
-MIB = 2**20
+UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
+"""Of the axis of memory: those of the text."""
 HELD = ("parameters", "master weights", "buffers", "gradients", "optimizer state", "EMA")
 
 
@@ -156,7 +157,9 @@ def table(found: Sequence[Simulated], scaling: Scaling | None = None) -> str:
     # Most notes are the same for every number of processes.
     lines = list(dict.fromkeys(f"note: {note}" for simulated in found for note in simulated.notes))
     first = found[0].counted
-    lines.append(f"one process of each, {first['strategy']}, {first['precision']}; {first['values']:,} parameters")
+    # A single process of a launch file for several is another one.
+    strategies = " and ".join(dict.fromkeys(simulated.counted["strategy"] for simulated in found))
+    lines.append(f"one process of each, {strategies}, {first['precision']}; {first['values']:,} parameters")
     for row in (head, *rows):
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells))
@@ -275,10 +278,11 @@ def draw(simulated: Simulated, scaling: Scaling | None, path: Path) -> None:
 def _draw_memory(simulated: Simulated, axes: Any, colours: Any) -> None:
     curve = simulated.curve
     present = [name for name in CATEGORIES if any(point[name] for point in curve)]
-    layers = [[point[name] / MIB for point in curve] for name in present]
+    totals = [sum(point[name] for name in present) for point in curve]
+    unit = next((name for name, size in UNITS.items() if max(totals) >= size), "kB")
+    layers = [[point[name] / UNITS[unit] for point in curve] for name in present]
     counted = simulated.counted
     axes.stackplot(range(len(curve)), layers, labels=present, colors=[colours(n) for n in range(len(present))])
-    totals = [sum(point[name] for name in present) for point in curve]
     peak = totals.index(max(totals))
     axes.axvline(peak, color="black", linewidth=0.8, linestyle=":")
     axes.set_title(
@@ -286,7 +290,7 @@ def _draw_memory(simulated: Simulated, axes: Any, colours: Any) -> None:
         fontsize=10,
     )
     axes.set_xlabel("allocations and releases of one optimizer step")
-    axes.set_ylabel("MiB")
+    axes.set_ylabel(unit)
     axes.margins(x=0)
     # Beside the curve, so that it hides none of it.
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True, fontsize=8, frameon=False)

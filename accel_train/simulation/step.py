@@ -12,7 +12,6 @@ from unittest import mock
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel_train.config import UsageError
 from accel_train.data import sampler
@@ -22,7 +21,7 @@ from accel_train.simulation.collectives import Collectives, Row
 from accel_train.simulation.flags import DeviceType
 from accel_train.simulation.ledger import Ledger, Peak, storage_of
 from accel_train.simulation.places import BEFORE, Places
-from accel_train.simulation.strategies import without_memory
+from accel_train.simulation.strategies import gradients_of_step, without_memory
 from accel_train.simulation.tensors.beside import tensors_beside
 from accel_train.simulation.tensors.cuda_casts import cuda_casts
 from accel_train.simulation.tensors.fake_tensors import FakeWhereNeeded, build_fake, fake_batch
@@ -73,6 +72,8 @@ class Counted:
     their number of forwards."""
     host: dict[str, int] = field(default_factory=dict[str, int])
     """Bytes in host memory between two steps, by category. Empty without an offload."""
+    overlap_comm: bool | None = None
+    """DeepSpeed's setting, with its default. None under other strategies."""
     save: dict[str, int] = field(default_factory=dict[str, int])
     """Bytes of a save: its copy in this process's host memory (``copied``), tensors on the disk (``written``)."""
 
@@ -263,6 +264,7 @@ class Steps:
             inputs_in_blocks=counter.inputs_in_blocks,
             work=counter.work_by_part(len(batches.micro_batches)),
             host=counter.host,
+            overlap_comm=counter.overlap_comm,
             save={"copied": save.sizes[0], "written": sum(slot.bytes for slot in save.tensors)},
         )
 
@@ -286,21 +288,6 @@ def batch_bytes(batch: Mapping[str, Tensor]) -> int:
     return sum(value.numel() * value.element_size() for value in batch.values())
 
 
-@contextmanager
-def gradients_of_step(model: nn.Module) -> Generator[list[Tensor]]:
-    """Collect the gradients when the optimizer steps. Under DDP they are views of its buckets."""
-    gradients: list[Tensor] = []
-
-    def collect(*_: Any) -> None:
-        gradients.extend(p.grad for p in model.parameters() if p.grad is not None)
-
-    handle = register_optimizer_step_pre_hook(collect)
-    try:
-        yield gradients
-    finally:
-        handle.remove()
-
-
 class StepCounter:
     """Counts one step of a prepared model."""
 
@@ -308,6 +295,7 @@ class StepCounter:
         self._prepared = prepared
         zero = prepared.run_info.facts["strategy"] in WARM_UP
         self._engine = EngineTensors(prepared) if zero else None
+        self.overlap_comm: bool | None = None
         self.held: dict[str, int] = {}
         self.host: dict[str, int] = {}
         self.inputs = 0
@@ -321,6 +309,7 @@ class StepCounter:
         self.collectives.ledger = self.ledger
         if self._engine is not None:
             self._engine.prepare(self.ledger, self.collectives)
+            self.overlap_comm = self._engine.overlap_comm
         self._places.before_forward = self._begin_forward
         self._places.before_step = self._mark_gradients
 

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class BucketReducer:
@@ -174,3 +175,18 @@ def without_memory() -> Generator[None]:
         mock.patch.object(_fsdp_param, "_chunk_with_empty", Chunks),
     ):
         yield
+
+
+@contextmanager
+def gradients_of_step(model: nn.Module) -> Generator[list[Tensor]]:
+    """Collect the gradients when the optimizer steps. Under DDP they are views of its buckets."""
+    gradients: list[Tensor] = []
+
+    def collect(*_: Any) -> None:
+        gradients.extend(p.grad for p in model.parameters() if p.grad is not None)
+
+    handle = register_optimizer_step_pre_hook(collect)
+    try:
+        yield gradients
+    finally:
+        handle.remove()

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
 from accel_train.cost_model.devices import rated
+from accel_train.data.grouping.task_sampler import TaskSampler
 from accel_train.data.sampler import StepSampler
 from accel_train.options.loading import config_of
 from accel_train.simulated import simulating
@@ -126,15 +127,9 @@ def _without_resume(resume: str, notes: list[str]) -> list[str]:
 def _global_batch(config: Any, processes: int, micro_batches: int | None) -> tuple[list[str], list[str]]:
     """Return flags for another global batch, and a note, if one was asked for or a start would refuse the config's."""
     asked = config.global_batch_size
-    sizes = config.batch_schedule.sizes
-    if micro_batches is not None and sizes:
-        raise UsageError(
-            f"micro_batches: {micro_batches}: it takes the place of global_batch_size, and batch_schedule.sizes "
-            f"{list(sizes)} sets that of later steps: one of them is required; leave --micro_batches out, or the "
-            "schedule"
-        )
     if micro_batches is None and asked >= processes:
         return [], []
+    _refuse_schedule(config, processes, micro_batches)
     size = processes * config.micro_batch_size * (micro_batches or 1)
     if size == asked:
         return [], []
@@ -144,7 +139,29 @@ def _global_batch(config: Any, processes: int, micro_batches: int | None) -> tup
             f"global_batch_size: {asked:,} is smaller than {processes:,} processes, {SUBSTITUTED}: simulated "
             f"with {size:,}, one micro-batch of {config.micro_batch_size} on each"
         )
-    return ["--global_batch_size", str(size)], [note]
+    flags = ["--global_batch_size", str(size)]
+    if config.micro_batch_is_auto:
+        # Or it would become the whole share of a process once more, and there would be one.
+        flags += ["--micro_batch_size", str(config.micro_batch_size)]
+    return flags, [note]
+
+
+def _refuse_schedule(config: Any, processes: int, micro_batches: int | None) -> None:
+    """Raise ``UsageError`` for later steps that would not have the global batch of the simulation."""
+    sizes = config.batch_schedule.sizes
+    if not sizes:
+        return
+    sets = f"batch_schedule.sizes {list(sizes)} sets that of later steps"
+    if micro_batches is not None:
+        raise UsageError(
+            f"micro_batches: {micro_batches}: it takes the place of global_batch_size, and {sets}: one of them is "
+            "required; leave --micro_batches out, or the schedule"
+        )
+    raise UsageError(
+        f"global_batch_size: {config.global_batch_size:,} is smaller than {processes:,} processes, {SUBSTITUTED}, and "
+        f"{sets}, so that no other takes its place: a sample for each process is required; give fewer "
+        "--num_processes or a larger --global_batch_size, or leave the schedule out"
+    )
 
 
 @contextmanager
@@ -153,8 +170,9 @@ def _samples_repeated(repeated: bool) -> Generator[None]:
     if not repeated:
         yield
         return
-    # The check of the sampler that refuses it.
-    with mock.patch.object(StepSampler, "__post_init__", return_value=None):
+    with ExitStack() as relaxed:
+        for sampler in (StepSampler, TaskSampler):
+            relaxed.enter_context(mock.patch.object(sampler, "refuse_small_data", return_value=None))
         yield
 
 

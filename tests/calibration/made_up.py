@@ -13,6 +13,7 @@ MACHINE = Machine(
     device_type="cpu",
     precision="fp32",
     torch="2.13.0",
+    num_machines=1,
     processes=2,
     backend="gloo",
     threads=1,

@@ -53,7 +53,7 @@ def test_a_changed_digit_is_damage(path: Path) -> None:
         (lambda tree: tree["figures"]["copy"].update(value="fast"), "figures.copy.value: 'fast' is refused: a number"),
         (lambda tree: tree["figures"]["copy"].update(value=0), "figures.copy.value: 0: a number above 0 is required"),
         (lambda tree: tree["figures"]["copy"].update(value=[1.0]), "figures.copy.value: a list is refused"),
-        (lambda tree: tree.update(format=1), "its format is 1, not 2"),
+        (lambda tree: tree.update(format=1), "its format is 1, not 3"),
     ],
 )
 def test_other_keys_and_values_are_refused(path: Path, change: Any, message: str) -> None:

@@ -20,9 +20,9 @@ from accel_train.cost_model.work import Work
 RATES = Rates(1e3, 1e2, 1e1, 0.0, dict.fromkeys(LINKS, Link(0.5, 100.0)), on_host=5.0, copied=4.0)
 """A device of 1,000 FLOP/s, with a link of 100 B/s within a machine."""
 DEVICE = Rated("made up", RATES, {}, "by hand")
-SLOW = Network(8e-9 * 10 / LINK_SHARE, 1, "by hand", step_seconds=2.0, inside_seconds=0.25)
+SLOW = Network(8e-9 * 10 / LINK_SHARE, 1, "by hand", 2.0, 0.25, tree_step_seconds=5.0, tree_inside_seconds=0.125)
 """10 B/s for each GPU, of what collectives reach."""
-INFINITE = Network(math.inf, 1, "by hand", step_seconds=0.0, inside_seconds=0.0)
+INFINITE = Network(math.inf, 1, "by hand", 0.0, 0.0, tree_step_seconds=0.0, tree_inside_seconds=0.0)
 ALL_REDUCE, ALL_GATHER, SCATTER = LINKS
 
 
@@ -79,17 +79,39 @@ def test_a_ring_passes_every_machine(kind: str, steps: float) -> None:
 @pytest.mark.parametrize("kind", [ALL_REDUCE, "broadcast"])
 def test_a_tree_has_the_logarithm_of_them_twice(kind: str) -> None:
     link = Machines(4, "slow", SLOW).link(kind, 32, 1, RATES)
-    assert link.latency_seconds == pytest.approx(0.5 + 2 * (3 * 2.0 + 0.75))
+    assert link.latency_seconds == pytest.approx(0.5 + 2 * (3 * 5.0 + 3 * 0.125))
 
 
 def test_replicas_of_hsdp_have_one_port_each() -> None:
     """Four machines of four GPUs: shards of a machine, and a group over machines for each of its GPUs."""
     machines = Machines(4, "slow", SLOW)
-    assert machines.division(4, 1) == (4, 1)
-    assert machines.division(4, 4) == (1, 4)
-    assert machines.division(8, 2) == (2, 4)
+    assert machines.divisions(4, 1, 16) == {(4, 1)}
+    assert machines.divisions(4, 4, 16) == {(1, 4)}
+    assert machines.divisions(8, 2, 16) == {(2, 4)}
     assert machines.link(ALL_REDUCE, 4, 4, RATES).bytes_per_second == pytest.approx(10.0)
     assert machines.link(ALL_REDUCE, 8, 2, RATES).bytes_per_second == pytest.approx(20.0)
+
+
+def test_a_step_waits_for_the_group_with_the_fewest_ports() -> None:
+    """Shards of three on machines of four: 0 to 2 lie in one, 3 to 5 in two, with one process in the first."""
+    machines = Machines(4, "slow", SLOW)
+    assert machines.divisions(3, 1, 12) == {(3, 1), (1, 2)}
+    assert machines.link(ALL_GATHER, 3, 1, RATES) == RATES.links[ALL_GATHER]
+    found = machines.link(ALL_GATHER, 3, 1, RATES, 12)
+    assert found.bytes_per_second == pytest.approx(10.0)
+    assert found.latency_seconds == pytest.approx(0.5 + 2.0 + 0.5 * 0.25)
+    step = counted(12, 30)
+    step["collectives"][0]["group_size"] = 3
+    assert timed(step, DEVICE, machines).time.communication == pytest.approx(found.latency_seconds + 3.0)
+
+
+def test_latencies_are_those_of_nccl() -> None:
+    """hwLat of its tuning.cc, LL128: 4.0 and 1.9 us in a ring, 8.5 and 1.25 in a tree."""
+    network = NETWORKS["infiniband-ndr"]
+    machines = Machines(8, "infiniband-ndr", network)
+    free = replace(RATES, links=dict.fromkeys(LINKS, Link(0.0, 1e12)))
+    assert machines.link(ALL_GATHER, 32, 1, free).latency_seconds == pytest.approx(3 * (4.0e-6 + 7 * 1.9e-6))
+    assert machines.link(ALL_REDUCE, 32, 1, free).latency_seconds == pytest.approx(2 * (2 * 8.5e-6 + 7 * 1.25e-6))
 
 
 def test_gpus_share_ports() -> None:
@@ -105,6 +127,17 @@ def test_gpus_share_ports() -> None:
 def test_exposed_is_what_the_computation_does_not_hide(processes: int, sent: int, exposed: float) -> None:
     found = timed(counted(processes, sent), DEVICE, Machines(4, "slow", SLOW))
     assert (found.time.exposed, found.time.total) == pytest.approx((exposed, 3.0 + exposed))
+
+
+def test_groups_of_one_kind_take_each_its_own_link() -> None:
+    """HSDP: 400 bytes within a machine of 100 B/s, and as many to another one of 10 B/s."""
+    step = counted(8, 0)
+    rows = [(ALL_REDUCE, 4, 1, 400), (ALL_REDUCE, 2, 4, 400)]
+    names = ("kind", "group_size", "stride", "sent")
+    step["collectives"] = [dict(zip(names, row, strict=True)) | {"count": 1, "size": 0} for row in rows]
+    step["work"][1] |= asdict(Work(sent=800, collectives=2))
+    found = timed(step, DEVICE, Machines(4, "slow", SLOW))
+    assert found.time.communication == pytest.approx(4.0 + 40.0 + found.latency)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])

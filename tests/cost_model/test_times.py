@@ -40,12 +40,43 @@ def test_small_kernels_wait_for_the_host() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3_offload"])
-@pytest.mark.parametrize(("sent", "exposed"), [(2, 0.0), (4, 0.0), (7, 3.0)])
-def test_fsdp2_hides_collectives_beside_all_micro_batches(sent: int, exposed: float, strategy: str) -> None:
-    """Not beside the half second of the optimizer."""
+@pytest.mark.parametrize(("gathered", "exposed"), [(1, 0.0), (2, 4.0)])
+def test_gathers_are_hidden_beside_their_own_micro_batch(gathered: int, exposed: float, strategy: str) -> None:
+    """Four of a second each, and nothing beside the half second of the optimizer."""
+    part = Work(products=1000, sent=gathered, gathered=gathered)
     end = Work(moved=5)
-    total = Work(products=4000, sent=sent) + end
-    assert step_time(total, Work(products=1000), end, strategy, UNIT).total == pytest.approx(4.5 + exposed)
+    time = step_time(part.times(4) + end, part, end, strategy, UNIT)
+    assert (time.exposed, time.total) == pytest.approx((exposed, 4.5 + exposed))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("scattered", "exposed"), [(2, 0.0), (5, 3.0), (8, 6.0)])
+def test_the_last_micro_batch_alone_hides_its_reductions(scattered: int, exposed: float, strategy: str) -> None:
+    """Beside the two seconds of its backward, however many others there are."""
+    last = Work(products=3000, sent=scattered, scattered=scattered)
+    total = Work(products=3000).times(7) + last
+    assert step_time(total, last, Work(), strategy, UNIT).exposed == pytest.approx(exposed)
+
+
+def test_gathers_and_reductions_of_a_micro_batch_take_one_link() -> None:
+    """Of three seconds, two hide the reductions; gathers of two more seconds exceed the third."""
+    last = Work(products=3000, sent=4, gathered=2, gathers=0, scattered=2)
+    assert step_time(last, last, Work(), "fsdp2", UNIT).exposed == pytest.approx(1.0)
+
+
+def test_nothing_hides_the_collectives_of_the_optimizer() -> None:
+    """Muon's, which wait for each other, and the gathers of ZeRO-1 and -2."""
+    end = Work(products=5000, sent=2)
+    assert step_time(Work(products=1000) + end, Work(products=1000), end, "fsdp2", UNIT).exposed == 2.0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "overlap_comm", "exposed"),
+    [("zero2", None, 2.0), ("zero2", True, 0.0), ("zero3", None, 0.0), ("zero3", False, 2.0)],
+)
+def test_overlap_comm_is_that_of_the_engine(strategy: str, overlap_comm: bool | None, exposed: float) -> None:
+    work = Work(products=3000, sent=2)
+    assert step_time(work, work, Work(), strategy, UNIT, overlap_comm).exposed == pytest.approx(exposed)
 
 
 @pytest.mark.parametrize("rates", [UNIT, CPU], ids=["gpu", "cpu"])
@@ -74,8 +105,8 @@ def test_the_gpus_of_a_machine_share_the_memory_of_its_host() -> None:
 
 @pytest.mark.parametrize(("sent", "exposed"), [(2, 0.0), (4, 2.0)])
 def test_ddp_hides_them_beside_the_last_backward(sent: int, exposed: float) -> None:
-    total = Work(products=9000, sent=sent)
-    time = step_time(total, Work(products=2000, moved=10), Work(), "ddp", UNIT)
+    last = Work(products=2000, moved=10, sent=sent)
+    time = step_time(Work(products=6000) + last, last, Work(), "ddp", UNIT)
     assert time.total == pytest.approx(9.0 + exposed)
 
 
@@ -90,10 +121,12 @@ def test_ddp_that_reduces_in_each_micro_batch_hides_them_beside_each_backward(se
 def test_collectives_run_beside_kernels_that_wait_for_the_host(strategy: str, exposed: float) -> None:
     """Ten seconds of the host, of which the last micro-batch has three and the optimizer four."""
     kernels = round(1 / times.HOST_SECONDS)
-    last = Work(products=1000, kernels=3 * kernels)
     end = Work(moved=5, kernels=4 * kernels)
-    total = Work(products=2000, kernels=10 * kernels, sent=10 if strategy == "fsdp2" else 14)
-    assert step_time(total, last, end, strategy, UNIT).total == pytest.approx(10.0 + exposed)
+    before = last = Work(products=1000, kernels=3 * kernels, sent=5, gathered=5)
+    if strategy == "ddp":
+        before = Work(products=1000, kernels=3 * kernels)
+        last = replace(before, sent=14)
+    assert step_time(before + last + end, last, end, strategy, UNIT).total == pytest.approx(10.0 + exposed)
 
 
 def test_each_collective_has_its_latency() -> None:

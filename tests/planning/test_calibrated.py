@@ -11,6 +11,7 @@ from accel_train.config import UsageError
 from accel_train.cost_model import record
 from accel_train.cost_model.devices import COPIES, rated
 from accel_train.cost_model.rates import LINK_SHARE
+from accel_train.cost_model.steps import timing_of
 from accel_train.cost_model.work import Work
 from tests.calibration.made_up import VALUES, made_up
 from tests.planning.test_command import plan
@@ -78,10 +79,37 @@ def test_the_rule_for_a_known_gpu_is_its_data_sheet(path: Path) -> None:
     assert not found.rates.serial
 
 
+@pytest.mark.parametrize(
+    ("measured", "threads", "clock", "share"),
+    [(1, 1, "thread", 0.25), (8, 1, "thread", 0.25), (8, 1, "wall", 1), (4, 1, "wall", 0.5), (1, 4, "wall", 0.125)],
+)
+def test_processes_on_a_cpu_share_its_cores(path: Path, measured: int, threads: int, clock: str, share: float) -> None:
+    """Eight of them on two cores."""
+    record.write(path, made_up(processes=measured, threads=threads, clock=clock))
+    rates = rated(str(path), "fp32", 8).rates
+    assert (rates.products, rates.moved) == pytest.approx((VALUES["products"] * share, VALUES["operators"] * share))
+    assert rates.host_seconds == pytest.approx(1 / VALUES["host"] / share)
+
+
+def test_processes_on_gpus_do_not_share_cores(path: Path) -> None:
+    record.write(path, made_up(device_type="cuda"))
+    assert rated(str(path), "fp32", 8).rates.products == VALUES["products"]
+
+
+def test_a_calibration_over_machines_takes_no_link_between_them(path: Path) -> None:
+    record.write(path, made_up(num_machines=2))
+    assert rated(str(path), "fp32", 2).notes == ("measured over 2 machines, so its links are those between them",)
+    with pytest.raises(UsageError, match=r"link: roce-100: .*over 2 machines.*leave --link out and .*_per_machine 2"):
+        timing_of(str(path), "roce-100", 8)
+    record.write(path, made_up())
+    assert timing_of(str(path), "roce-100", 8).is_cpu
+
+
 def test_other_processes_and_noise_are_notices(path: Path) -> None:
     record.write(path, made_up(spread=0.3))
-    processes, noise = rated(str(path), "fp32", 8).notes
+    processes, cores, noise = rated(str(path), "fp32", 8).notes
     assert processes == "measured with 2 processes at once, and used for 8: their rates may differ"
+    assert cores == "8 processes of 1 thread(s) share 2 core(s), so each computes at 25% of what was measured"
     assert noise.startswith("the machine was not quiet when measured: products, attention, operators, copy, host")
 
 

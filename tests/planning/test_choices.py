@@ -150,6 +150,14 @@ def test_a_device_is_known_and_has_units_of_the_precision() -> None:
         find_device("t4", "bf16")
 
 
+@pytest.mark.parametrize(
+    ("name", "teraflops"), [("h100-sxm", 67.0), ("a100-80gb-sxm", 19.5), ("t4", 8.1), ("rtx-4090", 82.6)]
+)
+def test_fp32_is_timed_without_tf32(name: str, teraflops: float) -> None:
+    assert find_device(name, "fp32")[1] == pytest.approx(teraflops * 1e12)
+    assert rated(name, "fp32", 1).origins["products"] == f"65% of {teraflops:g} TFLOP/s"
+
+
 def test_nothing_fits_says_the_smallest_and_what_helps() -> None:
     with pytest.raises(UsageError) as error:
         made_plan(3.0)

@@ -29,7 +29,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.simulated import simulating
 from accel_train.simulation.ledger import BLOCK, plain
-from accel_train.simulation.step import FakeStep, StepCounter, Steps, gradients_of_step
+from accel_train.simulation.step import FakeStep, StepCounter, Steps
+from accel_train.simulation.strategies import gradients_of_step
 from accel_train.speed.out_of_memory import is_out_of_memory
 from tests.simulation.gloo import NAMES, without_its_own_memory
 

@@ -90,7 +90,9 @@ def known(curve: Curve) -> list[Simulated]:
 def notes(curve: Curve, step: Mapping[str, Any]) -> tuple[str, ...]:
     """What the command says of a global batch that is not the preset's."""
     processes, rows = step["processes"], step["rows"]
-    config = SimpleNamespace(global_batch_size=BATCH, batch_schedule=ONE_BATCH_SIZE, micro_batch_size=rows)
+    config = SimpleNamespace(
+        global_batch_size=BATCH, batch_schedule=ONE_BATCH_SIZE, micro_batch_size=rows, micro_batch_is_auto=False
+    )
     return tuple(worker._global_batch(config, processes, curve.micro_batches)[1])  # pyright: ignore[reportPrivateUsage]
 
 

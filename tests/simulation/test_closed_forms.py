@@ -171,6 +171,7 @@ def test_zero_2_follows_its_closed_forms(processes: int, tmp_path: Path) -> None
     batch = 2 * max(8, processes)
     flags = ("--global_batch_size", str(batch), "--micro_batch_size", "1")
     found = counted(Layout("zero2", processes), tmp_path, *flags)
+    assert found["overlap_comm"] is False
     held = found["held"]
     # Each group is padded so that every process has a multiple of two values.
     padded = held["parameters"] // closed_forms.FP32
@@ -194,6 +195,7 @@ def test_zero_2_follows_its_closed_forms(processes: int, tmp_path: Path) -> None
 @pytest.mark.parametrize("processes", SIZES)
 def test_zero_3_follows_its_closed_forms(processes: int, tmp_path: Path) -> None:
     found = counted(Layout("zero3", processes), tmp_path, "--global_batch_size", str(max(16, processes)))
+    assert found["overlap_comm"] is True
     shapes = shapes_of_model()
     assert sum(shape.numel() for shape in shapes.values()) == found["values"]
     padded = [processes * -(-shape.numel() // processes) for shape in shapes.values()]

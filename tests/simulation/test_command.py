@@ -12,17 +12,22 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import psutil
 import pytest
+import torch
 
+from accel_train.commands.launch import Launch
 from accel_train.config import UsageError
+from accel_train.data.grouping.task_sampler import TaskSampler
+from accel_train.data.sampler import StepSampler
 from accel_train.launch_files.machine_config import read_machine_config
-from accel_train.simulation import command
+from accel_train.launch_files.requested import read_request
+from accel_train.simulation import command, worker
 from accel_train.simulation.command import simulate
 from accel_train.simulation.flags import DeviceType, Options, read_arguments
 from accel_train.simulation.refusals import refuse_config, refuse_machine
@@ -229,6 +234,22 @@ def test_gpus_of_a_machine_are_those_of_the_launch_file(tmp_path: Path, words: l
         simulate("mmdit", rest, options)
 
 
+@pytest.mark.parametrize(("words", "first"), [("--help", "usage:"), ("demo --print_config", "output_dir:")])
+def test_a_flag_that_the_recipe_answers_is_answered(words: str, first: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        simulate("mmdit", words.split(), replace(ANYTHING, num_processes=(1,)))
+    assert ended.value.code == 0
+    # Not only its end.
+    assert capsys.readouterr().out.startswith(first)
+
+
+def test_a_killed_simulation_names_the_signal(tmp_path: Path) -> None:
+    recipe = tmp_path / "large.py"
+    recipe.write_text("import os, signal\n\ndef main(argv):\n    os.kill(os.getpid(), signal.SIGKILL)\n")
+    with pytest.raises(UsageError, match=r"large\.py.*ended by SIGKILL, .*memory.*End other programs"):
+        simulate(str(recipe), [], replace(ANYTHING, num_processes=(1,)))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -290,6 +311,25 @@ def test_steps_are_counted_from_one_as_in_log_lines(tmp_path: Path) -> None:
     assert refused.startswith("step: 4: the run has steps 1 to 3; ")
 
 
+@pytest.mark.parametrize("ids", [None, "0", "0,1"])
+def test_gpus_of_this_machine_and_of_the_file_do_not_count(
+    ids: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    file = None
+    if ids is not None:
+        file = tmp_path / "ddp.yaml"
+        text = f"num_machines: 1\nnum_processes: 2\ndistributed_type: MULTI_GPU\ngpu_ids: '{ids}'\n"
+        file.write_text(text)
+    request = Launch(file and str(file), "mmdit", num_processes=8, main_process_port=29500)
+    _, variables, note = command.worker_command(request, ANYTHING, tmp_path)
+    assert (variables["WORLD_SIZE"], variables["CUDA_VISIBLE_DEVICES"]) == ("8", "")
+    assert read_request(variables, []).num_processes == 8
+    assert (note is None) == (file is not None)
+
+
 def test_a_simulation_resumes_nothing(tmp_path: Path) -> None:
     """Its run directory is a temporary one, without the checkpoint that the option demands."""
     found = simulated(Layout("single", 1), tmp_path, "--resume", "must")
@@ -305,6 +345,18 @@ def test_more_processes_than_samples_are_simulated_with_a_note(tmp_path: Path) -
     ]
     assert found["counted"]["rows"] == 16
     assert found["counted"]["global_batch_size"] == 8192
+
+
+@pytest.mark.parametrize("sampler", [partial(StepSampler, 3), partial(TaskSampler, (9, 3))], ids=["plain", "tasks"])
+def test_a_batch_larger_than_the_data_repeats_its_samples(sampler: partial[StepSampler | TaskSampler]) -> None:
+    with worker._samples_repeated(True):  # pyright: ignore[reportPrivateUsage]
+        order = sampler(global_batch_size=8, seed=0)
+    for step in range(4):
+        draws = order.draws(step)
+        assert len({draw.occurrence for draw in draws}) == 8
+        assert max(draw.sample for draw in draws) < order.dataset_size
+    with pytest.raises(UsageError, match="has 3 samples, at least one global batch"):
+        sampler(global_batch_size=8, seed=0)
 
 
 @pytest.mark.parametrize(("step", "size"), [(4, 16), (5, 24)])
@@ -331,6 +383,19 @@ def test_a_number_of_micro_batches_is_refused_beside_a_schedule_of_batches(tmp_p
     schedule = ("--batch_schedule.steps", "4", "--batch_schedule.sizes", "24", "--max_steps", "9")
     found = simulated(Layout("ddp", 2), tmp_path, *schedule, options=replace(ANYTHING, micro_batches=1))
     assert found["refused"].startswith("micro_batches: 1: it takes the place of global_batch_size, and batch_schedule")
+
+
+def test_micro_batches_are_as_many_where_their_size_is_auto(tmp_path: Path) -> None:
+    """Eight samples are the share of one of two processes."""
+    options = replace(ANYTHING, micro_batches=3)
+    found = simulated(Layout("ddp", 2), tmp_path, "--micro_batch_size", "auto", options=options)["counted"]
+    assert (found["micro_batches"], found["rows"], found["global_batch_size"]) == (3, 8, 48)
+
+
+def test_no_batch_takes_the_place_of_one_that_a_schedule_changes(tmp_path: Path) -> None:
+    schedule = ("--batch_schedule.steps", "4", "--batch_schedule.sizes", "24", "--max_steps", "9")
+    refused = simulated(Layout("ddp", 17), tmp_path, *schedule)["refused"]
+    assert refused.startswith("global_batch_size: 16 is smaller than 17 processes, which a start refuses, and batch_")
 
 
 def test_a_precision_without_units_is_refused_before_the_simulation(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.cost_model.work import Work
+from accel_train.simulation import collectives
 from accel_train.simulation.collectives import Collective
 from accel_train.simulation.ledger import HOST, Ledger
 from accel_train.simulation.work import WorkCounter
@@ -103,3 +104,13 @@ def test_a_fused_step_reads_and_writes_its_states() -> None:
 
 def test_work_adds_up() -> None:
     assert Work(1, 2, 3, 4, 5, 6) + Work(1, 1, 1, 1, 1, 1).times(2) == Work(3, 4, 5, 6, 7, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("all-gather", "allgather_into_tensor_coalesced_"), ("reduce-scatter", "reduce_scatter_tensor_coalesced_")],
+)
+def test_all_tensors_of_one_call_are_counted(kind: str, name: str) -> None:
+    """Two of 400 and 80 bytes over four processes, each beside the shard of one of them."""
+    tensors = [torch.zeros(100), torch.zeros(20), torch.zeros(25), torch.zeros(5)]
+    assert collectives._whole(kind, name, tensors, 4) == 480  # pyright: ignore[reportPrivateUsage]

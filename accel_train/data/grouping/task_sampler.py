@@ -36,6 +36,12 @@ class TaskSampler:
                 "each a whole number of steps, 1 or more. Give one for each of data.tasks, in its order; leave a task "
                 "without steps out of data.tasks, or leave task_weights out for one step of each."
             )
+        self.refuse_small_data()
+        samplers = tuple(self._sampler(task) for task in range(len(self.sizes)))
+        object.__setattr__(self, "_samplers", samplers)  # the dataclass is frozen
+
+    def refuse_small_data(self) -> None:
+        """Raise `UsageError` for a task of fewer samples than a global batch. A simulation does without this."""
         for task, size in enumerate(self.sizes):
             if size < self.global_batch_size:
                 raise UsageError(
@@ -43,8 +49,6 @@ class TaskSampler:
                     "samples, at least one global batch of each task is required. Lower it to "
                     f"{min(self.sizes)} or less, or use more data."
                 )
-        samplers = tuple(self._sampler(task) for task in range(len(self.sizes)))
-        object.__setattr__(self, "_samplers", samplers)  # the dataclass is frozen
 
     @property
     def dataset_size(self) -> int:

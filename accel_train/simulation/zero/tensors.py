@@ -40,6 +40,7 @@ class EngineTensors:
         self.is_stage_3 = hasattr(self._zero, "fp32_partitioned_groups_flat")
         # Stages 1 and 2 have one name for it, stage 3 another.
         self._offloads = bool(getattr(self._zero, "cpu_offload", False) or getattr(self._zero, "offload_optimizer", 0))
+        self.overlap_comm = bool(prepared.model.zero_overlap_comm())
         self._offloads_weights = bool(getattr(self._zero, "offload_param", False))
 
     @property
