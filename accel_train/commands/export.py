@@ -23,7 +23,7 @@ from accel_train.commands import diff, places
 from accel_train.config import UsageError, expand_path
 from accel_train.domains.models import lora
 from accel_train.export import verify_adapter_script
-from accel_train.export.proof import packages, write_proof
+from accel_train.export.proof import NotRepeatedError, packages, write_proof
 from accel_train.pipeline import ADAPTER_DESCRIPTION, Convertible
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files, commit, planning, strict_json, weights
@@ -198,7 +198,10 @@ def _prove(directory: Path) -> str:
         return f"without model.py and verify.py, because the model cannot be used here: {error}"
     if pipeline.standalone is None:
         return "without model.py and verify.py: its pipeline has nothing to write them from"
-    printed = write_proof(directory, pipeline).splitlines()
+    try:
+        printed = write_proof(directory, pipeline).splitlines()
+    except NotRepeatedError as error:
+        return f"model.py and verify.py are written and were not run here ({error}); run verify.py where it is used"
     # safetensors, which reads the weights, goes without saying.
     needed = [name for name in packages((directory / "model.py").read_text("utf-8")) if name not in BARE]
     others = f"and {', '.join(needed)}" if needed else "alone"
