@@ -329,7 +329,7 @@ def write_files(
     ``base_files`` are those of the start. Reads no file of the base, which may be gone or updated by now.
     """
     adapted: Any = model
-    atomic_files.write_json(directory / lora.CONFIG_FILE, lora.adapter_config(model, base.location))
+    atomic_files.write_json(directory / lora.CONFIG_FILE, lora.adapter_config(model, base.location, base.revision))
     family = base.family
     side = evaluation.pixels(data)
     facts = kohya_facts(family.pipelines[0], prediction, adapted.config, base.source, side)

@@ -349,7 +349,7 @@ def write_files(
     config.json is transformers' own plus the description of the pipeline, ignored by ``from_pretrained``. Adapters have
     it in pipeline.json, with the architecture and the precision of their base.
     """
-    pretrained.save_files(model, tokenizer, directory, options.source)
+    pretrained.save_files(model, tokenizer, directory, options)
     file = directory / "config.json"
     adapters = {}
     architecture: Mapping[str, Any] = {}
@@ -357,7 +357,7 @@ def write_files(
         architecture = json.loads(file.read_text("utf-8"))
     else:
         file = directory / ADAPTER_DESCRIPTION
-        base = {"source": options.source, "precision": base_precision}
+        base = {"source": options.location, "precision": base_precision}
         config: Any = model.config
         adapters = {"base": base, "architecture": config.to_dict()}
     described = describe(
