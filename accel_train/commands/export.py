@@ -34,8 +34,10 @@ from accel_train.wording import readable_size
 
 Source = Literal["model", "ema"]
 BARE = ("torch", "safetensors")
-DESCRIBING = 'docs/use.md, "A pipeline for a recipe of your own"'
 """Packages of every model.py."""
+DESCRIBING = 'docs/use.md, "A pipeline for a recipe of your own"'
+DTYPE_KEYS = {"dtype", "torch_dtype"}
+"""Names in a config.json of transformers, the second that of older versions."""
 
 
 def export(
@@ -78,6 +80,7 @@ def export(
         else:
             write_collection(temporary, "model", tensors, precision)
             _copy_extras(found, temporary)
+            _name_precision(temporary, precision)
         atomic_files.write_json(temporary / "experiment.json", _experiment(found, source))
         lines = _write_for_others(temporary)
         # Proven under the temporary name: an export that fails its proof never appears.
@@ -259,6 +262,26 @@ def _copy_extras(checkpoint: Checkpoint, directory: Path) -> None:
         if is_asset or is_beside:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint.file(name), directory / name)
+
+
+def _name_precision(directory: Path, precision: Precision) -> None:
+    """Let config.json of a transformers model name the exported precision, in which its library loads the weights.
+
+    A checkpoint names that of the training.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        return
+    described = loading.read_description(directory)
+    if "model_type" not in described:
+        return
+    named = str(dtype_of(precision)).removeprefix("torch.")
+    # A model of pictures and texts has a config of each inside.
+    nested = [part for part in described.values() if isinstance(part, dict) and "model_type" in part]
+    for part in (described, *nested):
+        for name in DTYPE_KEYS & part.keys():
+            part[name] = named
+    atomic_files.write_json(path, described)
 
 
 def _flush(directory: Path) -> None:
