@@ -91,6 +91,22 @@ def test_the_base_is_named_as_others_find_it(
 
 
 # -------------------------------------------------------------------------------------------------------------- using
+def test_calls_inside_using_answer_with_its_adapter(run: Path, other_run: Path) -> None:
+    pipeline = load(run, adapters={"other": other_run})
+    expected: dict[str, Tensor] = {}
+    for name in ("default", "other", "base"):
+        with pipeline.using(name):
+            expected[name] = logits(pipeline.model)
+    with pipeline.using("other"):
+        pipeline(PROMPT, max_new_tokens=1)
+        assert torch.equal(logits(pipeline.model), expected["other"])
+        with pipeline.using("base"):
+            pipeline(PROMPT, max_new_tokens=1)
+            assert torch.equal(logits(pipeline.model), expected["base"])
+        assert torch.equal(logits(pipeline.model), expected["other"])
+    assert torch.equal(logits(pipeline.model), expected["default"])
+
+
 @pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
 def test_run_and_export_give_what_peft_gives(variant: Any, base: Path, tmp_path: Path) -> None:
     run = adapter_run(tmp_path / "run", base, variant=variant)
