@@ -29,8 +29,9 @@ ALLOWED = re.compile(r"accel_train\.domains\.([a-z_]+)\.pipeline:([A-Z][A-Za-z]*
 """Names allowed in a config.json. A folder is data and must never decide about the code to import: only the pipelines
 inside this package can be named."""
 MAX_DESCRIPTION_BYTES = 16 << 20
-DESCRIPTIONS = ("config.json", ADAPTER_DESCRIPTION, "adapter_config.json")
-"""Descriptions of weights: the first one present counts. The last alone is of peft, or of an older version."""
+DESCRIPTIONS = ("config.json", ADAPTER_DESCRIPTION, "adapter_config.json", "model_index.json")
+"""Descriptions of weights: the first one present counts. adapter_config.json alone is of peft, or of an older version,
+and the last of diffusers."""
 EXPORTED_OPTIONS = "experiment.json"
 """In every export, also of a recipe that describes no model in config.json."""
 PROOFS = ("example.json", ADAPTER_DESCRIPTION)

@@ -7,6 +7,7 @@ normalisation and the units. ``accel_train.load`` reads it and returns the pipel
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,12 +187,28 @@ def settings(description: Mapping[str, Any], directory: Path) -> Mapping[str, An
     return description
 
 
-def read_lines(file: str | None) -> list[str]:
-    """Return the lines of the option ``text_file`` that are not empty. Raises ``UsageError`` if it cannot be read."""
+def read_lines(file: str | None, option: str = "text_file") -> list[str]:
+    """Return the lines of a file of texts that are not empty. ``option`` names the file.
+
+    Raises ``UsageError`` if it cannot be read, or holds no such line.
+    """
     if file is None:
         return []
     try:
-        lines = expand_path(file).read_text("utf-8").splitlines()
+        # Some editors begin a file with a mark of its encoding, which is no part of the first text.
+        lines = expand_path(file).read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"text_file {file}: cannot be read ({error}); a file in UTF-8 is required") from None
-    return [line for line in lines if line.strip()]
+        raise UsageError(f"{option} {file}: cannot be read ({error}); a file in UTF-8 is required") from None
+    found = [line for line in lines if line.strip()]
+    if not found:
+        raise UsageError(f"{option} {file}: holds no line with text; one text per line is required")
+    return found
+
+
+def file_stem(prompt: str, seed: int, content: bytes) -> str:
+    """Return the name of a file for what was sampled: another content never replaces it, and the same one does.
+
+    A prompt may be longer than a file name and have characters that no file name takes.
+    """
+    of_prompt, of_content = (hashlib.blake2b(each, digest_size=4).hexdigest() for each in (prompt.encode(), content))
+    return f"{of_prompt}-{seed}-{of_content}"

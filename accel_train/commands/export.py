@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -23,10 +25,10 @@ from accel_train.commands import diff, places
 from accel_train.config import UsageError, expand_path
 from accel_train.domains.models import lora
 from accel_train.export import verify_adapter_script
-from accel_train.export.proof import packages, write_proof
+from accel_train.export.proof import NotRepeatedError, packages, write_proof
 from accel_train.pipeline import ADAPTER_DESCRIPTION, Convertible
 from accel_train.precision import Precision, dtype_of
-from accel_train.store import atomic_files, commit, planning, strict_json, weights
+from accel_train.store import atomic_files, commit, planning, retention, strict_json, weights
 from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.weights import FLOATS, INTEGERS, TensorInfo, TensorReader
@@ -34,8 +36,12 @@ from accel_train.wording import readable_size
 
 Source = Literal["model", "ema"]
 BARE = ("torch", "safetensors")
-DESCRIBING = 'docs/use.md, "A pipeline for a recipe of your own"'
 """Packages of every model.py."""
+DESCRIBING = 'docs/use.md, "A pipeline for a recipe of your own"'
+WEIGHTS = re.compile(r"(model|ema)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+"""Files of the two collections, which are written anew."""
+DTYPE_KEYS = {"dtype", "torch_dtype"}
+"""Names in a config.json of transformers, the second that of older versions."""
 
 
 def export(
@@ -78,6 +84,7 @@ def export(
         else:
             write_collection(temporary, "model", tensors, precision, found.manifest.get("buffers", ()))
             _copy_extras(found, temporary)
+            _name_precision(temporary, precision)
         atomic_files.write_json(temporary / "experiment.json", _experiment(found, source))
         lines = _write_for_others(temporary)
         # Proven under the temporary name: an export that fails its proof never appears.
@@ -198,7 +205,10 @@ def _prove(directory: Path) -> str:
         return f"without model.py and verify.py, because the model cannot be used here: {error}"
     if pipeline.standalone is None:
         return "without model.py and verify.py: its pipeline has nothing to write them from"
-    printed = write_proof(directory, pipeline).splitlines()
+    try:
+        printed = write_proof(directory, pipeline).splitlines()
+    except NotRepeatedError as error:
+        return f"model.py and verify.py are written and were not run here ({error}); run verify.py where it is used"
     # safetensors, which reads the weights, goes without saying.
     needed = [name for name in packages((directory / "model.py").read_text("utf-8")) if name not in BARE]
     others = f"and {', '.join(needed)}" if needed else "alone"
@@ -207,7 +217,12 @@ def _prove(directory: Path) -> str:
 
 def _unused(destination: str) -> Path:
     path = expand_path(destination)
+    if path.is_symlink():
+        # Its target is replaced. A rename cannot replace a link.
+        path = path.resolve()
     requirement = "give a directory that does not exist or is empty"
+    if path.is_mount():
+        raise UsageError(f"{path}: is a mount point, which cannot be replaced; give a directory in it")
     if path.is_dir() and any(path.iterdir()):
         raise UsageError(f"{path}: holds {places.contents(path)}; {requirement}")
     if path.exists() and not path.is_dir():
@@ -247,16 +262,35 @@ def _experiment(checkpoint: Checkpoint, source: Source) -> dict[str, Any]:
 def _copy_extras(checkpoint: Checkpoint, directory: Path) -> None:
     """Copy a recipe's files beside the weights, as listed in the manifest, since only those were verified.
 
-    These are config.json, assets, and other files of the directory itself, such as a tokenizer where transformers
-    looks for it. Weights and training state are left out.
+    These are config.json, assets, and all other files but the weights and the training state, such as a tokenizer
+    where transformers looks for it.
     """
     for name in checkpoint.manifest["files"]:
-        parts = PurePosixPath(name).parts
-        is_asset = parts[:1] == ("assets",) and ".." not in parts
-        is_beside = len(parts) == 1 and not name.startswith(("trainer_state.json", "model.", "model-", "ema.", "ema-"))
-        if is_asset or is_beside:
+        path = PurePosixPath(name)
+        is_inside = ".." not in path.parts and not path.is_absolute()
+        if is_inside and not WEIGHTS.fullmatch(name) and not name.startswith(retention.STATE_FILES):
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint.file(name), directory / name)
+
+
+def _name_precision(directory: Path, precision: Precision) -> None:
+    """Let config.json of a transformers model name the exported precision, in which its library loads the weights.
+
+    A checkpoint names that of the training.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        return
+    described = loading.read_description(directory)
+    if "model_type" not in described:
+        return
+    named = str(dtype_of(precision)).removeprefix("torch.")
+    # A model of pictures and texts has a config of each inside.
+    nested = [part for part in described.values() if isinstance(part, dict) and "model_type" in part]
+    for part in (described, *nested):
+        for name in DTYPE_KEYS & part.keys():
+            part[name] = named
+    atomic_files.write_json(path, described)
 
 
 def _flush(directory: Path) -> None:
@@ -273,17 +307,34 @@ def _flush(directory: Path) -> None:
 
 @contextmanager
 def temporary_directory(temporary: Path) -> Generator[None]:
-    """Create a directory and delete it after an error. Errors of the disk become ``UsageError``."""
+    """Create a directory and delete it after an error. Errors of the disk become ``UsageError``.
+
+    A file elsewhere is one to read, which may be gone by now: a run deletes its old checkpoints.
+    """
     try:
         temporary.mkdir(parents=True)
         yield
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if _is_of_reading(error, temporary):
+            raise UsageError(
+                f"{error.filename}: cannot be read ({error.strerror}), so nothing was written; if its run goes on and "
+                "has deleted this checkpoint, take a newer one"
+            ) from None
         raise UsageError(f"{temporary.parent}: cannot be written ({error}); free space or write elsewhere") from None
     # Ctrl-C as well: gigabytes under a hidden name would stay behind.
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _is_of_reading(error: OSError | SafetensorError, temporary: Path) -> TypeGuard[OSError]:
+    if not isinstance(error, OSError) or not isinstance(error.filename, str | os.PathLike):
+        return False
+    path = Path(error.filename)
+    # Of a copy onto a full disk, the error names the source.
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return not is_full and path != temporary.parent and temporary not in (path, *path.parents)
 
 
 def write_collection(

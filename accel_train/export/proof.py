@@ -11,6 +11,7 @@ import ast
 import hashlib
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,20 @@ TOLERANCE = 1e-4
 """Largest difference of an output relative to the largest one. Rounding makes 1e-6, a wrong weight far more."""
 FORMAT = 1
 SCRIPTS = ("model.py", "verify.py")
+MISSING_PACKAGE = 2
+"""Exit code of verify.py where a package is not installed."""
+NOT_COMPARED = re.compile("^FAILED: not compared, because (.*)$", re.MULTILINE)
+WITHOUT_LIBRARY = f"""
+import runpy, sys
+class Absent:
+    def find_spec(name, *rest):
+        if name.split(".")[0] == "{__name__.split(".")[0]}":
+            raise ImportError("an export must not import " + name)
+sys.meta_path.insert(0, Absent)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script as on a machine without the library, however that is installed here."""
 
 HEADER = '''"""{name} of recipe {recipe}, in one file that needs torch, and safetensors to read the weights.
 
@@ -57,11 +72,15 @@ class ProofError(RuntimeError):
     """The exported files do not give the outputs of the library's model. An error of accel_train, not of the user."""
 
 
+class NotRepeatedError(RuntimeError):
+    """verify.py found no package that it needs in a process of its own. The files are complete all the same."""
+
+
 def write_proof(directory: Path, pipeline: Pipeline) -> str:
     """Write model.py, example.json, example.safetensors and verify.py into an export, and run verify.py.
 
     ``pipeline`` was loaded from ``directory``, so its outputs are of the exported weights. Returns the output of
-    verify.py. Raises ``ProofError`` if it found a difference.
+    verify.py. Raises ``ProofError`` if it found a difference, and ``NotRepeatedError`` if it could not compare.
     """
     (directory / "model.py").write_text(model_source(pipeline), "utf-8")
     # The file itself, which imports nothing of the library, and not a template that no test would run.
@@ -150,11 +169,14 @@ def _sha256(path: Path) -> str:
 
 
 def _run(script: Path) -> str:
-    # -I leaves out the working directory and PYTHONPATH, and so a checkout of the library.
+    # -P leaves out the working directory. PYTHONPATH stays: torch may come from there, and nothing but the library is
+    # kept out.
     # -B writes no __pycache__ into the export.
-    command = [sys.executable, "-I", "-B", str(script)]
+    command = [sys.executable, "-P", "-B", "-c", WITHOUT_LIBRARY, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     # A fresh process, as on the machine of whoever gets the export.
+    if done.returncode == MISSING_PACKAGE and (reason := NOT_COMPARED.search(done.stdout)):
+        raise NotRepeatedError(reason[1])
     if done.returncode:
         raise ProofError(
             f"{script.parent}: verify.py of the export failed; nothing was exported:\n{done.stdout}{done.stderr}"

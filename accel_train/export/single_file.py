@@ -1,8 +1,9 @@
 """Write one Python file with some classes and functions of the library, and all that they use.
 
 The file is cut out of the sources, so there is no second copy of a model to maintain. It imports the standard library
-and torch. Left out are: a method, or a class attribute of a module of torch, whose name occurs nowhere in the file;
-the mixin for the Hub; and the bounds of a number, ``Annotated[int, ...]``. Nothing is imported or run to find this out.
+and torch. Left out are: a method, or a class attribute of a module of torch, whose name occurs nowhere in the file, not
+even as a string; the mixin for the Hub; and the bounds of a number, ``Annotated[int, ...]``. No module of the library
+is imported or run to find this out. What a module does at its top beside imports and definitions is refused.
 """
 
 from __future__ import annotations
@@ -10,114 +11,45 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-PACKAGE = "accel_train"
+from torch import nn
+
+from accel_train.export import sources
+from accel_train.export.sources import (
+    Definition,
+    Import,
+    NotSelfContainedError,
+    Source,
+    is_text,
+    names_defined,
+    refuse_library,
+    shown,
+)
+
 AVAILABLE = sys.stdlib_module_names | {"torch"}
 """Packages that the file may import."""
 DROPPED_BASES = {"PyTorchModelHubMixin"}
-OVERRIDES = {"forward", "extra_repr"}
-"""Methods called by torch. Nothing in the file names them."""
-
-Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
-
-
-class NotSelfContainedError(ValueError):
-    """The sources cannot be joined to one file. An error of whoever wrote them, not of the user."""
-
-
-@dataclass(frozen=True)
-class Import:
-    """What a name of a module stands for: ``attribute`` of ``module``, or the module itself."""
-
-    module: str
-    attribute: str | None
-
-    @property
-    def submodule(self) -> str | None:
-        """Name of the library's module that is imported as a whole, if it is one."""
-        name = self.module if self.attribute is None else f"{self.module}.{self.attribute}"
-        if self.module.split(".")[0] != PACKAGE or not _is_module(name):
-            return None
-        return name
-
-
-@dataclass
-class Source:
-    """The source of one module and the parts of it that the file needs."""
-
-    name: str
-    text: str
-    wanted: set[str] = field(default_factory=set[str])
-    """Names of its definitions that are needed."""
-    as_namespace: set[str] = field(default_factory=set[str])
-    """Those that others read as attributes of the module."""
-
-    @cached_property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.text)
-
-    @cached_property
-    def lines(self) -> list[str]:
-        return self.text.splitlines()
-
-    @cached_property
-    def definitions(self) -> dict[str, Definition]:
-        """The definitions at the top of the module, by name."""
-        found: dict[str, Definition] = {}
-        for node in self.tree.body:
-            for name in _names_defined(node):
-                if name in found:
-                    raise NotSelfContainedError(f"{self.name}: {name} is defined twice")
-                assert isinstance(node, Definition)
-                found[name] = node
-        return found
-
-    @cached_property
-    def imports(self) -> dict[str, Import]:
-        """The imports at the top of the module, by the name that they bind."""
-        found: dict[str, Import] = {}
-        statements = [*self.tree.body]
-        for node in self.tree.body:
-            # Annotations name these types, so the file has to have them like any other.
-            if isinstance(node, ast.If):  # TYPE_CHECKING
-                statements += node.body
-        for node in statements:
-            if isinstance(node, ast.ImportFrom) and node.module != "__future__":
-                for alias in node.names:
-                    found[alias.asname or alias.name] = Import(str(node.module), alias.name)
-            elif isinstance(node, ast.Import):
-                for alias in node.names:
-                    bound = alias.asname or alias.name.split(".")[0]
-                    found[bound] = Import(alias.name if alias.asname else bound, None)
-        return found
-
-
-def _is_module(name: str) -> bool:
-    try:
-        spec = find_spec(name)
-    except ModuleNotFoundError:  # a part of the name is no package
-        return False
-    return spec is not None
-
-
-def _names_defined(node: ast.stmt) -> list[str]:
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return [node.name]
-    targets: list[ast.expr] = []
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-    elif isinstance(node, ast.AnnAssign):
-        targets = [node.target]
-    return [target.id for target in targets if isinstance(target, ast.Name)]
+OVERRIDES = frozenset(dir(nn.Module))
+"""Methods that torch may call. Nothing in the file names them."""
 
 
 def _is_module_of_torch(node: ast.ClassDef) -> bool:
     return any(ast.unparse(base) == "nn.Module" for base in node.bases)
+
+
+def _refuse_keywords(source: Source, node: Definition) -> None:
+    """Raise ``NotSelfContainedError`` for keywords of a class, other than those that go with a dropped base."""
+    if not isinstance(node, ast.ClassDef):
+        return
+    has_dropped = any(ast.unparse(base) in DROPPED_BASES for base in node.bases)
+    for keyword in node.keywords:
+        if not has_dropped or keyword.arg in (None, "metaclass"):
+            raise NotSelfContainedError(
+                f"{source.name}, line {node.lineno}: {shown(node)!r} has keywords, which the file would lack"
+            )
 
 
 def _unannotated(node: ast.stmt) -> ast.expr | None:
@@ -172,6 +104,7 @@ class SingleFile:
             assert spec is not None
             assert spec.origin is not None
             self.sources[module] = Source(module, Path(spec.origin).read_text("utf-8"))
+            self.sources[module].refuse_other_statements()
         return self.sources[module]
 
     def _want(self, source: Source, name: str) -> None:
@@ -182,6 +115,7 @@ class SingleFile:
     def _read(self, source: Source, name: str) -> None:
         """Note all that one definition uses."""
         definition = source.definitions[name]
+        _refuse_keywords(source, definition)
         for part in self._parts(definition):
             for node in ast.walk(part):
                 if isinstance(node, ast.Attribute):
@@ -190,6 +124,10 @@ class SingleFile:
                         self._read_attribute(source, node.value.id, node.attr)
                 elif isinstance(node, ast.Name):
                     self._read_name(source, node.id)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+                    self.attributes.add(node.value)  # as in getattr(model, "scale")
+                elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                    refuse_library(source, node)
 
     def _parts(self, definition: Definition) -> Iterator[ast.AST]:
         """Yield the parts of a definition that stay."""
@@ -210,11 +148,11 @@ class SingleFile:
                 special = member.name.startswith("__") or member.name in OVERRIDES
                 needed = special or member.name in self.attributes
             else:
-                names = _names_defined(member)
+                names = names_defined(member)
                 needed = not names or not _is_module_of_torch(definition) or bool(self.attributes & {*names})
             if not needed:
                 dropped.append(member)
-                if not isinstance(member, ast.FunctionDef) and _is_text(following):
+                if not isinstance(member, ast.FunctionDef) and is_text(following):
                     assert following is not None
                     dropped.append(following)
         return dropped
@@ -230,11 +168,13 @@ class SingleFile:
         if name in source.definitions:
             source.wanted.add(name)
             return
+        if name in source.conditional:
+            raise NotSelfContainedError(f"{source.name}: {name} depends on TYPE_CHECKING; define it in one place")
         imported = source.imports.get(name)
         if imported is None:  # a local name, or one of Python's own
             return
         top = imported.module.split(".")[0]
-        if top == PACKAGE:
+        if top == sources.PACKAGE:
             if imported.submodule is not None:
                 # The file has the namespace under the module's own name, and an alias would not be found.
                 if imported.submodule.rpartition(".")[2] != name:
@@ -299,7 +239,7 @@ class SingleFile:
         done: set[int] = set()
         body = source.tree.body
         for node, following in zip(body, [*body[1:], None], strict=True):
-            names = _names_defined(node)
+            names = names_defined(node)
             if not source.wanted & {*names} or id(node) in done:
                 continue
             done.add(id(node))
@@ -308,7 +248,7 @@ class SingleFile:
                 yield f"{names[0]} = {ast.unparse(simple)}"
                 continue
             text = self._text_of(source, node)
-            if isinstance(node, (ast.Assign, ast.AnnAssign)) and _is_text(following):
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and is_text(following):
                 assert following is not None
                 docstring = source.lines[following.lineno - 1 : following.end_lineno]
                 text += "\n" + "\n".join(docstring)
@@ -332,13 +272,6 @@ class SingleFile:
                     lines[number - first] = None
                 lines[node.lineno - first] = f"class {node.name}({bases}):"
         return "\n".join(_without_double_blanks([line for line in lines if line is not None]))
-
-
-def _is_text(node: ast.stmt | None) -> bool:
-    value: Any = getattr(node, "value", None)
-    if not (isinstance(node, ast.Expr) and isinstance(value, ast.Constant)):
-        return False
-    return isinstance(value.value, str)
 
 
 def _first_line(source: Source, node: ast.stmt) -> int:

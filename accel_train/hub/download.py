@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +25,7 @@ from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.strict_json import Json
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 SPEC = re.compile(r"(?:hub:)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 STEP = re.compile(r"step-(\d{8,})(?P<more>-.+)?")
@@ -53,18 +56,51 @@ def download(spec: str, directory: Path) -> Path:
 
 
 def download_once(spec: str, cache: Path) -> Path:
-    """Download a pushed checkpoint into ``cache`` unless it is there. One process. Raises like ``download``."""
-    pushed = download_manifest(spec)
+    """Download a pushed checkpoint into ``cache`` unless it is there. One process. Raises like ``download``.
+
+    Without a way to the Hub it is the one that the same ``spec`` gave last, with a warning.
+    """
+    try:
+        pushed = download_manifest(spec)
+    except DownloadError as error:
+        found = _downloaded_before(spec, cache)
+        if found is None:
+            raise
+        logger.warning("%s: used as downloaded before, because the Hub is out of reach: %s", found, error)
+        return found
     # Named by its files and not by the revision: a branch may have moved since the last download.
     contents = hashlib.sha256(json.dumps(pushed["files"], sort_keys=True).encode()).hexdigest()[:16]
     folder = cache / "hub" / contents
-    path = folder / manifests.checkpoint_name(pushed["step"])
-    if path.is_dir():
-        try:
-            return commit.verify(path).path
-        except ValueError:
-            commit.remove(path)
-    return download(spec, folder)
+    path = _present(folder / manifests.checkpoint_name(pushed["step"])) or download(spec, folder)
+    # Without the note the checkpoint is asked for again, which is no reason to fail.
+    with suppress(OSError):
+        atomic_files.replace_json(_note(spec, cache), {"spec": spec, "checkpoint": f"{contents}/{path.name}"})
+    return path
+
+
+def _present(path: Path) -> Path | None:
+    """Return a checkpoint of the cache if it verifies, and delete it otherwise."""
+    if not path.is_dir():
+        return None
+    try:
+        return commit.verify(path).path
+    except ValueError:
+        commit.remove(path)
+        return None
+
+
+def _downloaded_before(spec: str, cache: Path) -> Path | None:
+    """Return the checkpoint that ``spec`` gave last, if it is still in the cache."""
+    with suppress(OSError, ValueError, KeyError):
+        noted = strict_json.read_object(_note(spec, cache))
+        return _present(cache / "hub" / str(noted["checkpoint"]))
+    return None
+
+
+def _note(spec: str, cache: Path) -> Path:
+    """Return the file that says which checkpoint ``spec`` gave last."""
+    name = hashlib.sha256("@".join(map(str, _parse(spec))).encode()).hexdigest()[:16]
+    return cache / "hub" / f"{name}.json"
 
 
 def download_manifest(spec: str) -> Json:
@@ -109,7 +145,7 @@ def _fetch(repo: str, revision: str | None, temporary: Path) -> None:
 
 
 def _get(repo: str, name: str, oid: str, folder: Path) -> Path:
-    file = _persist(lambda: hub_api().hf_hub_download(repo, name, revision=oid, local_dir=folder), repo)
+    file = _persist(lambda: hub_api().hf_hub_download(repo, name, revision=oid, local_dir=folder), repo, oid)
     return Path(file)
 
 
@@ -147,7 +183,7 @@ def _resolve(repo: str, revision: str | None) -> str:
 
     api = hub_api()
     try:
-        info = _persist(lambda: api.repo_info(repo, revision=revision), repo)
+        info = _persist(lambda: api.repo_info(repo, revision=revision), repo, revision)
     except RevisionNotFoundError:
         refs = _persist(lambda: api.list_repo_refs(repo), repo)
         # Names of steps sort by step, so the last ones are the newest.
@@ -162,8 +198,11 @@ def _resolve(repo: str, revision: str | None) -> str:
     return str(info.sha)
 
 
-def _persist(call: Callable[[], T], repo: str) -> T:
-    """Call with retries and translate the error of the last attempt. Raises like ``download``."""
+def _persist(call: Callable[[], T], repo: str, revision: str | None = None) -> T:
+    """Call with retries and translate the error of the last attempt. Raises like ``download``.
+
+    ``revision`` is for the remedy. None: the newest.
+    """
     from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundError
 
     try:
@@ -183,9 +222,10 @@ def _persist(call: Callable[[], T], repo: str) -> T:
     remedy = "the Hub is in trouble: try again later"
     if problem.status is None:
         remedy = "give this machine a way there (HF_HUB_OFFLINE unset, HF_ENDPOINT or HTTPS_PROXY where one is needed)"
+    wanted = "" if revision is None else f" --revision {revision}"
     raise DownloadError(
         f"hub checkpoint: {repo} could not be downloaded from {hub_api().endpoint}: {problem.reason}; {remedy}, or "
-        f"download it elsewhere (hf download {repo} --revision step-... --local-dir FOLDER) and give FOLDER instead"
+        f"download it elsewhere (hf download {repo}{wanted} --local-dir FOLDER) and give FOLDER instead"
     ) from error
 
 

@@ -64,7 +64,7 @@ def describe(error: BaseException) -> Problem:
     response = _find_response(error)
     if response is None:
         would_recur = isinstance(error, (ValueError, TypeError, LookupError, AttributeError))
-        retry = not would_recur or _not_json(error)
+        retry = (not would_recur or _not_json(error)) and not _is_switched_off(error)
         return Problem(redact(f"{type(error).__name__}: {error}"), retry)
     status = int(response.status_code)
     advice = ADVICE.get(status, "")
@@ -105,6 +105,13 @@ def _find_response(error: BaseException) -> Any:
         if isinstance(getattr(response, "status_code", None), int):
             return response
     return None
+
+
+def _is_switched_off(error: BaseException) -> bool:
+    """Return True for a network that was not asked, because HF_HUB_OFFLINE says so."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    return any(isinstance(cause, OfflineModeIsEnabled) for cause in _chain(error))
 
 
 def _not_json(error: BaseException) -> bool:

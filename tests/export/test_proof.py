@@ -120,6 +120,39 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.fixture
+def bare_python(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An interpreter without packages. Returns ``site``, for PYTHONPATH."""
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    return site
+
+
+def test_torch_may_come_through_pythonpath(exported: Path, bare_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(proof.NotRepeatedError, match="torch is not installed: pip install torch"):
+        proof._run(exported / "verify.py")
+    monkeypatch.setenv("PYTHONPATH", str(bare_python))
+    assert "verified: this model" in proof._run(exported / "verify.py")
+
+
+def test_an_export_that_is_not_run_here_is_written_and_says_so(
+    bare_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli._main(["export", str(field_run(tmp_path / "run")), str(tmp_path / "out")]) == 0
+    assert "are written and were not run here (torch is not installed" in capsys.readouterr().out
+    assert (tmp_path / "out" / "verify.py").is_file()
+
+
+def test_the_library_cannot_be_imported_however_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(accel_train.__file__).parents[1]))
+    (tmp_path / "verify.py").write_text("import accel_train.rng\n")
+    with pytest.raises(proof.ProofError, match="an export must not import accel_train"):
+        proof._run(tmp_path / "verify.py")
+
+
 @pytest.mark.slow  # tests/domains/language/test_pipeline.py flips bits of an export every day
 @pytest.mark.parametrize("name", ["model.safetensors", "model.py", "config.json", "example.safetensors"])
 def test_a_flipped_bit_fails(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from accel_train.domains.models.mmdit import MMDiT, MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.domains.pde.shape import PdeTransformerConfig
 from accel_train.domains.pde.transformer import PdeTransformer
-from accel_train.export import single_file as subject
+from accel_train.export import sources
 from accel_train.export.single_file import NotSelfContainedError, SingleFile, single_file
 
 
@@ -25,7 +25,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     package.mkdir()
     (package / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(subject, "PACKAGE", "small")
+    monkeypatch.setattr(sources, "PACKAGE", "small")
     importlib.invalidate_caches()
     yield package
     for name in [name for name in sys.modules if name.split(".")[0] == "small"]:
@@ -79,6 +79,23 @@ def test_members_that_nothing_names_go_from_modules_of_torch(library: Path) -> N
         assert gone not in text, gone
 
 
+def test_what_torch_calls_and_what_strings_name_stays(library: Path) -> None:
+    (library / "layers.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Layer(nn.Module):\n    scale = 2\n\n"
+        "    def forward(self, x):\n        return getattr(self, 'scale') * x\n\n"
+        "    def train(self, mode=True):\n        return super().train(False)\n\n"
+        "    def _load_from_state_dict(self, *given):\n        self.loaded = True\n"
+    )
+    layer = execute(SingleFile([("small.layers", "Layer")]).text())["Layer"]()
+    layer.load_state_dict({})
+    assert (layer(3), layer.train().training, layer.loaded) == (6, False, True)
+
+
+def test_a_form_feed_in_a_string_ends_no_line(library: Path) -> None:
+    (library / "a.py").write_text("PAGE = 'a\f\x1cb'\n\n\ndef f():\n    return PAGE\n")
+    assert execute(SingleFile([("small.a", "f")]).text())["f"]() == "a\f\x1cb"
+
+
 @pytest.mark.parametrize(
     ("first", "second", "reason"),
     [
@@ -91,6 +108,24 @@ def test_members_that_nothing_names_go_from_modules_of_torch(library: Path) -> N
             "K is in small.a and in small.b: rename one",
         ),
         ("def f(): ...\ndef f(): ...", "", "f is defined twice"),
+        ("K = 1\nK += 1\ndef f():\n    return K", "", r"small.a, line 2: 'K \+= 1' is no import"),
+        ("if 1:\n    import math as m\nelse:\n    import cmath as m\ndef f():\n    return m", "", "line 1: 'if 1:'"),
+        ("try:\n    K = 1\nexcept OSError:\n    K = 2\ndef f():\n    return K", "", "line 1: 'try:'"),
+        ("import torch\ntorch.set_default_dtype(torch.float64)\ndef f(): ...", "", "line 2: 'torch.set_default_dtype"),
+        ("D = {}\nD['b'] = 2\ndef f():\n    return D", "", "line 2: .* is no import"),
+        ("A, B = 1, 2\ndef f():\n    return A", "", "line 1: .* is no import"),
+        ("from math import *\ndef f():\n    return pi", "", r"line 1: 'from math import \*'"),
+        ("from .b import g\ndef f():\n    return g()", "def g(): ...", "line 1: 'from .b import g'"),
+        ("from abc import ABCMeta as M\nclass f(metaclass=M): ...", "", "line 2: 'class f"),
+        ("def f():\n    from small.b import g\n    return g()", "def g(): ...", "line 2: import small.b at the top"),
+        ("def f():\n    import small.b\n    return small.b.g()", "def g(): ...", "line 2: import small.b at the top"),
+        (
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    K = 1\nelse:\n    K = 2\ndef f():\n    return K",
+            "",
+            "K depends on TYPE_CHECKING",
+        ),
+        # What is done in the module of a definition counts as well.
+        ("from small.b import g\ndef f():\n    return g()", "def g(): ...\nprint(g)", "small.b, line 2: 'print"),
     ],
 )
 def test_what_cannot_be_joined_is_refused_by_name(first: str, second: str, reason: str, library: Path) -> None:

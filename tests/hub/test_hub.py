@@ -29,7 +29,7 @@ from accel_train.config import UsageError
 from accel_train.hub import pusher as hub
 from accel_train.hub import retry
 from accel_train.hub.access import check_repository
-from accel_train.hub.download import download, download_manifest
+from accel_train.hub.download import download, download_manifest, download_once
 from accel_train.hub.errors import HubError, Problem, describe, redact
 from accel_train.hub.model_card import CardFacts, build_card
 from accel_train.hub.options import HubConfig
@@ -814,6 +814,27 @@ def test_a_hub_out_of_reach_is_said_with_the_remedy(
             asked()
         assert isinstance(refused.value, UsageError)
     assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_what_was_downloaded_is_used_without_a_network(
+    server: HubServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from huggingface_hub import constants
+
+    for step in (1, 2):
+        push(make_checkpoint(run, step))
+    first, newest = (download_once(spec, tmp_path) for spec in ("org/model@1", "org/model"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    # Waits would show that it was tried again, and a real one takes seconds.
+    monkeypatch.setenv("ACCEL_TRAIN_HUB_BACKOFF_SECONDS", "1e9")
+    assert download_once("hub:org/model@step-00000001", tmp_path) == first
+    assert download_once("org/model", tmp_path) == newest
+    assert "used as downloaded before, because the Hub is out of reach" in caplog.text
+    with pytest.raises(HubError, match=r"hf download org/model --revision step-00000003 --local-dir FOLDER"):
+        download_once("org/model@3", tmp_path)
+    (newest / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(HubError, match=r"HF_HUB_OFFLINE unset.*hf download org/model --local-dir"):
+        download_once("org/model", tmp_path)
 
 
 def test_what_is_there_is_kept_or_the_download_refused(server: HubServer, run: Path, tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,6 +23,15 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import adapter_files
 from accel_train.domains.images.pipelines.drawing import draw_picture, refuse_side
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
+from accel_train.domains.images.pipelines.recorded_base import (
+    base_config,
+    base_files,
+    is_pipeline_folder,
+    read_described,
+    read_description,
+    refuse_other_files,
+    with_trained_text,
+)
 from accel_train.domains.images.trained_mmdit.run_base import ASSETS, MMDiTBase
 from accel_train.domains.images.trained_mmdit.text_to_picture import MMDIT
 from accel_train.domains.models import lora
@@ -35,10 +44,9 @@ from accel_train.domains.models.adapters import (
     refuse_unknown,
     refuse_whole_model,
 )
-from accel_train.pipeline import Example, describe, read_lines, settings
+from accel_train.pipeline import Example, describe, file_stem, read_lines
 from accel_train.precision import Precision, dtype_of
-from accel_train.store import atomic_files, manifest
-from accel_train.store.pretrained_base import at_recorded_revision, refuse_other_base
+from accel_train.store import atomic_files
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -46,6 +54,8 @@ if TYPE_CHECKING:
     from accel_train.domains.images.pipelines.validation import EvaluationConfig
 
 SIDE = 512
+STEPS = 28
+"""Those of a base alone. Adapters have those of their training."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +97,20 @@ class PicturePipeline:
     standalone: tuple[Any, ...] | ModuleType | None = None
     options: ClassVar[type] = PictureOptions
 
-    def __init__(self, base: Base, pipeline: Any, sampler: Mapping[str, Any], directory: Path) -> None:
+    def __init__(self, base: Base, sampler: Mapping[str, Any], directory: Path, device: torch.device) -> None:
         self.base = base
-        self.pipeline = pipeline
-        """Pipeline of diffusers or of our own MMDiT, with the adapter."""
         self.sampler = sampler
         self.directory = directory
-        """The checkpoint or export."""
-        self.adapters: tuple[str, ...] = (lora.ADAPTER,)
+        """The checkpoint or export, or the folder of the base."""
+        self.device = device
+        self.adapters: tuple[str, ...] = ()
         """Names of adapters to choose from in a call; ``default`` is the run's."""
+        self._chosen = BASE
+
+    @cached_property
+    def pipeline(self) -> Any:
+        """Pipeline of diffusers or of our own MMDiT, with the adapters."""
+        return self.base.pipeline(self.device)
 
     @property
     def model(self) -> nn.Module:
@@ -103,25 +118,31 @@ class PicturePipeline:
 
     @classmethod
     def recognises(cls, description: Mapping[str, Any]) -> bool:
-        """Return False: no older version has written such a model."""
-        return False
+        """Return True for a folder of diffusers, to put adapters on: its model_index.json names a pipeline."""
+        return str(description.get("_class_name")).endswith("Pipeline")
 
     @classmethod
     def from_directory(cls, directory: Path, device: str = "cpu") -> PicturePipeline:
-        """Read a checkpoint or an export. Raises ``UsageError``, also if the base is not on this machine."""
-        described = _described(directory)
-        return cls._load(_base_config(described, directory), described, directory, device)
+        """Read a checkpoint or an export, or a base alone, a folder of diffusers that further adapters are put on.
+
+        Raises ``UsageError``, also if the base is not on this machine.
+        """
+        if is_pipeline_folder(directory):
+            base = find_base(BaseConfig(source=str(directory)))
+            return cls(base, {}, directory, torch.device(device))
+        described = read_described(directory)
+        return cls._load(base_config(described, directory), described, directory, device)
 
     @classmethod
     def _load(cls, config: BaseConfig, described: Mapping[str, Any], directory: Path, device: str) -> PicturePipeline:
-        base = find_base(config)
-        if isinstance(base, DiffusersBase):
-            base = replace(base, trained_text=tuple(described.get("text_encoders", ())))
+        base = with_trained_text(find_base(config), described)
         # Before the pipeline is loaded, which takes minutes for a large base.
-        _refuse_other_files(base, described, directory)
-        pipeline = base.pipeline(torch.device(device))
-        base.attach(pipeline, directory, lora.ADAPTER)
-        return cls(base, pipeline, described["sampler"], directory)
+        refuse_other_files(base, described, directory)
+        found = cls(base, described["sampler"], directory, torch.device(device))
+        base.attach(found.pipeline, directory, lora.ADAPTER)
+        found.adapters = (lora.ADAPTER,)
+        found._chosen = lora.ADAPTER
+        return found
 
     def attach(self, adapters: Mapping[str, Path]) -> None:
         """Put further adapters beside the first, by name: directories of checkpoints or exports, verified already.
@@ -129,25 +150,45 @@ class PicturePipeline:
         Raises ``UsageError`` for adapters of another base, for misfitting ones, and for names in use.
         """
         refuse_names(adapters, self.adapters)
+        if not self.adapters:
+            self._take_options(next(iter(adapters.values())))
         reference = self.base.files().reference(cache_if_usable())
         for name, directory in adapters.items():
             refuse_whole_model(name, directory)
-            compare_bases(_base_files(_description(directory), directory), reference, directory, self.directory)
+            compare_bases(base_files(read_description(directory), directory), reference, directory, self.directory)
             self.base.attach(self.pipeline, directory, name)
-        self.base.choose(self.pipeline, self.adapters[0])
+        if not self.adapters:
+            self._chosen = next(iter(adapters))
         self.adapters += tuple(adapters)
+        self._choose(self._chosen)
+
+    def _take_options(self, adapter: Path) -> None:
+        """Let a base alone be that of its first adapter's training: with its variant, dtypes and text encoders."""
+        refuse_whole_model("", adapter)
+        described = read_description(adapter)
+        if "base" not in described or "pipeline" in self.__dict__:
+            return
+        config = replace(BaseConfig(**described["base"]), source=str(self.directory), revision=None)
+        self.base = with_trained_text(find_base(config), described)
+        self.sampler = described["sampler"]
 
     @contextmanager
     def using(self, adapter: str | None) -> Generator[None]:
-        """Draw with an adapter, or with the base alone for ``base``. None: the first of ``adapters``."""
-        name = adapter or self.adapters[0]
+        """Draw with an adapter, or with the base alone for ``base``. None: the one in use, at first that of the run."""
+        before = self._chosen
+        name = before if adapter is None else adapter
         refuse_unknown(name, self.adapters)
-        # Switched and not taken off: the same pipeline draws all, from the same noise.
-        self.base.choose(self.pipeline, None if name == BASE else name)
+        self._choose(name)
         try:
             yield
         finally:
-            self.base.choose(self.pipeline, self.adapters[0])
+            self._choose(before)
+
+    def _choose(self, name: str) -> None:
+        self._chosen = name
+        if self.adapters:
+            # Switched and not taken off: the same pipeline draws all, from the same noise.
+            self.base.choose(self.pipeline, None if name == BASE else name)
 
     @classmethod
     def write_merged(cls, adapters: Path, directory: Path, precision: Precision) -> str | None:
@@ -156,9 +197,9 @@ class PicturePipeline:
         It is a pipeline as diffusers saves it, or an export of recipes/mmdit.py. Merged in fp32 and rounded once.
         Raises ``UsageError`` for a missing or different base, and for values out of the range of ``precision``.
         """
-        described = _described(adapters)
+        described = read_described(adapters)
         # Text encoders too: what training has rounded for its embeddings would stay rounded.
-        whole = replace(_base_config(described, adapters), encoder_precision="fp32")
+        whole = replace(base_config(described, adapters), encoder_precision="fp32")
         if isinstance(find_base(whole), DiffusersBase):
             found = cls._load(whole, described, adapters, "cpu")
             pipeline = found.pipeline
@@ -176,7 +217,7 @@ class PicturePipeline:
         refuse_out_of_range(found.model.to(dtype_of(precision)), found.base.family.denoiser, precision)
         assert isinstance(found.base, MMDiTBase)
         save_file(found.model.state_dict(), directory / "model.safetensors", metadata={"format": "pt"})
-        of_base = _description(found.base.directory)
+        of_base = read_description(found.base.directory)
         # The options of its run, where times are found otherwise, stay behind.
         objective = {**of_base["objective"], "times": asdict(found.base.times)}
         atomic_files.write_json(directory / "config.json", {**of_base, "objective": objective})
@@ -193,7 +234,7 @@ class PicturePipeline:
         seed: int = 0,
         adapter: str | None = None,
     ) -> Image.Image:
-        """Return the picture of a prompt. ``adapter`` is one of ``adapters``, by default the first, or ``base``."""
+        """Return the picture of a prompt. ``adapter`` is one of ``adapters``, by default the one in use."""
         from accel_train.domains.images.buckets import to_image
 
         drawn = self.draw(prompt, steps=steps, guidance=guidance, side=side, seed=seed, adapter=adapter)
@@ -209,8 +250,13 @@ class PicturePipeline:
         seed: int = 0,
         adapter: str | None = None,
     ) -> torch.Tensor:
-        """Return the picture of a prompt, (3, H, W) from -1 to 1. Raises ``UsageError`` for a ``side`` not drawn."""
-        pixels = side or int(self.sampler.get("side", SIDE))
+        """Return the picture of a prompt, (3, H, W) from -1 to 1.
+
+        Raises ``UsageError`` for a ``side`` not drawn, and for values out of range.
+        """
+        _refuse_out_of_range(steps, guidance, side)
+        pixels = int(self.sampler.get("side", SIDE)) if side is None else side
+        count = int(self.sampler.get("steps", STEPS)) if steps is None else steps
         refuse_side(f"side {pixels}", pixels, self.pipeline, self.base)
         with self.using(adapter):
             return draw_picture(
@@ -219,7 +265,7 @@ class PicturePipeline:
                 self._prompts(prompt),
                 seed,
                 pixels,
-                steps or int(self.sampler["steps"]),
+                count,
                 self.sampler.get("guidance") if guidance is None else guidance,
             )
 
@@ -233,7 +279,7 @@ class PicturePipeline:
 
     def sample(self, options: PictureOptions) -> list[str]:
         """Draw as ``accel-train sample`` is asked to, and return the lines to print."""
-        prompts = [*options.prompt, *read_lines(options.prompt_file)]
+        prompts = [*options.prompt, *read_lines(options.prompt_file, "prompt_file")]
         folder = expand_path(options.output or "pictures")
         folder.mkdir(parents=True, exist_ok=True)
         lines: list[str] = []
@@ -246,9 +292,7 @@ class PicturePipeline:
                 seed=options.seed,
                 adapter=options.adapter,
             )
-            # A prompt may be longer than a file name and have characters that no file name takes.
-            name = hashlib.blake2b(prompt.encode(), digest_size=4).hexdigest()
-            file = folder / f"{name}-{options.seed}.png"
+            file = folder / f"{file_stem(prompt, options.seed, image.tobytes())}.png"
             image.save(file)
             lines.append(f"{file}: {prompt}")
         return lines
@@ -282,37 +326,14 @@ class PicturePipeline:
         return [*lines, f"without {adapter_files.KOHYA_FILE}: {reason}"]
 
 
-def _described(directory: Path) -> Mapping[str, Any]:
-    described = settings(_description(directory), directory)
-    assert described is not None, "every version of this pipeline has written a description"
-    return described
-
-
-def _description(directory: Path) -> Mapping[str, Any]:
-    """Read config.json; empty for a folder written by peft alone."""
-    path = directory / "config.json"
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
-
-
-def _base_config(described: Mapping[str, Any], directory: Path) -> BaseConfig:
-    """Return the options of an adapter's base, at the commit that its run began with."""
-    return at_recorded_revision(BaseConfig(**described["base"]), _base_files(described, directory))
-
-
-def _base_files(described: Mapping[str, Any], directory: Path) -> Mapping[str, Any] | None:
-    """Return the files of an adapter's base, with their sha256. None if they are not recorded."""
-    recorded = None
-    if (directory / manifest.MANIFEST).is_file():
-        # Those that the run began with. The description has those of the save.
-        recorded = manifest.read(directory).get("base")
-    return recorded or described.get("base_files")
-
-
-def _refuse_other_files(base: Base, described: Mapping[str, Any], directory: Path) -> None:
-    """Raise ``UsageError`` unless the base has the files recorded with the adapter, by their sha256."""
-    recorded = _base_files(described, directory)
-    if recorded is not None:
-        refuse_other_base(recorded, base.files().reference(cache_if_usable()), directory)
+def _refuse_out_of_range(steps: int | None, guidance: float | None, side: int | None) -> None:
+    counts = [count for count in (steps, side) if count is not None]
+    is_scale = guidance is None or 0 <= guidance < float("inf")
+    if min(counts, default=1) < 1 or not is_scale:
+        raise UsageError(
+            f"steps {steps}, guidance {guidance}, side {side}: steps and side of 1 or more, and a finite guidance of 0 "
+            "or more, are required; None takes that of the evaluation in training"
+        )
 
 
 def write_files(
@@ -329,7 +350,7 @@ def write_files(
     ``base_files`` are those of the start. Reads no file of the base, which may be gone or updated by now.
     """
     adapted: Any = model
-    atomic_files.write_json(directory / lora.CONFIG_FILE, lora.adapter_config(model, base.location))
+    atomic_files.write_json(directory / lora.CONFIG_FILE, lora.adapter_config(model, base.location, base.revision))
     family = base.family
     side = evaluation.pixels(data)
     facts = kohya_facts(family.pipelines[0], prediction, adapted.config, base.source, side)

@@ -115,6 +115,7 @@ class LanguagePipeline:
         """The checkpoint or export, None for a model loaded from neither."""
         self.adapters: tuple[str, ...] = (lora.ADAPTER,) if hasattr(model, "peft_config") else ()
         """Names of adapters to choose from in a call; ``default`` is the one of a run of adapters."""
+        self._chosen = next(iter(self.adapters), BASE)
 
     @property
     def standalone(self) -> tuple[Any, ...] | ModuleType | None:
@@ -168,23 +169,28 @@ class LanguagePipeline:
         device = next(self.model.parameters()).device
         adapted.attach(self.model, adapters, self.directory, reference)
         self.model.to(device).eval()
+        if not self.adapters:
+            self._chosen = next(iter(adapters))
         self.adapters += tuple(adapters)
+        self._choose(self._chosen)
 
     @contextmanager
     def using(self, adapter: str | None) -> Generator[None]:
-        """Compute with an adapter, or as the base alone with ``base``. None: the first of ``adapters``."""
-        if not self.adapters:
-            refuse_unknown(adapter or BASE, ())
-            yield
-            return
-        name = adapter or self.adapters[0]
+        """Compute with an adapter, or as the base alone with ``base``. None: the one in use, at first the first."""
+        before = self._chosen
+        name = before if adapter is None else adapter
         refuse_unknown(name, self.adapters)
-        choose_adapter(self.model, None if name == BASE else name)
+        self._choose(name)
         try:
             yield
         finally:
             # The model is as it was, also for a caller that continues after an error.
-            choose_adapter(self.model, self.adapters[0])
+            self._choose(before)
+
+    def _choose(self, name: str) -> None:
+        self._chosen = name
+        if self.adapters:
+            choose_adapter(self.model, None if name == BASE else name)
 
     @classmethod
     def write_merged(cls, adapters: Path, directory: Path, precision: Precision) -> str | None:
@@ -217,7 +223,7 @@ class LanguagePipeline:
         """Continue a text, or answer a chat, and return what the model wrote.
 
         ``temperature`` 0 takes the most likely token each time. ``top_p`` draws from the most likely tokens whose
-        probabilities add up to it. ``adapter`` is one of ``adapters``, by default the first, or ``base`` for none.
+        probabilities add up to it. ``adapter`` is one of ``adapters``, by default the one in use, or ``base`` for none.
         Raises ``UsageError`` for an empty prompt, messages without a usable chat template, more tokens than the model
         has positions, an unknown adapter, and values out of range.
         """
@@ -349,7 +355,7 @@ def write_files(
     config.json is transformers' own plus the description of the pipeline, ignored by ``from_pretrained``. Adapters have
     it in pipeline.json, with the architecture and the precision of their base.
     """
-    pretrained.save_files(model, tokenizer, directory, options.source)
+    pretrained.save_files(model, tokenizer, directory, options)
     file = directory / "config.json"
     adapters = {}
     architecture: Mapping[str, Any] = {}
@@ -357,7 +363,7 @@ def write_files(
         architecture = json.loads(file.read_text("utf-8"))
     else:
         file = directory / ADAPTER_DESCRIPTION
-        base = {"source": options.source, "precision": base_precision}
+        base = {"source": options.location, "precision": base_precision}
         config: Any = model.config
         adapters = {"base": base, "architecture": config.to_dict()}
     described = describe(

@@ -69,6 +69,12 @@ class ModelConfig:
             )
 
     @property
+    def location(self) -> str | None:
+        """Where `source` is found again from any directory."""
+        is_folder = self.source is not None and self.revision is None and Path(self.source).is_dir()
+        return str(Path(str(self.source)).absolute()) if is_folder else self.source
+
+    @property
     def sizes(self) -> dict[str, int | bool]:
         """Options of the config that are given."""
         values = {
@@ -80,6 +86,9 @@ class ModelConfig:
             "tie_word_embeddings": self.tie_word_embeddings,
         }
         return {name: value for name, value in values.items() if value is not None}
+
+
+NO_SOURCE = ModelConfig()
 
 
 def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any:
@@ -344,7 +353,7 @@ class LanguageModel:
         return output.logits.reshape(*shape, -1)
 
 
-def save_files(model: nn.Module, tokenizer: Any, directory: Path, source: str | None = None) -> None:
+def save_files(model: nn.Module, tokenizer: Any, directory: Path, source: ModelConfig = NO_SOURCE) -> None:
     """Write config, generation config, tokenizer and chat template, so that ``from_pretrained(directory)`` loads.
 
     With adapters on ``source``, write peft's config instead of the model's: beside a config.json transformers would
@@ -353,7 +362,7 @@ def save_files(model: nn.Module, tokenizer: Any, directory: Path, source: str | 
     plain: Any = model
     tokenizer.save_pretrained(directory)
     if hasattr(plain, "peft_config"):
-        write_json(directory / CONFIG_FILE, adapter_config(plain, source))
+        write_json(directory / CONFIG_FILE, adapter_config(plain, source.location, source.revision))
         return
     plain.config.save_pretrained(directory)
     if plain.can_generate():

@@ -260,13 +260,16 @@ def _is_meant(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def adapter_config(model: nn.Module, base: str | None) -> dict[str, Any]:
-    """Return the content of peft's ``adapter_config.json``. ``base`` is the Hub id or path of the base model."""
+def adapter_config(model: nn.Module, base: str | None, revision: str | None = None) -> dict[str, Any]:
+    """Return the content of peft's ``adapter_config.json``. ``base`` is the Hub id or path of the base model.
+
+    ``revision`` is its commit on the Hub, with which peft and transformers load it again.
+    """
     adapted: Any = model
     settings = adapted.peft_config[ADAPTER]
     values = {name: sorted(v) if isinstance(v, set) else v for name, v in settings.to_dict().items()}
     # As peft's save_pretrained writes it: whoever loads the file wants to use the adapter, not to train it.
-    return values | {"base_model_name_or_path": base, "inference_mode": True}
+    return values | {"base_model_name_or_path": base, "revision": revision, "inference_mode": True}
 
 
 def by_key_of_peft(tensors: Mapping[str, T], adapter: str = ADAPTER) -> dict[str, T]:

@@ -59,6 +59,13 @@ class FieldOptions:
     output: str = "fields.safetensors"
     """File for the predicted fields. The picture lies beside it, with the ending .png."""
 
+    def __post_init__(self) -> None:
+        if self.output.lower().endswith(".png"):
+            raise UsageError(
+                f"output {self.output}: is the name of the picture beside the predicted fields; give these a name of "
+                "their own, such as fields.safetensors"
+            )
+
 
 class FieldPipeline:
     """Predictor of fields. Inputs and outputs are in the units of the data."""

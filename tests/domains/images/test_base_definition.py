@@ -16,8 +16,7 @@ import accel_train
 from accel_train import cli
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
-from accel_train.domains.images import pipeline
-from accel_train.domains.images.pipelines import loading
+from accel_train.domains.images.pipelines import loading, recorded_base
 from accel_train.domains.images.pipelines.loading import BaseConfig
 from accel_train.store import commit
 from tests.domains.images import tiny_pipelines as tiny
@@ -225,9 +224,9 @@ def test_an_adapter_is_loaded_on_the_commit_of_its_run(revision: str | None, tmp
     """Whatever its run was asked for: the branch may have moved on."""
     base = BaseConfig(source="me/tiny", revision=revision, variant="fp16")
     described = {"base": asdict(base), "base_files": {"source": "me/tiny", "revision": "a" * 40, "files": {}}}
-    assert pipeline._base_config(described, tmp_path) == replace(base, revision="a" * 40)
+    assert recorded_base.base_config(described, tmp_path) == replace(base, revision="a" * 40)
     # Adapters of an older version do not say which files they are on.
-    assert pipeline._base_config({"base": asdict(base)}, tmp_path) == base
+    assert recorded_base.base_config({"base": asdict(base)}, tmp_path) == base
 
 
 @pytest.mark.slow  # the choice of the commit is tested in tests/checkpoints/test_pinned_base.py

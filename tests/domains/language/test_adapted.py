@@ -19,8 +19,10 @@ from torch import Tensor
 import accel_train
 from accel_train import cli
 from accel_train.config import UsageError
-from accel_train.domains.language.pipeline import LanguagePipeline
-from accel_train.domains.models import quantised
+from accel_train.domains.language.pipeline import LanguagePipeline, write_files
+from accel_train.domains.language.pretrained import ModelConfig
+from accel_train.domains.language.samples import EvaluationConfig
+from accel_train.domains.models import lora, quantised
 from recipes import causal_lm
 from tests.domains.language import tiny
 from tests.trained import adapter_run, language_run
@@ -70,7 +72,41 @@ def with_peft(base: Path, folder: Path) -> Any:
     return peft.PeftModel.from_pretrained(plain, folder).eval()
 
 
+@pytest.mark.parametrize(
+    ("source", "revision", "expected"),
+    [("model", None, "{folder}/model"), ("org/name", "0" * 40, "org/name")],
+    ids=["folder", "Hub"],
+)
+def test_the_base_is_named_as_others_find_it(
+    source: str, revision: str | None, expected: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(base.parent)
+    model = tiny.model()
+    lora.apply_lora(model, lora.LoraConfig(rank=2))
+    about = (ModelConfig(source=source, revision=revision), EvaluationConfig(), "demo", "fp32")
+    write_files(model, tiny.tokenizer(), *about, tmp_path)
+    config: Any = peft.PeftConfig.from_pretrained(str(tmp_path))
+    assert config.base_model_name_or_path == expected.format(folder=base.parent)
+    assert config.revision == revision
+
+
 # -------------------------------------------------------------------------------------------------------------- using
+def test_calls_inside_using_answer_with_its_adapter(run: Path, other_run: Path) -> None:
+    pipeline = load(run, adapters={"other": other_run})
+    expected: dict[str, Tensor] = {}
+    for name in ("default", "other", "base"):
+        with pipeline.using(name):
+            expected[name] = logits(pipeline.model)
+    with pipeline.using("other"):
+        pipeline(PROMPT, max_new_tokens=1)
+        assert torch.equal(logits(pipeline.model), expected["other"])
+        with pipeline.using("base"):
+            pipeline(PROMPT, max_new_tokens=1)
+            assert torch.equal(logits(pipeline.model), expected["base"])
+        assert torch.equal(logits(pipeline.model), expected["other"])
+    assert torch.equal(logits(pipeline.model), expected["default"])
+
+
 @pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
 def test_run_and_export_give_what_peft_gives(variant: Any, base: Path, tmp_path: Path) -> None:
     run = adapter_run(tmp_path / "run", base, variant=variant)

@@ -80,6 +80,24 @@ def test_it_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
     assert torch.equal(exported_llama.continue_greedily(alone, tokens[:1], 6), written)
 
 
+@pytest.mark.parametrize("name", ["llama", "llama 3.1", "qwen3"])
+def test_in_bf16_it_is_as_exact_as_transformers_at_far_positions(name: str, tmp_path: Path) -> None:
+    """Both round their weights and activations alike, and neither the angles of the positions."""
+    from transformers import AutoModelForCausalLM
+
+    built(name).save_pretrained(tmp_path)
+    exact = exported_llama.load(tmp_path)
+    narrow = exported_llama.load(tmp_path).bfloat16()
+    loader: Any = AutoModelForCausalLM
+    theirs = loader.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    tokens = torch.randint(0, 50, (1, 2000), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = exact(tokens)[:, -100:]
+        error = (narrow(tokens)[:, -100:].float() - expected).abs().mean()
+        error_of_theirs = (theirs(input_ids=tokens, use_cache=False).logits[:, -100:].float() - expected).abs().mean()
+    assert error < 1.2 * error_of_theirs
+
+
 @pytest.mark.parametrize(
     "change",
     [

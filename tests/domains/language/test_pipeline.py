@@ -25,6 +25,7 @@ from accel_train.domains.language.rows import Row
 from accel_train.domains.language.samples import EvaluationConfig
 from accel_train.export import proof
 from accel_train.hub.model_card import CardFacts, build_card
+from accel_train.precision import Precision, dtype_of
 from accel_train.store import commit
 from tests.domains.language import tiny
 from tests.trained import language_run
@@ -319,6 +320,15 @@ def test_an_export_is_read_by_transformers_and_proves_itself(
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer("Stand, ho!")["input_ids"] == tiny.tokenizer()("Stand, ho!")["input_ids"]
     assert tokenizer.chat_template == tiny.CHATML
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_transformers_loads_an_export_in_its_precision(precision: Precision, run: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert cli._main(["export", str(run), str(tmp_path / "out"), "--precision", precision]) == 0
+    loader: Any = AutoModelForCausalLM
+    assert loader.from_pretrained(tmp_path / "out").dtype == dtype_of(precision)
 
 
 @pytest.fixture(scope="module")

@@ -111,6 +111,15 @@ def test_the_command_writes_fields_and_a_picture(run: Path, pipeline: FieldPipel
     assert steady.with_suffix(".png").exists()
 
 
+def test_the_picture_cannot_take_the_name_of_the_fields(run: Path, tmp_path: Path) -> None:
+    save_file({"input": torch.randn(2, 1, 16)}, tmp_path / "in.safetensors")
+    out = tmp_path / "out.png"
+    words = ("--input", tmp_path / "in.safetensors", "--task", "advection", "--parameters", "0.3", "--output", out)
+    with pytest.raises(UsageError, match=r"out\.png: is the name of the picture beside the predicted fields"):
+        sample(run, *words)
+    assert not out.exists()
+
+
 def test_files_that_cannot_be_read_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"input: no file .*--input fields\.safetensors.*: advection \(B, \d+, 1, \d+\) or \(B, \d"

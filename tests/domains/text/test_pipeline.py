@@ -15,6 +15,7 @@ from accel_train.config import UsageError
 from accel_train.domains.text.modes import ModeConfig, learned_conditions
 from accel_train.domains.text.pipeline import TextLatentPipeline
 from accel_train.domains.text.tokenizer import TextTokenizer
+from accel_train.pipeline import read_lines
 from tests.trained import TEXTS, text_run
 
 
@@ -145,6 +146,7 @@ def test_the_command_samples_what_the_pipeline_does(
         (["--text", "a", "--to", "latents", "--length", "3"], "only sampled texts have a length"),
         (["--latents", "none.safetensors"], "latents none.safetensors: cannot be read"),
         (["--text_file", "none.txt"], "text_file none.txt: cannot be read"),
+        (["--text_file", "/dev/null"], "text_file /dev/null: holds no line with text"),
         (["--task", "x"], "--task: unknown option"),
         (["--text", "a", "--seed", "-1"], "seed"),
     ],
@@ -152,6 +154,11 @@ def test_the_command_samples_what_the_pipeline_does(
 def test_the_command_refuses_what_it_cannot_do(words: list[str], reason: str, run: Path) -> None:
     with pytest.raises(UsageError, match=reason):
         sample(run, *words)
+
+
+def test_the_mark_of_an_encoding_is_no_part_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_bytes("\N{BOM}a bird\r\nstone\r\n".encode())
+    assert read_lines(str(tmp_path / "texts.txt")) == ["a bird", "stone"]
 
 
 def test_a_file_of_several_tensors_must_say_which(run: Path, tmp_path: Path) -> None:

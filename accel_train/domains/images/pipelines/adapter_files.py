@@ -40,7 +40,7 @@ DENOISER = "denoiser"
 TEXT = "text_encoder"
 """Beginning of the names of text encoders."""
 TEXT_MODEL = "text_model."
-UNSAVED = ("base_model_name_or_path", "inference_mode", "auto_mapping")
+UNSAVED = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping")
 
 
 def write_diffusers(directory: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], component: str) -> str:

@@ -196,15 +196,14 @@ class Body(nn.Module):
         self.norm = nn.RMSNorm(width, eps=eps)
         heads = int(config["num_attention_heads"])
         head_dim = int(config.get("head_dim") or width // heads)
-        self.frequencies: Tensor
-        # Not in the weights: transformers computes them from the config as well.
-        self.register_buffer("frequencies", frequencies(config, head_dim), persistent=False)
+        # No buffer, which .bfloat16() would round: at position 1,000 the angle would be off by radians.
+        self.frequencies = frequencies(config, head_dim)  # (head_dim / 2,), fp32
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed_tokens(tokens)  # (B, S, D)
         length = tokens.shape[1]
         positions = torch.arange(length, device=tokens.device).float()
-        angles = positions[:, None] * self.frequencies  # (S, head_dim / 2)
+        angles = positions[:, None] * self.frequencies.to(tokens.device)  # (S, head_dim / 2)
         angles = torch.cat([angles, angles], dim=-1)  # (S, head_dim)
         cos = angles.cos().to(x.dtype)
         sin = angles.sin().to(x.dtype)

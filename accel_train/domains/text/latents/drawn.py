@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from accel_train.config import UsageError, expand_path
 from accel_train.domains.models.mmdit import MultimodalMMDiTConfig
 from accel_train.domains.models.patches import as_grid, from_patches, from_values, joined
 from accel_train.domains.models.vae import VaeReference, load_vae
+from accel_train.pipeline import file_stem
 
 FOLDER = "pictures"
 CHANNELS = 3
@@ -45,7 +45,8 @@ def decoded(latents: Tensor, grid: tuple[int, int], reference: VaeReference | No
 def write_pictures(pictures: Tensor, prompts: Sequence[str], seed: int, output: str | None) -> list[str]:
     """Write a PNG file for each of the pictures (B, H, W, 3) uint8, and return lines about them.
 
-    Files are named by prompt and seed, so that the same ones are written again. ``output`` None: the folder pictures.
+    Files are named by prompt, seed and picture: only the same picture is written again. ``output`` None: the folder
+    pictures.
     """
     from PIL import Image
 
@@ -53,8 +54,8 @@ def write_pictures(pictures: Tensor, prompts: Sequence[str], seed: int, output: 
     folder.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     for prompt, picture in zip(prompts, pictures, strict=True):
-        name = hashlib.blake2b(prompt.encode(), digest_size=4).hexdigest()
-        file = folder / f"{name}-{seed}.png"
-        Image.fromarray(picture.numpy()).save(file)
+        image = Image.fromarray(picture.numpy())
+        file = folder / f"{file_stem(prompt, seed, image.tobytes())}.png"
+        image.save(file)
         lines.append(f"{file}: {prompt}")
     return lines

@@ -1,0 +1,81 @@
+"""The base of an adapter as its files record it: the options that find it, and the sha256 of its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accel_train.config import UsageError, expand_path
+from accel_train.data.artifacts import cache_if_usable
+from accel_train.domains.images.pipelines.family import INDEX
+from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase
+from accel_train.domains.images.trained_mmdit.run_base import HUB
+from accel_train.pipeline import settings
+from accel_train.store import manifest
+from accel_train.store.pretrained_base import at_recorded_revision, looks_like_path, refuse_other_base
+
+
+def is_pipeline_folder(directory: Path) -> bool:
+    """Return True for a folder of diffusers, rather than a checkpoint or an export."""
+    return (directory / INDEX).is_file() and not (directory / "config.json").is_file()
+
+
+def read_described(directory: Path) -> Mapping[str, Any]:
+    """Read config.json of a checkpoint or an export. Raises ``UsageError`` for one of a newer version."""
+    described = settings(read_description(directory), directory)
+    assert described is not None, "every version of this pipeline has written a description"
+    return described
+
+
+def read_description(directory: Path) -> Mapping[str, Any]:
+    """Read config.json; empty for a folder written by peft alone."""
+    path = directory / "config.json"
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+
+def base_config(described: Mapping[str, Any], directory: Path) -> BaseConfig:
+    """Return the options of an adapter's base, at the commit that its run began with.
+
+    Raises ``UsageError`` for one in a folder that is not on this machine.
+    """
+    config = at_recorded_revision(BaseConfig(**described["base"]), base_files(described, directory))
+    _refuse_moved(config, directory)
+    return config
+
+
+def base_files(described: Mapping[str, Any], directory: Path) -> Mapping[str, Any] | None:
+    """Return the files of an adapter's base, with their sha256. None if they are not recorded."""
+    recorded = None
+    if (directory / manifest.MANIFEST).is_file():
+        # Those that the run began with. The description has those of the save.
+        recorded = manifest.read(directory).get("base")
+    return recorded or described.get("base_files")
+
+
+def with_trained_text(base: Base, described: Mapping[str, Any]) -> Base:
+    """Return the base with the text encoders that were trained with its denoiser."""
+    if isinstance(base, DiffusersBase):
+        return replace(base, trained_text=tuple(described.get("text_encoders", ())))
+    return base
+
+
+def _refuse_moved(config: BaseConfig, directory: Path) -> None:
+    source = str(config.source)
+    is_hub = source.startswith(HUB) or config.revision is not None
+    if is_hub or not looks_like_path(source) or expand_path(source).is_dir():
+        return
+    raise UsageError(
+        f"{directory}: its base, {source}, is not on this machine; put it there. If it is a diffusers pipeline, the "
+        "place of the same files does as well: load(BASE, adapters={'mine': PATH}), or accel-train sample BASE "
+        "--adapters mine=PATH"
+    )
+
+
+def refuse_other_files(base: Base, described: Mapping[str, Any], directory: Path) -> None:
+    """Raise ``UsageError`` unless the base has the files recorded with the adapter, by their sha256."""
+    recorded = base_files(described, directory)
+    if recorded is not None:
+        refuse_other_base(recorded, base.files().reference(cache_if_usable()), directory)

@@ -1,0 +1,132 @@
+"""Pictures of adapters that are not trained: which adapter draws, their base elsewhere, and the files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import accel_train
+from accel_train import cli
+from accel_train.config import UsageError
+from accel_train.domains.images import pipeline as subject
+from accel_train.domains.images.options import PictureDataConfig
+from accel_train.domains.images.pipeline import PicturePipeline
+from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
+from accel_train.domains.images.pipelines.validation import EvaluationConfig
+from accel_train.domains.models.lora import LoraConfig, apply_lora
+from accel_train.store import commit
+from tests.domains.images import tiny_pipelines as tiny
+from tests.trained import commit_checkpoint
+
+pytest.importorskip("diffusers")
+pytest.importorskip("peft")
+# Of diffusers itself, when it reads transformers' classes.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+PROMPT = "a red flag"
+
+
+def adapter_run(run: Path, base: Base, seed: int) -> Path:
+    """Write a run of recipes/lora.py with adapters of random values."""
+    torch.manual_seed(seed)
+    model = base.denoiser("fp32")
+    apply_lora(model, LoraConfig(rank=2, targets=("attention",)))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for parameter in trained.values():
+        parameter.data += 0.5 * torch.randn(parameter.shape)
+    reference = base.files().reference()
+    about = EvaluationConfig(steps=2, side=tiny.SIDE), PictureDataConfig(path="photos")
+
+    def save(assets: Path) -> None:
+        subject.write_files(model, base, reference, "epsilon", *about, assets.parent)
+        save_file(trained, assets.parent / "model.safetensors")
+
+    commit_checkpoint(run, torch.nn.Identity(), {}, save, reference)
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, and two runs of adapters on it."""
+    folder = tmp_path_factory.mktemp("pictures")
+    tiny.save("sd1", folder / "base")
+    base = find_base(BaseConfig(source=str(folder / "base")))
+    for seed, name in enumerate(("flags", "ink")):
+        adapter_run(folder / name, base, seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipeline(folder: Path) -> PicturePipeline:
+    return accel_train.load(folder / "flags", pipeline=PicturePipeline, adapters={"ink": folder / "ink"})
+
+
+def test_calls_inside_using_draw_with_its_adapter(pipeline: PicturePipeline) -> None:
+    drawn = {name: pipeline.draw(PROMPT, adapter=name) for name in ("default", "ink", "base")}
+    assert not torch.equal(drawn["ink"], drawn["default"])
+    with pipeline.using("ink"):
+        assert torch.equal(pipeline.draw(PROMPT), drawn["ink"])
+        # The call before has put none back.
+        assert torch.equal(pipeline.draw(PROMPT), drawn["ink"])
+        with pipeline.using("base"):
+            assert torch.equal(pipeline.draw(PROMPT), drawn["base"])
+        assert torch.equal(pipeline.draw(PROMPT), drawn["ink"])
+    assert torch.equal(pipeline.draw(PROMPT), drawn["default"])
+
+
+@pytest.mark.parametrize(
+    "given", [{"steps": 0}, {"side": 0}, {"guidance": float("nan")}, {"guidance": -1.0}, {"steps": -3}], ids=str
+)
+def test_values_out_of_range_are_refused(given: dict[str, Any], pipeline: PicturePipeline) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(UsageError, match=f"{name} {value}.*steps and side of 1 or more, and a finite guidance of 0"):
+        pipeline(PROMPT, **given)
+
+
+def test_another_picture_of_one_prompt_and_seed_has_another_file(folder: Path, tmp_path: Path) -> None:
+    words = ["sample", str(folder / "flags"), "--prompt", PROMPT, "--output", str(tmp_path / "drawn")]
+    kept: dict[Path, bytes] = {}
+    for more in ([], ["--adapter", "base"], ["--steps", "3"], ["--guidance", "2"], ["--side", "24"]):
+        assert cli._main([*words, *more]) == 0
+        assert all(file.read_bytes() == content for file, content in kept.items())
+        found = {file: file.read_bytes() for file in (tmp_path / "drawn").iterdir()}
+        assert len(found) == len(kept) + 1
+        kept = found
+    assert cli._main(words) == 0
+    assert len(list((tmp_path / "drawn").iterdir())) == len(kept)
+
+
+def test_a_base_that_was_moved_is_given_instead(folder: Path, pipeline: PicturePipeline, tmp_path: Path) -> None:
+    shutil.copytree(folder / "base", tmp_path / "base")
+    base = find_base(BaseConfig(source=str(tmp_path / "base")))
+    adapter_run(tmp_path / "ink", base, 1)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(UsageError, match=r"base, .*base, is not on this machine.*sample BASE --adapters mine=PATH"):
+        accel_train.load(tmp_path / "ink")
+    moved: Any = accel_train.load(tmp_path / "moved", adapters={"ink": tmp_path / "ink"})
+    assert moved.adapters == ("ink",)
+    assert torch.equal(moved.draw(PROMPT), pipeline.draw(PROMPT, adapter="ink"))
+    assert torch.equal(moved.draw(PROMPT, adapter="base"), pipeline.draw(PROMPT, adapter="base"))
+
+
+def test_the_base_given_must_have_the_files_of_the_training(folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    tiny.save("sd2", tmp_path / "other")
+    with pytest.raises(UsageError, match=r"its frozen weights are those of .*another diffusion_pytorch_model"):
+        accel_train.load(tmp_path / "other", adapters={"ink": folder / "ink"})
+
+
+def test_adapters_name_the_commit_of_a_base_on_the_hub(folder: Path, tmp_path: Path) -> None:
+    base = find_base(BaseConfig(source=str(folder / "base")))
+    assert isinstance(base, DiffusersBase)
+    pinned = replace(base, config=replace(base.config, source="me/tiny"), revision="a" * 40)
+    adapter_run(tmp_path / "run", pinned, 0)
+    checkpoint = commit.verify(tmp_path / "run" / "checkpoints" / "checkpoint_00000003")
+    config = json.loads(checkpoint.file("adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("me/tiny", "a" * 40)
