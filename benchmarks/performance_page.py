@@ -206,7 +206,8 @@ def where_the_step_goes(results: Sequence[Result]) -> list[str]:
     each = ", ".join(f"{kind} {times[kind]:.1f}" for kind in kinds)
     return [
         f"Of the {step:.0f} ms of the traced step, by a profile, {each} ms take {needed:.0f} together, and compiled "
-        f"kernels {compiled:.0f}. If those took no time at all, a step would be {step / (step - compiled):.2f} times as fast."
+        f"kernels {compiled:.0f}. If those took no time at all, a step would be {step / (step - compiled):.2f} times "
+        "as fast."
     ]
 
 
