@@ -205,8 +205,9 @@ def where_the_step_goes(results: Sequence[Result]) -> list[str]:
     needed = sum(times[kind] for kind in kinds)
     each = ", ".join(f"{kind} {times[kind]:.1f}" for kind in kinds)
     return [
-        f"Of the {step:.0f} ms of the traced step, {each} ms take {needed:.0f} together, and compiled kernels "
-        f"{compiled:.0f}. If those took no time at all, a step would be {step / (step - compiled):.2f} times as fast."
+        f"Of the {step:.0f} ms of the traced step, by a profile, {each} ms take {needed:.0f} together, and compiled "
+        f"kernels {compiled:.0f}. If those took no time at all, a step would be {step / (step - compiled):.2f} times "
+        "as fast."
     ]
 
 

@@ -64,13 +64,13 @@ HEAD = """<!-- Generated from benchmarks/results/*.json by python -m benchmarks.
 
 How to read this page:
 
-- A table is of one file, from one machine, at one commit; the line under it names them. Files of different machines or
-  commits are compared nowhere. Most values are ratios to a peer that was measured in the same run, or stand beside it.
+- A table is of one file, from one machine, at one commit; the line under it names them. No row compares files of
+  different machines or commits. Most values are ratios to a peer that was measured in the same run, or stand beside it.
 - The line also says by which clock times were taken, and whether variants took turns in one process or ran one after
   another, because not all fit into one.
-- A value with an interval is the median over that many rounds, and the interval is a bootstrap one of 95 %. With fewer
-  than 5 rounds it is their range. A value without an interval is a single one (some are medians of repeats), or a
-  count, which is exact.
+- A value with an interval is the median over that many rounds (single steps, of most rows of a GPU), and the interval
+  is a bootstrap one of 95 %. With fewer than 5 rounds it is their range. A value without an interval is a single one
+  (some are medians of repeats), or a count, which is exact.
 - A row with a target has **passed** or **FAILED**, where the whole interval (or the one value) meets or misses it, or
   is **not decided**, where the interval includes it. A goal is hoped for beyond the target; a row that does not reach
   it has not failed.
@@ -103,7 +103,7 @@ CLOCKS = {
     "C9": f"{THREAD}; with two threads wall time",
     "C10": "wall time, in turns in the same processes",
     "G0": f"{DEVICE}, one after another",
-    "G1": f"{DEVICE}, one after another: they do not fit at once. Kinds of kernels are from a profile of two steps",
+    "G1": f"{DEVICE}, one after another",
     "G2": f"{DEVICE}, in turns",
     "G3": "wall time, each contender in a process of its own, one after another",
     "G4": f"{DEVICE}, one mode after another",

@@ -124,7 +124,7 @@ def test_where_the_traced_step_goes_is_computed_from_its_rows(tmp_path: Path) ->
     rows = [row("G1", f"large step: {kind}", value, "ms") for kind, value in times.items()]
     gpu_file(tmp_path, "gpu_trace", "some GPU", *rows, seconds=[0.1, 0.1, 0.2])
     text = performance_page.page(tmp_path)
-    assert "Of the 100 ms of the traced step" in text
+    assert "Of the 100 ms of the traced step, by a profile, matrix products 60.0" in text
     assert "take 90 together, and compiled kernels 10. If those took no time at all, a step would be 1.11 times" in text
     assert "H200" not in text.split("## One GPU")[1].split("Targets are for an H200.")[1]
 
