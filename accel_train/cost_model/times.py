@@ -82,7 +82,8 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return self.computation + self.exposed + self.copied + self.on_host
+        # To a picosecond, so that steps which all wait for the same link are equal.
+        return round(self.computation + self.exposed + self.copied + self.on_host, 12)
 
 
 def rates_of(device: Device, peak: float, gpus: int = 1) -> Rates:

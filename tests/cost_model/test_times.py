@@ -58,6 +58,14 @@ def test_the_last_micro_batch_alone_hides_its_reductions(scattered: int, exposed
     assert step_time(total, last, Work(), strategy, UNIT).exposed == pytest.approx(exposed)
 
 
+def test_steps_that_wait_for_the_link_are_equal() -> None:
+    """Whatever they compute beside it, to the last bit: a plan then takes the larger micro-batch."""
+    rates = replace(UNIT, products=7e3, links=dict.fromkeys(LINKS, Link(0.0, 3.0)))
+    steps = [Work(products=products, sent=1, gathered=1) for products in range(100, 900, 37)]
+    totals = [step_time(work, work, Work(), "fsdp2", rates).total for work in steps]
+    assert len(set(totals)) == 1
+
+
 def test_gathers_and_reductions_of_a_micro_batch_take_one_link() -> None:
     """Of three seconds, two hide the reductions; gathers of two more seconds exceed the third."""
     last = Work(products=3000, sent=4, gathered=2, gathers=0, scattered=2)
