@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from accel_train.checkpoints.policy import POLICIES, CheckpointConfig, RunOptions
-from accel_train.checkpoints.refused import find_saved
 from accel_train.config import UsageError, expand_path
 from accel_train.hub.options import HubConfig
 from accel_train.runtime import early_stop
@@ -212,6 +211,9 @@ def earlier_assets(options: RunOptions) -> Path | None:
 
 def earlier_checkpoints(options: RunOptions) -> list[Path]:
     """Return what a start finds in ``output_dir``, else at the path that ``resume`` names. The newest is the last."""
+    # Imported here: the saver imports this module, and needs nothing of the other.
+    from accel_train.checkpoints.refused import find_saved
+
     if options.overwrite:
         return []
     found = find_saved(expand_path(options.output_dir))

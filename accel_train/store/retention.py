@@ -181,8 +181,7 @@ def _plan(
 
 def _later_weights(verified: Sequence[CheckpointFacts], newest: int) -> dict[str, list[str]]:
     # No start resumes from them, so they are no danger, and may be all that an earlier start has left.
-    later = [facts.path.name for facts in verified if facts.step > newest and not facts.state]
-    return {name: ["weights alone, of a later step"] for name in later}
+    return {one.path.name: ["weights alone of a later step"] for one in verified if one.step > newest and not one.state}
 
 
 def _to_remove(paths: Sequence[Path], reasons: Collection[str], newest: int) -> tuple[Path, ...]:
@@ -330,8 +329,7 @@ class Survey(NamedTuple):
     damaged: dict[Path, str]
     """With the reason."""
     unreadable: dict[Path, str]
-    """With the error of the disk or the network. Their content may be whole, so retention never removes them. Copies of
-    checkpoints under another name are among them."""
+    """With the error of the disk or network. Never removed: they may be whole, as copies under another name are."""
 
 
 def survey(directory: Path, cache: commit.VerifyCache) -> Survey:

@@ -581,7 +581,7 @@ def test_a_checkpoint_on_a_disk_that_is_not_mounted(accelerator: Accelerator, tm
 
 @pytest.mark.fault(
     "R2",
-    injected="the newest checkpoint cannot be read at a start (EIO)",
+    injected="the newest checkpoint cannot be read at a start (ESTALE)",
     outcome="exit 2, saying so; it stays, and nothing goes back behind it",
 )
 def test_a_checkpoint_that_cannot_be_read_at_a_start_stops_it(

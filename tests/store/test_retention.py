@@ -306,7 +306,7 @@ def test_weights_alone_of_a_later_step_stay(tmp_path: Path) -> None:
     make(tmp_path, 60)
     plan = prune(tmp_path, Options(keep_last=0), 60)
     assert steps_in(tmp_path) == [50, 60, 100]
-    assert plan.reasons[name(100)] == "weights alone, of a later step"
+    assert plan.reasons[name(100)] == "weights alone of a later step"
 
 
 def test_a_damaged_one_takes_no_place_and_goes_when_it_is_old(tmp_path: Path) -> None:
