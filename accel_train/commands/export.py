@@ -28,7 +28,7 @@ from accel_train.export import verify_adapter_script
 from accel_train.export.proof import NotRepeatedError, packages, write_proof
 from accel_train.pipeline import ADAPTER_DESCRIPTION, Convertible
 from accel_train.precision import Precision, dtype_of
-from accel_train.store import atomic_files, commit, planning, retention, strict_json, weights
+from accel_train.store import atomic_files, commit, planning, strict_json, weights
 from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.weights import FLOATS, INTEGERS, TensorInfo, TensorReader
@@ -38,8 +38,8 @@ Source = Literal["model", "ema"]
 BARE = ("torch", "safetensors")
 """Packages of every model.py."""
 DESCRIBING = 'docs/use.md, "A pipeline for a recipe of your own"'
-WEIGHTS = re.compile(r"(model|ema)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-"""Files of the two collections, which are written anew."""
+LEFT_OUT = re.compile(r"(model|ema)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|optimizer/.*|trainer_state\.json")
+"""Files of the two collections, which are written anew, and of the training state."""
 DTYPE_KEYS = {"dtype", "torch_dtype"}
 """Names in a config.json of transformers, the second that of older versions."""
 
@@ -268,7 +268,7 @@ def _copy_extras(checkpoint: Checkpoint, directory: Path) -> None:
     for name in checkpoint.manifest["files"]:
         path = PurePosixPath(name)
         is_inside = ".." not in path.parts and not path.is_absolute()
-        if is_inside and not WEIGHTS.fullmatch(name) and not name.startswith(retention.STATE_FILES):
+        if is_inside and not LEFT_OUT.fullmatch(name):
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint.file(name), directory / name)
 

@@ -123,6 +123,7 @@ def _is_plain(node: ast.stmt) -> bool:
 
 
 def shown(node: ast.AST) -> str:
+    """Return the beginning of a statement, for a message."""
     return ast.unparse(node).partition("\n")[0][:60]
 
 
@@ -135,6 +136,7 @@ def _is_module(name: str) -> bool:
 
 
 def names_defined(node: ast.stmt) -> list[str]:
+    """Return the names bound by a definition or an assignment."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return [node.name]
     targets: list[ast.expr] = []
@@ -155,6 +157,7 @@ def refuse_library(source: Source, node: ast.Import | ast.ImportFrom) -> None:
 
 
 def is_text(node: ast.stmt | None) -> bool:
+    """Return True for a docstring, also one behind an assignment."""
     value: Any = getattr(node, "value", None)
     if not (isinstance(node, ast.Expr) and isinstance(value, ast.Constant)):
         return False

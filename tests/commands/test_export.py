@@ -52,7 +52,7 @@ def test_all_files_of_a_recipe_of_ones_own_come_along(tmp_path: Path) -> None:
     "name", ["model.safetensors", "ema-00001-of-00002.safetensors", "model.safetensors.index.json"]
 )
 def test_weights_are_written_anew(name: str) -> None:
-    assert export.WEIGHTS.fullmatch(name)
+    assert export.LEFT_OUT.fullmatch(name)
 
 
 def small_run(run: Path) -> Path:

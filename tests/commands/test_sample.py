@@ -139,7 +139,12 @@ def test_a_model_of_pictures_draws_prompts(
             assert np.array_equal(np.asarray(drawn), expected.numpy())
     monkeypatch.chdir(tmp_path)
     assert cli._main(["sample", str(run), "--prompt", "a red circle"]) == 0
-    assert len(list((tmp_path / "pictures").glob("*-0.png"))) == 1
+    assert len(list((tmp_path / "pictures").glob("*-0-*.png"))) == 1
+    # Another model replaces no picture, the same one only its own.
+    other = picture_run(tmp_path / "other", side=8)
+    for again in (run, other):
+        assert cli._main(["sample", str(again), "--prompt", "a red circle"]) == 0
+    assert len(list((tmp_path / "pictures").glob("*-0-*.png"))) == 2
     with pytest.raises(UsageError, match="prompt and text: a prompt is drawn as a picture"):
         cli._main(["sample", str(run), "--prompt", "a", "--text", "b"])
     with pytest.raises(UsageError, match="has learned latents of texts and no pictures; give --text"):

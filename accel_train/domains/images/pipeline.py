@@ -23,7 +23,7 @@ from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import adapter_files
 from accel_train.domains.images.pipelines.drawing import draw_picture, refuse_side
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
-from accel_train.domains.images.pipelines.recorded_base import (
+from accel_train.domains.images.recorded_base import (
     base_config,
     base_files,
     is_pipeline_folder,

@@ -16,7 +16,8 @@ import accel_train
 from accel_train import cli
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
-from accel_train.domains.images.pipelines import loading, recorded_base
+from accel_train.domains.images import recorded_base
+from accel_train.domains.images.pipelines import loading
 from accel_train.domains.images.pipelines.loading import BaseConfig
 from accel_train.store import commit
 from tests.domains.images import tiny_pipelines as tiny

@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError
 from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.images.pipelines.family import INDEX
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase
-from accel_train.domains.images.trained_mmdit.run_base import HUB
 from accel_train.pipeline import settings
 from accel_train.store import manifest
-from accel_train.store.pretrained_base import at_recorded_revision, looks_like_path, refuse_other_base
+from accel_train.store.pretrained_base import at_recorded_revision, refuse_other_base
 
 
 def is_pipeline_folder(directory: Path) -> bool:
@@ -64,8 +63,8 @@ def with_trained_text(base: Base, described: Mapping[str, Any]) -> Base:
 
 def _refuse_moved(config: BaseConfig, directory: Path) -> None:
     source = str(config.source)
-    is_hub = source.startswith(HUB) or config.revision is not None
-    if is_hub or not looks_like_path(source) or expand_path(source).is_dir():
+    # A folder is recorded with its absolute path, and other sources have none.
+    if config.revision is not None or not Path(source).is_absolute() or Path(source).is_dir():
         return
     raise UsageError(
         f"{directory}: its base, {source}, is not on this machine; put it there. If it is a diffusers pipeline, the "
