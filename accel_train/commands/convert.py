@@ -15,7 +15,7 @@ from typing import Any
 
 from accel_train import __version__
 from accel_train.commands import diff, places
-from accel_train.commands.export import temporary_directory, write_collection
+from accel_train.commands.tensor_files import temporary_directory, write_collection
 from accel_train.config import UsageError, expand_path
 from accel_train.store import atomic_files, commit, strict_json, weights
 from accel_train.store.manifest import checkpoint_name

@@ -1,0 +1,126 @@
+"""Collections of tensors written to safetensors files, in a directory that appears as a whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeGuard
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from accel_train.config import UsageError
+from accel_train.precision import Precision, dtype_of
+from accel_train.store import atomic_files, planning, weights
+from accel_train.store.weights import FLOATS, INTEGERS, TensorInfo, TensorReader
+
+
+@contextmanager
+def temporary_directory(temporary: Path) -> Generator[None]:
+    """Create a directory and delete it after an error. Errors of the disk become ``UsageError``.
+
+    A file elsewhere is one to read, which may be gone by now: a run deletes its old checkpoints.
+    """
+    try:
+        temporary.mkdir(parents=True)
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if _is_of_reading(error, temporary):
+            raise UsageError(
+                f"{error.filename}: cannot be read ({error.strerror}), so nothing was written; if its run goes on and "
+                "has deleted this checkpoint, take a newer one"
+            ) from None
+        raise UsageError(f"{temporary.parent}: cannot be written ({error}); free space or write elsewhere") from None
+    # Ctrl-C as well: gigabytes under a hidden name would stay behind.
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _is_of_reading(error: OSError | SafetensorError, temporary: Path) -> TypeGuard[OSError]:
+    if not isinstance(error, OSError) or not isinstance(error.filename, str | os.PathLike):
+        return False
+    path = Path(error.filename)
+    # Of a copy onto a full disk, the error names the source.
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return not is_full and path != temporary.parent and temporary not in (path, *path.parents)
+
+
+def write_collection(
+    directory: Path,
+    stem: str,
+    tensors: Mapping[str, TensorInfo],
+    precision: Precision,
+    buffers: Collection[str] = (),
+) -> None:
+    """Write ``stem.safetensors``, or shards of at most 2 GB and their index, in ``precision``; not flushed.
+
+    Integers keep their type. Holds one output file in memory. Raises ``UsageError`` for NaN, infinity and values out
+    of the range of ``precision``. Only ``buffers`` may hold infinity, such as a mask of attention.
+    """
+    sizes: dict[str, int] = {}
+    for name, info in tensors.items():
+        if info.dtype in FLOATS:
+            sizes[name] = info.elements * dtype_of(precision).itemsize
+        elif info.dtype in INTEGERS:
+            sizes[name] = info.elements * INTEGERS[info.dtype].itemsize
+        else:
+            raise UsageError(
+                f"{info.file}: {name} has the type {info.dtype}, which only the tool that made it can decode; save it "
+                "there in fp32, bf16 or fp16"
+            )
+    split = split_state_dict_into_shards_factory(
+        sizes,
+        # Sizes stand for the tensors, so that shards are planned before anything is read.
+        get_storage_size=lambda size: size,
+        filename_pattern=stem + "{suffix}.safetensors",
+        max_shard_size=planning.SHARD_BYTES,
+    )
+    with TensorReader(tensors) as reader:
+        for file, names in split.filename_to_tensors.items():
+            part = _read_part(reader, {name: tensors[name].file for name in names}, precision, buffers)
+            save_file(part, directory / file, metadata={"format": "pt"})
+            del part  # frees this file's tensors before the next are read
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        atomic_files.write_json(directory / f"{stem}.safetensors.index.json", index)
+
+
+def _read_part(
+    reader: TensorReader, files: Mapping[str, Path], precision: Precision, buffers: Collection[str]
+) -> dict[str, Tensor]:
+    """Read the tensors of one output file, from ``files`` by name."""
+    part: dict[str, Tensor] = {}
+    for name, file in files.items():
+        part[name] = _converted(name, reader.read(name), precision, file, name in buffers)
+    return part
+
+
+def _converted(name: str, tensor: Tensor, precision: Precision, file: Path, is_buffer: bool) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    converted = tensor.to(dtype_of(precision))
+    if tensor.numel() == 0:  # has no minimum and maximum
+        return converted
+    if is_buffer and tensor.isnan().any():
+        raise UsageError(
+            f"{file}: the buffer {name} holds NaN, as a batch norm does after one batch that was not finite; take an "
+            "earlier checkpoint"
+        )
+    if not is_buffer:
+        weights.refuse_nonfinite(name, tensor, file)
+    # After the conversion: a finite fp32 value may overflow fp16.
+    if not torch.equal(converted.isfinite(), tensor.isfinite()):
+        raise UsageError(
+            f"{file}: {name} has values beyond {torch.finfo(converted.dtype).max:.6g}, the largest value of "
+            f"{precision}; use another precision"
+        )
+    return converted
