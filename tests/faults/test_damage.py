@@ -180,19 +180,19 @@ def test_an_older_checkpoint_is_used(
 
 @pytest.mark.fault(
     "R2",
-    injected="a file and a dangling link where the next checkpoints go",
+    injected="a file and a link to one where the next checkpoints go",
     outcome="set aside and reported; training continues",
 )
 def test_something_stands_where_the_next_checkpoints_go(trainers: Trainers, half: Path, whole: Path) -> None:
     folder = half / "checkpoints"
     (folder / "checkpoint_00000015").write_text("mine")
-    (folder / "checkpoint_00000020").symlink_to("/nowhere")
+    (folder / "checkpoint_00000020").symlink_to("/dev/null")
     run = trainers.run(half, *EVERY)
     assert run.wait() == [0], run.output()
     assert checkpoints(half) == [15, 20]
     (file,) = folder.glob("checkpoint_00000015.aside-*")
     (link,) = folder.glob("checkpoint_00000020.aside-*")
-    assert (file.read_text(), os.readlink(link)) == ("mine", "/nowhere")
+    assert (file.read_text(), os.readlink(link)) == ("mine", "/dev/null")
     assert f"is set aside as {file}" in run.output()
     same_run(half, whole)
 
