@@ -73,7 +73,7 @@ class Simulator:
     def _count(self, candidate: Candidate) -> Mapping[str, Any]:
         # Here, because they stand on the launcher, and so on much else that a plan does without.
         from accel_train.commands.launch import Launch
-        from accel_train.simulation.command import PORT, worker_command
+        from accel_train.simulation.command import PORT, refuse_killed, worker_command
 
         request = Launch(
             str(folder("accelerate_configs") / LAUNCH_FILES[candidate.strategy]),
@@ -95,10 +95,11 @@ class Simulator:
         )
         with tempfile.TemporaryDirectory(prefix="accel-train-plan-") as place:
             words, environment, _ = worker_command(request, options, Path(place))
-            output = run_apart(words, environment, Path(place))
+            output, returncode = run_apart(words, environment, Path(place))
             report = Path(place) / REPORT
             # Only a simulation that crashed leaves none: refusals are reports too.
             if not report.is_file():
+                refuse_killed(self.recipe, returncode)
                 raise RuntimeError(f"the simulation of {self.recipe} with {candidate} failed:\n{output[-4000:]}")
             found: dict[str, Any] = json.loads(report.read_text())
         if "refused" in found:
@@ -106,17 +107,17 @@ class Simulator:
         return found["counted"]
 
 
-def run_apart(words: Sequence[str], environment: Mapping[str, str], place: Path) -> str:
-    """Run the worker of a simulation to its end in a process of its own. Returns its output."""
+def run_apart(words: Sequence[str], environment: Mapping[str, str], place: Path) -> tuple[str, int]:
+    """Run the worker of a simulation to its end in a process of its own. Returns its output and its exit code."""
     # Here, because it stands on the simulation, and so on much else that a plan does without.
     from accel_train.simulation import worker
 
     output = place / OUTPUT
     with output.open("wb") as file:
         if _can_fork():
-            _fork(lambda: worker.main([str(place)]), environment, file.fileno())
+            returncode = _fork(lambda: worker.main([str(place)]), environment, file.fileno())
         else:
-            subprocess.run(
+            done = subprocess.run(
                 words,
                 env=dict(environment),
                 stdout=file,
@@ -124,7 +125,8 @@ def run_apart(words: Sequence[str], environment: Mapping[str, str], place: Path)
                 check=False,
                 preexec_fn=killed_with_parent,
             )
-    return output.read_text(errors="replace")
+            returncode = done.returncode
+    return output.read_text(errors="replace"), returncode
 
 
 def _can_fork() -> bool:
@@ -134,8 +136,8 @@ def _can_fork() -> bool:
     return tasks.is_dir() and len(list(tasks.iterdir())) == 1
 
 
-def _fork(work: Callable[[], int], environment: Mapping[str, str], output: int) -> None:
-    """Call ``work`` in a child with this environment, and wait for its end."""
+def _fork(work: Callable[[], int], environment: Mapping[str, str], output: int) -> int:
+    """Call ``work`` in a child with this environment. Returns its exit code, or minus the signal that ended it."""
     # What is buffered here would be printed by the child as well.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -143,12 +145,13 @@ def _fork(work: Callable[[], int], environment: Mapping[str, str], output: int) 
     if child == 0:
         _become(work, environment, output)
     try:
-        os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
     except BaseException:
         # Whatever ended the wait, such as Ctrl-C, the child must not simulate on by itself.
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         raise
+    return os.waitstatus_to_exitcode(status)
 
 
 def _become(work: Callable[[], int], environment: Mapping[str, str], output: int) -> None:

@@ -123,14 +123,19 @@ def _end_without_report(recipe: str, done: subprocess.CompletedProcess[str]) -> 
         # Such as --help or --print_config, whose output is the recipe's.
         print(done.stdout, end="", flush=True)
         raise SystemExit(0)
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
+    refuse_killed(recipe, done.returncode)
+    raise RuntimeError(f"the simulation of {recipe} failed:\n{done.stdout[-2000:]}\n{done.stderr}")
+
+
+def refuse_killed(recipe: str, returncode: int) -> None:
+    """Raise ``UsageError`` if a signal has ended the worker."""
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
         raise UsageError(
             f"recipe {recipe!r}: its simulation was ended by {name}, which the system also sends if memory runs out "
             "(its log says so: dmesg); more free memory of this machine is required. End other programs, or give a "
             "smaller --num_processes"
         )
-    raise RuntimeError(f"the simulation of {recipe} failed:\n{done.stdout[-2000:]}\n{done.stderr}")
 
 
 def worker_command(request: Launch, options: Options, folder: Path) -> tuple[list[str], dict[str, str], str | None]:

@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     """Simulate the request, as rank 0. Returns 0, or 2 if it cannot be simulated."""
     folder = Path(argv[0])
     request = json.loads((folder / REQUEST).read_text())
+    sys.argv[0] = request["recipe"]  # which its --help names
     report: dict[str, Any]
     try:
         found, notes = simulate_recipe(**request, place=folder)

@@ -27,6 +27,7 @@ from accel_train.data.grouping.task_sampler import TaskSampler
 from accel_train.data.sampler import StepSampler
 from accel_train.launch_files.machine_config import read_machine_config
 from accel_train.launch_files.requested import read_request
+from accel_train.planning.simulator import run_apart
 from accel_train.simulation import command, worker
 from accel_train.simulation.command import simulate
 from accel_train.simulation.flags import DeviceType, Options, read_arguments
@@ -244,8 +245,16 @@ def test_a_flag_that_the_recipe_answers_is_answered(words: str, first: str, caps
 
 
 def test_a_killed_simulation_names_the_signal(tmp_path: Path) -> None:
+    """That of a planner's candidate too."""
     recipe = tmp_path / "large.py"
     recipe.write_text("import os, signal\n\ndef main(argv):\n    os.kill(os.getpid(), signal.SIGKILL)\n")
+    place = tmp_path / "place"
+    place.mkdir()
+    request = Launch(None, str(recipe), (), num_processes=1)
+    words, environment, _ = command.worker_command(request, replace(ANYTHING, num_processes=(None,)), place)
+    _, returncode = run_apart(words, environment, place)
+    with pytest.raises(UsageError, match=r"large\.py.*ended by SIGKILL"):
+        command.refuse_killed(str(recipe), returncode)
     with pytest.raises(UsageError, match=r"large\.py.*ended by SIGKILL, .*memory.*End other programs"):
         simulate(str(recipe), [], replace(ANYTHING, num_processes=(1,)))
 
