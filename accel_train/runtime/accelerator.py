@@ -92,7 +92,8 @@ def build_accelerator(
     _silence_known_warnings()
     if logs is not None and not _on_cpu():
         flight_recorder.set_up(logs, os.environ)
-    _connect(requested, timedelta(seconds=collective_timeout_seconds))
+    timeout = timedelta(seconds=collective_timeout_seconds)
+    _connect(requested, timeout)
     accelerator = Accelerator(
         mixed_precision=ACCELERATE_PRECISION[precision],
         # The loop accumulates by itself. With more steps Accelerate would rescale the loss.
@@ -101,6 +102,7 @@ def build_accelerator(
         kwargs_handlers=list(handlers),
     )
     _verify(accelerator, requested, world_size, precision)
+    _set_timeout_of_mesh(accelerator, timeout)
     # Before `prepare`, which takes the policy from the plugin.
     _keep_fsdp_in_fp32(accelerator)
     return accelerator
@@ -244,6 +246,18 @@ def _connect(requested: Requested, timeout: timedelta) -> None:
     if not (requested.strategy or "").startswith("zero"):
         store = _store_of_this_attempt(timeout)
     PartialState(cpu=_on_cpu(), timeout=timeout, **store)
+
+
+def _set_timeout_of_mesh(accelerator: Accelerator, timeout: timedelta) -> None:
+    """Let the groups of HSDP wait as long as the process group. ``init_device_mesh`` takes no timeout for them."""
+    if accelerator.torch_device_mesh is None:
+        return
+    from torch.distributed import distributed_c10d
+
+    # The mesh itself names no group of its flattened dimensions, which FSDP2 uses.
+    torch_groups: Any = distributed_c10d
+    for group in torch_groups._world.pg_map:
+        torch_groups._set_pg_timeout(timeout, group)
 
 
 def _store_of_this_attempt(timeout: timedelta) -> dict[str, Any]:
