@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from accel_train.config import UsageError, launched_processes
 from accel_train.data.sampler import accumulation_steps
-from accel_train.launch_files import flight_recorder
+from accel_train.launch_files import flight_recorder, interfaces
 from accel_train.launch_files.deepspeed_settings import check_file_of_environment, refuse_offload
 from accel_train.launch_files.parents import parent_command_lines
 from accel_train.launch_files.requested import (
@@ -237,6 +237,7 @@ def _connect(requested: Requested, timeout: timedelta) -> None:
     # DeepSpeed's later subgroups read their timeout, in minutes, from the environment (accelerate#3711).
     minutes = math.ceil(timeout.total_seconds() / 60)
     os.environ["DEEPSPEED_TIMEOUT"] = str(max(1, minutes))
+    interfaces.share_with_gloo(os.environ)
     if requested.rehearsal:
         rehearsal.connect(requested.strategy, timeout)
         return

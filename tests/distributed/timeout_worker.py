@@ -1,7 +1,8 @@
-"""A prepared model whose every process group has been used, and how long each of the groups waits."""
+"""A prepared model whose every process group has been used: over which interface, and how long each group waits."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     model(torch.ones(2, 8)).sum().backward()
     if accelerator.is_main_process:
+        print(f"GLOO_SOCKET_IFNAME: {os.environ.get('GLOO_SOCKET_IFNAME')}", flush=True)
         groups: Any = distributed.distributed_c10d
         for group in groups._world.pg_map:
             waits = group._get_backend(torch.device("cpu")).options._timeout
