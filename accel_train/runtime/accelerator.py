@@ -28,6 +28,7 @@ from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files import flight_recorder, interfaces
 from accel_train.launch_files.deepspeed_settings import check_file_of_environment, refuse_offload
 from accel_train.launch_files.parents import parent_command_lines
+from accel_train.launch_files.processes import device_of_process
 from accel_train.launch_files.requested import (
     Requested,
     clear_environment,
@@ -184,8 +185,12 @@ def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Prec
 
 
 def _refuse_missing_device(requested: Requested) -> None:
-    """Refuse FSDP, ZeRO and MULTI_GPU on a machine without an accelerator, unless it is a rehearsal."""
-    if requested.rehearsal or torch.accelerator.is_available():
+    """Refuse more processes than devices, and FSDP, ZeRO and MULTI_GPU without any, unless it is a rehearsal."""
+    if requested.rehearsal:
+        return
+    if torch.accelerator.is_available():
+        if not _on_cpu():
+            device_of_process(os.environ, torch.accelerator.device_count())
         return
     machine = requested.machine
     strategy = requested.strategy
