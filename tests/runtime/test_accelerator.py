@@ -93,6 +93,7 @@ def test_more_processes_than_devices_are_refused_before_they_connect(monkeypatch
     names = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in (names | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(machine, "_connect", lambda *_: pytest.fail("connected"))
     message = "num_processes: 4 processes on this machine need one device each, and 2 are visible"
     with pytest.raises(UsageError, match=message):
         build(global_batch_size=16)
