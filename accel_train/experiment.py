@@ -181,7 +181,7 @@ def open_experiment(
     info(logger, *config.batch_schedule.notices(max_steps), *config.plateau.notices(max_steps))
     info(logger, *schedules.notices(length.schedule, decay_steps, max_steps), run.decision)
     info(logger, *config.profile.notices(run.start_step))
-    _keep_threads(run, accelerator)
+    _keep_threads(config, run, accelerator)
     finished = run.start_step >= max_steps and not (config.evaluate_only or run.owes_evaluation)
     if finished:
         remedy = schedules.remedy_when_finished(length.schedule, decay_steps, max_steps)
@@ -284,9 +284,12 @@ def _refuse_without_measured(config: ExperimentConfig, run: Run) -> None:
     )
 
 
-def _keep_threads(run: Run, accelerator: Accelerator) -> None:
-    if run.checkpoint is not None:
-        info(logger, *threads.keep_threads(run.checkpoint.manifest, accelerator.device.type))
+def _keep_threads(config: ExperimentConfig, run: Run, accelerator: Accelerator) -> None:
+    if run.checkpoint is None:
+        return
+    on_host = threads.updates_on_host(accelerator, config.optimizer.name)
+    device = accelerator.device.type
+    info(logger, *threads.keep_threads(run.checkpoint.manifest, device, updates_on_host=on_host))
 
 
 def _refuse_different_data(accelerator: Accelerator, dataset_size: int, fingerprint: str) -> None:

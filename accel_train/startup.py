@@ -78,7 +78,8 @@ def start(config: ExperimentConfig) -> Accelerator:
     log_notices()
     info(logger, *notices)
     log_findings(config, accelerator, "start")
-    details(logger, threads.resolve_threads(accelerator.device.type))
+    on_host = threads.updates_on_host(accelerator, config.optimizer.name)
+    details(logger, threads.resolve_threads(accelerator.device.type, updates_on_host=on_host))
     resolve_loader(config.loader, accelerator.device)
     return accelerator
 

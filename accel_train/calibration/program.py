@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from accel_train.calibration.flags import STOPPED, Options, add_flags, is_launched, options_of
 from accel_train.config import UsageError, refuse_unwritable
+from accel_train.launch_files.processes import device_of_process
 from accel_train.runtime.early_stop import stoppable
 from accel_train.runtime.exiting import exit_with
 
@@ -82,12 +83,9 @@ def _device() -> torch.device:
 
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" or not torch.cuda.is_available():
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    count = torch.cuda.device_count()
-    if local >= count:
-        raise UsageError(f"num_processes: one GPU for each process is required, and {count} are visible; start fewer")
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
+    index = device_of_process(os.environ, torch.cuda.device_count())
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ range end in its tracebacks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from accel_train.config import UsageError
 from accel_train.launch_files.section import Section
 
@@ -53,6 +55,26 @@ def refuse_processes(flag: int | None) -> None:
             f"--num_processes {flag}: must be a whole number, 1 or more, for the processes of all machines; correct "
             "it, or leave it out for the number in the launch file"
         )
+
+
+def device_of_process(environment: Mapping[str, str], visible: int) -> int:
+    """Return the index of this process's device among the ``visible`` ones. Refuses two processes on one.
+
+    Accelerate takes the local rank modulo the number of devices, and NCCL then ends in "Duplicate GPU detected".
+    """
+    rank = int(environment.get("LOCAL_RANK", "0"))
+    # Children of torchrun see the same devices. All of them refuse, because only the first one speaks.
+    needed = int(environment.get("LOCAL_WORLD_SIZE", rank + 1))
+    # Tasks that srun started by themselves have a device each, whose index is 0 in all of them.
+    if visible == 1 and "TORCHELASTIC_RUN_ID" not in environment:
+        return 0
+    if needed > visible:
+        raise UsageError(
+            f"num_processes: {needed} processes on this machine need one device each, and {visible} are visible; name "
+            f"{needed} in CUDA_VISIBLE_DEVICES (with one task per machine, `srun --gpus-per-task {needed}` gives it "
+            f"them), or start {visible}"
+        )
+    return rank
 
 
 def refuse_rank_and_port(machines: int, rank: int | None, port: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accel_train.launch_files import interfaces
 from accel_train.linting.facts import GIB, Facts
 from accel_train.linting.findings import Finding, Rule
 
@@ -84,16 +85,14 @@ def missing_interface(facts: Facts) -> Finding | None:
     """
     if facts.layout.processes == 1 or not facts.host.interfaces:
         return None
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    for variable in (interfaces.GLOO_VARIABLE, interfaces.NCCL_VARIABLE):
         # Not `Facts.variable`, which lowers the case: names of interfaces are case-sensitive.
         value = facts.environment.get(variable, "")
         # With ^ NCCL takes all other interfaces.
         if not value or value.startswith("^"):
             continue
         # The two libraries read the same form of value by different rules.
-        exact = variable.startswith("GLOO") or value.startswith("=")
-        names = value.removeprefix("=").split(",")
-        if not any(_matches(name, facts.host.interfaces, exact=exact) for name in names):
+        if not interfaces.matches(value, facts.host.interfaces, exact=variable == interfaces.GLOO_VARIABLE):
             return Finding(
                 option=variable,
                 value=value,
@@ -103,19 +102,11 @@ def missing_interface(facts: Facts) -> Finding | None:
     return None
 
 
-def _matches(name: str, interfaces: tuple[str, ...], *, exact: bool) -> bool:
-    # NCCL takes `eth0:1`, with a port, as well.
-    plain = name.partition(":")[0]
-    if exact:
-        return plain in interfaces
-    return any(interface.startswith(plain) for interface in interfaces)
-
-
 def loopback_between_machines(facts: Facts) -> Finding | None:
     """The loopback interface reaches the own machine only."""
     if facts.layout.machines == 1:
         return None
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    for variable in (interfaces.GLOO_VARIABLE, interfaces.NCCL_VARIABLE):
         if facts.variable(variable).removeprefix("=") == "lo":
             return Finding(
                 option=variable,

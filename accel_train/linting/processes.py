@@ -17,8 +17,9 @@ SHARDING = ("fsdp2", "zero1", "zero2", "zero3")
 
 
 def few_devices(facts: Facts) -> Finding | None:
-    """Process i of a machine computes on its device i. With fewer visible devices the start fails with `invalid device
-    ordinal`, usually because CUDA_VISIBLE_DEVICES names too few.
+    """Process i of a machine computes on its device i. With fewer visible devices, usually because CUDA_VISIBLE_DEVICES
+    names too few, the start is refused: Accelerate would give two processes one device, which NCCL ends with `Duplicate
+    GPU detected`.
     """
     visible = len(facts.host.devices)
     needed = facts.layout.local_processes
@@ -327,7 +328,7 @@ def loader_timeout_above_collective(facts: Facts) -> Finding | None:
 
 MACHINES = "docs/machines.md"
 PROCESS_RULES = (
-    Rule("devices-fewer-than-processes", "warning", "accelerate: process i takes device i", few_devices),
+    Rule("devices-fewer-than-processes", "warning", "accelerate: local rank modulo devices", few_devices),
     Rule("idle-devices", "warning", MACHINES, idle_devices),
     Rule("unequal-devices", "warning", "CUDA C++ Programming Guide, CUDA_DEVICE_ORDER", unequal_devices),
     Rule("cpu-beside-devices", "warning", MACHINES, cpu_beside_devices),

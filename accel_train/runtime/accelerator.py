@@ -25,9 +25,10 @@ from torch.distributed import PrefixStore, TCPStore
 
 from accel_train.config import UsageError, launched_processes
 from accel_train.data.sampler import accumulation_steps
-from accel_train.launch_files import flight_recorder
+from accel_train.launch_files import flight_recorder, interfaces
 from accel_train.launch_files.deepspeed_settings import check_file_of_environment, refuse_offload
 from accel_train.launch_files.parents import parent_command_lines
+from accel_train.launch_files.processes import device_of_process
 from accel_train.launch_files.requested import (
     Requested,
     clear_environment,
@@ -92,7 +93,8 @@ def build_accelerator(
     _silence_known_warnings()
     if logs is not None and not _on_cpu():
         flight_recorder.set_up(logs, os.environ)
-    _connect(requested, timedelta(seconds=collective_timeout_seconds))
+    timeout = timedelta(seconds=collective_timeout_seconds)
+    _connect(requested, timeout)
     accelerator = Accelerator(
         mixed_precision=ACCELERATE_PRECISION[precision],
         # The loop accumulates by itself. With more steps Accelerate would rescale the loss.
@@ -101,6 +103,7 @@ def build_accelerator(
         kwargs_handlers=list(handlers),
     )
     _verify(accelerator, requested, world_size, precision)
+    _set_timeout_of_mesh(accelerator, timeout)
     # Before `prepare`, which takes the policy from the plugin.
     _keep_fsdp_in_fp32(accelerator)
     return accelerator
@@ -182,8 +185,12 @@ def _refuse_wrong_machine(requested: Requested, world_size: int, precision: Prec
 
 
 def _refuse_missing_device(requested: Requested) -> None:
-    """Refuse FSDP, ZeRO and MULTI_GPU on a machine without an accelerator, unless it is a rehearsal."""
-    if requested.rehearsal or torch.accelerator.is_available():
+    """Refuse more processes than devices, and FSDP, ZeRO and MULTI_GPU without any, unless it is a rehearsal."""
+    if requested.rehearsal:
+        return
+    if torch.accelerator.is_available():
+        if not _on_cpu():
+            device_of_process(os.environ, torch.accelerator.device_count())
         return
     machine = requested.machine
     strategy = requested.strategy
@@ -235,6 +242,7 @@ def _connect(requested: Requested, timeout: timedelta) -> None:
     # DeepSpeed's later subgroups read their timeout, in minutes, from the environment (accelerate#3711).
     minutes = math.ceil(timeout.total_seconds() / 60)
     os.environ["DEEPSPEED_TIMEOUT"] = str(max(1, minutes))
+    interfaces.share_with_gloo(os.environ)
     if requested.rehearsal:
         rehearsal.connect(requested.strategy, timeout)
         return
@@ -244,6 +252,18 @@ def _connect(requested: Requested, timeout: timedelta) -> None:
     if not (requested.strategy or "").startswith("zero"):
         store = _store_of_this_attempt(timeout)
     PartialState(cpu=_on_cpu(), timeout=timeout, **store)
+
+
+def _set_timeout_of_mesh(accelerator: Accelerator, timeout: timedelta) -> None:
+    """Let the groups of HSDP wait as long as the process group. ``init_device_mesh`` takes no timeout for them."""
+    if accelerator.torch_device_mesh is None:
+        return
+    from torch.distributed import distributed_c10d
+
+    # The mesh itself names no group of its flattened dimensions, which FSDP2 uses.
+    torch_groups: Any = distributed_c10d
+    for group in torch_groups._world.pg_map:
+        torch_groups._set_pg_timeout(timeout, group)
 
 
 def _store_of_this_attempt(timeout: timedelta) -> dict[str, Any]:

@@ -192,10 +192,6 @@ class Agreement:
 
 
 def _open_gloo(timeout_seconds: float) -> Any:
-    interface = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    # gloo reads its own variable and understands plain names only, not NCCL's patterns such as ^lo.
-    if interface.replace(",", "").isalnum():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     try:
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
     except RuntimeError as error:

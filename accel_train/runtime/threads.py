@@ -1,7 +1,8 @@
-"""Number of torch threads on a CPU: the spare cores of the machine, unless a person set a number.
+"""Number of torch threads: what the CPU's part of the computation needs, unless a person set a number.
 
-With more threads than free cores speed collapses, because each parallel region waits for the thread that is not
-running. Two threads on two cores under a load of eight were 30 times slower than one.
+A run on a CPU takes the spare cores of the machine, an optimizer in host memory its process's share of all cores. With
+more threads than free cores speed collapses, because each parallel region waits for the thread that is not running. Two
+threads on two cores under a load of eight were 30 times slower than one.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any
 
 import psutil
 import torch
+from accelerate import Accelerator
 
 from accel_train.cores import usable_cores
 from accel_train.launch_files.parents import parent_command_lines
 from accel_train.launch_files.requested import THREADS_UNASKED_VARIABLE, THREADS_VARIABLE, launcher_flags
+from accel_train.runtime.strategy import device_of_updates, strategy_of
 
 
 def asked(environment: Mapping[str, str], flags: Mapping[str, Any] | None) -> bool:
@@ -55,7 +58,18 @@ def _local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def resolve_threads(device: str) -> str:
+def updates_on_host(accelerator: Accelerator, optimizer: str) -> bool:
+    """Return True if the optimizer of that name computes on the CPU, whatever the model's device."""
+    if optimizer == "adamw_offload" or device_of_updates(accelerator).type == "cpu":
+        return True
+    if not strategy_of(accelerator).startswith("zero"):
+        return False
+    plugin: Any = accelerator.state.deepspeed_plugin
+    offload = plugin.deepspeed_config.get("zero_optimization", {}).get("offload_optimizer", {})
+    return offload.get("device") == "cpu"
+
+
+def resolve_threads(device: str, *, updates_on_host: bool = False) -> str:
     """Set torch's number of threads unless a person set one, and return a line for the log."""
     if _asked():
         return f"{torch.get_num_threads()} torch thread(s), as {THREADS_VARIABLE} or the launcher's flag says"
@@ -65,8 +79,13 @@ def resolve_threads(device: str) -> str:
     all_cores = os.cpu_count() or 1
     if device == "cpu":
         torch.set_num_threads(choose(cores, local_processes, load, all_cores))
+    elif updates_on_host:
+        # The launcher's 1 would leave every other core idle while the devices wait. The load does not count: a machine
+        # with GPUs is rarely shared, and that of a run just before this one would last for the whole run.
+        torch.set_num_threads(max(1, cores // local_processes))
+        reason += ", shared by the optimizers on the host"
     elif torch.get_num_threads() > cores:
-        # With a GPU the host computes little, and no sum of the model: the number cannot change a result.
+        # With a GPU and its updates there the host computes no sum of the model: the number changes no result.
         torch.set_num_threads(cores)
     return (
         f"{torch.get_num_threads()} torch thread(s): {cores} core(s) usable ({reason}), {local_processes} process(es) "
@@ -74,15 +93,18 @@ def resolve_threads(device: str) -> str:
     )
 
 
-def keep_threads(manifest: Mapping[str, Any], device: str) -> list[str]:
+def keep_threads(manifest: Mapping[str, Any], device: str, *, updates_on_host: bool = False) -> list[str]:
     """Restore the number of threads of the checkpoint on a resume: another number sums in another order.
 
-    Nothing changes if a person set a number, or if this machine lacks the cores. The comparison of layouts then names
-    the difference. Returns at most one line for the log.
+    That holds for a model on the CPU, and for the gradient norm where updates are computed on the host. Nothing changes
+    if a person set a number, or if this machine lacks the cores. The comparison of layouts then names the difference.
+    Returns at most one line for the log.
     """
     before = manifest.get("layout", {}).get("threads")
     now = torch.get_num_threads()
-    if device != "cpu" or not isinstance(before, int) or before == now or _asked():
+    if device != "cpu" and not updates_on_host:
+        return []
+    if not isinstance(before, int) or before == now or _asked():
         return []
     cores, _ = usable_cores()
     available = max(1, cores // _local_processes())

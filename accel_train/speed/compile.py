@@ -103,7 +103,8 @@ def apply_compile(
 
     Call it on every process, after activation checkpointing and before the optimizer and `prepare`. Sets options of
     torch for the process: backwards are compiled with their forward, so that a failure can be handled there, the
-    recompilation limit is raised above `recompile_budget`, and on a GPU the compiler's heuristics change. Raises
+    recompilation limit is raised above `recompile_budget`, DDP's buckets split no block, and on a GPU the compiler's
+    heuristics change. Raises
     `UsageError` for a missing compiler with mode on, and in any mode for reduce-overhead without a GPU or with
     accumulation.
     """
@@ -225,6 +226,9 @@ def _set_torch(config: CompileConfig, device: torch.device) -> None:
     functorch.force_non_lazy_backward_lowering = True
     # With fullgraph=True, torch stops the run at its limit of 8 recompilations.
     dynamo.recompile_limit = max(dynamo.recompile_limit, 64, 4 * config.recompile_budget)
+    # Under DDP torch splits graphs at full buckets of gradients, for models compiled as a whole: their gradients would
+    # all arrive at the end of one backward. Ours arrive block by block, and a block that is split loses fusions.
+    dynamo.optimize_ddp = False
     if device.type == "cuda":
         from accel_train.speed.inductor import set_heuristics
 

@@ -36,3 +36,14 @@ def test_the_process_that_is_waited_for_is_named_with_its_line(tmp_path: Path) -
     for process in range(2):
         trace = json.loads((run / "logs" / f"flight_recorder_{process}.json").read_text())
         assert trace["entries"][0]["profiling_name"].startswith("gloo:")
+
+
+def test_groups_of_a_mesh_wait_as_long_as_the_option_says(tmp_path: Path) -> None:
+    """torch gives them its own default, ten minutes with NCCL."""
+    layout = Layout("hsdp", 4)
+    words = command(layout, ["77"], tmp_path, WORKER.with_stem("timeout_worker"))
+    done = fork(layout, words, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout[-4000:]
+    waits = dict(re.findall(r"^(default_pg|mesh_\w+): (.+) s$", done.stdout, re.MULTILINE))
+    assert {"default_pg", "mesh_dp_replicate", "mesh_dp_shard"} <= waits.keys()
+    assert set(waits.values()) == {"77"}

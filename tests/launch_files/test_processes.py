@@ -11,6 +11,7 @@ from accel_train import cli
 from accel_train.commands.launch import Launch, read_machine
 from accel_train.config import UsageError
 from accel_train.launch_files.machine_config import read_machine_config
+from accel_train.launch_files.processes import device_of_process
 from accel_train.launch_files.requested import read_request
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "mmdit.py"
@@ -84,3 +85,35 @@ def test_an_address_for_one_machine_is_refused_as_a_flag_alone(tmp_path: Path) -
         read_machine(Launch(str(file), str(RECIPE), main_process_ip="10.0.0.2"))
     file.write_text(NODES)
     read_machine(Launch(str(file), str(RECIPE), main_process_ip="10.0.0.2"))
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "visible", "index"),
+    [
+        ({}, 1, 0),
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", **TORCHRUN}, 4, 3),
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", **TORCHRUN}, 8, 3),
+        ({"LOCAL_RANK": "3"}, 4, 3),
+        ({"LOCAL_RANK": "3"}, 1, 0),  # srun --gpus-per-task=1: each task sees its own
+    ],
+)
+def test_each_process_has_a_device(environment: dict[str, str], visible: int, index: int) -> None:
+    assert device_of_process(environment, visible) == index
+
+
+@pytest.mark.parametrize(
+    ("environment", "visible"),
+    [
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", **TORCHRUN}, 1),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", **TORCHRUN}, 3),
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", **TORCHRUN}, 3),
+        ({"LOCAL_RANK": "3"}, 2),
+    ],
+)
+def test_two_processes_on_one_device_are_refused(environment: dict[str, str], visible: int) -> None:
+    message = rf"num_processes: 4 processes .* and {visible} are visible; name 4 in CUDA_VISIBLE_DEVICES .*srun"
+    with pytest.raises(UsageError, match=message):
+        device_of_process(environment, visible)

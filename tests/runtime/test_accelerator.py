@@ -86,6 +86,21 @@ def test_a_precision_is_judged_by_the_device_that_computes(monkeypatch: pytest.M
         machine._refuse_unsupported_precision("fp16")
 
 
+def test_more_processes_than_devices_are_refused_before_they_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate would put two of them on one device."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    names = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (names | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(machine, "_connect", lambda *_: pytest.fail("connected"))
+    message = "num_processes: 4 processes on this machine need one device each, and 2 are visible"
+    with pytest.raises(UsageError, match=message):
+        build(global_batch_size=16)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    machine._refuse_missing_device(Requested(None, "m.yaml", None, None, rehearsal=False))
+
+
 def test_a_ddp_launch_of_one_process_is_single(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU machine Accelerate names it MULTI_GPU, and wraps no model."""
 

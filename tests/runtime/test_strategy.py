@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, fsdp2_prepare_model
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from accel_train.runtime.strategy import (
     name_wrapped_classes,
     refuse_unshardable,
 )
+from accel_train.runtime.threads import updates_on_host
 from tests.distributed.foreign_models import MODELS
 
 
@@ -40,6 +41,23 @@ def test_shards_in_host_memory_are_updated_there(offload: bool, expected: str) -
     accelerator = machine()
     accelerator.state.fsdp_plugin, accelerator.device = plugin, torch.device("cuda")
     assert device_of_updates(accelerator).type == expected
+
+
+@pytest.mark.parametrize("offload", ["cpu", "none"])
+def test_updates_are_on_the_host_where_the_launch_or_the_optimizer_puts_them(offload: str) -> None:
+    accelerator = machine()
+    accelerator.device = torch.device("cuda")
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=offload == "cpu")
+    assert updates_on_host(accelerator, "adamw") is (offload == "cpu")
+
+    pytest.importorskip("deepspeed")
+    accelerator.distributed_type = DistributedType.DEEPSPEED
+    accelerator.state.deepspeed_plugin = DeepSpeedPlugin(zero_stage=2, offload_optimizer_device=offload)
+    assert updates_on_host(accelerator, "adamw") is (offload == "cpu")
+
+    accelerator.distributed_type, accelerator.num_processes = DistributedType.NO, 1
+    assert not updates_on_host(accelerator, "adamw")
+    assert updates_on_host(accelerator, "adamw_offload")
 
 
 def sharded_classes(accelerator: Any, model: nn.Module) -> set[str]:

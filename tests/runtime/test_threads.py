@@ -92,3 +92,32 @@ def test_a_resume_keeps_the_number_of_the_checkpoint(
     said = threads.keep_threads({"layout": saved}, "cpu")
     assert torch.get_num_threads() == now
     assert [line.startswith(says) for line in said if says] == ([True] if says else [])
+
+
+@pytest.mark.parametrize(
+    ("device", "on_host", "cores", "processes", "chosen", "says"),
+    [
+        (
+            "cuda",
+            True,
+            64,
+            8,
+            8,
+            "8 torch thread(s): 64 core(s) usable (affinity, shared by the optimizers on the host)",
+        ),
+        ("cuda", True, 4, 8, 1, "1 torch thread(s): 4 core(s) usable (affinity, shared by the optimizers on the host)"),
+        ("cuda", False, 64, 8, 1, "1 torch thread(s): 64 core(s) usable (affinity), 8 process(es)"),
+    ],
+)
+def test_an_optimizer_on_the_host_takes_its_share_of_the_cores(
+    device: str, on_host: bool, cores: int, processes: int, chosen: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "_asked", lambda: False)
+    monkeypatch.setattr(threads, "usable_cores", lambda: (cores, "affinity"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    torch.set_num_threads(1)  # as the launcher left it
+    assert threads.resolve_threads(device, updates_on_host=on_host).startswith(says)
+    assert torch.get_num_threads() == chosen
+    # A resume on a device keeps a number only if the host computes a sum of it.
+    threads.keep_threads({"layout": {"threads": 2}}, device, updates_on_host=on_host)
+    assert torch.get_num_threads() == (2 if on_host and cores >= 2 * processes else chosen)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
@@ -43,7 +44,7 @@ def clean() -> Iterator[None]:
     from torch._functorch import config as functorch
 
     torch._dynamo.reset()
-    with dynamo.patch(recompile_limit=8), functorch.patch(force_non_lazy_backward_lowering=False):
+    with dynamo.patch(recompile_limit=8, optimize_ddp=True), functorch.patch(force_non_lazy_backward_lowering=False):
         yield
     torch._dynamo.reset()
 
@@ -173,6 +174,17 @@ class Stack(nn.Module):
         return x
 
 
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
 # ------------------------------------------------------------------------------------------------ what is compiled
 def test_compilation_is_flat_in_depth_and_done_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "accel_train.speed.compile")
@@ -249,6 +261,33 @@ def test_dynamic_compiles_once_more_for_all_further_lengths() -> None:
         torch.testing.assert_close(loss, loss_of(plain, batch(length)), rtol=1e-5, atol=0)
         loss.backward()
     assert watch.graphs == 2
+
+
+def test_ddp_splits_no_block_at_its_buckets() -> None:
+    """torch's DDPOptimizer would, once for each bucket that a block fills: smaller graphs with fewer fusions."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    nodes: list[int] = []
+
+    def count(graph: Any, _inputs: Any) -> Any:
+        nodes.append(len(graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    def compiled_nodes(wrap: Callable[[nn.Module], nn.Module]) -> list[int]:
+        torch._dynamo.reset()
+        nodes.clear()
+        model = Stack(Wide)
+        compiled(model, ON, aot_autograd(fw_compiler=count))
+        wrap(model)(torch.randn(4, 512, requires_grad=True)).sum().backward()
+        return nodes.copy()
+
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        # One matrix of a block fills a bucket.
+        buckets = partial(nn.parallel.DistributedDataParallel, bucket_cap_mb=1)
+        assert compiled_nodes(buckets) == compiled_nodes(lambda model: model)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------------------------------- where not

@@ -150,6 +150,44 @@ def test_unaligned_tensors_and_a_beta_of_zero() -> None:
     assert torch.equal(memory[:, 2000:], before[:, 2000:])
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_an_unaligned_tensor_costs_the_others_no_wide_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the gradients of a bucket of DDP are, behind one whose size is odd."""
+    from accel_train.training.optimizer_classes import adamw_kernel
+
+    launches: list[tuple[bool, list[int]]] = []
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            launch = kernel[grid]
+
+            def run(table: Tensor, counts: Tensor, chunks: Tensor, **named: Any) -> None:
+                assert len(chunks) == grid[0]
+                launches.append((named["ALIGNED"], chunks[:, 0].tolist()))
+                launch(table, counts, chunks, **named)
+
+            return run
+
+    kernel: Any = adamw_kernel.adamw_one_pass
+    monkeypatch.setattr(adamw_kernel, "adamw_one_pass", Counted())
+    sizes = (40, adamw_kernel.CHUNK + 4, 37)
+    columns = [[torch.rand(size) for size in sizes] for _ in range(5)]
+    expected = [[tensor.clone() for tensor in column] for column in columns]
+    rates, chunks = adamw_kernel.Rates(0.01, (0.9, 0.99), 1e-8, 0.1), adamw_kernel.Chunks(sizes, torch.device("cpu"))
+    reference = Reference.Chunks(sizes, torch.device("cpu"))
+    unaligned = torch.rand(41)[1:]
+    for number, gradient in enumerate((columns[1][0], unaligned, columns[1][0])):
+        columns[1][0] = gradient
+        expected[1][0] = gradient.clone()
+        counts = torch.full((3,), number + 1.0)
+        chunks.step(columns, counts, rates, None, None, 0.25)
+        reference.step(expected, counts, rates, None, None, 0.25)
+        for column, others in zip(columns, expected, strict=True):
+            torch.testing.assert_close(column, others, rtol=2e-6, atol=2e-7)
+    whole = (True, [0, 1, 1, 2])
+    assert launches == [whole, (True, [1, 1, 2]), (False, [0]), whole]
+
+
 def test_the_average_moves_once_in_every_step(stood_in: type[Reference.Chunks]) -> None:
     """By the optimizer, or beside it: a parameter without a gradient, a step that is left out."""
     both()

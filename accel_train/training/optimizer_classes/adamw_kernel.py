@@ -149,7 +149,11 @@ class Chunks:
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self.sizes = tuple(sizes)
         pairs = [(number, start) for number, size in enumerate(sizes) for start in range(0, size, CHUNK)]
-        self._chunks = _sent(torch.tensor(pairs, dtype=torch.int64).view(-1, 2), device)
+        self._pairs = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+        self._device = device
+        self._is_aligned = torch.ones(len(sizes), dtype=torch.bool)
+        self._launches = [(True, _sent(self._pairs, device))]
+        """Chunks of each launch, and whether every address of their tensors is aligned."""
 
     def step(
         self,
@@ -165,19 +169,29 @@ class Chunks:
         With ``weight`` None there are no averages, and four columns. ``counts`` (P,) counts the steps of each tensor,
         this one included. Gradients stay as they are. Does not wait for the device.
         """
-        if not len(self._chunks):
+        if not len(self._pairs):
             return  # this rank has no value of any of them
         # Asked for in every step: a load replaces state, and each backward makes new gradients.
         addresses = [[tensor.data_ptr() for tensor in column] for column in columns]
         if weight is None:
             addresses.append(addresses[0])  # never read
         rows = torch.tensor([*addresses, self.sizes], dtype=torch.int64)
-        is_aligned = not bool((rows[:5] % ALIGNMENT).any())
+        self._divide(~(rows[:5] % ALIGNMENT).any(0))
         head = _head(rates, grad_scale, found_inf, weight or 0.0)
         table = _sent(torch.cat((head, rows.T.flatten())), counts.device)
         kernel: Any = adamw_one_pass
-        constants = {"BLOCK": BLOCK, "CHUNK": CHUNK, "AVERAGED": weight is not None, "ALIGNED": is_aligned}
-        kernel[(len(self._chunks),)](table, counts, self._chunks, **constants, num_warps=WARPS)
+        constants = {"BLOCK": BLOCK, "CHUNK": CHUNK, "AVERAGED": weight is not None}
+        for is_aligned, chunks in self._launches:
+            kernel[(len(chunks),)](table, counts, chunks, **constants, ALIGNED=is_aligned, num_warps=WARPS)
+
+    def _divide(self, is_aligned: Tensor) -> None:
+        """Give tensors with an unaligned address (P,) a launch of their own: one must not cost all the wide loads."""
+        if torch.equal(is_aligned, self._is_aligned):
+            return
+        self._is_aligned = is_aligned
+        of_chunk = is_aligned[self._pairs[:, 0]]
+        parts = [(True, self._pairs[of_chunk]), (False, self._pairs[~of_chunk])]
+        self._launches = [(aligned, _sent(part, self._device)) for aligned, part in parts if len(part)]
 
 
 def _head(rates: Rates, grad_scale: Tensor | None, found_inf: Tensor | None, weight: float) -> Tensor:
