@@ -156,7 +156,8 @@ def prepare_pictures(
         facts = ("emoji", emoji.file_hash(), data.heldout_fraction, *config.leave_out)
         parts = partial(_emoji, config, data.heldout_fraction)
     else:
-        found = read_pictures(Source(path, group=None), cache, min_side=2, rank=rank, world_size=world_size)
+        source = Source(path, group=None)
+        found = read_pictures(source, cache, min_side=2, rank=rank, world_size=world_size, barrier=barrier)
         # A picture without words can be learned in no direction.
         own = [picture for picture in found.pictures if picture.caption]
         notices = _own_notices(found, len(own), path)
