@@ -89,10 +89,7 @@ def failing_together(accelerator: Accelerator) -> Generator[Callable[[], None]]:
         report = None
         if own is not None:
             report = _portable(own, accelerator.process_index)
-        reports: list[Any] = [None] * accelerator.num_processes
-        _meet()
-        dist.all_gather_object(reports, report, group=signals.host_group())
-        reported.extend(error for error in reports if error is not None)
+        reported.extend(error for error in _gather(report) if error is not None)
         if reported and own is None:
             raise reported[0]
 
@@ -127,6 +124,14 @@ def _meet() -> None:
         _wait(dist.irecv(sign, rank, group))
     for rank in others:
         _wait(dist.isend(sign, rank, group))
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return the values of all processes by rank, once all are here."""
+    _meet()
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=signals.host_group())
+    return values
 
 
 def _wait(work: dist.Work | None) -> None:
