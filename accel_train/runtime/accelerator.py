@@ -23,7 +23,6 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.distributed import PrefixStore, TCPStore
 
-from accel_train import simulated
 from accel_train.config import UsageError, launched_processes
 from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files import flight_recorder
@@ -105,7 +104,7 @@ def build_accelerator(
     _verify(accelerator, requested, world_size, precision)
     # Before `prepare`, which takes the policy from the plugin.
     _keep_fsdp_in_fp32(accelerator)
-    if world_size > 1 and simulated.active() is None:
+    if world_size > 1:
         # Before one of them works alone, so that a host that cannot be reached is known now.
         host_group(collective_timeout_seconds)
     return accelerator

@@ -35,7 +35,7 @@ def on_main(accelerator: Accelerator, act: Callable[[], T], *, training: bool = 
     reaches. The others get an exception of the same type if it can be pickled. Otherwise, and for ``SystemExit`` and
     ``KeyboardInterrupt``, they get ``OtherProcessError`` with its text.
     """
-    if _is_alone(accelerator):
+    if accelerator.num_processes == 1:
         return act()
     result: Any = None
     message: Any = None
@@ -80,7 +80,7 @@ def failing_together(accelerator: Accelerator) -> Generator[Callable[[], None]]:
     A failing process reports to the others at their next barrier, or at the end of the block. All processes must enter
     the block and, unless one fails, call the barrier equally often. It waits for up to ``PREPARATION_LIMIT``.
     """
-    if _is_alone(accelerator):
+    if accelerator.num_processes == 1:
         yield lambda: None
         return
     reported: list[Exception] = []
@@ -101,11 +101,6 @@ def failing_together(accelerator: Accelerator) -> Generator[Callable[[], None]]:
             meet(error)
         raise
     meet()
-
-
-def _is_alone(accelerator: Accelerator) -> bool:
-    # The other processes of a simulation are not there.
-    return accelerator.num_processes == 1 or simulated.active() is not None
 
 
 def _meet() -> None:

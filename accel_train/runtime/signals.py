@@ -202,6 +202,9 @@ def host_group(timeout_seconds: float = 1800.0) -> Any:
     The first call opens it, with its timeout: all ranks together.
     """
     default = dist.group.WORLD
+    if dist.get_backend() == "fake":
+        # The other processes of a simulation are not there.
+        return default
     group = _host_groups.get(default, lambda: None)()
     if group is None:
         group = _open_gloo(timeout_seconds)
