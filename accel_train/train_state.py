@@ -158,7 +158,7 @@ class Experiment:
         from accel_train.checkpoints.policy import refuse_unknown_metric
 
         try:
-            on_main(self.accelerator, lambda: refuse_unknown_metric(best_metric, list(metrics)))
+            on_main(self.accelerator, lambda: refuse_unknown_metric(best_metric, list(metrics)), training=True)
         except UsageError:
             for act in before:
                 act()
@@ -284,14 +284,15 @@ def double_micro_batch(opened: Experiment, done: int, committed: Callable[[int],
     if not config.regrow_after or done >= opened.max_steps:
         return
     # Read by one process, so that none sees it changed.
-    smaller = on_main(opened.accelerator, lambda: smaller_micro_batch(config))
+    smaller = on_main(opened.accelerator, lambda: smaller_micro_batch(config), training=True)
     # A step that fits into one micro-batch has no use for a larger one.
     if smaller is None or smaller.used >= opened.share_of(opened.batch_size(done)):
         return
     if not out_of_memory.is_time_to_double(smaller, config.regrow_after, done) or not committed(done):
         return
     try:
-        on_main(opened.accelerator, lambda: out_of_memory.record_double(opened.run.directory, smaller, done))
+        directory = opened.run.directory
+        on_main(opened.accelerator, lambda: out_of_memory.record_double(directory, smaller, done), training=True)
     except OSError as error:
         logger.warning("regrow_after: the larger micro-batch could not be recorded, and waits for a save: %s", error)
         return

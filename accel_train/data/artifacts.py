@@ -16,6 +16,10 @@ from accel_train.config import UsageError, default_cache, expand_path, refuse_un
 
 SEAL = "sha256.json"
 """Hashes of the other files of a folder. Written last."""
+STAMPS = "stamps.json"
+"""Sizes and times of these files when they were last hashed. A start hashes a folder whose files have others."""
+CLOCK_STEP_NS = 2 * 10**9
+"""Coarsest clock of a file system. A file hashed sooner after its change may have changed again at the same time."""
 REMEDY = (
     "what another user made in a cache may not be written to: give --data.cache_dir or ACCEL_TRAIN_CACHE a folder of "
     "your own, or free space on the disk"
@@ -116,28 +120,42 @@ def cached_folder(
 ) -> Path:
     """Return `folder`, filled by `write(directory)` unless it is intact already.
 
-    Every rank calls it (two barriers). Rank 0 builds first. Processes on hosts without the folder then build their
-    own.
+    Every rank calls it (two barriers). Rank 0 builds first. Then one process of each host without the folder builds
+    that host's own.
     """
     if rank == 0:
         _build_unless_intact(folder, write)
     barrier()
-    # On a file system shared with rank 0 the folder is there by now, and this only verifies it.
-    _build_unless_intact(folder, write)
+    # On a file system shared with rank 0 the folder is there by now, and this only looks at it.
+    if rank > 0:
+        _build_unless_intact(folder, write)
     barrier()
     return folder
 
 
 def _build_unless_intact(folder: Path, write: Callable[[Path], None]) -> None:
-    if is_intact(folder):
+    # Who may not write there takes no lock.
+    if _is_unchanged(folder) or (not os.access(folder.parent, os.W_OK) and is_intact(folder)):
         return
-    # Named by host and process: several may build at once on a shared file system.
+    with one_at_a_time(folder.with_name(f".{folder.name}.lock")):
+        # Another process may have built or hashed it meanwhile.
+        if not is_intact(folder):
+            _build(folder, write)
+
+
+def _build(folder: Path, write: Callable[[Path], None]) -> None:
+    # Named by host and process: where the file system has no locks, several may build at once.
     part = folder.with_name(f".{folder.name}.{socket.gethostname()}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
     with refuse_unwritable(f"--data.cache_dir: {part}", REMEDY):
         part.mkdir(parents=True)
     write(part)
     (part / SEAL).write_text(json.dumps(_hashes(part)), "utf-8")
+    # Later starts trust sizes and times, which a power failure may leave on files without their contents.
+    for file in part.iterdir():
+        with file.open("rb") as content:
+            os.fsync(content.fileno())
+    _note_stamps(part, _stamps(part))
     # A rename, so that nobody ever sees half of the folder under its name.
     try:
         part.rename(folder)
@@ -150,20 +168,56 @@ def _build_unless_intact(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def is_intact(folder: Path) -> bool:
-    """Compare the folder's files and hashes with its seal."""
+    """Compare the folder's files with its seal. Hashes them only if they have changed since they were last hashed."""
+    if _is_unchanged(folder):
+        return True
     try:
+        # Before they are read: what changes meanwhile differs from these.
+        stamps = _stamps(folder)
         expected = json.loads((folder / SEAL).read_text("utf-8"))
-        return expected == _hashes(folder)
+        if expected != _hashes(folder):
+            return False
     except (OSError, ValueError):
         return False
+    _note_stamps(folder, stamps)
+    return True
+
+
+def _is_unchanged(folder: Path) -> bool:
+    """Compare sizes and times of the files with those of the time when they were last hashed."""
+    try:
+        noted = json.loads((folder / STAMPS).read_text("utf-8"))
+        noted_at = (folder / STAMPS).stat().st_mtime_ns
+        stamps = _stamps(folder)
+    except (OSError, ValueError):
+        return False
+    newest = max((changed_at for _, changed_at in stamps.values()), default=0)
+    return noted == stamps and newest + CLOCK_STEP_NS < noted_at
+
+
+def _stamps(folder: Path) -> dict[str, list[int]]:
+    files = {file.name: file.stat() for file in _sealed(folder)} | {SEAL: (folder / SEAL).stat()}
+    return {name: [found.st_size, found.st_mtime_ns] for name, found in files.items()}
+
+
+def _note_stamps(folder: Path, stamps: dict[str, list[int]]) -> None:
+    part = folder / f".{STAMPS}.{uuid.uuid4().hex}"
+    # Where it cannot be written, the next start hashes again.
+    with contextlib.suppress(OSError):
+        part.write_text(json.dumps(stamps), "utf-8")
+        part.replace(folder / STAMPS)
+
+
+def _sealed(folder: Path) -> list[Path]:
+    notes = (SEAL, STAMPS, f".{STAMPS}.")
+    return sorted(file for file in folder.iterdir() if not file.name.startswith(notes))
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    files = sorted(file for file in folder.iterdir() if file.name != SEAL)
-    return {file.name: _hash(file) for file in files}
+    return {file.name: hash_file(file) for file in _sealed(folder)}
 
 
-def _hash(file: Path) -> str:
+def hash_file(file: Path) -> str:
     # Read in pieces: generated fields may be larger than the memory of the host.
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

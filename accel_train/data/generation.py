@@ -25,14 +25,12 @@ def blocks_in_order(
     make: Callable[[int], T],
     count: int,
     workers: int | Literal["auto"],
-    sharing: int = 1,
 ) -> Iterator[T]:
     """Yield make(0), make(1), ..., make(count - 1). All should take about the same time.
 
-    The first two are made in this process. With `workers` auto, the rest goes to one worker per core, shared with
-    `sharing` processes on this host, if it would take longer than 15 seconds. Workers are spawned, not forked, so the
-    caller may have threads and a process group. `make` must be picklable. Workers end with the iterator, and with
-    this process, even if killed.
+    The first two are made in this process. With `workers` auto, the rest goes to one worker per core if it would take
+    longer than 15 seconds. Workers are spawned, not forked, so the caller may have threads and a process group. `make`
+    must be picklable. Workers end with the iterator, and with this process, even if killed.
     """
     if count > 0:
         # Not timed: the first block also pays for imports.
@@ -43,7 +41,7 @@ def blocks_in_order(
         seconds = (count - 2) * (time.perf_counter() - started)
         if workers == "auto":
             cores, _ = usable_cores()
-            workers = cores // sharing if seconds > SECONDS_WORTH_WORKERS else 0
+            workers = cores if seconds > SECONDS_WORTH_WORKERS else 0
         remaining = range(2, count)
         if workers:
             yield from _map_in_workers(make, remaining, workers)

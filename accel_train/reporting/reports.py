@@ -136,7 +136,7 @@ class Reports:
             return
         here = noise.end_window()
         # That of one process, so that all decide alike.
-        window = on_main(opened.accelerator, lambda: here)
+        window = on_main(opened.accelerator, lambda: here, training=True)
         if window is None:
             return
         schedule = opened.config.batch_schedule

@@ -5,22 +5,31 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
 
 from accel_train import simulated
+from accel_train.runtime import signals
 
 T = TypeVar("T")
+
+PREPARATION_LIMIT = timedelta(hours=24)
+"""Longest wait for a process that prepares alone. Reading a large dataset takes hours and starts anew if it is ended.
+A process that dies closes its connections, which ends the wait at once."""
 
 
 class OtherProcessError(RuntimeError):
     """Error of another process, with the text of the original."""
 
 
-def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
+def on_main(accelerator: Accelerator, act: Callable[[], T], *, training: bool = False) -> T:
     """Call ``act`` on the main process and return its result on every process. Collective.
+
+    The others wait on the host for up to ``PREPARATION_LIMIT``; while ``training``, as long as for any collective.
 
     An error of ``act`` is raised on every process, so that none waits in a collective that the main process never
     reaches. The others get an exception of the same type if it can be pickled. Otherwise, and for ``SystemExit`` and
@@ -39,7 +48,11 @@ def on_main(accelerator: Accelerator, act: Callable[[], T]) -> T:
         except BaseException as error:
             failed = error
             message = {"error": _portable(error)}
-    message = broadcast_object_list([message])[0]
+    if not training:
+        _meet()
+    messages = [message]
+    dist.broadcast_object_list(messages, src=0, group=signals.host_group())
+    message = messages[0]
     # The main process keeps the original error with its traceback.
     if failed is not None:
         raise failed
@@ -65,7 +78,7 @@ def failing_together(accelerator: Accelerator) -> Generator[Callable[[], None]]:
     """Yield a barrier for work that every process does. An error of one process is raised on all of them.
 
     A failing process reports to the others at their next barrier, or at the end of the block. All processes must enter
-    the block and, unless one fails, call the barrier equally often.
+    the block and, unless one fails, call the barrier equally often. It waits for up to ``PREPARATION_LIMIT``.
     """
     if accelerator.num_processes == 1:
         yield lambda: None
@@ -76,8 +89,7 @@ def failing_together(accelerator: Accelerator) -> Generator[Callable[[], None]]:
         report = None
         if own is not None:
             report = _portable(own, accelerator.process_index)
-        reports = gather_object([report])
-        reported.extend(error for error in reports if error is not None)
+        reported.extend(error for error in _gather(report) if error is not None)
         if reported and own is None:
             raise reported[0]
 
@@ -89,6 +101,37 @@ def failing_together(accelerator: Accelerator) -> Generator[Callable[[], None]]:
             meet(error)
         raise
     meet()
+
+
+def _meet() -> None:
+    """Wait on the host until every process is here, for up to ``PREPARATION_LIMIT``.
+
+    A collective would wait as long as its group, and NCCL's watchdog would end the process.
+    """
+    group = signals.host_group()
+    sign = torch.zeros(1)
+    others = range(1, dist.get_world_size())
+    if dist.get_rank() > 0:
+        _wait(dist.isend(sign, 0, group))
+        _wait(dist.irecv(sign, 0, group))
+        return
+    for rank in others:
+        _wait(dist.irecv(sign, rank, group))
+    for rank in others:
+        _wait(dist.isend(sign, rank, group))
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return the values of all processes by rank, once all are here."""
+    _meet()
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=signals.host_group())
+    return values
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None, "every process is in the group"
+    work.wait(PREPARATION_LIMIT)
 
 
 def _portable(error: BaseException, rank: int = 0) -> Exception:

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -139,7 +140,7 @@ class Agreement:
         """gloo group of all processes, for host tensors. None on one process."""
         self._pending: tuple[Any, torch.Tensor] | None = None
         if self._world_size > 1:
-            self.group = _open_gloo(timeout_seconds)
+            self.group = host_group(timeout_seconds)
 
     def exchange(self, values: Mapping[str, int]) -> Mapping[str, int] | None:
         """Start the reduction of ``values`` and return the result of the previous call. Every rank, once per step.
@@ -189,6 +190,26 @@ class Agreement:
             work, _ = self._pending
             work.wait()
             self._pending = None
+
+
+_host_groups = weakref.WeakKeyDictionary[Any, Any]()
+"""Ours beside each default group. torch owns both: one that outlived `destroy_process_group` would abort the exit."""
+
+
+def host_group(timeout_seconds: float = 1800.0) -> Any:
+    """Return the gloo group of all processes, for messages between hosts that wait for no device.
+
+    The first call opens it, with its timeout: all ranks together.
+    """
+    default = dist.group.WORLD
+    if dist.get_backend() == "fake":
+        # The other processes of a simulation are not there.
+        return default
+    group = _host_groups.get(default, lambda: None)()
+    if group is None:
+        group = _open_gloo(timeout_seconds)
+        _host_groups[default] = weakref.ref(group)
+    return group
 
 
 def _open_gloo(timeout_seconds: float) -> Any:

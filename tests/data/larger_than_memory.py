@@ -63,7 +63,7 @@ def prepare_texts(folder: Path) -> tuple[int, bool]:
     """Split the texts as the recipe does. Return the bytes that were read, and if each text is on one side."""
     table = ShardedTable(index_shards("--data.path", str(folder), folder / "cache"), ("text",), CACHE_BYTES)
     rules = SplitRules("text", min_words=1, max_bad_rows=0, fraction=0.01)
-    split = split_shards(table, rules, folder / "cache", rank=0, world_size=1, barrier=lambda: None, progress=False)
+    split = split_shards(table, rules, folder / "cache", rank=0, barrier=lambda: None, progress=False)
     rows = len(table)
     held_out = split.facts["heldout"]
     return rows * CHARACTERS, len(split.train) + held_out == rows

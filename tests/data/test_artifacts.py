@@ -1,14 +1,17 @@
+import fcntl
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from accel_train.config import UsageError
-from accel_train.data.artifacts import SEAL, cache_directory, cached_folder, is_intact, one_at_a_time
+from accel_train.data import artifacts
+from accel_train.data.artifacts import SEAL, STAMPS, cache_directory, cached_folder, is_intact, one_at_a_time
 from accel_train.data.tables.shards import warn_of_changes
 from accel_train.data.tensor_cache import TensorCache
 
@@ -30,8 +33,62 @@ def test_built_once_by_rank_0_and_by_who_does_not_see_it(tmp_path: Path) -> None
     cached_folder(tmp_path / "other disk" / "x", elsewhere, rank=1)
     assert (first.calls, second.calls, elsewhere.calls) == (1, 0, 1)
     assert meetings == [0, 0, 1, 1]
-    assert sorted(file.name for file in folder.iterdir()) == ["a.json", "b.bin", SEAL]
-    assert os.listdir(tmp_path / "kind") == ["x"]
+    assert sorted(file.name for file in folder.iterdir()) == ["a.json", "b.bin", SEAL, STAMPS]
+    assert sorted(os.listdir(tmp_path / "kind")) == [".x.lock", "x"]
+
+
+def test_one_process_of_a_host_builds_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    writer = Writer()
+    held: list[bool] = []
+
+    def write(directory: Path) -> None:
+        with (tmp_path / ".x.lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.append(True)
+        writer(directory)
+
+    with ThreadPoolExecutor(4) as pool:
+        # Ranks of a host that does not see the cache of rank 0.
+        ranks = [pool.submit(cached_folder, folder, write, rank=rank) for rank in range(4, 8)]
+        for rank in ranks:
+            rank.result()
+    assert held == [True]
+    assert writer.calls == 1
+
+
+def test_a_start_hashes_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+    original = artifacts.hash_file
+
+    def noted(file: Path) -> str:
+        hashed.append(file.name)
+        return original(file)
+
+    monkeypatch.setattr(artifacts, "hash_file", noted)
+    writer = Writer()
+    folder = cached_folder(tmp_path / "x", writer)
+    for file in folder.iterdir():
+        os.utime(file, (0, 0))  # as of an older cache: not what was noted
+    hashed.clear()
+    cached_folder(folder, writer)
+    assert hashed == ["a.json", "b.bin"]
+    for rank in range(2):
+        cached_folder(folder, writer, rank=rank)
+    assert hashed == ["a.json", "b.bin"]
+    (folder / "b.bin").write_bytes(b"c0ntent")  # of the same size
+    assert not is_intact(folder)
+    assert writer.calls == 1
+
+
+def test_a_file_changed_right_after_it_was_hashed_is_hashed_again(tmp_path: Path) -> None:
+    folder = cached_folder(tmp_path / "x", Writer())
+    same_time = (folder / "b.bin").stat()
+    (folder / "b.bin").write_bytes(b"c0ntent")
+    os.utime(folder / "b.bin", ns=(same_time.st_atime_ns, same_time.st_mtime_ns))
+    assert not is_intact(folder)
 
 
 @pytest.mark.parametrize("kind", ["changed", "truncated", "deleted", "added", "seal"])

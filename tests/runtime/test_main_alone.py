@@ -6,15 +6,20 @@ import errno
 import os
 import socket
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 
 from accel_train.checkpoints import opening
 from accel_train.checkpoints.policy import RunOptions
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
+from accel_train.runtime.accelerator import build_accelerator
 from accel_train.runtime.main_alone import OtherProcessError, failing_together, on_main
 from tests import zygote
 
@@ -51,6 +56,40 @@ def prepare(rank: int, folder: Path, port: int) -> None:
             ended.append(f"{type(error).__name__}: {error}")
     (folder / f"rank{rank}").write_text("\n".join(ended))
     accelerator.end_training()
+
+
+def prepare_beyond_the_limit(rank: int, folder: Path, port: int) -> None:
+    """Rank 0 works alone for longer than a collective waits, in `on_main` and between two barriers."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    accelerator = build_accelerator(
+        precision="fp32", global_batch_size=2, micro_batch_size=1, max_grad_norm=1.0, collective_timeout_seconds=1
+    )
+    clocks: list[Any] = [dist.new_group(timeout=timedelta(seconds=1.5)) for _ in range(2)]
+
+    def outlast_a_collective() -> str:
+        with pytest.raises(RuntimeError, match="Timed out waiting 1500ms"):
+            dist.recv(torch.zeros(1), src=1, group=clocks.pop())
+        return "late"
+
+    ended = [on_main(accelerator, outlast_a_collective)]
+    with failing_together(accelerator) as barrier:
+        if rank == 0:
+            outlast_a_collective()
+        barrier()
+        ended.append("met")
+    (folder / f"rank{rank}").write_text("\n".join(ended))
+
+
+def die_alone(rank: int, folder: Path, port: int) -> None:
+    """Rank 0 ends without a word while the other waits for it."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    accelerator = Accelerator(cpu=True)
+    (folder / f"rank{rank}").write_text("alive")
+    with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer|Broken pipe"):
+        on_main(accelerator, lambda: os._exit(0))
+    (folder / f"rank{rank}").write_text("noticed")
 
 
 def outcomes(folder: Path, target: Callable[[int, Path, int], None]) -> list[list[str]]:
@@ -122,3 +161,11 @@ def test_one_process_raises_what_it_raises() -> None:
     with pytest.raises(OtherProcessError), failing_together(Accelerator(cpu=True)) as barrier:
         barrier()
         raise OtherProcessError
+
+
+def test_a_preparation_may_take_longer_than_a_collective(tmp_path: Path) -> None:
+    assert outcomes(tmp_path, prepare_beyond_the_limit) == [["late", "met"]] * 2
+
+
+def test_the_wait_for_a_process_that_has_died_ends(tmp_path: Path) -> None:
+    assert outcomes(tmp_path, die_alone) == [["alive"], ["noticed"]]

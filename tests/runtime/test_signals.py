@@ -171,7 +171,7 @@ def test_ranks_agree_on_the_largest_or_the_smallest_number_of_the_step_before(mo
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(signals, "_open_gloo", lambda _: None)
+    monkeypatch.setattr(signals, "host_group", lambda _: None)
     accelerator: Any = SimpleNamespace(num_processes=2)
     ranks = [signals.Agreement(accelerator, {"stop": max, "room": min}, 1.0) for _ in range(2)]
     steps = [({"stop": 0, "room": 7}, {"stop": 0, "room": 5}), ({"stop": 1, "room": -2}, {"stop": 0, "room": 9})]

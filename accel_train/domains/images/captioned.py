@@ -156,7 +156,8 @@ def prepare_pictures(
         facts = ("emoji", emoji.file_hash(), data.heldout_fraction, *config.leave_out)
         parts = partial(_emoji, config, data.heldout_fraction)
     else:
-        found = read_pictures(Source(path, group=None), cache, min_side=2, rank=rank, world_size=world_size)
+        source = Source(path, group=None)
+        found = read_pictures(source, cache, min_side=2, rank=rank, world_size=world_size, barrier=barrier)
         # A picture without words can be learned in no direction.
         own = [picture for picture in found.pictures if picture.caption]
         notices = _own_notices(found, len(own), path)
@@ -174,8 +175,7 @@ def prepare_pictures(
     folder = cached_folder(cache / "pictures" / key, write, rank=rank, barrier=barrier)
     side = config.size // patching.side
     notices += (f"pictures of {config.size} x {config.size} pixels in {side} x {side} patches ({path})",)
-    if patching.vae is not None:
-        notices += (_about_vae(patching.vae),)
+    notices += _about_vae(patching.vae)
     return CaptionedPictures(folder, (side, side), patching, path == SHAPES, notices)
 
 
@@ -214,11 +214,13 @@ def _patching(config: PictureConfig, device: str, revision: str | None) -> Patch
     return patching
 
 
-def _about_vae(vae: PictureVae) -> str:
+def _about_vae(vae: PictureVae | None) -> tuple[str, ...]:
+    if vae is None:
+        return ()
     reference = vae.reference
     return (
         f"latents of {type(vae.module).__name__} ({reference.source}): {reference.channels} channels, 1 for "
-        f"{reference.reduction} x {reference.reduction} pixels"
+        f"{reference.reduction} x {reference.reduction} pixels",
     )
 
 

@@ -175,7 +175,13 @@ def prepare_pictures(
         if config.heldout_path is not None and not options_read(source) & {"image_column", "caption_column"}:
             source = replace(source, image_column=None, caption_column=None)
         found = read_pictures(
-            source, cache, min_side=config.min_side, max_pixels=config.max_pixels, rank=rank, world_size=world_size
+            source,
+            cache,
+            min_side=config.min_side,
+            max_pixels=config.max_pixels,
+            rank=rank,
+            world_size=world_size,
+            barrier=barrier,
         )
         return _samples(found, config, source.named)
 

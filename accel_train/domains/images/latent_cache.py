@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -116,6 +117,9 @@ class Filling:
     barrier: Callable[[], None] = lambda: None
     batch_size: int = 8
     progress: bool = False
+    local_rank: int = field(default_factory=lambda: int(os.environ.get("LOCAL_RANK", "0")))
+    """Among the processes of this host, which share a disk. Set by the launcher, like their number."""
+    local_world_size: int = field(default_factory=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class _Job(NamedTuple):
@@ -140,10 +144,10 @@ def cached_latents(
 ) -> TensorCache:
     """Compute the missing latents of every sample and, with flips, of its mirror image.
 
-    Every process calls it (four barriers). Process r first encodes each world_size-th missing entry, then all entries
-    still missing on its host. The entries are leased for the life of the process. Raises ``UsageError`` for random
-    crops (their latents cannot be computed ahead), for non-finite latents, for a full disk, and for a cap below the
-    needs of the run.
+    Every process calls it (five barriers). Process r first encodes each world_size-th missing entry, then its share of
+    those still missing on its host. The entries are leased for the life of the process. Raises ``UsageError`` for
+    random crops (their latents cannot be computed ahead), for non-finite latents, for a full disk, and for a cap below
+    the needs of the run.
     """
     if dataset.view.random_crop:
         raise UsageError(
@@ -191,7 +195,7 @@ def cached_texts(
 ) -> TensorCache:
     """Compute the missing outputs of text encoders, including the empty text for dropped captions.
 
-    Every process calls it (four barriers), as `cached_latents`.
+    Every process calls it (five barriers), as `cached_latents`.
     """
     cache = TensorCache(root, identity.about("texts"), cap_bytes)
     # Each once and in order: a set would give every process other shares.
@@ -229,8 +233,11 @@ def _fill(
     missing = cache.missing(by_key)
     # Who looks after another has begun to write sees fewer missing, and would take other shares than the rest.
     filling.barrier()
-    # Behind the next barrier a shared disk has every entry, so the second pass computes on separate disks only.
-    for keys in (missing[filling.rank :: filling.world_size], missing):
+    among_all = missing[filling.rank :: filling.world_size]
+    on_host = missing[filling.local_rank :: filling.local_world_size]
+    # Behind the next barrier a shared disk has every entry, so the second pass computes on separate disks only. The
+    # last one finds what is left if processes of a host have separate disks too.
+    for keys in (among_all, on_host, missing):
         own = [by_key[key] for key in cache.missing(keys)]
         _compute_all(cache, own, compute, filling, label, sum(map(_cost, by_key.values())))
         filling.barrier()

@@ -92,9 +92,11 @@ def read_pictures(
     max_pixels: int = decoding.MAX_PIXELS,
     rank: int = 0,
     world_size: int = 1,
+    barrier: Callable[[], None] = lambda: None,
     progress: bool = True,
 ) -> Pictures:
-    """List a source and read each of its pictures once. Collective if processes are connected: they share the reading.
+    """List a source and read each of its pictures once. Collective if processes are connected: they share the reading
+    (one barrier).
 
     Undecodable pictures, and those with a side below `min_side` or more than `max_pixels`, are left out with the
     reason. Pictures without a caption stay. Raises ``UsageError`` for a source without pictures.
@@ -105,7 +107,10 @@ def read_pictures(
     # Every n-th and not a stretch: large pictures often lie side by side.
     own = range(rank, len(listing.entries), world_size)
     with Progress("pictures", len(own), enabled=progress and rank == 0) as bar:
-        scans = _shared(_scan_all(listing.entries, own, known, max_pixels, bar.update), world_size)
+        scanned = _scan_all(listing.entries, own, known, max_pixels, bar.update)
+    # Another host may read far more slowly than a collective would wait.
+    barrier()
+    scans = _shared(scanned, world_size)
     if rank == 0:
         _remember(memory, scans)
     pictures: list[Picture] = []

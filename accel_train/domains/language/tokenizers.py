@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError, expand_path
-from accel_train.data.artifacts import cached_folder, is_intact, one_at_a_time
+from accel_train.data.artifacts import cached_folder
 from accel_train.domains.models.pretrained import refuse_empty_vocabulary
 
 TRAINED = "trained"
@@ -59,9 +59,7 @@ def cached_tokenizer(source: str, texts: Callable[[], Sequence[str]], vocab_size
     def write(directory: Path) -> None:
         train_tokenizer(texts(), vocab_size).save_pretrained(directory)
 
-    if not is_intact(folder):
-        with one_at_a_time(folder.with_suffix(".lock")):
-            cached_folder(folder, write)
+    cached_folder(folder, write)
     return load_tokenizer(str(folder), None)
 
 

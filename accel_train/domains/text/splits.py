@@ -109,7 +109,8 @@ def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Split
     # Sorted: they are part of the key of the cache.
     keys = tuple(sorted(word_key(text) for text in heldout.texts))
     rules = SplitRules(config.text_column, config.min_words, config.max_bad_rows, fraction, keys)
-    split = split_shards(table, rules, cache, **processes.building())
+    rank, barrier, progress = processes.rank, processes.barrier, processes.progress
+    split = split_shards(table, rules, cache, rank=rank, barrier=barrier, progress=progress)
     if config.heldout_path is None:
         heldout = Corpus(split.heldout)
     texts = split.train

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from accel_train.domains.images.latent_cache import (
     cached_texts,
     draw,
     latents_of,
+    text_key,
     weights_hash,
 )
 from tests import zygote
@@ -316,3 +319,29 @@ def test_processes_share_the_work(folder: Path, tmp_path: Path, shared: bool) ->
     counts = [int(result[3]) for result in results]
     # With a disk each, every process also computes what the others have on theirs.
     assert counts == ([3, 3, 3] if shared else [9, 9, 9])
+
+
+def test_the_processes_of_a_host_share_what_it_lacks(tmp_path: Path) -> None:
+    """Two hosts, each with a disk and four processes, here as threads."""
+    all_here = threading.Barrier(8)
+    texts = [f"text {number}" for number in range(799)]
+
+    def barrier() -> None:
+        all_here.wait()
+
+    def encoded_by(rank: int) -> int:
+        asked: list[str] = []
+
+        def encode(some: Sequence[str]) -> dict[str, Tensor]:
+            asked.extend(some)
+            return {"output": torch.zeros(len(some), 1)}
+
+        host, local_rank = divmod(rank, 4)
+        filling = Filling(rank, 8, barrier, local_rank=local_rank, local_world_size=4)
+        cache = cached_texts(texts, encode, Encoder().identity, tmp_path / f"host{host}", filling=filling)
+        assert not cache.missing(map(text_key, texts))
+        return len(asked)
+
+    with ThreadPoolExecutor(8) as pool:
+        # Of 800 texts, an eighth with all others, and a quarter of the 400 that its host then lacks.
+        assert list(pool.map(encoded_by, range(8))) == [200] * 8

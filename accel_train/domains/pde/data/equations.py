@@ -253,8 +253,8 @@ def _block(config: PdeDataConfig, task: str, split: str, number: int) -> tuple[F
     return KINDS[task].generate(config, keys)
 
 
-def generate(config: PdeDataConfig, task: str, sharing: int, progress: bool, directory: Path) -> None:
-    """Write both splits of a task into a folder. ``sharing`` processes generate at the same time."""
+def generate(config: PdeDataConfig, task: str, progress: bool, directory: Path) -> None:
+    """Write both splits of a task into a folder."""
     kind = KINDS[task]
     # Darcy flow is steady: its rows go from a coefficient to a solution, not from a time to the next.
     dt = config.dt if kind.space == 1 else 0.0
@@ -262,7 +262,7 @@ def generate(config: PdeDataConfig, task: str, sharing: int, progress: bool, dir
     for split in SPLITS:
         samples = config.samples(split) or 0
         count = math.ceil(samples / BLOCK)
-        blocks = blocks_in_order(partial(_block, config, task, split), count, config.workers, sharing)
+        blocks = blocks_in_order(partial(_block, config, task, split), count, config.workers)
         with Progress(f"{task} {split}", samples, progress) as bar:
             write_fields(directory / f"{task}_{split}.h5", header, samples, blocks, bar.update)
 

@@ -152,9 +152,9 @@ def prepare_pde(
 ) -> FieldData:
     """Prepare the rows of all tasks. Every rank calls it with the same configuration (several barriers).
 
-    Rank 0 generates the data missing from the cache. The others wait, at most for the timeout of collectives. On a
-    host without access to rank 0's cache, each process generates a copy with its share of the cores. `earlier` is the
-    folder of assets in the checkpoint to resume, whose normalisation is used if `config.changed` allows other data.
+    Rank 0 generates the data missing from the cache, and the others wait. On a host without access to rank 0's cache,
+    one process generates a copy. `earlier` is the folder of assets in the checkpoint to
+    resume, whose normalisation is used if `config.changed` allows other data.
     """
     ledger = earlier_ledger(config.changed, earlier)
     saved = load_field_assets(earlier) if ledger and earlier is not None else None
@@ -165,8 +165,7 @@ def prepare_pde(
     for task in config.tasks:
         folder = expand_path(config.path)
         if config.path == DEMO:
-            sharing = world_size if rank else 1  # processes that generate at the same time
-            write = partial(generate, config, task, sharing, rank == 0)
+            write = partial(generate, config, task, rank == 0)
             folder = cached_folder(cache / f"{task}-{key_of(config, task)}", write, rank=rank, barrier=barrier)
         splits[task] = _splits(config, task, folder)
     cache_bytes = (config.cache_mib or DEFAULT_CACHE_MIB) * 2**20

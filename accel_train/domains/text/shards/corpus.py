@@ -74,7 +74,6 @@ def split_shards(
     cache: Path,
     *,
     rank: int,
-    world_size: int,
     barrier: Callable[[], None],
     progress: bool,
 ) -> SplitShards:
@@ -86,9 +85,7 @@ def split_shards(
     """
     described = json.dumps([SPLIT_FORMAT, table.index.key, list(table.columns), rules])
     folder = cache / "splits" / hashlib.sha256(described.encode()).hexdigest()
-    # Rank 0 works alone. Out of reach of its cache, the processes of a host work at once and share its cores.
-    sharing = world_size if rank else 1
-    write = partial(_write_split, table, rules, sharing, progress and rank == 0)
+    write = partial(_write_split, table, rules, progress and rank == 0)
     cached_folder(folder, write, rank=rank, barrier=barrier)
     texts = json.loads((folder / "texts.json").read_text("utf-8"))
     facts = json.loads((folder / "facts.json").read_text("utf-8"))
@@ -262,12 +259,12 @@ def _fault(block: DecodedBlock, row: int, value: Any, column: str) -> str | None
     return text_fault({column: value}, column)
 
 
-def _write_split(table: ShardedTable, rules: SplitRules, sharing: int, progress: bool, directory: Path) -> None:
+def _write_split(table: ShardedTable, rules: SplitRules, progress: bool, directory: Path) -> None:
     bad = BadRows(rules.max_bad_rows)
     short = characters = 0
     usable = np.zeros(len(table), np.bool_)
     count = len(table.index.blocks)
-    scanned = blocks_in_order(partial(_scan_block, table, rules), count, "auto", sharing)
+    scanned = blocks_in_order(partial(_scan_block, table, rules), count, "auto")
     keys_file = directory / "keys.bin"
     with (
         (directory / "ids.bin").open("wb") as ids,
