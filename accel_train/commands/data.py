@@ -34,7 +34,7 @@ class CacheConfig:
 
 def check(path: str, arguments: Sequence[str]) -> int:
     """Check a dataset of pictures and print the report. Return 0 if it passed, else 1. Raises ``UsageError``."""
-    from accel_train.domains.images import check as pictures
+    from accel_train.domains.images.checking import check as pictures
 
     config = read_options(pictures.CheckConfig, arguments, f"accel-train data check {path}")
     report = pictures.check(path, config, cache_directory(config.cache_dir))

@@ -109,7 +109,7 @@ def test_options_are_refused_before_a_picture_is_read(folder: Path, monkeypatch:
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("read before the options were refused")
 
-    monkeypatch.setattr("accel_train.domains.images.check.read_pictures", read)
+    monkeypatch.setattr("accel_train.domains.images.checking.check.read_pictures", read)
     with pytest.raises(UsageError, match="each resolution must be at least the step"):
         run("check", folder, "--resolutions", "16", cache=folder.parent / "cache")
 

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image, ImageFilter
 from scipy import ndimage
 
-from accel_train.domains.images import quality
-from accel_train.domains.images.quality import Measures, measure, near_duplicates, perceptual_hash
+from accel_train.domains.images.checking import quality
+from accel_train.domains.images.checking.quality import Measures, measure, near_duplicates, perceptual_hash
 from tests.domains.images.drawn import drawn
 
 

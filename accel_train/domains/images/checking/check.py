@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from accel_train.config import Fraction, NonNegativeInt, PositiveInt, UsageError
 from accel_train.cores import usable_cores
 from accel_train.data.progress import Progress
-from accel_train.domains.images import quality
 from accel_train.domains.images.buckets import Buckets, frame
+from accel_train.domains.images.checking import quality
+from accel_train.domains.images.checking.quality import Measures
 from accel_train.domains.images.decoding import decode_picture
-from accel_train.domains.images.quality import Measures
 from accel_train.domains.images.scanning import Picture, Pictures, read_pictures
 from accel_train.domains.images.sources import Source, left_out_notices
 from accel_train.wording import shortened
