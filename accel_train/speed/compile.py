@@ -104,9 +104,8 @@ def apply_compile(
     Call it on every process, after activation checkpointing and before the optimizer and `prepare`. Sets options of
     torch for the process: backwards are compiled with their forward, so that a failure can be handled there, the
     recompilation limit is raised above `recompile_budget`, DDP's buckets split no block, and on a GPU the compiler's
-    heuristics change. Raises
-    `UsageError` for a missing compiler with mode on, and in any mode for reduce-overhead without a GPU or with
-    accumulation.
+    heuristics change. Raises `UsageError` for a missing compiler with mode on, and in any mode for reduce-overhead
+    without a GPU or with accumulation.
     """
     _refuse(config, device, accumulation_steps)
     if config.mode == "off":
