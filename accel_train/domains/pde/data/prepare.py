@@ -153,8 +153,8 @@ def prepare_pde(
     """Prepare the rows of all tasks. Every rank calls it with the same configuration (several barriers).
 
     Rank 0 generates the data missing from the cache, and the others wait. On a host without access to rank 0's cache,
-    one process generates a copy. `earlier` is the folder of assets in the checkpoint to
-    resume, whose normalisation is used if `config.changed` allows other data.
+    one process generates a copy. `earlier` is the folder of assets in the checkpoint to resume, whose normalisation is
+    used if `config.changed` allows other data.
     """
     ledger = earlier_ledger(config.changed, earlier)
     saved = load_field_assets(earlier) if ledger and earlier is not None else None
