@@ -20,7 +20,7 @@ from accel_train.metrics.tracking.trackers import resolve_trackers
 from accel_train.runtime import early_stop, threads
 from accel_train.runtime.accelerator import build_accelerator, log_notices
 from accel_train.runtime.exiting import current_run
-from accel_train.runtime.main_alone import failing_together, place_among_workers
+from accel_train.runtime.main_alone import connect_hosts, failing_together, place_among_workers
 from accel_train.runtime.strategy import strategy_of
 from accel_train.speed.apply import set_up_device
 from accel_train.speed.attention.selection import check_name
@@ -70,6 +70,7 @@ def start(config: ExperimentConfig) -> Accelerator:
         distributed=config.distributed,
         logs=directory / "logs",
     )
+    connect_hosts(accelerator, config.collective_timeout_seconds)
     strategy = strategy_of(accelerator)
     notices = set_up_device(accelerator.device, config.memory, config.float8, config.precision, strategy)
     _set_up_directory(directory, before, accelerator)

@@ -44,7 +44,6 @@ from accel_train.runtime import rehearsal, step_overhead, tested_versions
 from accel_train.runtime.distributed_options import DistributedConfig, ddp_handlers
 from accel_train.runtime.early_stop import end_with_the_launcher
 from accel_train.runtime.exiting import begin_run
-from accel_train.runtime.signals import host_group
 from accel_train.runtime.strategy import strategy_of
 
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -107,9 +106,6 @@ def build_accelerator(
     _set_timeout_of_mesh(accelerator, timeout)
     # Before `prepare`, which takes the policy from the plugin.
     _keep_fsdp_in_fp32(accelerator)
-    if world_size > 1:
-        # Before one of them works alone, so that a host that cannot be reached is known now.
-        host_group(collective_timeout_seconds)
     return accelerator
 
 

@@ -63,6 +63,15 @@ def on_main(accelerator: Accelerator, act: Callable[[], T], *, training: bool = 
     return pickle.loads(message["result"])
 
 
+def connect_hosts(accelerator: Accelerator, timeout_seconds: float) -> None:
+    """Open the group for waits on the host, before one process works alone: it fails now if a host is out of reach.
+
+    Collective. ``timeout_seconds`` are those of a collective.
+    """
+    if accelerator.num_processes > 1:
+        signals.host_group(timeout_seconds)
+
+
 def place_among_workers(accelerator: Accelerator) -> tuple[int, int]:
     """Return the rank of this process, and the number of processes, for the shared preparation of data.
 

@@ -64,6 +64,8 @@ TESTED: Mapping[str, Tested] = {
             "torch._subclasses.fake_tensor.FakeTensorMode": "simulation: tensors without memory",
             "torch.distributed._compute_bucket_assignment_by_size": "simulation: DDP's buckets",
             "torch.distributed.distributed_c10d._resolve_process_group": "simulation: the group of a collective",
+            "torch.distributed.distributed_c10d._set_pg_timeout": "HSDP: the timeout of its groups",
+            "torch.distributed.distributed_c10d._world": "HSDP: its groups",
             "torch.distributed.fsdp._fully_shard._fsdp_param": "simulation: parts of a parameter, one rank's only",
             "torch.cuda.memory._dump_snapshot": "profile.memory: the file for pytorch.org/memory_viz",
             "torch.cuda.memory._record_memory_history": "profile.memory: every allocation with its stack",

@@ -20,7 +20,7 @@ from accel_train.checkpoints.policy import RunOptions
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
 from accel_train.runtime.accelerator import build_accelerator
-from accel_train.runtime.main_alone import OtherProcessError, failing_together, on_main
+from accel_train.runtime.main_alone import OtherProcessError, connect_hosts, failing_together, on_main
 from tests import zygote
 
 
@@ -65,6 +65,7 @@ def prepare_beyond_the_limit(rank: int, folder: Path, port: int) -> None:
     accelerator = build_accelerator(
         precision="fp32", global_batch_size=2, micro_batch_size=1, max_grad_norm=1.0, collective_timeout_seconds=1
     )
+    connect_hosts(accelerator, timeout_seconds=1)
     clocks: list[Any] = [dist.new_group(timeout=timedelta(seconds=1.5)) for _ in range(2)]
 
     def outlast_a_collective() -> str:

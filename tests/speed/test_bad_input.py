@@ -116,6 +116,7 @@ def spoiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     elif request.param == "bf16":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))

@@ -325,6 +325,7 @@ def test_the_processes_of_a_host_share_what_it_lacks(tmp_path: Path) -> None:
     """Two hosts, each with a disk and four processes, here as threads."""
     all_here = threading.Barrier(8)
     texts = [f"text {number}" for number in range(799)]
+    identity = Encoder().identity  # here, because threads that seed their weights at once would get others
 
     def barrier() -> None:
         all_here.wait()
@@ -338,7 +339,7 @@ def test_the_processes_of_a_host_share_what_it_lacks(tmp_path: Path) -> None:
 
         host, local_rank = divmod(rank, 4)
         filling = Filling(rank, 8, barrier, local_rank=local_rank, local_world_size=4)
-        cache = cached_texts(texts, encode, Encoder().identity, tmp_path / f"host{host}", filling=filling)
+        cache = cached_texts(texts, encode, identity, tmp_path / f"host{host}", filling=filling)
         assert not cache.missing(map(text_key, texts))
         return len(asked)
 
