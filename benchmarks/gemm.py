@@ -4,7 +4,8 @@
     python -m benchmarks.gemm --threads 2 --output benchmarks/results/gemm_cpu_2_threads.json
 
 MMDiT of 6 blocks of width 256 (15 M parameters), 256 + 77 tokens, forward and backward, fp32 and bf16 under autocast.
-The rate of the machine is that of the faster of two square products in the same dtype, timed in the same rounds.
+The rate of the machine is that of the faster of two square products in the same dtype, timed in the same rounds. The
+step is eager, and compiled block by block as with `compile.mode on`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel_train.domains.models.mmdit import MMDiT, MMDiTConfig
+from accel_train.speed.compile import apply_compile
+from accel_train.speed.options import CompileConfig
 from benchmarks.method import Row, in_turns, parser_of, row, write_results
 
 DTYPES = {"fp32": (torch.float32, ">= 0.8"), "bf16": (torch.bfloat16, ">= 0.5")}
@@ -30,10 +33,12 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product", "mkldnn_line
 """Beginnings of the names of operators that the counted work is done in."""
 
 
-def step_of(width: int, depth: int, rows: int, precision: str) -> Callable[[], Tensor]:
-    """Forward and backward; gradients are made and dropped."""
+def step_of(width: int, depth: int, rows: int, precision: str, compiled: bool = False) -> Callable[[], Tensor]:
+    """Forward and backward; gradients are made and dropped. ``compiled``: block by block, at the first call."""
     torch.manual_seed(0)
     model = MMDiT(MMDiTConfig(width, depth, heads=4))
+    if compiled:
+        apply_compile(model, CompileConfig("on"), torch.device("cpu"))
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=width**-0.5)
@@ -120,17 +125,20 @@ def measure(width: int, depth: int, rows: int, rounds: int, sizes: tuple[int, ..
     details: dict[str, Any] = {}
     for name, (dtype, target) in DTYPES.items():
         step = step_of(width, depth, rows, name)
-        work = flops_of(step)
-        ways: dict[str, Callable[[], object]] = {"step": step} | {str(n): product(n, dtype) for n in sizes}
+        work = flops_of(step)  # of the compiled step too: it computes the same
+        ways: dict[str, Callable[[], object]] = {"step": step, "compiled": step_of(width, depth, rows, name, True)}
+        ways |= {str(n): product(n, dtype) for n in sizes}
         times = in_turns(ways, rounds, repeats=2, clock=clock)
         name += "" if torch.get_num_threads() == 1 else f", {torch.get_num_threads()} threads"
         rate = {n: 2 * n**3 / times.median(str(n)) for n in sizes}
         best = max(rate, key=lambda n: rate[n])
-        shares = [
-            (work / a) / (2 * best**3 / b) for a, b in zip(times.seconds["step"], times.seconds[str(best)], strict=True)
-        ]
+        shares, compiled = (
+            [work / a / (2 * best**3 / b) for a, b in zip(times.seconds[way], times.seconds[str(best)], strict=True)]
+            for way in ("step", "compiled")
+        )
         reached = [work / s / 1e9 for s in times.seconds["step"]]
         found.append(row("C9", f"{name}: share of the machine's own matrix product rate", shares, target=target))
+        found.append(row("C9", f"{name}, compiled: share of the machine's own rate", compiled, target=target))
         # Kernels of this size are slower than the square ones, and nothing around them can be faster than nothing.
         alone = [work / s / rate[best] for s in in_products(step, clock, rounds)]
         found.append(row("C9", f"{name}: the same of its products and attention, all else left out: the bound", alone))
