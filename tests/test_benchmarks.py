@@ -272,7 +272,7 @@ def test_every_result_on_a_cpu_has_its_job() -> None:
     assert written | {"shards_cpu.json"} == {job.file for job in JOBS.values()}
 
 
-MINUTES = {"optimizer", "activation_checkpointing", "loop"}
+MINUTES = {"optimizer", "activation_checkpointing", "loop", "gemm"}
 """They compile at any size, or train beside four other trainers."""
 COMPARED_WITH = {"optimizer": "bitsandbytes", "mmdit_block": "diffusers"}
 
