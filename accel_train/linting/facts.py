@@ -85,6 +85,8 @@ class Host:
     compile_cache_filesystem: str = ""
     forks: bool = True
     """Reading processes are forked: Python's default on Linux before 3.14."""
+    has_fast_bf16: bool = True
+    """torch's bf16 products on the CPU are those of oneDNN. Of GPUs the capability tells."""
     seconds_left: float | None = None
     """Until the scheduler ends the job."""
 

@@ -150,8 +150,18 @@ def read_host(output_dir: str, environment: Mapping[str, str]) -> Host:
         compile_cache_filesystem=_cache_filesystem(environment),
         # The first method is the default. Asking for the method in use would fix it for the process.
         forks=multiprocessing.get_all_start_methods()[0] == "fork",
+        has_fast_bf16=has_fast_bf16(),
         seconds_left=_seconds_left(environment),
     )
+
+
+def has_fast_bf16() -> bool:
+    """Tell if torch computes bf16 products on this CPU by oneDNN, and not by loops many times slower than fp32."""
+    import torch
+
+    # torch asks the same before each product.
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supported is None or bool(supported())
 
 
 def visible_devices() -> tuple[Device, ...]:

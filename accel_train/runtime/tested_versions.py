@@ -44,6 +44,7 @@ TESTED: Mapping[str, Tested] = {
             "torch._inductor.dependencies.MemoryDep": "compile: reductions of rows on a GPU",
             "torch._inductor.virtualized.V": "compile: reductions of rows on a GPU",
             "torch._C._distributed_c10d._dump_fr_trace_json": "hangs: the last collectives of gloo",
+            "_is_mkldnn_bf16_supported": "linting: whether a CPU has fast bf16 products",
             "_dump_nccl_trace": "hangs: the last collectives of NCCL, which a torch for CPUs lacks",
             "_dump_nccl_trace_json": "hangs: the last collectives of NCCL, which a torch for CPUs lacks",
             "torch._C._current_autograd_node": "replay --upgrade: the node of a backward, for its forward's module",

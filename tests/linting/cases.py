@@ -259,6 +259,10 @@ LIMITS = {
         on(GPU, {"precision": "bf16"}, devices=(V100,)),
         on(GPU, {"precision": "bf16"}, devices=(A100,)),
     ),
+    "bf16-on-old-cpu": (
+        on(CPU, {"precision": "bf16"}, has_fast_bf16=False),
+        on(CPU, {"precision": "bf16"}, has_fast_bf16=True),
+    ),
     "fp16-beside-bf16": (
         on(GPU, {"precision": "fp16"}, devices=(A100,)),
         on(GPU, {"precision": "fp16"}, devices=(V100,)),
