@@ -237,6 +237,24 @@ class Decaying(torch.optim.SGD):
         return super().step(closure)
 
 
+class Copying(torch.optim.SGD):
+    """Keeps a tensor under the name of the exact weights in a checkpoint."""
+
+    key = "master"
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault(self.key, torch.zeros_like(parameter))
+        return super().step(closure)
+
+
+class Dashed(Copying):
+    """Under a name that reads as that of a file in parts."""
+
+    key = "exp-avg"
+
+
 class Lookahead(torch.optim.SGD):
     """Keeps a list of tensors in its state."""
 
@@ -279,6 +297,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"name": f"{HERE}:Sampling"}, ["draws random numbers"]),
     ({"name": f"{HERE}:Decaying"}, ["went on with other bits"]),
     ({"name": f"{HERE}:Lookahead"}, ["Lookahead keeps before of matrix as a list"]),
+    ({"name": f"{HERE}:Copying"}, ["Copying keeps state of matrix under the key 'master'", "Choose another class"]),
+    ({"name": f"{HERE}:Dashed"}, ["Dashed keeps state of matrix under the key 'exp-avg'"]),
 ]
 
 
