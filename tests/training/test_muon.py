@@ -193,6 +193,12 @@ def test_hidden_matrices_only(model: Model) -> None:
     assert "blocks.0.gates" in groups["no_decay"]
 
 
+def test_a_list_of_one_module_is_no_row_of_blocks(model: Model) -> None:
+    model.single = nn.ModuleList([nn.Linear(8, 8)])
+    groups = group_names(model, build_optimizer(model, OptimizerConfig(name="muon"), CPU)[0])
+    assert "single.0.weight" in groups["decay"]
+
+
 def test_what_it_takes_of_an_mmdit() -> None:
     """Blocks are those that FSDP2 shards; modulation, conditioning, embeddings and heads stay with AdamW."""
     shape = ModelConfig(width=8, depth=2, heads=2).multimodal(16, 4, (1, 6))
@@ -223,6 +229,7 @@ def test_own_rates_decay_and_parts(model: Model) -> None:
     same, _ = build_optimizer(model, OptimizerConfig(name="muon", lr=1e-3, weight_decay=0.1), CPU)
     (matrices,) = (g for g in same.param_groups if g["muon"])
     assert (matrices["lr"], matrices["weight_decay"]) == (1e-3, 0.1)
+    assert (matrices["momentum"], matrices["nesterov"], matrices["precision"]) == (0.95, True, "fp32")
     assert matrices["adjust_lr_fn"] == "match_rms_adamw"
 
 
