@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -361,6 +362,28 @@ def test_a_checkpoint_that_was_set_aside_stops_every_start(accelerator: Accelera
     assert start(accelerator, config).start_step == 3
 
 
+def test_a_start_that_has_loaded_forgets_those_that_died(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    path = make(start(accelerator, config).checkpoints, 3)
+
+    def begin(error: type[Exception] | None) -> None:
+        run = open_run(options_of(config), accelerator, "d" * 8)
+        with suppress(RuntimeError), run.loading(last=False):
+            pass
+        with suppress(RuntimeError), run.loading(last=True):
+            if error is not None:
+                raise error("torn")
+        run.close()
+
+    for error in (RuntimeError, RuntimeError, None, RuntimeError, RuntimeError):
+        begin(error)
+    assert start(accelerator, config).start_step == 3
+    begin(RuntimeError)
+    with pytest.raises(CheckpointsUnusableError, match="set aside"):
+        start(accelerator, config)
+    assert not path.exists()
+
+
 def test_a_step_is_set_aside_again(accelerator: Accelerator, tmp_path: Path) -> None:
     config = Config(str(tmp_path / "run"))
     run = start(accelerator, config)
@@ -464,6 +487,15 @@ def test_an_evaluation_takes_a_checkpoint_without_state(accelerator: Accelerator
     run = open_run(replace(options_of(config), evaluate_only=True), accelerator, "d" * 8)
     run.close()
     assert run.start_step == 3
+
+
+def test_the_newest_checkpoint_of_the_run_may_be_named(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    older, newest = make(run.checkpoints, 3), make(run.checkpoints, 6)
+    assert start(accelerator, replace(config, resume=str(newest))).start_step == 6
+    with pytest.raises(UsageError, match="already holds a run whose newest checkpoint is checkpoint_00000006"):
+        start(accelerator, replace(config, resume=str(older)))
 
 
 def test_a_derived_value_is_that_of_a_checkpoint_from_elsewhere(accelerator: Accelerator, tmp_path: Path) -> None:

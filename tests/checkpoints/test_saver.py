@@ -31,7 +31,7 @@ from accel_train.hub.options import HubConfig
 from accel_train.store import atomic_files, commit, failpoints, manifest
 from accel_train.store.commit import CheckpointWriteError
 from accel_train.training.ema import Ema, EmaConfig
-from accel_train.training.shards import Shards
+from accel_train.training.shards import Shards, persistent_buffers
 from tests.waiting import until
 
 
@@ -456,6 +456,16 @@ def test_a_buffer_with_infinity_is_saved_loaded_and_exported(tmp_path: Path) -> 
     assert torch.equal(again.average.view.module.get_buffer("mask"), mask)
     export.export(str(saved.path), str(tmp_path / "out"), precision="fp16")
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["mask"], mask.half())
+
+
+def test_a_buffer_of_two_modules_is_saved_once_and_one_that_can_be_computed_not_at_all(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    module = toy.average.view.module
+    shared = torch.ones(3)
+    for layer in (module[0], module[2]):
+        layer.register_buffer("shared", shared)
+        layer.register_buffer("computed", torch.ones(2), persistent=False)
+    assert persistent_buffers(module) == ["0.shared"]
 
 
 class Stateful(torch.nn.Linear):

@@ -184,6 +184,14 @@ def test_the_rest_is_torch_adamw(model: Model) -> None:
     assert all(torch.equal(found[n], p) for n, p in trainable.items())
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_rows_of_ranks_are_those_of_chunk(world: int) -> None:
+    """As FSDP2 shards: the last ranks may have fewer rows, or none."""
+    for rows in range(1, 12):
+        sizes = [len(chunk) for chunk in torch.arange(rows).chunk(world)]
+        assert muon._rows_of_ranks(rows, world) == sizes + [0] * (world - len(sizes))
+
+
 def test_hidden_matrices_only(model: Model) -> None:
     optimizer, _ = build_optimizer(model, OptimizerConfig(name="muon"), CPU)
     groups = group_names(model, optimizer)

@@ -367,6 +367,19 @@ def test_offloaded_adamw_takes_weights_that_others_have_written(model):
     assert torch.equal(model.text_head.weight, torch.full((16, 8), 3.0 * (1 - 0.1 * 0.01)))
 
 
+def test_the_step_that_makes_the_state_leaves_gradients_and_rates_alone(model):
+    optimizer, _ = build_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5), CPU)
+    gradient = model.text_head.weight.grad = torch.ones(16, 8)
+    before = model.text_head.weight.detach().clone()
+    Shards(model, optimizer).create_state()
+    assert model.text_head.weight.grad is gradient  # ZeRO with offload reduces into it
+    assert gradient.eq(1).all()
+    assert model.patch.weight.grad is None
+    assert torch.equal(model.text_head.weight, before)
+    assert not optimizer.state[model.text_head.weight]["exp_avg"].any()
+    assert {g["lr"] for g in optimizer.param_groups} == {0.1}
+
+
 def test_every_combination_is_in_the_table():
     assert {name: tuple(rows) for name, rows in TABLE.items()} == dict.fromkeys(TABLE, STRATEGIES)
     listed = list(optimizer_table.rows())
