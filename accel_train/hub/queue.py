@@ -72,11 +72,16 @@ class HubQueue:
         (self.directory / "failed" / f"{entry.checkpoint}.json").unlink(missing_ok=True)
 
     def entries(self) -> list[Entry]:
-        """Return the waiting entries, oldest first. Invalid files are set aside, with a note in ``failed``."""
+        """Return the waiting entries, oldest first. Invalid files are set aside, with a note in ``failed``.
+
+        One that cannot be read now is left out and stays in the queue.
+        """
         found: list[Entry] = []
         for path in self._files("queue"):
             try:
                 found.append(_entry(_load(path), path.stem))
+            except strict_json.UnreadableError:
+                continue  # it waits on: a later look may read it
             except (FileNotFoundError, ValueError) as error:
                 if not os.path.lexists(path):
                     continue  # pushed in the meantime

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ GROUP_OPTIONS = (
 """Keys of a group that are functions of the options and the step. An optimizer's own numbers are the others."""
 EXACT_IN_FP32 = {torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.bool}
 """Dtypes of state whose values survive in a file of fp32."""
+WEIGHT_COPIES = ("master", "master_ema")
+"""Files beside those of the optimizer state: exact copies of weights and EMA saved in low precision."""
 
 
 class Shards:
@@ -209,7 +212,8 @@ class Shards:
         """Numbers that an optimizer of ``module:Class`` keeps, by group and by parameter, for JSON.
 
         Empty for the built-in ones. Reads from the device. Raises ``UsageError`` for state that has neither one value
-        per element nor one for the whole parameter, because a checkpoint could not hold it by parameter name.
+        per element nor one for the whole parameter, because a checkpoint could not hold it by parameter name, and for a
+        key that can name no file of its own.
         """
         optimizer = self._sharding.optimizer
         if not self._is_own:
@@ -221,6 +225,7 @@ class Shards:
             state: Mapping[str, Any] = optimizer.state.get(parameter, {})
             for key, value in state.items():
                 if key in of_elements and value.dtype in EXACT_IN_FP32:
+                    _refuse_key(key, name, optimizer)
                     continue
                 number = encode_number(value)
                 if number is None:
@@ -312,6 +317,18 @@ def decode_number(number: Sequence[str], device: torch.device) -> Any:
     value = float(text) if dtype.is_floating_point else int(text)
     # In its own dtype and on its own device: some optimizers count steps in a tensor of the GPU.
     return torch.tensor(value, dtype=dtype, device=device)
+
+
+def _refuse_key(key: object, name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``UsageError`` for a key of the state that cannot be the name of a file in a checkpoint."""
+    # A file in parts has a dash behind the key, and the copies of the weights would be read as weights.
+    if isinstance(key, str) and re.fullmatch(r"\w+", key, re.ASCII) and key not in WEIGHT_COPIES:
+        return
+    raise UsageError(
+        f"optimizer.name: {type(optimizer).__name__} keeps state of {name} under the key {key!r}; a checkpoint has a "
+        f"file for each key, so letters, digits and _ are required, and none of {', '.join(WEIGHT_COPIES)}. Choose "
+        "another class"
+    )
 
 
 def _unsaved_state(optimizer: str, key: str, name: str, value: object) -> str:

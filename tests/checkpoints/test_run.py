@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -351,8 +352,36 @@ def test_a_checkpoint_that_was_set_aside_stops_every_start(accelerator: Accelera
     for _ in range(2):
         with pytest.raises(CheckpointsUnusableError, match=r"checkpoint_00000003\.bad: .*set aside"):
             start(accelerator, config)
+    run_file = tmp_path / "run" / "run.json"
+    kept = run_file.read_bytes()
+    run_file.unlink()
+    with pytest.raises(UsageError, match="no checkpoint there says what the experiment is"):
+        start(accelerator, config)
+    run_file.write_bytes(kept)
     path.with_name(f"{path.name}.bad").rename(path)
     assert start(accelerator, config).start_step == 3
+
+
+def test_a_start_that_has_loaded_forgets_those_that_died(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    path = make(start(accelerator, config).checkpoints, 3)
+
+    def begin(error: type[Exception] | None) -> None:
+        run = open_run(options_of(config), accelerator, "d" * 8)
+        with suppress(RuntimeError), run.loading(last=False):
+            pass
+        with suppress(RuntimeError), run.loading(last=True):
+            if error is not None:
+                raise error("torn")
+        run.close()
+
+    for error in (RuntimeError, RuntimeError, None, RuntimeError, RuntimeError):
+        begin(error)
+    assert start(accelerator, config).start_step == 3
+    begin(RuntimeError)
+    with pytest.raises(CheckpointsUnusableError, match="set aside"):
+        start(accelerator, config)
+    assert not path.exists()
 
 
 def test_a_step_is_set_aside_again(accelerator: Accelerator, tmp_path: Path) -> None:
@@ -436,6 +465,46 @@ def test_the_weights_to_begin_from_are_not_asked_for_later(accelerator: Accelera
     make(run.checkpoints, 3)
     again = start(accelerator, config)
     assert (again.start_step, again.initial_weights) == (3, None)
+
+
+def test_weights_within_the_run_s_own_directory_are_refused_only_if_they_would_be_deleted(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    source = make(tmp_path / "run" / "base", 9)
+    config = WithWeights(str(tmp_path / "run"), init_from=str(source))
+    assert start(accelerator, config).initial_weights == source
+    with pytest.raises(UsageError, match=r"overwrite: true would delete the weights of init_from: .*copy them first"):
+        start(accelerator, replace(config, overwrite=True))
+    assert (source / "model.safetensors").exists()
+
+
+def test_an_evaluation_takes_a_checkpoint_without_state(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    commit.rewrite_manifest(make(run.checkpoints, 3), {"state": False})
+    with pytest.raises(CheckpointsUnusableError, match="weights without optimizer state"):
+        start(accelerator, config)
+    run = open_run(replace(options_of(config), evaluate_only=True), accelerator, "d" * 8)
+    run.close()
+    assert run.start_step == 3
+
+
+def test_the_newest_checkpoint_of_the_run_may_be_named(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = Config(str(tmp_path / "run"))
+    run = start(accelerator, config)
+    older, newest = make(run.checkpoints, 3), make(run.checkpoints, 6)
+    assert start(accelerator, replace(config, resume=str(newest))).start_step == 6
+    with pytest.raises(UsageError, match="already holds a run whose newest checkpoint is checkpoint_00000006"):
+        start(accelerator, replace(config, resume=str(older)))
+
+
+def test_a_derived_value_is_that_of_a_checkpoint_from_elsewhere(accelerator: Accelerator, tmp_path: Path) -> None:
+    first = start(accelerator, Config(str(tmp_path / "first")))
+    source = make(first.checkpoints, 3)
+    resolved = {"optimizer.decay_steps": 10}
+    commit.rewrite_manifest(source, {"experiment": first.saved["experiment"], "resolved": resolved})
+    second = start(accelerator, Config(str(tmp_path / "second"), resume=str(source)), decay=20)
+    assert second.resolved("optimizer.decay_steps") == 10
 
 
 def test_a_derived_value_may_be_changed_on_purpose_with_a_checkpoint_from_elsewhere(

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accel_train.checkpoints import background, restore
+from accel_train.checkpoints import background, restore, saver
 from accel_train.checkpoints.policy import CheckpointConfig, warn_about_grace
 from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
@@ -30,7 +31,7 @@ from accel_train.hub.options import HubConfig
 from accel_train.store import atomic_files, commit, failpoints, manifest
 from accel_train.store.commit import CheckpointWriteError
 from accel_train.training.ema import Ema, EmaConfig
-from accel_train.training.shards import Shards
+from accel_train.training.shards import Shards, persistent_buffers
 from tests.waiting import until
 
 
@@ -106,6 +107,21 @@ def toy(tmp_path: Path) -> Iterator[Toy]:
 def test_when_it_saves(toy: Toy, options: dict[str, Any], steps: list[int]) -> None:
     assert toy.train(CheckpointConfig(keep_last=0, **options), 10) == steps
     assert toy.committed == steps
+
+
+def test_the_clock_begins_anew_with_every_save(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps of 25 seconds the third passes a minute. One saved for another reason counts as well."""
+    clock = count(0, 25)
+    seconds = [next(clock)]
+    monkeypatch.setattr(saver, "time", SimpleNamespace(monotonic=lambda: seconds[-1]))
+    with toy.saver(CheckpointConfig(keep_last=0, save_every=7, save_every_minutes=1.0)) as saving:
+        for step in range(1, 11):
+            toy.step(step)
+            seconds.append(next(clock))
+            saving.boundary(step)
+            if saving.due(step, 100):
+                saving.save(step)
+    assert toy.committed == [3, 6, 7, 10]
 
 
 @pytest.mark.parametrize(
@@ -440,6 +456,16 @@ def test_a_buffer_with_infinity_is_saved_loaded_and_exported(tmp_path: Path) -> 
     assert torch.equal(again.average.view.module.get_buffer("mask"), mask)
     export.export(str(saved.path), str(tmp_path / "out"), precision="fp16")
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["mask"], mask.half())
+
+
+def test_a_buffer_of_two_modules_is_saved_once_and_one_that_can_be_computed_not_at_all(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    module = toy.average.view.module
+    shared = torch.ones(3)
+    for layer in (module[0], module[2]):
+        layer.register_buffer("shared", shared)
+        layer.register_buffer("computed", torch.ones(2), persistent=False)
+    assert persistent_buffers(module) == ["0.shared"]
 
 
 class Stateful(torch.nn.Linear):

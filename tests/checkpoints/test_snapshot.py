@@ -17,11 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import Replicate, Shard
 
 from accel_train.checkpoints import snapshot, writer
 from accel_train.checkpoints.background import Writer
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import commit, planning, weights
+from accel_train.training.sharding import DTensors
 
 
 def collections(*stems: str, spread: bool = False) -> list[planning.Collection]:
@@ -83,6 +85,23 @@ def test_large_collections_are_split_with_names_that_the_hub_knows(monkeypatch: 
 )
 def test_pieces_cover_the_whole_once(extents: list[tuple[int, int]], pieces: list[tuple[int, ...]]) -> None:
     assert planning.cover(extents) == pieces
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_an_extent_is_the_chunk_that_a_rank_has(world: int) -> None:
+    """Of FSDP2, with replicas beside: the last ranks may have fewer rows, or none."""
+    for rows in range(1, 12):
+        whole = torch.arange(rows * 3).view(rows, 3)
+        chunks = [*whole.chunk(world)]
+        chunks += [whole[:0]] * (world - len(chunks))
+        for rank, chunk in enumerate(chunks):
+            mesh = SimpleNamespace(shape=(2, world), get_coordinate=lambda rank=rank: [1, rank])
+            parameter: Any = SimpleNamespace(
+                shape=whole.shape, ndim=2, device_mesh=mesh, placements=(Replicate(), Shard(0))
+            )
+            start, length = DTensors.extent(parameter)
+            assert torch.equal(whole.flatten()[start : start + length], chunk.flatten())
+            assert length == chunk.numel()
 
 
 def test_a_hole_is_noticed() -> None:

@@ -477,6 +477,21 @@ def test_a_damaged_queue_file_does_not_block_the_others(run: Path) -> None:
     assert queue.names() == {"checkpoint_00000002"}
 
 
+def test_a_queue_file_that_cannot_be_read_now_waits_on(run: Path) -> None:
+    queue = HubQueue(run)
+    for step in (1, 2):
+        queue.add(entry_of(make_checkpoint(run, step)))
+    file = run / "hub" / "queue" / "checkpoint_00000001.json"
+    saved = file.read_text()
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # reads fail with EIO, as on a failing disk
+    assert [entry.step for entry in queue.entries()] == [2]
+    assert (queue.names(), queue.failed()) == ({"checkpoint_00000001", "checkpoint_00000002"}, {})
+    file.unlink()
+    file.write_text(saved)
+    assert [entry.step for entry in queue.entries()] == [1, 2]
+
+
 def test_other_files_of_the_queue_may_be_damaged(run: Path) -> None:
     queue = HubQueue(run)
     queue.save_offers({"run_id": "abc123", "committed": 4, "last": "checkpoint_00000004", "best": 1.5})

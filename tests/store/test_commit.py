@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -293,12 +294,19 @@ def _dead_pid() -> int:
     return pid
 
 
-def test_a_step_written_again_replaces_the_damaged_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_step_written_again_replaces_the_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    """Also on a file system that cannot exchange two names."""
     first = make(tmp_path, 5, b"old")
     (first / "stray").write_text("left over")
+    if not exchanges:
+        monkeypatch.setattr(commit.ctypes, "CDLL", lambda _: SimpleNamespace(renameat2=lambda *given: -1))
     second = make(tmp_path, 5, b"new")
     assert (second / "model.safetensors").read_bytes() == b"new"
     assert not (second / "stray").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_00000005"]
 
 
 @pytest.mark.fault(

@@ -184,6 +184,14 @@ def test_the_rest_is_torch_adamw(model: Model) -> None:
     assert all(torch.equal(found[n], p) for n, p in trainable.items())
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_rows_of_ranks_are_those_of_chunk(world: int) -> None:
+    """As FSDP2 shards: the last ranks may have fewer rows, or none."""
+    for rows in range(1, 12):
+        sizes = [len(chunk) for chunk in torch.arange(rows).chunk(world)]
+        assert muon._rows_of_ranks(rows, world) == sizes + [0] * (world - len(sizes))
+
+
 def test_hidden_matrices_only(model: Model) -> None:
     optimizer, _ = build_optimizer(model, OptimizerConfig(name="muon"), CPU)
     groups = group_names(model, optimizer)
@@ -191,6 +199,12 @@ def test_hidden_matrices_only(model: Model) -> None:
     kept = {"adaln.weight", "lora_head.weight", "relative_embedding.weight"}
     assert groups["decay"] == {"embed.weight", "head.weight"} | {f"blocks.{i}.{n}" for i in range(2) for n in kept}
     assert "blocks.0.gates" in groups["no_decay"]
+
+
+def test_a_list_of_one_module_is_no_row_of_blocks(model: Model) -> None:
+    model.single = nn.ModuleList([nn.Linear(8, 8)])
+    groups = group_names(model, build_optimizer(model, OptimizerConfig(name="muon"), CPU)[0])
+    assert "single.0.weight" in groups["decay"]
 
 
 def test_what_it_takes_of_an_mmdit() -> None:
@@ -223,6 +237,7 @@ def test_own_rates_decay_and_parts(model: Model) -> None:
     same, _ = build_optimizer(model, OptimizerConfig(name="muon", lr=1e-3, weight_decay=0.1), CPU)
     (matrices,) = (g for g in same.param_groups if g["muon"])
     assert (matrices["lr"], matrices["weight_decay"]) == (1e-3, 0.1)
+    assert (matrices["momentum"], matrices["nesterov"], matrices["precision"]) == (0.95, True, "fp32")
     assert matrices["adjust_lr_fn"] == "match_rms_adamw"
 
 

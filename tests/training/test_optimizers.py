@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.training import optimizer_choice
+from accel_train.training import optimizer_choice, optimizers
 from accel_train.training.optimizer_choice import PRECISIONS, STRATEGIES, TABLE, refuse_combination
 from accel_train.training.optimizer_classes import eight_bit, offload
 from accel_train.training.optimizer_classes.offload import HostAdamW
@@ -20,6 +20,7 @@ from accel_train.training.optimizers import (
     set_frozen,
     set_learning_rate,
 )
+from accel_train.training.parameters import without_gradients
 from accel_train.training.shards import Shards
 from tests import compiling, optimizer_table
 
@@ -148,6 +149,25 @@ def test_equals_torch_adamw(model, fused):
     assert not torch.equal(model.text_head.weight, Model().text_head.weight)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["adamw", "muon", "adamw_offload", "adamw8bit"])
+def test_betas_and_eps_reach_every_optimizer(name, monkeypatch):
+    if name == "adamw8bit":
+        compiling.skip_without("bitsandbytes")
+    monkeypatch.setattr(optimizers, "refuse_combination", lambda *given: None)  # one of them needs a GPU
+    model = nn.Sequential(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), nn.Linear(8, 8))
+    optimizer, _ = build_optimizer(model, OptimizerConfig(name=name, betas=(0.8, 0.9), eps=1e-6), CPU)
+    of_adamw = [group for group in optimizer.param_groups if not group["muon"]]
+    assert {(group["betas"], group["eps"]) for group in of_adamw} == {((0.8, 0.9), 1e-6)}
+
+
+def test_weights_of_two_dtypes_are_left_to_torch(model):
+    """Its own class sorts them by dtype; ours takes one dtype in a group."""
+    model.text_head.double()
+    optimizer, _ = build_optimizer(model, OptimizerConfig(fused=True), CPU)
+    assert type(optimizer) is torch.optim.AdamW
+
+
 def test_factors_of_the_learning_rate_equal_groups_by_hand(model):
     torch.manual_seed(0)
     reference = Model()
@@ -261,6 +281,20 @@ def test_release_restores_decay_and_rate(model):
     assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == fresh
 
 
+def test_a_frozen_part_gets_zeros_within_the_backward_where_the_engine_clips_there(model):
+    """As ZeRO's does, which has its own tensors in the groups."""
+    optimizer, _ = build_optimizer(model, OptimizerConfig(), CPU, {"text": ["text"], "latent": ["latent"]})
+    set_frozen(optimizer, ["text"])
+    for group in optimizer.param_groups:
+        group["params"] = [torch.zeros(3)]
+    with without_gradients(model, [optimizer]):
+        model(torch.arange(8).reshape(2, 4)).square().mean().backward()
+    moving = {name.partition(".")[0] for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert moving == {"positions", "embed", "patch", "text_head", "latent"}
+    model(torch.arange(8).reshape(2, 4)).square().mean().backward()
+    assert model.text.up.weight.grad.any()
+
+
 def test_unknown_and_overlapping_parts(model):
     optimizer, _ = build_optimizer(model, OptimizerConfig(), CPU, {"text": ["text"]})
     with pytest.raises(UsageError, match=r"\['image'\] is no freezable part.*\['text'\]"):
@@ -314,7 +348,9 @@ def test_offloaded_adamw_is_torch_adamw_to_the_bit(model, monkeypatch):
             set_frozen(its, frozen)
             train(one, its, 2, factor)
     model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
-    assert len(list(optimizer._buckets())) > 3
+    sizes = [[p.nbytes for group in bucket for p in group["params"]] for bucket in optimizer._buckets()]
+    assert len(sizes) > 3
+    assert all(sum(bucket[:-1]) < 600 <= sum(bucket) for bucket in sizes[:-1])
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(p, q), name
         if p.requires_grad:
@@ -329,6 +365,19 @@ def test_offloaded_adamw_takes_weights_that_others_have_written(model):
     model.text_head.weight.data.fill_(3.0)  # restoring, or the average during an evaluation
     optimizer.step()
     assert torch.equal(model.text_head.weight, torch.full((16, 8), 3.0 * (1 - 0.1 * 0.01)))
+
+
+def test_the_step_that_makes_the_state_leaves_gradients_and_rates_alone(model):
+    optimizer, _ = build_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5), CPU)
+    gradient = model.text_head.weight.grad = torch.ones(16, 8)
+    before = model.text_head.weight.detach().clone()
+    Shards(model, optimizer).create_state()
+    assert model.text_head.weight.grad is gradient  # ZeRO with offload reduces into it
+    assert gradient.eq(1).all()
+    assert model.patch.weight.grad is None
+    assert torch.equal(model.text_head.weight, before)
+    assert not optimizer.state[model.text_head.weight]["exp_avg"].any()
+    assert {g["lr"] for g in optimizer.param_groups} == {0.1}
 
 
 def test_every_combination_is_in_the_table():

@@ -16,7 +16,7 @@ from accel_train.config import UsageError
 from accel_train.training.ema import EmaConfig, build_ema
 from accel_train.training.optimizer_choice import averages_weights, keyword_arguments
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
-from accel_train.training.shards import Shards, decode_number, encode_number
+from accel_train.training.shards import OWN_KEY, Shards, decode_number, encode_number
 from accel_train.training.step_guard import StepGuard
 
 CPU = torch.device("cpu")
@@ -237,6 +237,24 @@ class Decaying(torch.optim.SGD):
         return super().step(closure)
 
 
+class Copying(torch.optim.SGD):
+    """Keeps a tensor under the name of the exact weights in a checkpoint."""
+
+    key = "master"
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault(self.key, torch.zeros_like(parameter))
+        return super().step(closure)
+
+
+class Dashed(Copying):
+    """Under a name that reads as that of a file in parts."""
+
+    key = "exp-avg"
+
+
 class Lookahead(torch.optim.SGD):
     """Keeps a list of tensors in its state."""
 
@@ -279,6 +297,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"name": f"{HERE}:Sampling"}, ["draws random numbers"]),
     ({"name": f"{HERE}:Decaying"}, ["went on with other bits"]),
     ({"name": f"{HERE}:Lookahead"}, ["Lookahead keeps before of matrix as a list"]),
+    ({"name": f"{HERE}:Copying"}, ["Copying keeps state of matrix under the key 'master'", "Choose another class"]),
+    ({"name": f"{HERE}:Dashed"}, ["Dashed keeps state of matrix under the key 'exp-avg'"]),
 ]
 
 
@@ -345,6 +365,33 @@ def test_state_that_appears_later_is_refused_at_the_save() -> None:
     optimizer.state[model.head.bias]["history"] = torch.zeros(7)
     with pytest.raises(UsageError, match=r"SGD keeps history of head\.bias as a tensor \(7,\) of float32"):
         Shards(model, optimizer).numbers()
+
+
+def test_state_that_fp32_does_not_hold_is_refused_at_the_save() -> None:
+    model, optimizer = ours(OptimizerConfig(name="torch.optim:SGD", arguments=("momentum=0.9",)))
+    train(model, optimizer, range(2))
+    optimizer.state[model.head.bias]["history"] = torch.zeros(2, dtype=torch.float64)
+    with pytest.raises(UsageError, match=r"SGD keeps history of head\.bias as a tensor \(2,\) of float64"):
+        Shards(model, optimizer).numbers()
+
+
+class Drifting(torch.optim.SGD):
+    """Moves parameters at a learning rate of 0."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data += 1
+        return super().step(closure)
+
+
+def test_the_step_that_makes_the_state_moves_nothing_whatever_the_class_does() -> None:
+    model = Net()
+    groups = [{"params": list(model.parameters()), "name": "decay", OWN_KEY: False}]
+    optimizer = Drifting(groups, lr=0.1, momentum=0.9)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    Shards(model, optimizer).create_state()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_numbers_of_another_class_are_refused() -> None:
