@@ -18,7 +18,23 @@ from accel_train.options.tree import option_names
 from accel_train.store.run_file import is_covered
 from recipes import causal_lm, lora, mmdit, pde
 from tests import linting_page
-from tests.linting.cases import CASES, DDP, EIGHT_WORKERS, FSDP2, given, on
+from tests.linting.cases import (
+    A100,
+    BILLION,
+    CASES,
+    CLUSTER,
+    CPU,
+    DDP,
+    EIGHT_WORKERS,
+    FOUR_MICRO_BATCHES,
+    FSDP2,
+    GPU,
+    HUB,
+    RTX_4090,
+    V100,
+    given,
+    on,
+)
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {name for recipe in (causal_lm, lora, mmdit, pde) for name in option_names(recipe.Config)}
@@ -125,6 +141,90 @@ def test_numbers_of_findings_are_those_of_the_facts() -> None:
     assert any("64 micro-batches wait in it" in reason for reason in waiting), waiting
 
 
+BY_HAND = {"max_steps": "command line", "schedule.warmup_steps": "recipes/presets/base.yaml"}
+GROUPED = replace(FSDP2, processes=16, machines=2)
+CONDITIONS: list[tuple[str, Facts, bool]] = [
+    # A start shortens the warm-up of a preset by itself.
+    ("warmup-beyond-the-run", given({"schedule.warmup_steps": 10_001}, origins=BY_HAND), False),
+    (
+        "warmup-beyond-the-run",
+        given({"schedule.warmup_steps": 10_001}, origins=dict.fromkeys(BY_HAND, "command line")),
+        True,
+    ),
+    ("steps-without-learning-rate", given({"schedule.decay_steps": 10_000}), False),
+    # 8 / sqrt(256) is a half, and 8 / 256 would be a thirty-second.
+    ("scale-of-adapters", given({"lora.rank": 256, "lora.variant": "rslora", "lora.alpha": 8.0}), False),
+    ("many-passes", given({"global_batch_size": 64, "data.packing": True, "lora.rank": 16}, dataset_size=100), False),
+    (
+        "cuda-graphs-with-accumulation",
+        given({**FOUR_MICRO_BATCHES, "compile.mode": "off", "compile.optimize": "reduce-overhead"}, GPU),
+        False,
+    ),
+    # Saves by one interval within the run are enough.
+    (
+        "no-save-before-the-end",
+        given({"checkpoints.save_every": 10_001, "checkpoints.save_every_epochs": 1.0}),
+        False,
+    ),
+    (
+        "no-epoch-before-the-end",
+        given(
+            {"global_batch_size": 64, "checkpoints.save_every_epochs": 6.5, "checkpoints.save_every": 10_000},
+            dataset_size=100_000,
+        ),
+        False,
+    ),
+    (
+        "no-epoch-before-the-end",
+        given(
+            {"global_batch_size": 64, "checkpoints.save_every_epochs": 6.5, "checkpoints.save_every": 10_001},
+            dataset_size=100_000,
+        ),
+        True,
+    ),
+    ("one-checkpoint", given({"checkpoints.keep_last": 1, "checkpoints.keep_window_steps": 500}), False),
+    ("best-of-one-evaluation", given({**HUB, "hub.push": "best", "evaluation.every": 0}), True),
+    ("many-revisions", given({**HUB, "checkpoints.save_every": 49, "hub.push_every": 2}), False),
+    ("many-revisions", given({**HUB, "checkpoints.save_every": 49, "hub.push": "best"}), False),
+    # What one machine has is compared with its own processes.
+    ("workers-above-cores", given(EIGHT_WORKERS, CLUSTER), False),
+    ("host-memory-of-offload", given(layout=replace(GROUPED, offload=True), parameters=18 * BILLION), False),
+    # 279 GiB of state: more than 40 % of the 8 devices of a machine, and less than that of all 16.
+    ("shards-across-machines", given(layout=GROUPED, parameters=15 * BILLION), False),
+    ("time-limit-before-save", on(CPU, {"checkpoints.save_every_minutes": 20.0}, seconds_left=1200.0), True),
+    ("time-limit-before-save", on(CPU, {"checkpoints.save_every_minutes": 0.0}, seconds_left=6000.0), True),
+    ("time-limit-before-save", on(CPU, {"checkpoints.save_every_epochs": 1.0}, seconds_left=60.0), False),
+    ("fp16-beside-bf16", on(replace(DDP, processes=2), {"precision": "fp16"}, devices=(A100, V100)), False),
+    # The smallest device decides, and one without a process is not waited for.
+    ("sharding-without-need", replace(on(FSDP2, devices=(A100, A100, A100, RTX_4090)), parameters=BILLION), False),
+    ("unequal-devices", on(replace(DDP, processes=2), devices=(A100, A100, V100)), False),
+]
+"""Conditions of a rule besides that of `CASES`, and whether it finds something."""
+
+
+@pytest.mark.parametrize(("name", "facts", "found"), CONDITIONS, ids=[name for name, _, _ in CONDITIONS])
+def test_each_condition_of_a_rule_counts(name: str, facts: Facts, found: bool) -> None:
+    assert (find_rule(name).find(facts) is not None) == found
+
+
+def test_remedies_are_those_of_the_facts() -> None:
+    idle = find_rule("idle-devices").find(on(replace(DDP, processes=8, machines=2), devices=(A100,) * 8))
+    assert idle is not None
+    assert idle.remedy.startswith("give --num_processes 16,")
+    # 512 samples cost a third of ten times as many that are trained on, 64 in a step.
+    outweighs = find_rule("evaluation-outweighs-training").find(CASES["evaluation-outweighs-training"][0])
+    assert outweighs is not None
+    assert outweighs.change == ("evaluation.every", 80)
+    kept = find_rule("keep-every-between-saves").find(
+        given({"checkpoints.keep_every": 100, "checkpoints.save_every": 300})
+    )
+    assert kept is not None
+    assert kept.remedy.endswith("such as 300")
+    best = find_rule("best-of-one-evaluation").find(given({"checkpoints.keep_best": 1, "evaluation.every": 0}))
+    assert best is not None
+    assert best.change is None
+
+
 def test_the_page_has_every_rule() -> None:
     text = linting_page.PAGE.read_text(encoding="utf-8")
     assert text == linting_page.page(), "run python -m tests.linting_page"
@@ -151,3 +251,10 @@ def test_steps_of_epochs_are_those_of_the_batch_schedule() -> None:
 def test_micro_batches_are_those_of_the_largest_step() -> None:
     assert given({**SCHEDULE, "micro_batch_size": 64}).accumulation == 1
     assert given({**SCHEDULE, "micro_batch_size": 64, "batch_schedule.sizes": (65,)}).accumulation == 2
+    # The process with the larger share, 33 of 65.
+    two = {**SCHEDULE, "micro_batch_size": 32, "batch_schedule.sizes": (65,)}
+    assert given(two, replace(DDP, processes=2)).accumulation == 2
+
+
+def test_automatic_workers_divide_the_cores_of_a_machine() -> None:
+    assert given({"loader.num_workers": "auto"}, CLUSTER).workers == 64 // 8 - 1

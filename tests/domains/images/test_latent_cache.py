@@ -18,7 +18,7 @@ from accel_train.config import UsageError
 from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
-from accel_train.data.tensor_cache import DamagedEntryError
+from accel_train.data.tensor_cache import DamagedEntryError, TensorCache
 from accel_train.domains.images import latent_cache
 from accel_train.domains.images.dataset import PictureDataset
 from accel_train.domains.images.latent_cache import (
@@ -128,12 +128,13 @@ def test_another_encoder_or_size_meets_no_latent_of_before(folder: Path, tmp_pat
 
 
 @pytest.mark.fault("I48", injected="NaN in a latent", outcome="exit 2 with the picture's name")
-def test_latents_that_are_not_finite_are_refused(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_latents_that_are_not_finite_are_refused(folder: Path, tmp_path: Path, value: float) -> None:
     encoder = Encoder()
 
     def broken(pixels: Tensor) -> Latents:
         mean, logvar = encoder(pixels)
-        mean[-1, 0, 0, 0] = float("nan")
+        mean[-1, 0, 0, 0] = value
         return Latents(mean, logvar)
 
     with pytest.raises(UsageError, match=r"latents: mean of \d+.png holds NaN or infinity"):
@@ -191,17 +192,42 @@ def test_random_crops_cannot_be_cached(folder: Path, tmp_path: Path) -> None:
 )
 def test_a_cap_that_is_too_small_is_refused_at_once(folder: Path, tmp_path: Path) -> None:
     encoder = Encoder()
+    whole = size_of(cached_latents(dataset(folder), encoder, encoder.identity, tmp_path / "whole"))
+    encoder.encoded = 0
     with pytest.raises(UsageError, match="cache_gib"):
         cached_latents(
             dataset(folder),
             encoder,
             encoder.identity,
             tmp_path,
-            cap_bytes=2000,
+            # More than the first batch takes.
+            cap_bytes=whole // 2,
             filling=Filling(batch_size=2),
         )
     assert encoder.encoded == 2
     cached_latents(dataset(folder), encoder, encoder.identity, tmp_path, cap_bytes=10**6)
+
+
+def size_of(cache: TensorCache) -> int:
+    return sum(file.stat().st_size for file in cache.folder.glob("??/*.safetensors"))
+
+
+def test_a_cap_deletes_what_no_live_run_uses(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_cache, "_leases", [])
+    one, other = Encoder(), Encoder(seed=1)
+    before = cached_latents(dataset(folder), one, one.identity, tmp_path)
+    size = size_of(before)
+
+    def second() -> None:
+        cached_latents(dataset(folder), other, other.identity, tmp_path, cap_bytes=size + size // 2)
+
+    with pytest.raises(UsageError, match="are in use by this run and others"):
+        second()
+    assert size_of(before) == size
+    # As at the end of the first run.
+    latent_cache._leases[0].close()
+    second()
+    assert 0 < size_of(before) <= size // 2
 
 
 # -------------------------------------------------------------------------------------------------------------- draws

@@ -87,15 +87,33 @@ def test_sums_are_weighted_and_divided(drawn, tmp_path):
     assert found["caption_words"] == pytest.approx(sum(words) / len(words))
 
 
-def test_an_empty_caption_is_right_only_if_nothing_was_said(drawn, tmp_path):
+def test_each_picture_is_compared_with_what_is_nearest_to_it(drawn, tmp_path):
     pictures = drawn[1][:4]
     rows = CaptionedPictures(tmp_path, (6, 6), Patching(4), False, ())
-    texts = ["", "a dog", "a cat"]
+    latents = to_patches(pictures, 4)
+
+    def nearest(queries):
+        return latents[torch.cdist(queries.flatten(1), latents.flatten(1)).argmin(1)]
+
+    scores = PictureScores(rows, lambda x: x, lambda row: "a dog", nearest)
+    batch = {"latent": latents, "tokens": torch.zeros(4, 1, dtype=torch.int64), "weight": torch.ones(4)}
+    # Training has the true pictures, and nothing like the sampled ones.
+    negatives = to_patches(255 - pictures, 4)
+    found = scores(batch, batch, negatives, batch["tokens"])
+    assert found["nearest_distance_true"] == 0
+    assert found["nearest_distance"] > 1
+
+
+def test_an_empty_caption_is_right_only_if_nothing_was_said(drawn, tmp_path):
+    pictures = drawn[1][:5]
+    rows = CaptionedPictures(tmp_path, (6, 6), Patching(4), False, ())
+    texts = ["", "a dog", "a cat", "a"]
     latents = to_patches(pictures, 4)
     scores = PictureScores(rows, lambda x: x, lambda row: texts[int(row[0])], lambda x: x)
-    batch = {"latent": latents, "tokens": torch.tensor([[0], [0], [1], [1]]), "weight": torch.ones(4)}
-    found = scores(batch, batch, latents, torch.tensor([[0], [2], [2], [0]]))
-    assert found["caption_words"] == 1 + 0 + 0.5 + 0
+    batch = {"latent": latents, "tokens": torch.tensor([[0], [0], [1], [1], [1]]), "weight": torch.ones(5)}
+    found = scores(batch, batch, latents, torch.tensor([[0], [2], [2], [0], [3]]))
+    # A word that was not said is as wrong as another one.
+    assert found["caption_words"] == 1 + 0 + 0.5 + 0 + 0.5
     assert found["caption_exact"] == 1
 
 

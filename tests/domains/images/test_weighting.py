@@ -15,6 +15,7 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.diffusion.timesteps import TimeConfig
+from accel_train.domains.images import decoding
 from accel_train.domains.images.buckets import frame
 from accel_train.domains.images.dataset import Sample
 from accel_train.domains.images.options import MaskConfig, PriorConfig
@@ -144,6 +145,21 @@ def test_a_mask_is_the_mean_over_the_pixels_of_a_latent(outside: float, tmp_path
     white.rotate(90).save(tmp_path / "photos" / "a.mask.png")
     with pytest.raises(RuntimeError, match=r"a.mask.png has changed since the run began"):
         files.read(found, seen, keep=False)
+
+
+def test_a_mask_may_be_as_large_as_its_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = with_alpha(tmp_path / "photos")
+    # data.max_pixels may allow a picture more than decoding does by itself, which would be large for a test.
+    for decode in (decoding.decode_alpha, decoding.decode_picture):
+        monkeypatch.setitem(decode.__kwdefaults__, "max_pixels", 16 * 16 - 1)
+    seen = frame((16, 16), (16, 16))
+    alpha = masks.find_masks(MaskConfig("alpha"), [found], 4)
+    assert alpha is not None
+    torch.testing.assert_close(alpha.read(found, seen, keep=False), expected(0.0))
+    Image.new("L", (16, 16), "white").save(tmp_path / "photos" / "a.mask.png")
+    files = masks.find_masks(MaskConfig("files"), [found], 4)
+    assert files is not None
+    assert torch.equal(files.read(found, seen, keep=False), torch.ones(1, 4, 4))
 
 
 def test_errors_are_weighted_by_place(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.images.buckets import Frame, render
-from accel_train.domains.images.decoding import PictureError, decode_alpha, decode_picture
+from accel_train.domains.images.decoding import MAX_PIXELS, PictureError, decode_alpha, decode_picture
 from accel_train.domains.images.folders import SUFFIXES, is_mask
 from accel_train.domains.images.options import MaskConfig
 from accel_train.domains.images.scanning import Picture
@@ -69,14 +69,14 @@ class Masks:
 
     def _mask(self, picture: Picture) -> Image.Image | None:
         if self.config.source == "alpha":
-            return decode_alpha(picture.bytes.read())
+            return decode_alpha(picture.bytes.read(), max_pixels=_pixels(picture))
         if picture.content not in self.files:
             return None
         path, digest = self.files[picture.content]
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != digest:
             raise RuntimeError(f"{path} has changed since the run began. Start the run again, or put the file back")
-        return decode_picture(content)
+        return decode_picture(content, max_pixels=_pixels(picture))
 
 
 def find_masks(config: MaskConfig, pictures: Sequence[Picture], reduction: int) -> Masks | None:
@@ -111,6 +111,11 @@ def describe_masks(masks: Masks | None, pictures: Sequence[Picture]) -> list[str
     return [f"the loss counts inside of {len(masks.files):,} masks, {outside}; {len(contents):,} pictures in all"]
 
 
+def _pixels(picture: Picture) -> int:
+    """Return how many pixels a mask may have: `data.max_pixels` may have allowed its picture more than the default."""
+    return max(MAX_PIXELS, picture.width * picture.height)
+
+
 def _file_beside(picture: Picture) -> Path | None:
     if not isinstance(picture.bytes, FileBytes):
         raise UsageError(
@@ -127,7 +132,7 @@ def _checked(path: Path, picture: Picture) -> str:
     """Refuse a mask of another size than its picture, and return its sha256."""
     try:
         content = read_regular(path)
-        width, height = decode_picture(content).size
+        width, height = decode_picture(content, max_pixels=_pixels(picture)).size
     except (OSError, PictureError) as error:
         raise UsageError(f"{path}: the mask of {picture.name} cannot be used: {error}. Write it again") from None
     if (width, height) != (picture.width, picture.height):
