@@ -280,7 +280,8 @@ def resolve_loader(config: LoaderConfig, device: torch.device) -> LoaderSettings
     else:
         workers = config.num_workers
         reason = "num_workers as asked"
-        _refuse_too_many(workers)
+        # Set by the launcher. The other processes of this host start as many workers each.
+        refuse_too_many("loader.num_workers", workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return LoaderSettings(
         num_workers=workers,
         prefetch_factor=config.prefetch_factor or DEFAULT_PREFETCH_FACTOR,
@@ -301,16 +302,16 @@ def _auto_workers(device: torch.device) -> tuple[int, str]:
     return workers, f"auto: {cores} cores for {processes} training processes on this host"
 
 
-def _refuse_too_many(workers: int) -> None:
+def refuse_too_many(option: str, workers: int, processes: int = 1) -> None:
+    """Raise ``UsageError`` for more workers than this host has use for. ``processes`` of it start as many each."""
     cores, _ = usable_cores()
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     total = workers * processes
     limit = max(16, MAX_WORKERS_PER_CORE * cores)
     if total <= limit:
         return
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     raise UsageError(
-        f"loader.num_workers={workers}: with {processes} training process(es) on this host that is "
-        f"{total} reading processes, about {total * 0.3:.0f} GiB, on {cores} core(s) "
+        f"{option}={workers}: with {processes} training process(es) on this host that is "
+        f"{total} worker processes, about {total * 0.3:.0f} GiB, on {cores} core(s) "
         f"and {memory_gib:.0f} GiB of memory. At most {limit} are started. Give {limit // processes} or less, or auto."
     )

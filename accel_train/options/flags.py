@@ -122,10 +122,14 @@ def read_flags(
     """
     values: dict[str, Any] = {}
     words = list(arguments)
+    flag = name = ""
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
-            raise FlagError(stray(word, words, list(kinds), presets))
+            problem = stray(word, words, list(kinds), presets)
+            if kinds.get(name) is bool:
+                problem += f"; {flag} before it takes true, false or no value"
+            raise FlagError(problem)
         flag, equals, attached = word.partition("=")
         name = flag[2:].replace("-", "_")
         negated = _negated_option(name, kinds)
@@ -325,12 +329,7 @@ def _hint(kind: Any, value: Any) -> str:
     return did_you_mean(nearest(value, choices))
 
 
-def stray(
-    word: str,
-    after: Sequence[str],
-    known: Sequence[str],
-    presets: Callable[[], Sequence[str]],
-) -> str:
+def stray(word: str, after: Sequence[str], known: Sequence[str], presets: Callable[[], Sequence[str]]) -> str:
     """Return the error for a word without a flag, with the probable meaning."""
     name, equals, value = word.partition("=")
     name = name.lstrip("-").replace("-", "_")

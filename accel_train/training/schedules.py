@@ -251,7 +251,22 @@ def _first_cycle(config: ScheduleConfig, span: int) -> tuple[int, int]:
     if config.cycle_steps is not None:
         return config.cycle_steps, 1
     # Cycle i is span * multiplier**i / units steps long.
-    return span, sum((config.cycle_multiplier or 1) ** i for i in range(config.cycles or 1))
+    return span, _units(config.cycles or 1, config.cycle_multiplier or 1)
+
+
+def _units(cycles: int, multiplier: int) -> int:
+    """Sum of multiplier**i over all cycles."""
+    if multiplier == 1:
+        return cycles
+    return (multiplier**cycles - 1) // (multiplier - 1)
+
+
+def _are_too_many(cycles: int, multiplier: int, steps: int) -> bool:
+    """True if the first cycle were shorter than a step, even without a warm-up."""
+    # By logarithms first: a power of this size takes hours.
+    if (cycles - 1) * math.log(multiplier) > math.log(steps) + 1:
+        return True
+    return _units(cycles, multiplier) > steps
 
 
 def _wsd_steps(config: ScheduleConfig, decay_steps: int) -> int:
@@ -263,7 +278,7 @@ def _wsd_fraction(config: ScheduleConfig) -> float:
 
 
 def check_lengths(config: ScheduleConfig, decay_steps: int, option: str) -> None:
-    """Refuse a warm-up, first cycle or wsd decay that does not fit into ``decay_steps``, the value of ``option``."""
+    """Refuse a warm-up, cycles or a wsd decay that do not fit into ``decay_steps``, the value of ``option``."""
     warmup = config.warmup_steps
     if warmup > decay_steps:
         raise UsageError(
@@ -275,6 +290,12 @@ def check_lengths(config: ScheduleConfig, decay_steps: int, option: str) -> None
             f"schedule.cycle_steps={config.cycle_steps}: with warmup_steps={warmup} one cycle ends at step "
             f"{warmup + config.cycle_steps}, after {option}={decay_steps}. Shorten it to "
             f"{decay_steps - warmup} or less, or give cycles instead."
+        )
+    if config.cycles is not None and _are_too_many(config.cycles, config.cycle_multiplier or 1, decay_steps):
+        raise UsageError(
+            f"schedule.cycles={config.cycles}, schedule.cycle_multiplier={config.cycle_multiplier or 1}: the first "
+            f"cycle would be shorter than a step, with {option}={decay_steps} to divide. Give fewer cycles, each of "
+            f"{SHORTEST_CYCLE} steps or more."
         )
     if config.kind == "wsd" and warmup + _wsd_steps(config, decay_steps) > decay_steps:
         raise UsageError(

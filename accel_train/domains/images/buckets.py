@@ -66,8 +66,8 @@ class Buckets:
         small = [resolution for resolution in self.resolutions if resolution < self.step]
         if not self.resolutions or small or self.step < 1:
             raise UsageError(
-                f"resolutions {list(self.resolutions)}, step {self.step}: each resolution must be at least the step, "
-                "so that a side has one. Raise the resolution, or lower the step."
+                f"resolutions {list(self.resolutions)}, bucket_step {self.step}: each resolution must be at least "
+                "bucket_step, so that a side has one. Raise the resolution, or lower bucket_step."
             )
         if not self.max_aspect >= 1:
             raise UsageError(f"max_aspect {self.max_aspect:g}: 1 or more is required. 1 gives squares alone.")

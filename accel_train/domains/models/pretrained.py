@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,26 @@ ORDINARY_AT_LEAST = 2
 """Tokens. Without its vocabulary a T5 tokenizer still has one for the space."""
 UNREAD = ("lm_head.",)
 """Output layer of a language model. One that encodes texts is read before it."""
+
+
+OF_OPTIONAL_PACKAGES = ("bitsandbytes", "torchao", "torch.utils._pytree", "transformers.utils.import_utils")
+"""Loggers that name, at an import, optional packages and kernels that are missing. A run that asks for one is refused
+by name, and for any other they are ten lines before the first of the run.
+"""
+
+
+@contextmanager
+def without_notices_of_imports() -> Generator[None]:
+    """Silence what transformers' import of its models logs about optional packages."""
+    loggers = [logging.getLogger(name) for name in OF_OPTIONAL_PACKAGES]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)
 
 
 def load_pretrained(

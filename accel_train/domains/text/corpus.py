@@ -125,11 +125,18 @@ def check_options_have_effect(path: str, split: str, text_column: str, heldout_p
         )
     if split == "train":
         return
-    if plain or not (is_hub_id(path, NO_ID) or is_saved_dataset(resolve_path("--data.path", path))):
+    if not has_splits(path):
         raise UsageError(
             f"--data.split {split!r} has no effect with --data.path {path!r}: files have no splits. Leave it out, or "
             "give the file of that split."
         )
+
+
+def has_splits(path: str) -> bool:
+    """Return True for a saved dataset and for one of the Hub. Files have no splits."""
+    if _has_lines_alone(path):
+        return False
+    return is_hub_id(path, NO_ID) or is_saved_dataset(resolve_path("--data.path", path))
 
 
 def left_out_notices(path: str) -> list[str]:

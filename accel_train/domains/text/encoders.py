@@ -19,7 +19,7 @@ from torch import Tensor
 
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cache_if_usable
-from accel_train.domains.models.pretrained import refuse_empty_vocabulary
+from accel_train.domains.models.pretrained import refuse_empty_vocabulary, without_notices_of_imports
 from accel_train.domains.text.tfidf import VERSION as TFIDF_VERSION
 from accel_train.domains.text.tfidf import TfidfSvdEncoder
 from accel_train.store import strict_json
@@ -299,6 +299,7 @@ def unreadable(name: str, error: Exception) -> UsageError:
     )
 
 
+@without_notices_of_imports()
 def load_model(name: str, folder: Path, config: Any) -> Any:
     """Load the text encoder in float32 and evaluation mode, without the decoder of an encoder-decoder.
 

@@ -20,6 +20,7 @@ from accel_train.data.tables.text_sources import texts_hash
 from accel_train.domains.text.corpus import (
     Corpus,
     check_options_have_effect,
+    has_splits,
     left_out_notices,
     read_corpus,
     remove_heldout,
@@ -144,6 +145,11 @@ def _read_texts(config: DataConfig) -> Splits:
     is_split = config.heldout_path is not None and config.heldout_path.startswith(SPLIT)
     heldout = None if is_split else config.heldout_path
     check_options_have_effect(config.path, config.split, config.text_column, heldout)
+    if is_split and not has_splits(config.path):
+        raise UsageError(
+            f"--data.heldout_path {config.heldout_path!r}: --data.path {config.path!r} has no splits, as files have "
+            "none. Give the held-out file."
+        )
     corpus, short = _read(config, config.path, config.split)
     if config.heldout_path is None:
         heldout_corpus = corpus

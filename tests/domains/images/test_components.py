@@ -208,6 +208,12 @@ def test_tokens_beyond_the_embeddings_are_refused(copied: Callable[[str], Path])
         load(folder)
 
 
+def test_a_variant_without_weights_is_refused(copied: Callable[[str], Path]) -> None:
+    base = find_base(BaseConfig(source=str(copied("sd1")), variant="fp16"))
+    with pytest.raises(UsageError, match=r"base\.variant 'fp16': .*unet has no safetensors of it"):
+        base.denoiser("fp32")
+
+
 def test_weights_of_a_variant_may_lie_in_several_files(copied: Callable[[str], Path]) -> None:
     """As the T5 of Stable Diffusion 3 does."""
     folder = copied("sd1")

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from accel_train.domains.images.pipelines.components import OF_OPTIONAL_PACKAGES, quiet
+from accel_train.domains.images.pipelines.components import quiet
+from accel_train.domains.models.pretrained import OF_OPTIONAL_PACKAGES
 
 
 @pytest.mark.parametrize("name", [*OF_OPTIONAL_PACKAGES, "torchao.kernel.intmm", "bitsandbytes.backends.cpu.ops"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,23 @@ from tests.domains.language import tiny
 from tests.speed.checkpointing import PARTIAL, config_of
 
 CPU = torch.device("cpu")
+SIZES = ModelConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+
+
+def test_the_import_of_a_model_names_no_optional_packages(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import transformers
+
+    make = transformers.AutoModelForCausalLM.from_config
+
+    def importing(config: Any, **options: Any) -> Any:
+        logging.getLogger("torch.utils._pytree").warning("torchao registers an enum")
+        return make(config, **options)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", importing)
+    pretrained.build(SIZES, resolved(SIZES), load_source=False)
+    assert caplog.messages == []
 
 
 def resolved(options: ModelConfig) -> Any:

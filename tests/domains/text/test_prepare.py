@@ -145,6 +145,12 @@ def test_another_split_of_the_same_dataset_can_be_held_out(tmp_path: Path) -> No
     assert sorted(data.heldout.texts) == sorted(LINES[290:400])
 
 
+def test_a_split_of_a_file_cannot_be_held_out(tmp_path: Path) -> None:
+    config = settings(tmp_path, heldout_path="split=validation", heldout_fraction=0.04)
+    with pytest.raises(UsageError, match=r"heldout_path 'split=validation': .*corpus\.txt' has no splits"):
+        prepare_data(config)
+
+
 def test_a_changed_corpus_is_prepared_anew(tmp_path: Path) -> None:
     config = settings(tmp_path)
     before = prepare_data(config)

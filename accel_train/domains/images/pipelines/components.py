@@ -6,7 +6,6 @@ An unusable one is refused by name before anything is encoded.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from accel_train.config import UsageError
-from accel_train.domains.models.pretrained import UNREAD, refuse_missing
+from accel_train.domains.models.pretrained import UNREAD, refuse_missing, without_notices_of_imports
 
 LIBRARIES = ("diffusers", "transformers")
 """Libraries allowed for the class of a component. A pipeline with code of its own is not loaded."""
@@ -26,10 +25,6 @@ KNOWN_AT_LEAST = 2
 """Different tokens of the probe. Without its vocabulary a T5 tokenizer knows the space alone, others nothing."""
 LONGEST = 10**9
 """Tokens. A tokenizer without a length has 10**30."""
-OF_OPTIONAL_PACKAGES = ("bitsandbytes", "torchao", "torch.utils._pytree", "transformers.utils.import_utils")
-"""Loggers that name, at an import, optional packages and kernels that are missing. A run that asks for one is refused
-by name, and for any other they are ten lines before the first of the run.
-"""
 
 
 @contextmanager
@@ -38,19 +33,14 @@ def quiet() -> Generator[None]:
     from diffusers.utils import logging as of_diffusers
     from transformers.utils import logging as of_transformers
 
-    loggers = [logging.getLogger(name) for name in OF_OPTIONAL_PACKAGES]
-    levels = [logger.level for logger in loggers]
     level = of_diffusers.get_verbosity()
     of_diffusers.set_verbosity_error()
     of_diffusers.disable_progress_bar()
     of_transformers.disable_progress_bar()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
     try:
-        yield
+        with without_notices_of_imports():
+            yield
     finally:
-        for logger, before in zip(loggers, levels, strict=True):
-            logger.setLevel(before)
         of_diffusers.set_verbosity(level)
         of_diffusers.enable_progress_bar()
         of_transformers.enable_progress_bar()

@@ -178,7 +178,11 @@ class DiffusersBase:
         """Return the variant of the files. Text encoders may have none of it, as pipelines take them."""
         variant = self.config.variant
         is_missing = not self._weights_of(component, variant)
-        return None if is_missing and component != self.family.denoiser else variant
+        if variant and is_missing and component == self.family.denoiser:
+            raise UsageError(
+                f"base.variant {variant!r}: {self.directory / component} has no safetensors of it; leave it out"
+            )
+        return None if is_missing else variant
 
     def attach(self, pipeline: Any, directory: Path, name: str) -> None:
         """Put the adapter of a checkpoint or an export on the denoiser, and choose it.

@@ -20,6 +20,7 @@ from torch import Tensor
 from accel_train import rng
 from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed, UsageError
 from accel_train.data.generation import blocks_in_order
+from accel_train.data.options import refuse_too_many
 from accel_train.data.progress import Progress
 from accel_train.data.tables.ledger import Changed
 from accel_train.domains.pde.data.files import FieldHeader, write_fields
@@ -254,7 +255,9 @@ def _block(config: PdeDataConfig, task: str, split: str, number: int) -> tuple[F
 
 
 def generate(config: PdeDataConfig, task: str, progress: bool, directory: Path) -> None:
-    """Write both splits of a task into a folder."""
+    """Write both splits of a task into a folder. Raises ``UsageError`` for too many workers."""
+    if config.workers != "auto":
+        refuse_too_many("data.workers", config.workers)
     kind = KINDS[task]
     # Darcy flow is steady: its rows go from a coefficient to a solution, not from a time to the next.
     dt = config.dt if kind.space == 1 else 0.0

@@ -208,6 +208,11 @@ def test_sample_i_does_not_depend_on_how_many_nor_on_the_workers(tmp_path: Path)
     assert np.array_equal(generated(tmp_path / "workers", "darcy")[0], generated(tmp_path / "more", "darcy")[0])
 
 
+def test_more_workers_than_the_host_has_use_for_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"data\.workers=2147483648: .* At most \d+ are started\. Give \d+ or less"):
+        demo(tmp_path, tasks=("darcy",), train_samples=107, workers=2**31)
+
+
 def test_splits_seeds_and_tasks_have_draws_of_their_own(tmp_path: Path) -> None:
     demo(tmp_path / "a", tasks=("advection", "burgers"), dt=0.01), demo(tmp_path / "b", tasks=("advection",), seed=1)
     initial = [
