@@ -346,8 +346,8 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
     try:
         return _validator(cls).validate_python(dict(tree))
     except ValidationError as error:
-        # For a union pydantic reports each member. `refusal` has checked its literals already.
-        found = [e for e in error.errors() if e["type"] != "literal_error"]
+        # For a union pydantic reports each member. `refusal` has checked its literals already, but for lists.
+        found = [e for e in error.errors() if e["type"] != "literal_error"] or error.errors()
         text = "\n".join(_explain(cls, e, where, places) for e in found)
         causes = [e.get("ctx", {}).get("error") for e in found]
         moot = [option for cause in causes if isinstance(cause, WithoutEffectError) for option in cause.options]

@@ -358,6 +358,8 @@ def test_yaml_values(text: str, expected: Config, presets: Path) -> None:
         ("steps: 1.5", r"steps: 1\.5 is refused: .*integer"),
         ("steps: true", r"steps: true is refused"),
         ("steps: [1]", r"steps: \[1\] is refused"),
+        ("resume: [never]", r"resume: \['never'\] is refused: a value 'auto' or 'never' is required; change it"),
+        ("optimizer: {fused: [auto]}", r"fused: \['auto'\] is refused: a value 'auto', True or False is required"),
         ("steps: 1e1", r"steps: 10\.0 is refused: an integer or null is required \(write 10\)"),
         ('steps: "8"', r"steps: '8' is refused: an integer or null is required \(leave the quotes out\)"),
         ('optimizer: {lr: "1"}', r"optimizer\.lr: '1' is refused: a number is required \(leave the quotes out\)"),

@@ -111,10 +111,12 @@ FAULT = pytest.mark.fault(
         ('"step": 20', '"step": 20, "metrics": {"loss": "low"}', "finite numbers by name"),
         ('"step": 20', '"step": 20, "state": 1', "true or false"),
         ('"step": 20', '"step": 20, "more": ' + "[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ('"step": 20', '"step": 20, "resolved": 3', "resolved is 3; an object is required"),
         ('"files": {', '"filez": {', "it has no 'files'"),
         ('"files": {', '"files": [], "more": {', "files is .*; an object is required"),
         ('"files": {', '"files": {}, "more": {', "it lists no files"),
         ('"model.safetensors"', '"../model.safetensors"', "is no name of a file in a checkpoint"),
+        ('"model.safetensors"', '"./model.safetensors"', "is no name of a file in a checkpoint"),
         ('"model.safetensors"', '"/etc/passwd"', "is no name of a file in a checkpoint"),
         ('"model.safetensors"', '"a//b"', "is no name of a file in a checkpoint"),
         ('"model.safetensors"', f'"{"a/" * 20}b"', "is no name of a file in a checkpoint"),
@@ -327,6 +329,7 @@ def test_a_step_written_again_replaces_the_damaged_one(
 def test_what_stands_in_the_way_is_set_aside(tmp_path: Path, put: Callable[[Path], object]) -> None:
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "notes.txt").write_text("mine")
+    (tmp_path / "else" / "model.safetensors").touch()  # a checkpoint on another disk perhaps
     final = tmp_path / commit.checkpoint_name(5)
     put(final)
     was = os.readlink(final) if final.is_symlink() else None

@@ -250,7 +250,10 @@ def test_refusals(options, words):
         ({"kind": "cosine_restarts", "warmup_steps": 1, "cycle_steps": 100}, ["schedule.cycle_steps=100", "to 99"]),
         ({"kind": "cosine_restarts", "cycles": 101}, ["schedule.cycles=101", "max_steps=100", "fewer cycles"]),
         ({"kind": "cosine_restarts", "cycles": 2**53}, [f"schedule.cycles={2**53}"]),
-        ({"kind": "cosine_restarts", "cycles": 7, "cycle_multiplier": 2}, ["cycle_multiplier=2", "shorter than a step"]),
+        (
+            {"kind": "cosine_restarts", "cycles": 7, "cycle_multiplier": 2},
+            ["cycle_multiplier=2", "shorter than a step"],
+        ),
         ({"kind": "cosine_restarts", "cycles": 2**53, "cycle_multiplier": 2**53}, [f"cycle_multiplier={2**53}"]),
     ],
 )
