@@ -7,6 +7,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from accel_train.rerun.paired import FEWEST, paired_difference
 
@@ -48,6 +49,15 @@ def test_what_two_curves_have_in_common_does_not_widen_the_paired_interval() -> 
     assert found.half_width < 0.1 < 0.3 < found.unpaired_half_width
     assert found.reading == "lower"
     assert paired_difference(list(b), list(a)).reading == "higher"
+
+
+def test_intervals_are_those_of_the_means_of_five_stretches() -> None:
+    """Means 0 to 4 have the variance 2.5, and their mean a fifth of it."""
+    steps = [float(mean) for mean in range(5) for _ in range(FEWEST // 5)]
+    found = paired_difference([1.0] * len(steps), steps)
+    assert found.half_width == pytest.approx(float(stats.t.ppf(0.975, 4)) * math.sqrt(0.5))
+    # Two variances, of which one is 0 here, have twice the degrees of freedom.
+    assert found.unpaired_half_width == pytest.approx(float(stats.t.ppf(0.975, 8)) * math.sqrt(0.5))
 
 
 def test_readings() -> None:

@@ -211,6 +211,12 @@ def test_a_model_says_what_it_needs() -> None:
         MMDiTConfig(width=48, depth=1, heads=2), 50, 6, max_text_length=8, max_latent_length=3
     )
     needs = shape.attention_needs(CPU, "bf16", 5)
+    assert not needs.deterministic
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert shape.attention_needs(CPU, "bf16", 5).deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
     seen: list[tuple[torch.Size, torch.dtype]] = []
 
     def looking(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from accel_train.domains.pde import baselines as field_baselines
-from accel_train.domains.pde.baselines import baselines, nrmse, ridge_fit
+from accel_train.domains.pde.baselines import RIDGES, baselines, nrmse, ridge_fit
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.prepare import prepare_pde
 
@@ -42,6 +42,18 @@ def test_ridge_finds_a_linear_map_and_damps_one_that_the_rows_do_not_fix() -> No
     wide = torch.randn(40, 100, generator=generator, dtype=torch.float64)
     noise = torch.randn(40, 1, generator=generator, dtype=torch.float64)
     assert ridge_fit(wide, noise).norm() < torch.linalg.pinv(wide).matmul(noise).norm()
+
+
+def test_the_strength_is_chosen_on_rows_that_are_not_fitted_and_then_all_are() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(40, 36, generator=generator, dtype=torch.float64)
+    # Noise alone: the weakest damping fits the 35 rows exactly, and the other five worse than any other does.
+    targets = torch.randn(40, 2, generator=generator, dtype=torch.float64)
+    found = ridge_fit(features, targets)
+    gram = features.T @ features
+    scale = gram.diagonal().mean() * torch.eye(36, dtype=torch.float64)
+    expected = torch.linalg.solve(gram + RIDGES[-1] * scale, features.T @ targets)
+    torch.testing.assert_close(found, expected)
 
 
 def test_baselines_by_hand() -> None:

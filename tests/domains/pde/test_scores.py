@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.files import FieldHeader
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.rows import FieldData
+from accel_train.domains.pde.fields import Scale
 from accel_train.domains.pde.options import MOST_CANDIDATES, ConditioningConfig, EvaluationConfig
 from accel_train.domains.pde.pictures import Panel, limits
 from accel_train.metrics.early_stopping import EarlyStopping
@@ -51,6 +53,15 @@ def test_row_figures_are_those_of_the_physical_fields(data: FieldData) -> None:
     gaps = [abs(made[i].mean() - given[i].mean()) / np.abs(given[i]).mean() for i in range(3)]
     assert found["advection_conservation_gap"] == pytest.approx(np.mean(gaps), rel=1e-4)
     assert "darcy_conservation_gap" not in scores.row_metrics(data.tasks[1], torch.ones(6))
+
+
+def test_what_a_steady_task_conserves_is_compared_in_units_of_input_and_target() -> None:
+    scales = Scale((1.0,), (2.0,)), Scale((3.0,), (0.5,))
+    task: Any = SimpleNamespace(common_scales=lambda: scales, conserved=True)
+    physical = 3 + torch.rand(2, 1, 1, 8)
+    given, target = (scale.normalise(physical) for scale in scales)
+    *_, gap = scores.row_sums(task, target, {"input": given, "target": target, "weight": torch.ones(2)}).tolist()
+    assert gap == pytest.approx(0, abs=1e-6)
 
 
 def test_refined_figures_stand_beside_the_plain_ones(data: FieldData) -> None:
@@ -95,6 +106,31 @@ def test_rollouts_are_the_same_on_any_number_of_processes(data: FieldData, condi
     assert one[0].tolist() == [5.0] * 4
     for world_size, batch_size in ((1, 2), (2, 64), (2, 1), (3, 1)):
         torch.testing.assert_close(sums_of(data, world_size, conditioned, batch_size), one, rtol=1e-6, atol=1e-9)
+
+
+def test_candidates_are_those_of_the_boundary_and_judged_by_all_of_their_steps(
+    data: FieldData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (paths,) = scores.rollout_batches(data.tasks[0], data.heldout["advection"], 2, 64, (0, 1, torch.device("cpu")))
+    seen: list[Any] = []
+    monkeypatch.setattr(scores.rollout, "conditioned_rollout", lambda *given: seen.append(given))
+    for boundary in ("periodic", "outflow"):
+        paths.task = replace(data.tasks[0], boundary=boundary)
+        paths.conditioned(exact, ConditioningConfig(), seed=0)
+    noises = len(scores.NOISES)
+    assert [len(proposals) for proposals, *_ in seen] == [1 + len(scores.SHIFTS) + noises, 1 + noises]
+    _, _, score, first, *_ = seen[0]
+    other = first + 1
+    torch.testing.assert_close(score(first, torch.stack([first, other], 1)), score(first, other[:, None]) / 2)
+
+
+def test_fields_of_a_rollout_are_shown_at_its_end() -> None:
+    truth = torch.rand(1, 4, 1, 2, 3)
+    predicted = torch.rand(1, 3, 1, 2, 3)
+    paths: Any = SimpleNamespace(task=SimpleNamespace(target=Scale((0.0,), (1.0,)), grid=(2, 3)), truth=truth)
+    shown, prediction, _ = scores.Rollouts.panels(paths, predicted)
+    assert torch.equal(shown.values, truth[0, -1, 0])
+    assert torch.equal(prediction.values, predicted[0, -1, 0])
 
 
 def test_rollout_figures(data: FieldData) -> None:

@@ -52,6 +52,14 @@ def test_metrics_are_the_ratios_that_the_evaluation_made() -> None:
     assert one.influence.mean() == pytest.approx(0)
 
 
+def test_a_metric_is_the_ratio_that_has_its_value_on_both_sides() -> None:
+    """On one side alone two sums may have the same value by chance."""
+    a = ratios.read_sums([[{"x": value, "y": value, "n": 1.0} for value in (1.0, 3.0)]])
+    b = ratios.read_sums([[{"x": value, "y": 2 * value, "n": 1.0} for value in (2.0, 4.0)]])
+    (found,) = ratios.find_metrics(a, b, {"error": 2.0}, {"error": 6.0})
+    assert found.over == ("y",)
+
+
 def test_the_influence_of_a_sample_is_that_of_the_jackknife() -> None:
     random = np.random.default_rng(0)
     tokens = random.integers(1, 30, 400).astype(float)
@@ -79,13 +87,14 @@ def test_intervals_are_those_of_scipy() -> None:
     interval = reference.confidence_interval(0.95)
     assert found.half_width == pytest.approx((interval.high - interval.low) / 2)
     assert found.p == pytest.approx(reference.pvalue)
-    assert found.unpaired_half_width is not None
-    assert found.half_width is not None
-    assert found.half_width < found.unpaired_half_width / 2
+    errors = np.hypot(stats.sem(a), stats.sem(b))
+    assert found.unpaired_half_width == pytest.approx(float(stats.t.ppf(0.975, 49) * errors))
     # Of four that decide at once, each has a quarter of the level.
     shared = difference(a, b, deciding=4)
     assert shared.half_width == pytest.approx(reference.confidence_interval(1 - 0.05 / 4).high - found.difference)
     assert shared.p == pytest.approx(min(1.0, 4 * reference.pvalue))
+    # One that decides nothing is tested alone.
+    assert difference(a, b, None, deciding=4).p == pytest.approx(reference.pvalue)
 
 
 def test_what_is_said_to_be_resolved_is_shown_four_times_in_five() -> None:
