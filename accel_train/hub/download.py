@@ -128,7 +128,7 @@ def _parse(spec: str) -> tuple[str, str | None]:
             "hub:org/name@1200"
         )
     revision = match["revision"]
-    if revision and revision.isdigit():
+    if revision and revision.isdecimal():
         revision = revision_name(int(revision))
     return match["repo"], revision
 

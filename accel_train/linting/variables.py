@@ -198,7 +198,7 @@ def threads_above_cores(facts: Facts) -> Finding | None:
     """
     value = facts.variable(THREADS)
     # OpenMP also takes a list, with a number for each level of nested regions. It is left alone.
-    if not value.isdigit():
+    if not value.isdecimal():
         return None
     threads = int(value) * facts.layout.local_processes
     cores = facts.host.cores

@@ -146,7 +146,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     module, _, attribute = name.partition(":")
     try:
         found: Any = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UsageError(
             f"optimizer.name: {name}: cannot be imported ({error}); give module:Class, where the module is installed "
             "or lies on PYTHONPATH"

@@ -111,6 +111,7 @@ def test_a_named_kernel_that_cannot_run_is_refused_with_the_reason_and_what_can(
         ("no_such_module:f", ("no_such_module:f", "cannot be imported", "(q, k, v, key_mask)")),
         ("math:no_such_function", ("no_such_function", "cannot be imported")),
         (":", ("cannot be imported",)),
+        (".relative:f", ("cannot be imported",)),
     ],
 )
 def test_unknown_names_are_refused(name: str, words: tuple[str, ...]) -> None:

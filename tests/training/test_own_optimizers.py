@@ -268,6 +268,7 @@ class Lookahead(torch.optim.SGD):
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"name": "adamv"}, ["optimizer.name: 'adamv' is not known (did you mean 'adamw'?)", "torch.optim:NAdam"]),
     ({"name": "torch.optim:"}, ["optimizer.name: 'torch.optim:' is not known"]),
+    ({"name": ".optim:Nope"}, ["optimizer.name: .optim:Nope", "cannot be imported"]),
     ({"name": "torch.optim:Nope"}, ["optimizer.name: torch.optim:Nope", "cannot be imported", "PYTHONPATH"]),
     ({"name": "no_such_package:Nope"}, ["optimizer.name: no_such_package:Nope", "No module named"]),
     ({"name": "torch.nn:Linear"}, ["is no torch.optim.Optimizer"]),

@@ -257,7 +257,7 @@ def _parse(text: str) -> Phase:
     steps, _, frozen = rest.partition(":")
     part = frozen.removeprefix("freeze=")
     valid_mode = mode in (*MODES, "mixed")
-    valid_steps = steps.isdigit() and int(steps) > 0
+    valid_steps = steps.isdecimal() and int(steps) > 0
     valid_part = not frozen or (frozen.startswith("freeze=") and part in ("text", "latent"))
     if not (valid_mode and valid_steps and valid_part):
         raise UsageError(

@@ -275,7 +275,7 @@ def _user_kernel(name: str) -> Kernel:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UsageError(
             f"attention {name}: cannot be imported ({error}). Give module:function, where the module can be imported "
             "from here and the function takes (q, k, v, key_mask)."

@@ -50,6 +50,7 @@ def test_phases_follow_each_other_and_start_again() -> None:
         ({"mode": "sequential"}, "sequential needs phases"),
         ({"phases": ("l2t:3",)}, "the other modes read none"),
         ({"mode": "sequential", "phases": ("l2t",)}, "MODE:STEPS"),
+        ({"mode": "sequential", "phases": ("l2t:²",)}, "MODE:STEPS"),
         ({"mode": "sequential", "phases": ("l2t:0",)}, "STEPS at least 1"),
         ({"mode": "sequential", "phases": ("both:4",)}, "MODE one of"),
         ({"mode": "sequential", "phases": ("l2t:4:text",)}, "freeze=PART"),
