@@ -262,14 +262,14 @@ class StepResult:
     """``W_k`` of the global batch."""
     grad_norm: Tensor
     """Norm of the global gradient before clipping."""
-    evidence: Evidence
+    evidence: Evidence = field(repr=False)
     """What this process has of the step: its losses by sample, where the recipe gives them."""
-    metrics: StepMetrics
-    gradient_norms: GradientNorms | None = None
+    metrics: StepMetrics = field(repr=False)
+    gradient_norms: GradientNorms | None = field(default=None, repr=False)
     """Before clipping. None under ZeRO, whose engine keeps the gradients to itself."""
     overflows: int = 0
     """fp16: attempts at this step repeated with a lower loss scale."""
-    guard: StepGuard | None = None
+    guard: StepGuard | None = field(default=None, repr=False)
     balance: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """``f_k``, the factors beside the coefficients in this step. Empty without a balance of the terms."""
     all_overflows: int | None = None

@@ -141,6 +141,18 @@ def test_the_norm_is_clipped_and_reported_as_it_was(accelerator: Accelerator) ->
     assert float(clipped) == pytest.approx(0.01, rel=1e-3)
 
 
+def test_a_printed_result_shows_no_weights(accelerator: Accelerator) -> None:
+    """A user's own loop prints it. The parameters behind the norm would fill the terminal."""
+    model = accelerator.prepare(nn.Linear(6, 2))
+    window = window_over(accelerator, model, 4)
+    for inputs in window:
+        window.backward(sums(model, inputs))
+    shown = repr(window.finish(max_grad_norm=1.0))
+    assert "grad_norm" in shown
+    assert "Parameter" not in shown
+    assert len(shown) < 500
+
+
 def test_a_term_without_coefficient_or_weight_adds_nothing(accelerator: Accelerator) -> None:
     model = accelerator.prepare(nn.Linear(6, 2))
     window = window_over(accelerator, model, 4, aux=0.0)
