@@ -150,7 +150,7 @@ def no_bf16(facts: Facts) -> Finding | None:
 
 
 def bf16_on_old_cpu(facts: Facts) -> Finding | None:
-    """torch has fast bf16 products on CPUs with AVX-512 or bf16 units. On another, a training step of the MMDiT took 19
+    """torch has fast bf16 products on CPUs with AVX-512 or bf16 units. On another, a step of a transformer took 19
     times as long as in fp32.
     """
     if facts.on_gpu or facts.option("precision") != "bf16" or facts.host.has_fast_bf16:

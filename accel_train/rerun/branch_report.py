@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from accel_train.metrics.bootstrap import LEVEL
-from accel_train.rerun.paired import PairedDifference, paired_difference
+from accel_train.rerun.paired import FEWEST, PairedDifference, paired_difference
 from accel_train.rerun.starts import Line
 
 if TYPE_CHECKING:
@@ -106,6 +106,10 @@ def table(rows: Sequence[Row], start: int, last: int) -> list[str]:
             f"{found.difference:>11.3g}  {_plus_minus(found.half_width):>10}  "
             f"{_plus_minus(found.unpaired_half_width):>10}  {found.reading}"
         )
+    # Logged seldom or short, even the longest row has none.
+    unequal = [row.found.count for row in differing if not row.found.equal]
+    if unequal and max(unequal) < FEWEST:
+        lines.append(f"an interval needs {FEWEST} values: log each step in both (--log.log_every 1), or take more")
     if equal:
         lines.append(f"equal bit for bit: {', '.join(equal)}")
     return lines

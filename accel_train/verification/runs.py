@@ -101,6 +101,11 @@ class Runner:
             self._children.discard(child)
         return code
 
+    @property
+    def is_stopped(self) -> bool:
+        """True from `stop` on: runs that fail then were ended by it."""
+        return self._stopped
+
     def stop(self) -> None:
         """End all processes, and start no more."""
         with self._lock:

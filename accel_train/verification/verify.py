@@ -67,8 +67,12 @@ def verify(request: Request) -> int:
         except RunFailedError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
         except InterruptedRunError as signal_name:
-            print(f"interrupted by {signal_name}: the runs are stopped, no result", file=sys.stderr, flush=True)
+            _say_interrupted(signal_name, "no result")
     return 1
+
+
+def _say_interrupted(signal_name: object, result: str) -> None:
+    print(f"interrupted by {signal_name}: the runs are stopped, {result}", file=sys.stderr, flush=True)
 
 
 def _chosen(request: Request) -> list[Check]:
@@ -108,11 +112,18 @@ def _verify(request: Request, checks: Sequence[Check]) -> int:
         cores, _ = usable_cores()
         # `--smoke` sets only options without a flag, so these sizes win over its own.
         runner = Runner(recipe, [*request.arguments, "--smoke", *words], Path(folder), max(1, cores // PARALLEL))
-        made = _Runs(runner, sizes, request, options, machine)
+        made = _Runs(runner, sizes, request, options, machine, checks)
+        interrupted = False
         try:
-            evidence = made.make(checks)
+            made.make()
+        except InterruptedRunError as signal_name:
+            if REFERENCE not in made.outcomes:  # nothing to compare with
+                raise
+            _say_interrupted(signal_name, "and only finished ones are compared")
+            interrupted = True
         finally:
             runner.stop()
+        evidence = made.evidence()
         results = [(check, missing(evidence, check.runs) or check.find(evidence)) for check in checks]
     command = shlex.join([request.recipe, *request.arguments])
     facts = _facts(evidence, command)
@@ -120,7 +131,7 @@ def _verify(request: Request, checks: Sequence[Check]) -> int:
         print(json.dumps(report.as_json(results, facts), indent=1))
     else:
         print("\n".join([*_header(facts), *report.text(results)]), flush=True)
-    return 1 if any(found.verdict == "FAILED" for _, found in results) else 0
+    return 1 if interrupted or any(found.verdict == "FAILED" for _, found in results) else 0
 
 
 def _facts(evidence: Evidence, command: str) -> dict[str, Any]:
@@ -160,6 +171,7 @@ class _Runs:
         request: Request,
         options: Mapping[str, Any],
         machine: MachineConfig | None,
+        checks: Sequence[Check],
     ) -> None:
         self._runner = runner
         self._sizes = sizes
@@ -167,31 +179,39 @@ class _Runs:
         self._machine = machine
         self._specs = plan.all_specs(sizes, machine)
         self._in_fp32 = "precision" not in plan.given_flags(request.arguments) or options["precision"] == "fp32"
+        self._needed = tuple(dict.fromkeys(name for check in checks for name in check.runs))
+        self._absent = {name: reason for name in self._needed if (reason := self._obstacle(name))}
+        self._clip = float(options["optimizer.max_grad_norm"])
+        self.outcomes: dict[str, Outcome] = {}
+        """Of the runs that have ended by themselves."""
 
-    def make(self, checks: Sequence[Check]) -> Evidence:
+    def make(self) -> None:
         """Run everything needed by the checks. Raises if the first run of all fails."""
-        needed = dict.fromkeys(name for check in checks for name in check.runs)
-        absent = {name: reason for name in needed if (reason := self._obstacle(name))}
-        own = float(self._options["optimizer.max_grad_norm"])
-        clip = self._acting_clip(own) if own > 0 and _CLIPPED.intersection(needed) else own
-        clipped = {"optimizer.max_grad_norm": f"{clip:g}"}
-        specs = [self._specs[name] for name in (REFERENCE, *needed) if name in self._specs and name not in absent]
-        outcomes: dict[str, Outcome] = {}
+        if self._clip > 0 and _CLIPPED.intersection(self._needed):
+            self._clip = self._acting_clip(self._clip)
+        names = [name for name in (REFERENCE, *self._needed) if name in self._specs and name not in self._absent]
         with ThreadPoolExecutor(PARALLEL) as pool:
             try:
-                started = {spec.name: self._start(pool, spec, clipped) for spec in specs}
-                if "resumed" in needed:
+                started = {name: self._start(pool, self._specs[name]) for name in names}
+                if "resumed" in self._needed:
                     # The longest runs are at work meanwhile.
-                    outcomes[REFERENCE] = started[REFERENCE].result()
-                    spec = plan.resumed(self._sizes, outcomes[REFERENCE])
-                    started["resumed"] = self._start(pool, spec, clipped)
-                outcomes |= {name: run.result() for name, run in started.items()}
+                    reference = started[REFERENCE].result()
+                    started["resumed"] = self._start(pool, plan.resumed(self._sizes, reference))
+                for run in started.values():
+                    run.result()
             except BaseException:
                 # The runs first, because the threads of the pool wait for them.
                 self._runner.stop()
                 pool.shutdown(cancel_futures=True)
                 raise
-        return Evidence(outcomes, absent, self._sizes, self._options, clip)
+
+    def evidence(self) -> Evidence:
+        """Return what the runs so far have shown."""
+        absent = dict(self._absent)
+        for name in self._needed:
+            if name not in self.outcomes:
+                absent.setdefault(name, "interrupted")
+        return Evidence(self.outcomes, absent, self._sizes, self._options, self._clip)
 
     def _obstacle(self, name: str) -> str | None:
         """Return why a run cannot be made here, or None."""
@@ -217,11 +237,16 @@ class _Runs:
         norm = probe.losses[1]["grad_norm"]
         return min(own, float(f"{norm / 2:.2g}")) if norm > 0 else own
 
-    def _start(self, pool: ThreadPoolExecutor, spec: Spec, clipped: Mapping[str, str]) -> Future[Outcome]:
+    def _start(self, pool: ThreadPoolExecutor, spec: Spec) -> Future[Outcome]:
         def run() -> Outcome:
             started = time.monotonic()
+            clipped = {"optimizer.max_grad_norm": f"{self._clip:g}"}
             outcome = self._runner.run(replace(spec, flags={**clipped, **spec.flags}))
-            ending = f"exit code {outcome.code}" if outcome.failed else "done"
+            if self._runner.is_stopped and outcome.failed:
+                ending = "stopped"
+            else:
+                self.outcomes[spec.name] = outcome
+                ending = f"exit code {outcome.code}" if outcome.failed else "done"
             print(f"{spec.name}: {ending} in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
             return outcome
 

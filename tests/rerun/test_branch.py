@@ -214,6 +214,17 @@ def test_rows_have_the_steps_that_both_have(run: Finished) -> None:
     ]
 
 
+def test_a_table_without_intervals_says_what_they_need() -> None:
+    def text(count: int, b: float) -> str:
+        found = branch_report.paired_difference([1.0] * count, [b] * count)
+        return "\n".join(branch_report.table([branch_report.Row("loss", (1, count), found)], 0, count))
+
+    needs = "an interval needs 20 values"
+    assert needs in text(19, 2.0)
+    assert needs not in text(20, 2.0)
+    assert needs not in text(19, 1.0)  # equal
+
+
 def test_a_run_that_logs_none_of_the_steps_of_a_branch_is_no_control(run: Finished, tmp_path: Path) -> None:
     """The branch logs its last step, at which the run, which went on, need not have a line."""
     sparse = recording.copied(run, tmp_path / "sparse")

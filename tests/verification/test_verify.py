@@ -14,6 +14,7 @@ import pytest
 from accel_train import cli
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.commands.bundled import import_recipe
+from accel_train.compare.runs import InterruptedRunError
 from accel_train.config import UsageError
 from accel_train.data.sampler import StepSampler
 from accel_train.options.loading import config_of
@@ -21,7 +22,7 @@ from accel_train.options.tree import flatten, to_tree
 from accel_train.verification import plan
 from accel_train.verification import verify as verification
 from accel_train.verification.checks import CHECKS, Evidence, Finding, missing
-from accel_train.verification.facts import Facts, Outcome
+from accel_train.verification.facts import Facts, Outcome, Spec
 from accel_train.verification.runs import Runner
 from tests import zygote
 from tests.distributed.launching import DEMOS, inputs_of
@@ -171,6 +172,41 @@ def test_a_run_without_the_steps_asked_for_proves_nothing() -> None:
     again = finding("resume", resumed=outcome(4))
     assert again.verdict == "FAILED"
     assert "the run resumed made 4 steps" in again.reason
+
+
+def test_an_interrupted_verification_compares_the_finished_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(runner: Runner, spec: Spec) -> Outcome:
+        if spec.name != "again":
+            return outcome(4)
+        runner.stop()  # the signal comes in here, and ends the other run
+        raise InterruptedRunError("SIGTERM")
+
+    monkeypatch.setattr(Runner, "run", run)
+    words = ["verify", "--json", "--steps", "4", "--only", "repeat,gradient_paths", str(faults.SCAFFOLD)]
+    assert cli._main(words) == 1
+    printed = capsys.readouterr()
+    assert "interrupted by SIGTERM: the runs are stopped, and only finished ones are compared" in printed.err
+    checks = {found["check"]: found for found in json.loads(printed.out[printed.out.index("{\n") :])["checks"]}
+    assert checks["gradient_paths"]["verdict"] == "ok"
+    assert (checks["repeat"]["verdict"], checks["repeat"]["reason"]) == ("not checked", "interrupted")
+
+
+def test_a_run_that_the_stop_ends_is_no_failed_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(runner: Runner, spec: Spec) -> Outcome:
+        if spec.name != "again":
+            return outcome(4)
+        runner.stop()
+        return replace(outcome(4), code=-9)
+
+    monkeypatch.setattr(Runner, "run", run)
+    cli._main(["verify", "--steps", "4", "--only", "repeat", str(faults.SCAFFOLD)])
+    printed = capsys.readouterr()
+    assert "again: stopped in" in printed.err
+    assert "exit code -9" not in printed.err + printed.out
 
 
 def test_a_gradient_that_is_never_reduced_fails() -> None:
