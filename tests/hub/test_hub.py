@@ -481,6 +481,20 @@ def test_a_damaged_queue_file_does_not_block_the_others(run: Path) -> None:
     assert queue.names() == {"checkpoint_00000002"}
 
 
+def test_a_push_that_succeeds_ends_an_earlier_failure_and_order_is_by_step(run: Path) -> None:
+    queue = HubQueue(run)
+    for step in (100_000_000, 99_999_999):  # in the order of the names the longer comes first
+        entry = Entry(f"checkpoint_{step:08d}", step, "abc123", REPO, reason="hand")
+        queue.add(entry)
+        queue.fail(entry, "refused")
+        queue.add(entry)
+        queue._write("failed", entry.checkpoint, {"reason": "refused"})  # as left by a crash
+    assert [entry.step for entry in queue.entries()] == [99_999_999, 100_000_000]
+    for entry in queue.entries():
+        queue.done(entry, {})
+    assert queue.failed() == {}
+
+
 @pytest.mark.parametrize("act", ["done", "fail", "retry"])
 def test_a_crash_at_any_instant_loses_no_entry(run: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
     """It waits, has failed or was pushed, whichever of the queue's files was written last."""
