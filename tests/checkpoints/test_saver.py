@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accel_train.checkpoints import background, restore, saver
+from accel_train.checkpoints import background, contents, restore, saver
 from accel_train.checkpoints.policy import CheckpointConfig, warn_about_grace
 from accel_train.checkpoints.run import Run
 from accel_train.checkpoints.saver import Saver
@@ -366,6 +367,46 @@ def test_a_save_without_memory_keeps_its_own_error_and_advice(
         assert list(toy.run.checkpoints.iterdir()) == []
         saver.save(1)
     assert toy.committed == [1]
+
+
+def test_a_save_before_the_first_step_leaves_the_next_its_state(toy: Toy) -> None:
+    with toy.saver(CheckpointConfig(keep_last=0)) as saver:
+        saver.save(0)
+        toy.step(1)
+        expected = toy.state()
+        saver.save(1)
+    first, second = (commit.verify(path) for _, path in manifest.committed(toy.run.checkpoints))
+    assert not first.json("optimizer/index.json")["state"]
+    assert set(second.json("optimizer/index.json")["state"]) == {"exp_avg", "exp_avg_sq"}
+    for name, tensor in load_file(second.file("optimizer/exp_avg.safetensors")).items():
+        assert torch.equal(tensor, expected[f"exp_avg/{name}"])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_random_states_go_on_unless_the_number_of_processes_is_another(toy: Toy, processes: int) -> None:
+    toy.train(CheckpointConfig(), 1)
+    saved = commit.verify(toy.run.checkpoints / "checkpoint_00000001")
+    state = saved.json("trainer_state.json")
+    state["random_state"] *= processes
+    atomic_files.write_json(saved.file("trainer_state.json"), state)
+    torch.manual_seed(int.from_bytes(bytes.fromhex(state["random_state"][0]["torch"])[:4], "little") + 1)
+    random.seed(1)
+    before = torch.get_rng_state(), random.getstate()
+    restore.restore(replace(toy.run, checkpoint=saved), toy.accelerator, toy.average.view, toy.average)
+    goes_on = contents.random_state() == json.loads(json.dumps(state["random_state"][0]))
+    stays = torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert (goes_on, stays) == (processes == 1, processes == 2)
+
+
+def test_a_manifest_tells_what_a_lost_run_json_told(toy: Toy) -> None:
+    toy.run = replace(toy.run, saved={"experiment": {"global_batch_size": 4}, "resolved": {"decay_steps": 7}})
+    toy.train(CheckpointConfig(), 1)
+    saved = commit.verify(toy.run.checkpoints / "checkpoint_00000001").manifest
+    assert (saved["run_id"], saved["experiment"], saved["resolved"]) == (
+        "toy",
+        {"global_batch_size": 4},
+        {"decay_steps": 7},
+    )
 
 
 def test_the_last_save_never_fails_in_silence(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,14 @@ def test_seeds_epochs_and_blocks_are_mixed() -> None:
     assert all(690 < change < 810 for change in changes)
 
 
+def test_each_window_mixes_its_rows_in_an_order_of_its_own() -> None:
+    order = BlockOrder([50] * 20, 4)
+    rows = epoch_of(order, 0, 0)
+    places = {block: place for place, block in enumerate(block_order._layout(order, 0, 0).blocks.tolist())}
+    within = [places[row // 50] % 4 * 50 + row % 50 for row in rows]
+    assert len({tuple(within[start : start + 200]) for start in range(0, 1000, 200)}) == 5
+
+
 def test_rows_of_a_window_are_equally_likely_everywhere() -> None:
     order = BlockOrder([4, 4, 4, 4], 2)
     first = Counter(epoch_of(order, 0, epoch)[0] for epoch in range(480))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,6 +29,7 @@ from accel_train import load
 from accel_train.checkpoints import fetch
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.config import UsageError
+from accel_train.hub import download as download_module
 from accel_train.hub import pusher as hub
 from accel_train.hub import retry
 from accel_train.hub.access import check_repository
@@ -477,6 +481,54 @@ def test_a_damaged_queue_file_does_not_block_the_others(run: Path) -> None:
     assert queue.names() == {"checkpoint_00000002"}
 
 
+def test_a_push_that_succeeds_ends_an_earlier_failure_and_order_is_by_step(run: Path) -> None:
+    queue = HubQueue(run)
+    for step in (100_000_000, 99_999_999):  # in the order of the names the longer comes first
+        entry = Entry(f"checkpoint_{step:08d}", step, "abc123", REPO, reason="hand")
+        queue.add(entry)
+        queue.fail(entry, "refused")
+        queue.add(entry)
+        queue._write("failed", entry.checkpoint, {"reason": "refused"})  # as left by a crash
+    assert [entry.step for entry in queue.entries()] == [99_999_999, 100_000_000]
+    for entry in queue.entries():
+        queue.done(entry, {})
+    assert queue.failed() == {}
+
+
+@pytest.mark.parametrize("act", ["done", "fail", "retry"])
+def test_a_crash_at_any_instant_loses_no_entry(run: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    """It waits, has failed or was pushed, whichever of the queue's files was written last."""
+
+    entry = entry_of(make_checkpoint(run, 1))
+    queue = HubQueue(run)
+    left = [0]
+
+    def counted(act: Any) -> Any:
+        def changed(*given: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return act(*given, **options)
+
+        return changed
+
+    acts = {"done": lambda: queue.done(entry, {}), "fail": lambda: queue.fail(entry, "no"), "retry": queue.retry_failed}
+    for changes in itertools.count():
+        queue.add(entry)
+        if act == "retry":
+            queue.fail(entry, "refused")
+        left[0] = changes
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(atomic_files, "replace_json", counted(atomic_files.replace_json))
+            patch.setattr(Path, "unlink", counted(Path.unlink))
+            acts[act]()
+        assert {*queue.names(), *queue.failed(), *queue.pushed()} == {entry.checkpoint}, f"after {changes} changes"
+        shutil.rmtree(queue.directory)
+        if left[0] >= 0:
+            break
+    assert changes > 1
+
+
 def test_a_queue_file_that_cannot_be_read_now_waits_on(run: Path) -> None:
     queue = HubQueue(run)
     for step in (1, 2):
@@ -793,6 +845,34 @@ def test_a_download_that_does_not_verify_leaves_nothing(server: HubServer, run: 
     with pytest.raises(UsageError, match=r"\.\./\.\./escaped', which is no name of a file in a checkpoint"):
         download("org/model", tmp_path / "there")
     assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_a_power_loss_after_a_download_leaves_all_of_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file and folder is flushed before the rename, and the folder above after it."""
+    checkpoint = make_checkpoint(run, 1)
+    temporary = run / "there" / commit.temporary_name(0, "abc")
+    temporary.parent.mkdir()
+    checkpoint.path.rename(temporary)
+    paths = {temporary, *temporary.rglob("*")}
+    before: set[Path] = set()
+    after: set[Path] = set()
+    real_fsync, real_rename = os.fsync, os.rename
+    flushed = [before]
+
+    def fsync(descriptor: int) -> None:
+        flushed[-1].add(Path(f"/proc/self/fd/{descriptor}").readlink())
+        real_fsync(descriptor)
+
+    def rename(source: Path, target: Path) -> None:
+        flushed.append(after)
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    final = download_module._settle(temporary, temporary.parent, "org/model")
+    assert commit.verify(final).step == 1
+    assert before >= paths
+    assert after == {temporary.parent}
 
 
 def test_a_download_goes_on_through_trouble(server: HubServer, run: Path, tmp_path: Path) -> None:
