@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -53,6 +55,23 @@ def test_ddpm_is_that_of_diffusers(prediction: Any, gamma: float | None) -> None
     found = snr_weight(levels.snr(level), prediction, "none" if gamma is None else "min_snr", GAMMA)
     torch.testing.assert_close(found, weights, rtol=1e-5, atol=1e-6)
     assert torch.equal(levels.timesteps[level].long(), level)
+
+
+def test_levels_on_a_device_keep_every_table() -> None:
+    levels = NoiseLevels(*torch.rand(3, 8), "epsilon", weight=torch.rand(8), straight=True)
+    moved = levels.to(torch.device("meta"))
+    for name in ("a", "b", "timesteps", "weight"):
+        table = getattr(moved, name)
+        assert (table.device.type, table.shape) == ("meta", (8,))
+    assert (moved.prediction, moved.straight, moved.is_flow) == ("epsilon", True, True)
+
+
+def test_a_time_just_below_a_level_belongs_to_the_one_before() -> None:
+    _, levels = ddpm("epsilon")
+    times = torch.nextafter(torch.arange(1, 1001) / 1000, torch.tensor(0.0))
+    expected = [math.floor(Fraction(time) * 1000) for time in times.tolist()]
+    assert levels.level(times).tolist() == expected
+    assert levels.level(torch.tensor([0.0, 1.0])).tolist() == [0, 999]
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])

@@ -39,14 +39,16 @@ def test_offset_noise_is_that_of_diffusers() -> None:
     assert float((found - plain).abs().max()) > 0.05
 
 
-@pytest.mark.parametrize("iterations", [1, 3, 8])
-def test_multi_resolution_noise_is_that_of_kohya(iterations: int) -> None:
+@pytest.mark.parametrize(
+    ("iterations", "shape"), [(1, SHAPE), (3, SHAPE), (8, SHAPE), (8, (4, 24, 2)), (8, (4, 2, 24))]
+)
+def test_multi_resolution_noise_is_that_of_kohya(iterations: int, shape: tuple[int, int, int]) -> None:
     one = key(count=1)
     factors = [2 + 2 * rng.host_uniform(5, f"train/factor{i}", 2) for i in range(iterations)]
-    sizes = [(max(1, int(24 / r**i)), max(1, int(17 / r**i))) for i, r in enumerate(factors)]
+    sizes = [(max(1, int(shape[1] / r**i)), max(1, int(shape[2] / r**i))) for i, r in enumerate(factors)]
     draws = [one.normal(f"coarse{i}", (4, *size)) for i, size in enumerate(sizes)]
-    expected = pyramid_noise_like(one.normal("noise", SHAPE), draws, factors, 0.4)
-    found = shaped_noise(one, SHAPE, iterations=iterations, discount=0.4)
+    expected = pyramid_noise_like(one.normal("noise", shape), draws, factors, 0.4)
+    found = shaped_noise(one, shape, iterations=iterations, discount=0.4)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 

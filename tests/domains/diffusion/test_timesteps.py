@@ -66,6 +66,24 @@ def test_the_cut_of_the_batch_does_not_enter(sampling):
     assert torch.equal(torch.cat(parts), whole[order])
 
 
+def test_a_uniform_time_is_that_of_the_occurrence_and_an_even_one_that_of_the_position():
+    here = {"position": torch.arange(16), "occurrence": torch.arange(16) + 100}
+    elsewhere = {"position": torch.arange(16).flip(0), "occurrence": here["occurrence"]}
+    later = {"position": here["position"], "occurrence": here["occurrence"] + 16}
+    for sampling, same, other in (("uniform", elsewhere, later), ("low_discrepancy", later, elsewhere)):
+        times, of_same, of_other = (timesteps.training_times(b, 0, "t", 5, 16, sampling) for b in (here, same, other))
+        assert torch.equal(of_same, times)
+        assert not torch.equal(of_other, times)
+
+
+def test_times_of_two_axes_are_paired_by_the_lattice():
+    """Of equal shifts too: the second axis is no copy of the first."""
+    one, two = (timesteps.training_times(batch(64), 0, "t", 5, 64, axis=axis) for axis in (0, 1))
+    expected = timesteps.low_discrepancy(torch.arange(64), 64, rng.host_uniform(0, "t", 5), 1)
+    torch.testing.assert_close(two, expected * (1 - 2 * EPSILON) + EPSILON)
+    assert not torch.equal(one, two)
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("sampling", ["low_discrepancy", "uniform"])
 def test_unbiased(sampling, axis):

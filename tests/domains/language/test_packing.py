@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -84,6 +85,25 @@ def test_rows_hold_tokens_labels_and_positions(tmp_path: Path) -> None:
     apart = shard_of(texts, 8, tmp_path, packs=False)
     assert len(apart) == 2
     assert [apart[index]["input_ids"][:2].tolist() for index in range(2)] == [[5, 6], [8, 9]]
+
+
+def test_a_fingerprint_is_that_of_tokens_targets_and_their_division() -> None:
+    texts = [Encoded([5, 6, 7], [False, True, True]), Encoded([8, 9], [False, True])]
+
+    def found(texts: list[Encoded] = texts, max_length: int = 8, packs: bool = True) -> str:
+        tokens = np.concatenate([packing.marked(text) for text in texts])
+        lengths = np.array([len(text.ids) for text in texts])
+        return packing.fingerprint(tokens, lengths, max_length, packing=packs)
+
+    others = [
+        found([Encoded([5, 6, 7], [False, False, True]), texts[1]]),
+        found([Encoded([5, 6, 10], [False, True, True]), texts[1]]),
+        found([Encoded([5, 6], [False, True]), Encoded([7, 8, 9], [False, True, True])]),
+        found(max_length=9),
+        found(packs=False),
+    ]
+    assert found() == found()
+    assert len({found(), *others}) == 6
 
 
 MODELS = {

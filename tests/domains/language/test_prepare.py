@@ -332,3 +332,25 @@ def test_perplexity_is_weighted_by_tokens() -> None:
     assert found["unigram_perplexity"] == pytest.approx(8)
     assert found["accuracy"] == pytest.approx(1 / 4)
     assert tuple(found) == perplexity.METRICS
+
+
+def test_losses_of_logits_in_bf16_are_summed_in_fp32() -> None:
+    logits = torch.randn(2, 64, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = torch.arange(128).view(2, 64)
+    found = perplexity.loss_sums(logits, expected)
+    exact = -logits.double().log_softmax(-1).gather(-1, expected[..., None]).sum((1, 2))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_a_diverged_model_has_a_perplexity() -> None:
+    sums = {"nll": 8000.0, "unigram_nll": 8.0, "correct": 0.0, "tokens": 4.0}
+    found = perplexity.metrics_from_sums({name: torch.tensor(value) for name, value in sums.items()})
+    assert found["nll"] == 2000
+    assert 1e300 < found["perplexity"] < math.inf
+
+
+def test_tokens_of_rows_that_keep_processes_in_step_are_not_counted() -> None:
+    assert (
+        int(perplexity.real_tokens({"length": torch.tensor([5, 7, 3]), "weight": torch.tensor([1.0, 0.0, 1.0])})) == 8
+    )

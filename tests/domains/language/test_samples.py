@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from accel_train.domains.language import prepare, samples
+from accel_train.domains.language.generation import Drawing, KeyedDraw, continue_tokens
 from accel_train.domains.language.prepare import DataConfig, LanguageData
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.samples import EvaluationConfig, Sample
@@ -66,6 +67,40 @@ def test_without_temperature_the_likeliest_token_is_written(data: LanguageData) 
         for _ in range(2):
             ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
     assert found.written == data.tokenizer.decode(ids[4:], skip_special_tokens=True)
+
+
+def drawn(prompt_length: int, length: int, sample: int = 0) -> int:
+    """The token that is left after ``length`` tokens."""
+    draw = KeyedDraw(Drawing(0, "samples", sample, temperature=1.0), prompt_length)
+    (left,) = draw(torch.zeros(1, length, dtype=torch.long), torch.zeros(1, 1000)).isfinite().nonzero()[:, 1]
+    return int(left)
+
+
+def test_each_new_token_has_a_draw_of_its_own_whatever_the_prompt() -> None:
+    tokens = [drawn(3, 3 + number) for number in range(8)]
+    assert len(set(tokens)) > 5
+    assert [drawn(40, 40 + number) for number in range(8)] == tokens
+    assert [drawn(3, 3 + number, sample=1) for number in range(8)] != tokens
+
+
+def test_of_a_small_top_p_the_likeliest_token_is_drawn() -> None:
+    model, prompt = tiny.model(), [3, 4, 5]
+    drawings = [Drawing(0, "samples", 0, *how) for how in ((0.0,), (1.0, 1e-6), (1.0,))]
+    greedy, narrow, wide = (continue_tokens(model, prompt, drawing, 6, pad_id=0) for drawing in drawings)
+    assert narrow == greedy
+    assert wide != greedy
+
+
+@pytest.mark.parametrize("synced", [False, True])
+def test_a_process_of_a_sharded_model_computes_until_all_are_done(synced: bool) -> None:
+    class Recording(torch.nn.Linear):
+        def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+            self.options = options
+            return input_ids
+
+    model = Recording(1, 1)
+    continue_tokens(model, [3], Drawing(0, "samples", 0, 1.0), 6, pad_id=0, synced=synced)
+    assert model.options["synced_gpus"] is synced
 
 
 def test_of_a_chat_all_that_is_not_learned_is_given(tmp_path: Path) -> None:

@@ -42,12 +42,18 @@ def test_of_a_pair_the_completion_and_its_end() -> None:
     assert ids[:-1] == tokenizer("Have you had quiet guard?")["input_ids"]
 
 
-def test_the_end_is_learned_of_a_tokenizer_that_writes_it_itself() -> None:
+def ending_tokenizer() -> Any:
+    """One that writes the end of every text."""
     from tokenizers import processors
 
-    plain, ending = tiny.tokenizer(), tiny.tokenizer()
-    special = [(token, plain.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    ending = tiny.tokenizer()
+    special = [(token, ending.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
     ending.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=special)
+    return ending
+
+
+def test_the_end_is_learned_of_a_tokenizer_that_writes_it_itself() -> None:
+    plain, ending = tiny.tokenizer(), ending_tokenizer()
     for row in (Row("x", prompt="Have you had", completion=" quiet guard?"), Row("x", text=tiny.TEXTS[0])):
         assert templates.encode(row, ending) == templates.encode(row, plain)
 
@@ -101,6 +107,38 @@ def test_a_training_row_has_no_date_of_today_and_a_prompt_has(template: str) -> 
     prompt = dated.decode(templates.encode_prompt(CHAT[:2], dated))
     assert "2024-07-26" not in prompt
     assert re.search(r"Today: \d\d \w+ 20\d\d, \w+ ", prompt)
+
+
+@pytest.mark.parametrize("template", [tiny.CHATML, tiny.MARKED], ids=["found", "marked"])
+def test_the_template_is_given_the_tools_of_a_row(template: str) -> None:
+    listing = "{% for tool in tools or [] %}{{ tool['function']['name'] }}\n{% endfor %}"
+    tokenizer = tiny.tokenizer(listing + template)
+    row = Row("x", messages=CHAT, tools=[{"type": "function", "function": {"name": "open_gate"}}])
+    expected = templates.encode(Row("x", messages=CHAT), tiny.tokenizer(f"open_gate\n{template}"))
+    assert templates.encode(row, tokenizer) == expected
+
+
+def test_a_prompt_is_the_beginning_of_a_training_row() -> None:
+    tokenizer = tiny.tokenizer(tiny.CHATML)
+    prompt = templates.encode_prompt(CHAT[:2], tokenizer)
+    ids, trained = templates.encode(Row("x", messages=CHAT[:3]), tokenizer)
+    assert ids[: len(prompt)] == prompt
+    assert trained == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
+    text = templates.encode_prompt("Have you had", tokenizer)
+    assert (
+        templates.encode(Row("x", prompt="Have you had", completion=" quiet guard?"), tokenizer).ids[:-1][: len(text)]
+        == text
+    )
+
+
+def test_a_prompt_has_no_end_but_its_own() -> None:
+    plain, ending = tiny.tokenizer(), ending_tokenizer()
+    open_end = templates.encode_prompt("Have you had", plain)
+    assert open_end[-1] != plain.eos_token_id
+    assert templates.encode_prompt("Have you had", ending) == open_end
+    # Written by the user, and once more by the tokenizer.
+    assert templates.encode_prompt("Have you had</s>", plain) == [*open_end, plain.eos_token_id]
+    assert templates.encode_prompt("Have you had</s>", ending)[: len(open_end) + 1] == [*open_end, plain.eos_token_id]
 
 
 def test_a_template_with_a_date_is_named() -> None:
