@@ -205,7 +205,7 @@ def test_buckets_with_fewer_pictures_than_a_micro_batch(tmp_path: Path, group_si
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"resolutions": (4,)}, "each resolution must be at least the step"),
+        ({"resolutions": (4,)}, "each resolution must be at least bucket_step"),
         ({"resolutions": (32, 32)}, "each must be there once"),
         ({"resolution_choice": "each"}, "has no effect with one resolution"),
         ({"caption_extension": "txt"}, "must begin with a dot"),
