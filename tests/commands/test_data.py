@@ -97,7 +97,7 @@ def test_pictures_of_one_colour_are_duplicates_only_if_their_files_are(
     [
         (("--min_qualty", "1"), "did you mean"),
         (("--min_quality", "3"), "min_quality"),
-        (("--resolutions", "8"), "each resolution must be at least the step"),
+        (("--resolutions", "8"), "each resolution must be at least bucket_step"),
     ],
 )
 def test_wrong_flags(folder: Path, flags: tuple[str, ...], message: str) -> None:
@@ -110,7 +110,7 @@ def test_options_are_refused_before_a_picture_is_read(folder: Path, monkeypatch:
         raise AssertionError("read before the options were refused")
 
     monkeypatch.setattr("accel_train.domains.images.checking.check.read_pictures", read)
-    with pytest.raises(UsageError, match="each resolution must be at least the step"):
+    with pytest.raises(UsageError, match="each resolution must be at least bucket_step"):
         run("check", folder, "--resolutions", "16", cache=folder.parent / "cache")
 
 

@@ -140,6 +140,11 @@ def test_less_is_kept_the_more_is_computed_again() -> None:
 
 
 def test_a_number_of_blocks_is_obeyed_or_refused() -> None:
+    model = build()
+    notice = apply_activation_checkpointing(model, ActivationCheckpointingConfig("full", blocks=2))
+    # The first: the backward begins with the last one, at the peak of memory.
+    assert ["forward" in vars(block) for block in blocks_of(model)] == [True, True, False]
+    assert "2 of 3 blocks" in notice
     with pytest.raises(UsageError, match=r"blocks: 4: MultimodalMMDiT has 3 blocks \(MMDiTBlock\); give 1 to 3"):
         apply_activation_checkpointing(build(), ActivationCheckpointingConfig("full", blocks=4))
     with pytest.raises(UsageError, match=r"blocks: 2: has no effect with activation_checkpointing\.mode: none"):
@@ -175,6 +180,34 @@ def test_selective_computes_all_again_but_products_and_attention() -> None:
     assert full["aten::mm"] > none["aten::mm"]
     for operator in ("aten::gelu", "aten::native_layer_norm"):
         assert selective[operator] > none[operator]
+
+
+class Products(nn.Module):
+    """A block with every product of matrices of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        x = (rows @ self.weight).view_as(x) + torch.addmm(rows, rows, self.weight).view_as(x)
+        batched = self.weight.expand(len(x), 4, 4)
+        return (torch.bmm(x, batched) + torch.baddbmm(x, x, batched)).tanh()
+
+
+def test_selective_keeps_every_product() -> None:
+    def counted(mode: Any) -> dict[str, int]:
+        blocks = nn.ModuleList(Products() for _ in range(2))
+        apply_activation_checkpointing(nn.ModuleDict({"blocks": blocks}), ActivationCheckpointingConfig(mode))
+        with Counter() as counter:
+            blocks[1](blocks[0](torch.randn(2, 3, 4))).sum().backward()
+        return counter.counts
+
+    none, selective, full = (counted(mode) for mode in ("none", "selective", "full"))
+    for operator in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"):
+        assert selective[operator] == none[operator] < full[operator], operator
+    assert selective["aten::tanh"] == 2 * none["aten::tanh"]
 
 
 def test_a_part_alone_is_computed_again() -> None:

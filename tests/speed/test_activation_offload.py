@@ -377,6 +377,8 @@ def test_what_is_worth_a_copy() -> None:
 
     whole = torch.randn(8, 16)
     assert sent(whole) == sent(whole[:5], whole) == sent(whole[:, :6], 3, whole[:, 6:]) == 1
+    # Half of it and no less.
+    assert (sent(whole[:4]), sent(whole[:3])) == (1, 0)
     assert sent(whole, whole.clone()) == 2
     assert sent(whole.expand(4, 8, 16)) == 1
     others = {

@@ -184,6 +184,26 @@ def test_a_wrong_layout_of_the_hub_fails_the_proof(monkeypatch: pytest.MonkeyPat
         prove_attention(build_attention("flash_hub"), needs)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_both_functions_of_flash_attn_are_asked_for_deterministic_gradients(deterministic: bool) -> None:
+    asked: list[bool] = []
+
+    def dense(*tensors: Tensor, deterministic: bool) -> Tensor:
+        asked.append(deterministic)
+        return sdpa_flash_attn_func(*tensors)
+
+    def variable(*given: Any, deterministic: bool) -> Tensor:
+        asked.append(deterministic)
+        return sdpa_flash_attn_varlen_func(*given)
+
+    module = SimpleNamespace(flash_attn_func=dense, flash_attn_varlen_func=variable)
+    kernel = Attention("flash", flash_attention(module, deterministic), pack_mask)
+    q, k, v = inputs(2, 5)
+    kernel(q, k, v)
+    kernel(q, k, v, kernel.mask(torch.arange(5) < torch.tensor([[5], [3]])))
+    assert asked == [deterministic] * 2
+
+
 @pytest.mark.parametrize("error", [OSError("offline"), ValueError("no build"), FileNotFoundError("not cached")])
 def test_flash_of_the_hub_that_cannot_be_loaded(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def get_kernel(*_: Any, **__: Any) -> Any:

@@ -74,6 +74,30 @@ def test_the_proof_asks_for_what_is_needed_only(fault: str, without_mask: bool) 
     prove_attention(kernel, replace(NEEDS, mask=False) if without_mask else replace(NEEDS, backward=False))
 
 
+def test_queries_of_padding_do_not_count() -> None:
+    """Kernels for varying lengths compute something else there, or nothing."""
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        found = right(q, k, v, mask)
+        return found if mask is None else found * (mask | ~mask.any(-1, keepdim=True))[:, None, :, None]
+
+    proof = prove_attention(own(kernel), NEEDS)
+    assert max(proof.forward_error, proof.backward_error) < 1e-6
+
+
+@pytest.mark.parametrize(("length", "is_right"), [(4224, True), (4250, False)])
+def test_a_kernel_that_is_wrong_for_lengths_that_are_no_multiple_is_found(length: int, is_right: bool) -> None:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return right(q, k, v, mask) * (1 if q.shape[2] % 64 == 0 else 1.1)
+
+    needs = replace(NEEDS, length=length)
+    if is_right:
+        prove_attention(own(kernel), needs)
+        return
+    with pytest.raises(UsageError, match="differs from the fp64 reference"):
+        prove_attention(own(kernel), needs)
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 64, 128, 129, 4250])
 def test_the_sample_is_small_for_any_length(length: int) -> None:
     started = time.process_time()

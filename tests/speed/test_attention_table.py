@@ -77,6 +77,7 @@ def test_auto(machine: Machine, needs: AttentionNeeds, first: str) -> None:
         ("flash3", BF16, BARE, "flash_attn_interface cannot be imported"),
         ("flash4", BF16, A100, "compute capability 9.x or 10.x"),
         ("flash4", BF16, BARE, "flash_attn.cute cannot be imported: install flash-attn-4"),
+        ("flash4", replace(BF16, head_size=136), H100, "at most 128 channels, here 136"),
         ("flash", replace(BF16, dtype=torch.float32), H100, "bfloat16 or float16, not float32"),
         ("flash", replace(BF16, head_size=264), H100, "at most 256 channels, here 264"),
         ("sdpa_cudnn", replace(BF16, head_size=256), H100, "at most 128 channels, here 256"),

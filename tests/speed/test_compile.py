@@ -223,6 +223,13 @@ def test_copies_are_not_compiled() -> None:
     assert watch.graphs == 0
 
 
+def test_seconds_of_all_compilations_are_added() -> None:
+    watch = CompiledBlocks(CompileConfig("on"), 2, "")
+    watch.record(1.5, [None])
+    watch.record(2.25, ["a guard", "another"])
+    assert watch.fields() == {"compile_seconds": 3.75, "compile_graphs": 3, "compile_recompilations": 2}
+
+
 def test_recompilations_are_counted_and_above_the_budget_named(caplog: pytest.LogCaptureFixture) -> None:
     model = Stack()
     watch = compiled(model, CompileConfig("on", recompile_budget=2))

@@ -91,6 +91,14 @@ def test_counting_takes_no_memory_and_no_randomness() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_frozen_weights_are_counted_by_their_bytes_and_not_as_trained() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 4, bias=False).requires_grad_(False).bfloat16(), nn.Linear(4, 2))
+
+    assert size_of(build) == (42, 10, 2 * 32 + 4 * 10, 0)
+    assert size_of(build).frozen_bytes == 2 * 32
+
+
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
     whole = host_bytes([])
     (tmp_path / "limit").write_text("1048576\n")

@@ -106,6 +106,22 @@ def test_the_bits_are_those_without_offload(mode: str) -> None:
     assert_same(gradients(offloaded(chain(), mode), loss_of_chain), expected)
 
 
+def test_weights_begin_at_multiples_that_any_kernel_takes() -> None:
+    """Of any size and dtype before them: kernels read many bytes at a time."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.randn(3).bfloat16(), requires_grad=False)
+            self.second = nn.Parameter(torch.randn(5), requires_grad=False)
+            self.third = nn.Parameter(torch.randn(7), requires_grad=False)
+
+    blocks = nn.ModuleList(Odd() for _ in range(DEPTH))
+    offload_frozen_blocks(nn.ModuleDict({"blocks": blocks}), CPU, "single", "off")
+    starts = [p.storage_offset() * p.element_size() for p in blocks.parameters()]
+    assert starts == [0, frozen_offload.ALIGNMENT, 2 * frozen_offload.ALIGNMENT] * DEPTH
+
+
 def test_two_forwards_before_one_backward() -> None:
     def both(model: nn.Module, step: int) -> Tensor:
         return loss_of_chain(model, step) * loss_of_chain(model, step + 10)

@@ -74,6 +74,17 @@ def test_recomputation_of_its_own_is_named_and_not_done_twice(kind: Any) -> None
         settled(model, checkpointing="full")
 
 
+def test_a_frozen_batch_norm_keeps_its_statistics_and_a_trained_one_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3).requires_grad_(False), nn.BatchNorm1d(3))
+    with caplog.at_level(logging.WARNING):
+        assert settled(model) == ["1 frozen batch norm(s) keep their running statistics"]
+    (warning,) = caplog.records
+    assert warning.getMessage().startswith("1 is BatchNorm1d(3")
+    model(torch.randn(8, 3) + 5)
+    assert model[0].running_mean.tolist() == [0, 0, 0]
+    assert float(model[1].running_mean.abs().max()) > 0
+
+
 def test_no_cache_is_filled_while_a_model_trains() -> None:
     model: Any = MODELS["llama"]().train()
     assert "use_cache is off while the model trains" in settled(model)

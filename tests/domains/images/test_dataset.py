@@ -58,6 +58,19 @@ def test_pixels_of_an_item_are_those_of_its_file(tmp_path: Path) -> None:
         assert (np.asarray(to_image(data.train[index]["pixels"])) == np.asarray(expected)).all()
 
 
+def test_transparent_pixels_show_the_background_of_the_options(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(4):
+        clear = Image.new("RGBA", (40, 40), (0, 10 * number, 255, 0))
+        (tmp_path / "data" / f"{number}.png").write_bytes(encoded(clear))
+        (tmp_path / "data" / f"{number}.txt").write_text("clear")
+    data = prepared(tmp_path / "data", tmp_path / "cache", background="red", heldout_fraction=0.5)
+    for split in (data.train, data.heldout):
+        for index in range(len(split)):
+            assert split[index]["pixels"].amin((1, 2)).tolist() == [1, -1, -1]
+            assert split[index]["pixels"].amax((1, 2)).tolist() == [1, -1, -1]
+
+
 def test_the_split_depends_on_each_file_alone(folder: Path, tmp_path: Path) -> None:
     before = prepared(folder, tmp_path / "cache")
     held = {sample.picture.content for sample in before.heldout.samples}
@@ -205,7 +218,7 @@ def test_buckets_with_fewer_pictures_than_a_micro_batch(tmp_path: Path, group_si
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"resolutions": (4,)}, "each resolution must be at least the step"),
+        ({"resolutions": (4,)}, "each resolution must be at least bucket_step"),
         ({"resolutions": (32, 32)}, "each must be there once"),
         ({"resolution_choice": "each"}, "has no effect with one resolution"),
         ({"caption_extension": "txt"}, "must begin with a dot"),

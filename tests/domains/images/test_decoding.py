@@ -32,6 +32,19 @@ def test_exif_turns_the_picture_upright(orientation: int) -> None:
     assert decoded.size == ((32, 48) if orientation >= 5 else (48, 32))
 
 
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_the_opacity_is_turned_as_the_picture_is(orientation: int) -> None:
+    image = drawn(48, 32)
+    image.putalpha(drawn(48, 32).convert("L"))
+    exif = Image.Exif()
+    exif[decoding.ORIENTATION] = orientation
+    content = encoded(image, exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).getchannel("A")
+    found = decoding.decode_alpha(content)
+    assert found is not None
+    assert difference(found, expected) == 0
+
+
 @pytest.mark.parametrize("orientation", [1, 6])
 def test_a_tiff_is_turned_once(orientation: int) -> None:
     exif = Image.Exif()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.domains.diffusion.shaped_noise import NoiseKey
+from accel_train.domains.diffusion import timesteps
+from accel_train.domains.diffusion.shaped_noise import NoiseKey, shaped_noise
 from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images.latent_cache import draw, latents_of
 from accel_train.domains.images.options import PictureDataConfig
@@ -153,6 +155,19 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made("sd1", tmp_path_factory.mktemp("sd1"), ObjectiveConfig(caption_dropout=0.5), TimeConfig())
 
 
+def test_times_noise_and_weights_are_those_of_the_options(plain: Made) -> None:
+    times = TimeConfig(density="logit_normal", logit_mean=0.5, shift=3.0)
+    options = ObjectiveConfig(offset_noise=0.1, multires_iterations=3, multires_discount=0.8)
+    levels = replace(plain.process.levels, weight=torch.rand(len(plain.process.levels)))
+    found = replace(plain.process, times=times, options=options, levels=levels).noised(plain.batch, SEED, STEP, COUNT)
+    expected = timesteps.training_times(plain.batch, SEED, "lora/time", STEP, COUNT, config=times)
+    assert torch.equal(found["time"], expected)
+    key = NoiseKey(SEED, "lora", STEP, plain.batch["occurrence"])
+    noise = shaped_noise(key, tuple(found["noisy"].shape[1:]), offset=0.1, iterations=3, discount=0.8)
+    assert torch.equal(found["target"], noise)
+    torch.testing.assert_close(found["level_weight"], levels.weight[levels.level(expected)])
+
+
 def test_a_dropped_caption_is_the_empty_prompt(plain: Made) -> None:
     inputs, _ = plain.found()
     empty = torch.stack([torch.equal(row, plain.empty["prompt"][0]) * torch.ones(()) for row in inputs["prompt"]])
@@ -190,6 +205,22 @@ def test_heldout_noise_belongs_to_the_picture(plain: Made) -> None:
         bounds = 1000 * torch.tensor([band, band + 1]) / BANDS
         assert bool((whole["timestep"] >= bounds[0] - 1).all())
         assert bool((whole["timestep"] < bounds[1]).all())
+
+
+def test_heldout_noise_is_that_of_the_picture_wherever_it_comes_up(plain: Made) -> None:
+    before = plain.process.noised_in_band(plain.batch, 1)["noisy"]
+    elsewhere = {name: plain.batch[name] + 7 for name in ("occurrence", "position")}
+    assert torch.equal(plain.process.noised_in_band(plain.batch | elsewhere, 1)["noisy"], before)
+    another = {"sample": plain.batch["sample"] + 7}
+    assert not torch.equal(plain.process.noised_in_band(plain.batch | another, 1)["noisy"], before)
+
+
+def test_a_flow_is_weighted_by_its_noise(plain: Made) -> None:
+    """Times of a shifted scheduler are no even steps, and the weights are functions of them."""
+    levels = replace(plain.process.levels, prediction="flow")
+    process = replace(plain.process, levels=levels, times=TimeConfig(weighting="sigma_sqrt"))
+    level = torch.tensor([100, 500, 900])
+    torch.testing.assert_close(process.weights(level), levels.b[level].pow(-2))
 
 
 def test_weights_of_another_process_are_refused(plain: Made) -> None:

@@ -151,6 +151,47 @@ def test_heldout_rows_of_another_file_are_not_trained_on(tmp_path: Path) -> None
     assert (data.train.texts, data.heldout.texts) == (len(LINES) - 7, 7)
 
 
+def test_another_heldout_file_leaves_out_its_own_rows(tmp_path: Path) -> None:
+    """With the same cache, where the training rows of the first are."""
+    for lines in (LINES[:7], LINES[7:10]):
+        (tmp_path / "held.txt").write_text("\n".join(lines))
+        data = prepared(tmp_path, heldout_path=str(tmp_path / "held.txt"), heldout_fraction=0)
+        assert (data.train.texts, data.heldout.texts) == (len(LINES) - len(lines), len(lines))
+
+
+@pytest.mark.parametrize("own_file", [False, True])
+def test_a_tokenizer_learns_nothing_of_heldout_rows(
+    own_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned: list[str] = []
+    sampled = tokenizers.sampled
+
+    def recorded(texts: Any) -> list[str]:
+        learned.extend(texts)
+        return sampled(learned)
+
+    monkeypatch.setattr(tokenizers, "sampled", recorded)
+    options: dict[str, Any] = {}
+    if own_file:
+        (tmp_path / "held.txt").write_text("\n".join(LINES[:7]))
+        options = {"heldout_path": str(tmp_path / "held.txt"), "heldout_fraction": 0}
+    data = prepared(tmp_path, **options)
+    assert len(learned) == data.train.texts < len(LINES)
+    numbers = range(data.heldout.texts)
+    heldout = [data.tokenizer.decode(data.heldout.text(n)[0], skip_special_tokens=True).strip() for n in numbers]
+    assert sorted([*learned, *heldout]) == sorted(LINES)
+
+
+def test_another_tokenizer_with_the_same_tokens_is_other_data(tmp_path: Path) -> None:
+    prints: list[str] = []
+    for piece in ("<first>", "<second>"):
+        tokenizer = tiny.tokenizer()
+        tokenizer.add_tokens([piece])
+        tokenizer.save_pretrained(tmp_path / piece)
+        prints.append(prepared(tmp_path, tokenizer=str(tmp_path / piece)).fingerprint)
+    assert prints[0] != prints[1]
+
+
 def test_a_split_is_trained_on_beside_another_or_a_file(tmp_path: Path) -> None:
     import datasets
 

@@ -22,6 +22,9 @@ from tests.domains.language import tiny
 from tests.speed.checkpointing import PARTIAL, config_of
 
 CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4
+}  # fmt: skip
 SIZES = ModelConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
 
 
@@ -206,6 +209,15 @@ def test_saved_files_and_weights_load_with_the_same_logits(tied: bool, tmp_path:
     assert loaded.config.architectures == ["LlamaForCausalLM"]
 
 
+def test_a_model_is_built_in_fp32_and_training_whatever_its_files_hold(tmp_path: Path) -> None:
+    tiny.model().to(torch.bfloat16).save_pretrained(tmp_path)
+    options = ModelConfig(source=str(tmp_path))
+    for reads in (True, False):
+        built = pretrained.build(options, resolved(options), load_source=reads)
+        assert {parameter.dtype for parameter in built.parameters()} == {torch.float32}
+        assert all(module.training for module in built.modules())
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("config", ["llama", "gpt2"])
 def test_flops_are_those_that_torch_counts(config: str, tied: bool) -> None:
@@ -216,6 +228,28 @@ def test_flops_are_those_that_torch_counts(config: str, tied: bool) -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=ids, use_cache=False)
     assert 24 * flops.forward_flops_per_token(model, 24) == pytest.approx(counter.get_total_flops(), rel=2e-3)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_frozen_weights_have_no_product_for_their_gradients(tied: bool) -> None:
+    model: Any = tiny.model(ModelConfig(config="llama", tie_word_embeddings=tied, **SMALL))
+    forward = flops.forward_flops_per_token(model, 24)
+    assert flops.training_flops_per_token(model, 24) == 3 * forward
+    model.model.requires_grad_(False)
+    frozen = sum(p.numel() for name, p in model.model.layers.named_parameters() if "norm" not in name)
+    if tied:
+        frozen += model.lm_head.weight.numel()
+    assert flops.training_flops_per_token(model, 24) == 3 * forward - 2 * frozen
+
+
+def test_of_experts_the_active_ones_count() -> None:
+    model: Any = tiny.model(ModelConfig(config="mixtral", **SMALL))
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    model.config.num_experts_per_tok = model.config.num_local_experts = 8
+    whole = flops.forward_flops_per_token(model, 24)
+    model.config.num_experts_per_tok = 2
+    assert experts > 0
+    assert flops.forward_flops_per_token(model, 24) == whole - 2 * experts * 6 // 8
 
 
 def test_a_missing_pad_token_is_set_and_said() -> None:

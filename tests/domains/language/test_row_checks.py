@@ -44,6 +44,14 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(config: str, name: str) 
         row_checks.check_rows(model, packing=False)
 
 
+def test_a_model_whose_logits_are_no_numbers_is_not_proven() -> None:
+    model: Any = tiny.model()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(UsageError, match="by nan of the largest"):
+        row_checks.check_causality(model)
+
+
 def test_a_vocabulary_of_any_size_has_another_token() -> None:
     """The two rows must differ, or every model would pass."""
     seen: list[torch.Tensor] = []

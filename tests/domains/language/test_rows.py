@@ -54,6 +54,13 @@ def test_a_row_is_what_its_fields_say(tmp_path: Path) -> None:
     assert split_chat.content == "Who is there?\nFriends."
 
 
+def test_both_forms_of_a_chat_have_their_tools(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "open_gate"}}]
+    chat = {"messages": [USER, ANSWER], "tools": tools}
+    split_chat = {"prompt": [USER], "completion": [ANSWER], "tools": tools}
+    assert [row.tools for row in read(write(tmp_path, chat, split_chat, {"text": "one"}))] == [tools, tools, None]
+
+
 @pytest.mark.parametrize(
     ("sample_by", "expected"), [("line", ["a", "b", "c"]), ("paragraph", ["a\nb", "c"]), ("document", ["a\nb\n\nc"])]
 )

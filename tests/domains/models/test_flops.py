@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel_train.domains.models.flops import flops_per_sample
+from accel_train.domains.models.flops import flops_per_sample, work
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 
 SHAPES = [
@@ -33,3 +33,20 @@ def test_flops_equal_the_counter(config: MultimodalMMDiTConfig, text_length: int
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model(tokens, latents, time, time, None)
     assert counter.get_total_flops() == batch * flops_per_sample(config, text_length, latent_length)
+
+
+def test_the_work_of_a_step_counts_padding_as_work_and_not_as_tokens() -> None:
+    config = SHAPES[1][0]
+    batches = [
+        {
+            "tokens": torch.zeros(2, length, dtype=torch.int64),
+            "text_mask": torch.arange(length) < torch.tensor([[length], [3]]),
+            "latent": torch.zeros(2, 4, 5),
+            "weight": torch.tensor([1.0, weight]),
+        }
+        for length, weight in ((16, 1.0), (8, 0.0))
+    ]
+    found = work(config, batches)
+    assert (int(found["tokens"]), found["padded_tokens"]) == (16 + 3 + 8, 2 * (16 + 8))
+    # Three forwards, of rows without weight too.
+    assert found["flops"] == 3 * 2 * (flops_per_sample(config, 16, 4) + flops_per_sample(config, 8, 4))

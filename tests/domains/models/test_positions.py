@@ -62,6 +62,21 @@ def test_the_model_tells_places_apart_and_reads_a_smaller_picture():
     assert not torch.allclose(model(*small, grid=(1, 4)).latents, model(*small, grid=(2, 2)).latents)
 
 
+def test_learned_positions_of_a_smaller_picture_are_those_of_the_middle():
+    model = build()
+    small = inputs(4)
+    before = model(*small, grid=(2, 2)).latents
+    changed = []
+    for place in range(12):
+        with torch.no_grad():
+            model.latent_positions.weight[place] += 1
+            if not torch.equal(model(*small, grid=(2, 2)).latents, before):
+                changed.append(place)
+            model.latent_positions.weight[place] -= 1
+        before = model(*small, grid=(2, 2)).latents
+    assert changed == centred_places((2, 2), (3, 4), torch.device("cpu")).tolist()
+
+
 def test_the_grid_goes_into_the_config_and_not_into_the_weights(tmp_path):
     model = build()
     assert "grid_positions" not in model.state_dict()

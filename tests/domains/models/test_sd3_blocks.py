@@ -66,6 +66,8 @@ def test_what_sd3_lacks_is_named_and_stays(saved: tuple[Any, ModelConfig]) -> No
             assert same, name
     assert "token_embedding" in new
     assert "transformer.blocks.2.streams.0.out" in new
+    # SD3's last text stream has no queries, gates and feed-forward layer: what is filled in part is named too.
+    assert {"transformer.blocks.2.streams.0.qkv", "transformer.blocks.2.streams.0.modulation.linear"} <= set(new)
     assert not any("blocks.1" in part or "streams.1" in part for part in new)
 
 

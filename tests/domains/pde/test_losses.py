@@ -15,7 +15,7 @@ from accel_train.domains.pde import checks, operator_learning, options
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.rows import FieldData
 from accel_train.domains.pde.fields import Scale
-from accel_train.domains.pde.losses import TERMS, Forward
+from accel_train.domains.pde.losses import TERMS, Forward, forward_of, parts_of
 from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.options.loading import load_config
 from recipes import pde
@@ -158,3 +158,29 @@ def test_what_is_conserved_is_compared_in_units_of_input_and_target() -> None:
     output = SimpleNamespace(prediction=target)
     same = Forward({"query_input": given, "query_target": target}, task, output)
     assert TERMS["conservation"].losses(same).tolist() == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_a_boundary_is_zero_in_physical_units_of_the_target() -> None:
+    task: Any = SimpleNamespace(input=Scale((1.0,), (2.0,)), target=Scale((3.0,), (0.5,)))
+    inside = torch.rand(2, 1, 5)
+    target = {"query_target": torch.zeros(2, 1, 5)}
+    zero = task.target.normalise(torch.zeros(2, 1, 4), 1)
+    for edge, expected in ((zero, 0.0), (zero + 2, 4.0)):
+        output: Any = SimpleNamespace(prediction=torch.cat([inside, edge], -1))
+        assert TERMS["boundary"].losses(Forward(target, task, output)).tolist() == pytest.approx([expected] * 2)
+
+
+def test_the_model_is_given_all_inputs_of_its_forward() -> None:
+    asked: dict[str, Any] = {}
+    inputs = {name: torch.rand(2) for name in ("input", "target", "parameters", "dt", "queries", "keep")}
+    task: Any = SimpleNamespace(grid=(4, 4))
+
+    def model(*given: Any, **named: Any) -> None:
+        asked.update(named, given=given)
+
+    parts = parts_of(["prediction"], train_encoder=True)
+    forward_of(model, inputs, 3, task, ["prediction"], parts)
+    assert asked["given"][0] is inputs["input"]
+    assert asked["given"][1] is None  # no term needs the target
+    assert asked["given"][2:] == (inputs["parameters"], inputs["dt"], 3)
+    assert (asked["queries"], asked["keep"], asked["parts"]) == (inputs["queries"], inputs["keep"], parts)

@@ -24,6 +24,7 @@ from accel_train.domains.pde.data import equations as pde
 from accel_train.domains.pde.data import prepare
 from accel_train.domains.pde.data.assets import load_field_assets
 from accel_train.domains.pde.data.equations import PdeDataConfig
+from accel_train.domains.pde.data.pdebench import spacing_of
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.rows import FieldData
 from accel_train.domains.pde.data.solvers import solve_burgers, solve_darcy
@@ -133,6 +134,15 @@ def test_generated_burgers_resolves_its_shocks(tmp_path: Path) -> None:
     )
 
 
+def test_a_coarser_grid_has_the_same_solutions_of_burgers(tmp_path: Path) -> None:
+    """Whatever the viscosities: the grid of the solver resolves the thinnest shock."""
+    found: list[Any] = []
+    for points in (32, 128):
+        demo(tmp_path / str(points), tasks=("burgers",), resolution_1d=points, train_samples=8, dt=0.15, snapshots=4)
+        found.append(generated(tmp_path / str(points), "burgers")[0])
+    np.testing.assert_allclose(found[0], found[1][:, :, :, :, ::4], atol=1e-5)
+
+
 def error_of_darcy(height: int, width: int, coefficient: Any, solution: Any, source: Any) -> float:
     y, x = (np.arange(height)[:, None] + 0.5) / height, (np.arange(width) + 0.5) / width
     x, y = np.broadcast_arrays(x, y)
@@ -223,6 +233,32 @@ def test_splits_seeds_and_tasks_have_draws_of_their_own(tmp_path: Path) -> None:
         )
     ]  # fmt: skip
     assert len(set(initial)) == 4
+
+
+READ = {
+    "seed": {"advection", "burgers", "darcy"},
+    "snapshots": {"advection", "burgers"},
+    "dt": {"advection", "burgers"},
+    "speed": {"advection"},
+    "viscosity": {"burgers"},
+    "train_samples": {"advection", "burgers", "darcy"},
+    "heldout_samples": {"advection", "burgers", "darcy"},
+    "resolution_1d": {"advection", "burgers"},
+    "resolution_2d": {"darcy"},
+    "time_stride": set[str](),
+    "workers": set[str](),
+}
+OTHER: dict[str, Any] = {
+    "seed": 1, "snapshots": 7, "dt": 0.01, "speed": (0.3, 0.4), "viscosity": (0.1, 0.3), "train_samples": 50,
+    "heldout_samples": 9, "resolution_1d": 32, "resolution_2d": 16, "time_stride": 3, "workers": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", READ)
+def test_data_are_made_anew_for_what_they_depend_on_alone(option: str) -> None:
+    tasks = tuple(pde.KINDS)
+    config, changed = PdeDataConfig(tasks=tasks), PdeDataConfig(tasks=tasks, **{option: OTHER[option]})
+    assert {task for task in tasks if pde.key_of(config, task) != pde.key_of(changed, task)} == READ[option]
 
 
 def test_made_once_and_again_when_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,11 +520,12 @@ def test_files_of_very_different_fields_are_said_to_share_a_scale(tmp_path: Path
     )
 
 
-def test_darcy_of_pdebench(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [{}, {"chunks": True, "compression": "gzip"}], ids=["contiguous", "compressed"])
+def test_darcy_of_pdebench(tmp_path: Path, how: dict[str, Any]) -> None:
     tensor = GENERATOR.normal(size=(20, 1, 8, 8)).astype(np.float32)
     nu = GENERATOR.uniform(1, 2, size=(20, 8, 8)).astype(np.float32)
     axes = {"x-coordinate": np.arange(8.0), "y-coordinate": np.arange(8.0)}
-    write_pdebench(tmp_path / "2D_DarcyFlow_beta1.0_Train.hdf5", {"tensor": tensor, "nu": nu, **axes}, {})
+    write_pdebench(tmp_path / "2D_DarcyFlow_beta1.0_Train.hdf5", {"tensor": tensor, "nu": nu, **axes}, {}, **how)
     assert files(tmp_path, "darcy").strides == {"darcy": 1}
     data = files(tmp_path, "darcy", resolution_2d=4)
     assert data.strides == {"darcy": 2}
@@ -549,6 +586,24 @@ def test_darcy_needs_its_coefficient(tmp_path: Path) -> None:
     write_pdebench(file, {"tensor": np.zeros((4, 2, 8, 8)), "nu": np.zeros((4, 8, 8)), **x}, {})
     with pytest.raises(UsageError, match=r"tensor \(4, 2, 8, 8\) and nu \(4, 8, 8\).*tensor \(N, 1, X, Y\) and nu"):
         files(tmp_path, "darcy")
+
+
+@pytest.mark.parametrize(("last", "is_even"), [(0.102, False), (0.10005, True)])
+def test_times_are_evenly_spaced_to_one_in_1000(tmp_path: Path, last: float, is_even: bool) -> None:
+    times = np.cumsum([0.0, *[0.1] * 9, last])
+    if is_even:
+        assert spacing_of(tmp_path, times, 11) == pytest.approx(0.1, rel=1e-3)
+        return
+    with pytest.raises(UsageError, match="even spacing, to 1 in 1000, is required"):
+        spacing_of(tmp_path, times, 11)
+
+
+@pytest.mark.parametrize(("name", "value"), [("Nu1e-3", 1e-3), ("nu0.02", 0.02), ("Nu4.0", 4.0)])
+def test_a_parameter_is_read_from_the_name_of_a_file(tmp_path: Path, name: str, value: float) -> None:
+    axes = {"t-coordinate": np.arange(7) * 0.01, "x-coordinate": (np.arange(16) + 0.5) / 16}
+    tensor = GENERATOR.normal(size=(20, 7, 16)).astype(np.float32)
+    write_pdebench(tmp_path / f"1D_Burgers_Sols_{name}.hdf5", {"tensor": tensor, **axes}, {})
+    assert files(tmp_path, "burgers").tasks[0].parameter.mean == pytest.approx((value,))
 
 
 def test_a_parameter_is_required(tmp_path: Path) -> None:

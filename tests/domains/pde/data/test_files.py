@@ -104,6 +104,19 @@ def test_a_contiguous_file_is_mapped_and_not_read(tmp_path: Path) -> None:
         found[0] = 0
 
 
+def test_a_forked_worker_opens_the_files_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not read through its parent's HDF5 handles."""
+    write(tmp_path / "x.h5")
+    opened: list[Any] = []
+    open_array = files.open_array
+    monkeypatch.setattr(files, "open_array", lambda *given: opened.append(given) or open_array(*given))
+    fields = Fields((read(tmp_path / "x.h5").part,))
+    for process, count in ((1, 1), (1, 1), (2, 2)):
+        monkeypatch.setattr(files.os, "getpid", lambda process=process: process)
+        fields.snapshots(0, slice(None))
+        assert len(opened) == count
+
+
 def test_pages_of_a_map_are_handed_back(tmp_path: Path) -> None:
     values = np.arange(2**21, dtype=np.float32).reshape(8, 64, 1, 64, 64)  # 8 MiB
     with h5py.File(tmp_path / "x.h5", "w") as content:

@@ -69,6 +69,17 @@ def test_rows_of_all_tasks_one_after_another(tmp_path: Path) -> None:
         data.heldout["still"][2]
 
 
+def test_constants_are_those_of_the_samples_chosen_of_a_file(tmp_path: Path) -> None:
+    """With one cache, and files that did not change."""
+    files = two_tasks(tmp_path)
+    whole = build(files, tmp_path / "cache")
+    one = files["still"]["train"][0]
+    files["still"]["train"] = [one._replace(part=one.part._replace(samples=4), parameters=one.parameters[:4])]
+    part = build(files, tmp_path / "cache")
+    assert part.assets != whole.assets
+    assert part.assets == build(files, tmp_path / "another").assets
+
+
 def test_constants_come_from_the_training_split(tmp_path: Path) -> None:
     files = two_tasks(tmp_path)
     first = build(files, tmp_path)
