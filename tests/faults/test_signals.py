@@ -121,10 +121,10 @@ def test_an_elastic_restart_resumes(
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     meeting = ("--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0")
     process = begin(launched, out, torchrun(*meeting, "--max_restarts", "1"))
-    go_file(out).touch()  # for the second start, which passes step 7 again
     ranks = [p for p in workers(process) if "trainer.py" in " ".join(p.cmdline())]
     assert len(ranks) == 2
     next(p for p in ranks if p.environ()["RANK"] == "1").kill()
+    go_file(out).touch()  # for the second start, which passes step 7 again: the first must not go on before the kill
     output = process.communicate(timeout=PATIENCE_SECONDS)[0]
     assert process.returncode == 0, output[-3000:]
     assert "at step 5" in output
