@@ -306,6 +306,7 @@ def test_a_step_that_reads_a_value_is_refused_with_its_line(tmp_path: Path) -> N
         simulate(str(reads), ["causal_lm_smoke"], asked)
 
 
+@pytest.mark.slow  # the test above simulates the same recipe, up to the refusal
 def test_packed_rows_of_a_language_model_are_simulated(tmp_path: Path) -> None:
     """That they do not see each other is proven on real weights only."""
     found = counted(Layout("single", 1, "causal_lm"), tmp_path)
@@ -381,7 +382,7 @@ def test_of_few_simulated_micro_batches_it_is_known_how_many_the_step_has(tmp_pa
     assert (found["micro_batches"], found["of_the_step"]) == (3, 8)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_one_process_of_a_file_for_several_needs_no_gpu(tmp_path: Path, strategy: str) -> None:
     """As a base for the efficiency of several. DDP is not wrapped around the model of a single process."""
     found = counted(Layout(strategy, 1), tmp_path)
