@@ -44,7 +44,7 @@ JOBS = {
     "loop": Job("loop", "loop_cpu.json"),
     "mmdit_block": Job("mmdit_block", "mmdit_block_cpu.json"),
     "optimizer": Job("optimizer", "optimizer_cpu.json"),
-    "checkpoint": Job("checkpoint", "checkpoint_cpu.json"),
+    "checkpoint": Job("checkpoint", "checkpoint_cpu.json", ("--rounds", "10")),
     "checkpoint_1500": Job("checkpoint", "checkpoint_cpu_1500.json", ("--state_mb", "1500", "--rounds", "8"), True),
     "activation_checkpointing": Job("activation_checkpointing", "activation_checkpointing_cpu.json"),
     "compile": Job("compile", "compile_cpu.json"),
