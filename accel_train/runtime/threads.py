@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
+import time
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +24,10 @@ from accel_train.cores import usable_cores
 from accel_train.launch_files.parents import parent_command_lines
 from accel_train.launch_files.requested import THREADS_UNASKED_VARIABLE, THREADS_VARIABLE, launcher_flags
 from accel_train.runtime.strategy import device_of_updates, strategy_of
+
+LOAD = Path("/proc/loadavg")
+SAMPLES = 5
+SAMPLE_SECONDS = 0.01
 
 
 def asked(environment: Mapping[str, str], flags: Mapping[str, Any] | None) -> bool:
@@ -46,12 +54,26 @@ def _asked() -> bool:
 def choose(cores: int, local_processes: int, load: float, all_cores: int) -> int:
     """Return the number of threads for each of ``local_processes``.
 
-    ``load`` is the system's average over the last minute, on ``all_cores`` of the machine. About 1 of it is this start
-    itself.
+    ``load`` is that of ``all_cores`` of the machine (``current_load``). About 1 of it is this start itself.
     """
     # A quarter of a core is the tail of the previous command and must not cost a thread.
     spare = math.floor(all_cores - max(0.0, load - 1) + 0.25)
     return max(1, min(cores, spare) // local_processes)
+
+
+def current_load() -> float:
+    """Return the system's load average over the last minute, or the threads that run at the moment if they are fewer.
+
+    A command that has just ended, such as the installation before a first run, is still in the average, and would cost
+    the whole run its threads. Takes 50 ms.
+    """
+    average, _, _ = os.getloadavg()
+    running: list[int] = []
+    with suppress(OSError, ValueError, IndexError):  # another system than Linux: the average alone
+        for _ in range(SAMPLES):
+            running.append(int(LOAD.read_text().split()[3].partition("/")[0]))
+            time.sleep(SAMPLE_SECONDS)
+    return min(average, statistics.mean(running)) if len(running) == SAMPLES else average
 
 
 def _local_processes() -> int:
@@ -75,7 +97,7 @@ def resolve_threads(device: str, *, updates_on_host: bool = False) -> str:
         return f"{torch.get_num_threads()} torch thread(s), as {THREADS_VARIABLE} or the launcher's flag says"
     cores, reason = usable_cores()
     local_processes = _local_processes()
-    load, _, _ = os.getloadavg()
+    load = current_load()
     all_cores = os.cpu_count() or 1
     if device == "cpu":
         torch.set_num_threads(choose(cores, local_processes, load, all_cores))

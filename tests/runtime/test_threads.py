@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -38,6 +39,25 @@ def number() -> Iterator[None]:
 )
 def test_what_the_machine_has_to_spare(cores: int, processes: int, load: float, all_cores: int, chosen: int) -> None:
     assert threads.choose(cores, processes, load, all_cores) == chosen
+
+
+@pytest.mark.parametrize(
+    ("content", "load"),
+    [
+        ("1.80 1.0 0.5 1/84 77", 1.0),  # a command that has just ended
+        ("1.80 1.0 0.5 9/84 77", 1.8),
+        ("unreadable", 1.8),
+        (None, 1.8),
+    ],
+)
+def test_a_load_that_has_passed_does_not_count(
+    content: str | None, load: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "LOAD", tmp_path / "loadavg")
+    monkeypatch.setattr(threads.os, "getloadavg", lambda: (1.8, 1.0, 0.5))
+    if content is not None:
+        threads.LOAD.write_text(content)
+    assert threads.current_load() == load
 
 
 @pytest.mark.parametrize(
