@@ -109,7 +109,8 @@ def table(rows: Sequence[Row], start: int, last: int) -> list[str]:
     # Logged seldom or short, even the longest row has none.
     unequal = [row.found.count for row in differing if not row.found.equal]
     if unequal and max(unequal) < FEWEST:
-        lines.append(f"an interval needs {FEWEST} values: log each step in both (--log.log_every 1), or take more")
+        remedy = "log each step in both (--log.log_every 1), or give the branch more --steps"
+        lines.append(f"an interval needs {FEWEST} values: {remedy}")
     if equal:
         lines.append(f"equal bit for bit: {', '.join(equal)}")
     return lines

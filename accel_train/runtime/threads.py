@@ -97,9 +97,10 @@ def resolve_threads(device: str, *, updates_on_host: bool = False) -> str:
         return f"{torch.get_num_threads()} torch thread(s), as {THREADS_VARIABLE} or the launcher's flag says"
     cores, reason = usable_cores()
     local_processes = _local_processes()
-    load = current_load()
+    load, _, _ = os.getloadavg()
     all_cores = os.cpu_count() or 1
     if device == "cpu":
+        load = current_load()
         torch.set_num_threads(choose(cores, local_processes, load, all_cores))
     elif updates_on_host:
         # The launcher's 1 would leave every other core idle while the devices wait. The load does not count: a machine
