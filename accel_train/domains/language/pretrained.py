@@ -221,13 +221,22 @@ def _from_scratch(options: ModelConfig, tokenizer: Any) -> Any:
 
 def _with_sizes(options: ModelConfig, make: Callable[[], Any]) -> Any:
     try:
-        return make()
+        config = make()
     except Exception as error:  # some classes check their values, by errors of other packages
         sizes = ", ".join(f"--model.{name} {value}" for name, value in options.sizes.items())
         raise UsageError(
             f"{sizes or '--model.config'}: the config of {options.config} refuses it: {one_line(error)}. Give values "
             "that fit each other, such as a --model.hidden_size that is a multiple of --model.num_attention_heads."
         ) from None
+    # Most classes take any two numbers, and fail in their first forward.
+    heads, groups = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        origin = f"{options.config} has {groups} by default" if options.num_key_value_heads is None else str(groups)
+        raise UsageError(
+            f"--model.num_key_value_heads: {origin}; a divisor of the {heads} attention heads is required. Give "
+            f"--model.num_key_value_heads {heads}, or a smaller divisor for grouped-query attention."
+        )
+    return config
 
 
 def one_line(error: Exception) -> str:

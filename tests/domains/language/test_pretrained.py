@@ -83,6 +83,10 @@ def test_the_architecture_is_a_model_type_or_the_config_of_a_folder(tmp_path: Pa
     assert (found.hidden_size, found.num_hidden_layers) == (32, 1)
     with pytest.raises(UsageError, match=r"--model.config 'lama': no model type .*did you mean 'llama'"):
         resolved(ModelConfig(config="lama"))
+    with pytest.raises(UsageError, match=r"heads: qwen3 has 32 by default; a divisor of the 4 .* 4, or"):
+        resolved(ModelConfig(config="qwen3", hidden_size=32, num_attention_heads=4))
+    with pytest.raises(UsageError, match=r"--model.num_key_value_heads: 3; a divisor of the 4 attention heads"):
+        resolved(ModelConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=3))
     with pytest.raises(UsageError, match=r"--model.num_key_value_heads 2: a config of gpt2 has no num_key_value_heads"):
         resolved(ModelConfig(config="gpt2", num_key_value_heads=2))
 
@@ -243,7 +247,7 @@ def test_frozen_weights_have_no_product_for_their_gradients(tied: bool) -> None:
 
 
 def test_of_experts_the_active_ones_count() -> None:
-    model: Any = tiny.model(ModelConfig(config="mixtral", **SMALL))
+    model: Any = tiny.model(ModelConfig(config="mixtral", num_key_value_heads=2, **SMALL))
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     model.config.num_experts_per_tok = model.config.num_local_experts = 8
     whole = flops.forward_flops_per_token(model, 24)
