@@ -49,6 +49,7 @@ FREE_TO_CHANGE = (
     "micro_batch_size",
     "sync",
     "attention",
+    "deterministic",
     "activation_checkpointing",
     "memory",
     "compile",
@@ -148,15 +149,17 @@ class ExperimentConfig:
     start. Else a name that `accel-train doctor --attention` lists, or module:function of your own. A model of
     transformers or diffusers keeps what its library chose with auto; it takes the names that the library has, and eager
     is that of transformers. Each is proven against fp64 at the start; one that cannot run or is wrong is refused."""
+    deterministic: bool = False
+    """Use kernels that give the same bits in every run (torch.use_deterministic_algorithms); what has none ends the
+    run. For a resume that is bit-exact on a GPU, and slower there. Not yet measured on a GPU."""
     float8: Float8 = "none"
     """Run the matrix products of the blocks' large linear layers in float8 (torchao), the rest in bf16. Weights,
     optimizer and checkpoints stay fp32. tensorwise: one scale per tensor, the fastest, needs compute capability 8.9.
     rowwise: one scale per row, needs 9.0; an outlier coarsens its own row only. Use with compile.mode on."""
     offload_frozen: bool = False
     """Keep the frozen weights of the blocks in host memory, and two blocks at a time on the device: while one computes,
-    the next is copied. Changes no result. For adapters on a base that does not fit; every micro-batch reads the base
-    twice over the bus, so prefer few large ones. One process or DDP, without compile.mode. Its speed: not yet measured
-    on a GPU."""
+    the next is copied. For adapters on a base that does not fit; every micro-batch reads the base twice over the bus.
+    One process or DDP, without compile.mode. Changes no result. Its speed: not yet measured on a GPU."""
     out_of_memory: OutOfMemory = "halve"
     """halve: after a training step that does not fit, start again from the newest checkpoint with half of
     micro_batch_size and the same global batch. Without a checkpoint from step 0. Several processes need

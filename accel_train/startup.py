@@ -22,7 +22,7 @@ from accel_train.runtime.accelerator import build_accelerator, log_notices
 from accel_train.runtime.exiting import current_run
 from accel_train.runtime.main_alone import connect_hosts, failing_together, place_among_workers
 from accel_train.runtime.strategy import strategy_of
-from accel_train.speed.apply import set_up_device
+from accel_train.speed.apply import set_deterministic, set_up_device
 from accel_train.speed.attention.selection import check_name
 from accel_train.train_state import smaller_micro_batch
 
@@ -73,6 +73,10 @@ def start(config: ExperimentConfig) -> Accelerator:
     connect_hosts(accelerator, config.collective_timeout_seconds)
     strategy = strategy_of(accelerator)
     notices = set_up_device(accelerator.device, config.memory, config.float8, config.precision, strategy)
+    if config.deterministic:
+        notice, switch_back = set_deterministic(accelerator.device)
+        current_run.push(lambda *_: switch_back())
+        notices.append(notice)
     _set_up_directory(directory, before, accelerator)
     if accelerator.is_main_process:
         early_stop.look_for_stop_file(directory)

@@ -62,19 +62,19 @@ def product_rate(machine: Machine, m: int, n: int, k: int) -> float:
 
 
 def copies(machine: Machine) -> list[Row]:
-    """On the device, and between it and ordinary and locked host memory."""
+    """On the device, and between it and ordinary and pinned host memory."""
     size = 1 << 16 if machine.tiny else 1 << 30
     device = torch.zeros(size, dtype=torch.uint8, device=machine.device)
     other, host = torch.empty_like(device), torch.empty(size, dtype=torch.uint8)
     ways: dict[str, tuple[Callable[[], object], int]] = {
         "copy on the device": (lambda: other.copy_(device), 2 * size),
-        "ordinary host memory to device": (lambda: device.copy_(host), size),
-        "device to ordinary host memory": (lambda: host.copy_(device), size),
+        "pageable host memory to device": (lambda: device.copy_(host), size),
+        "device to pageable host memory": (lambda: host.copy_(device), size),
     }
     if machine.device.type == "cuda":
         locked = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        ways["locked host memory to device"] = (lambda: device.copy_(locked, non_blocking=True), size)
-        ways["device to locked host memory"] = (lambda: locked.copy_(device, non_blocking=True), size)
+        ways["pinned host memory to device"] = (lambda: device.copy_(locked, non_blocking=True), size)
+        ways["device to pinned host memory"] = (lambda: locked.copy_(device, non_blocking=True), size)
     rows = []
     for name, (work, moved) in ways.items():
         rows.append(row("G0", name, [moved / s / 1e9 for s in machine.seconds(work, 5)], "GB/s"))

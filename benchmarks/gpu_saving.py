@@ -329,7 +329,7 @@ def contend(name: str, machine: Machine, shape: Shape, rounds: int, folder: Path
 
 
 def locked_rate(machine: Machine) -> float:
-    """GB/s from the device into locked host memory: the most that a snapshot can reach."""
+    """GB/s from the device into pinned host memory: the most that a snapshot can reach."""
     source = torch.zeros(1 << 30, dtype=torch.uint8, device=machine.device)
     target = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
     seconds = machine.seconds(lambda: target.copy_(source, non_blocking=True), 5)

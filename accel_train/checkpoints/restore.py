@@ -245,7 +245,9 @@ def _compare_layouts(
         logger.info("not bit-exact: the order of floating-point reductions differs (%s)", ", ".join(changed))
     elif accelerator.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         logger.info(
-            "the same layout as when it was saved: bit-exact but for kernels that sum in no fixed order%s", rest
+            "the same layout as when it was saved: bit-exact but for kernels that sum in no fixed order, which "
+            "--deterministic excludes%s",
+            rest,
         )
     else:
         logger.info("bit-exact: the same layout as when it was saved%s", rest)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,10 @@ from accel_train.speed.memory.activation_offload import input_offload
 from accel_train.speed.memory.allocator import apply_memory
 from accel_train.speed.model_habits import settle_habits
 from accel_train.speed.options import ActivationCheckpointingConfig, CompileConfig, Float8, MemoryConfig
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
+"""Values with which cuBLAS repeats its results, the faster first."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,27 @@ def set_up_device(
     """
     refuse_float8(float8, device, precision, strategy)
     return apply_memory(memory, device)
+
+
+def set_deterministic(device: torch.device) -> tuple[str, Callable[[], None]]:
+    """Switch on torch's deterministic algorithms for this process. Return a notice, and a call that switches back.
+
+    Call it before the first matrix product on a GPU. Raises ``UsageError`` for a workspace of cuBLAS that lets products
+    differ. See torch's notes on reproducibility.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    notice = "deterministic: an operator without a deterministic kernel ends the run"
+    if device.type == "cuda":
+        # Streams that share a workspace of another size may pick other kernels from call to call.
+        workspace = os.environ.setdefault(WORKSPACE, DETERMINISTIC_WORKSPACES[0])
+        if workspace not in DETERMINISTIC_WORKSPACES:
+            raise UsageError(
+                f"deterministic: {WORKSPACE}={workspace}: {' or '.join(DETERMINISTIC_WORKSPACES)} is required; unset "
+                "it, or leave --deterministic out"
+            )
+        notice += f"; {WORKSPACE}={workspace}"
+    torch.use_deterministic_algorithms(True)
+    return notice, partial(torch.use_deterministic_algorithms, before)
 
 
 def apply_speed_options(
