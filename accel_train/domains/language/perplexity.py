@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.data.datasets import Batch
 from accel_train.domains.language.packing import IGNORED
 
+VALUES_AT_ONCE = 1 << 24
+"""Logits of a vocabulary in fp32 at a time: 64 MiB."""
 METRICS = ("nll", "perplexity", "accuracy", "unigram_perplexity")
 
 
@@ -26,9 +30,41 @@ def targets(batch: Batch) -> Tensor:
 def loss_sums(logits: Tensor, expected: Tensor) -> Tensor:
     """Sum the cross entropy of each row in nats, (B,) fp32, of logits (B, S, V) against targets (B, S)."""
     # All logits, because a slice of them would be copied, forward and backward.
-    flat = logits.flatten(0, 1).float()
-    losses = F.cross_entropy(flat, expected.flatten(), ignore_index=IGNORED, reduction="none")
+    losses: Tensor = _CrossEntropy.apply(logits.flatten(0, 1), expected.flatten())
     return losses.view_as(expected).sum(-1)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross entropy of each row in fp32, (N,), of logits (N, V), which needs no fp32 copy of the logits.
+
+    With a vocabulary of 152k, the copy, its log-softmax and their gradients take 12 bytes for each logit, several times
+    the memory of a small model. Some rows at a time are computed here, and again in the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, expected: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, expected)
+        pairs = zip(_some_rows(logits, logits), _some_rows(expected, logits), strict=True)
+        return torch.cat([F.cross_entropy(x.float(), y, ignore_index=IGNORED, reduction="none") for x, y in pairs])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        logits, expected = ctx.saved_tensors
+        (gradient,) = gradients
+        scale = gradient.masked_fill(expected == IGNORED, 0).unsqueeze(-1)
+        result = torch.empty_like(logits)
+        parts = (_some_rows(each, logits) for each in (result, logits, expected.clamp(min=0).unsqueeze(-1), scale))
+        for rows, x, y, weight in zip(*parts, strict=True):
+            # softmax(x) less 1 at the target.
+            difference = x.softmax(-1, dtype=torch.float32)
+            difference.scatter_add_(-1, y, torch.full_like(weight, -1.0))
+            rows.copy_(difference.mul_(weight))
+        return result, None
+
+
+def _some_rows(values: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+    """Split rows that belong to those of the logits."""
+    return values.split(max(1, VALUES_AT_ONCE // logits.shape[-1]))
 
 
 def metric_sums(logits: Tensor, batch: Batch, unigram: Tensor) -> dict[str, Tensor]:
