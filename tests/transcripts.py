@@ -206,7 +206,7 @@ def commands(folder: Folder) -> dict[str, str]:
 
     prune = f"accel-train checkpoints prune {run} --dry-run --keep_last 2 --keep_best 1 --best_metric l2t_nll"
     diff = printed(f"accel-train checkpoints diff {run}/checkpoints/checkpoint_00000002 {run}", code=1)
-    export = f"accel-train export {run} exported --precision bf16 --weights ema"
+    export = f"accel-train export {run} exported --precision bf16"
     refusal = folder.run("recipes/mmdit.py", "demo", *TINY, "--seed", "3", code=2, stream="stderr")
     return {
         "ls": fenced(printed(f"accel-train checkpoints ls {run}")),

@@ -295,8 +295,7 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--weights",
         choices=("model", "ema"),
-        default="model",
-        help="trained weights (default) or their EMA",
+        help="trained weights or their EMA (default: the EMA where there is one, as in an evaluation)",
     )
     export.add_argument("--merged", action="store_true", help="adapters: the whole model that they make of their base")
 

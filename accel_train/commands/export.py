@@ -39,14 +39,14 @@ def export(
     destination: str,
     *,
     precision: Precision = "fp32",
-    source: Source = "model",
+    source: Source | None = None,
     merged: bool = False,
 ) -> int:
     """Write the weights or their EMA as ``destination/model.safetensors``, with its other files and the options.
 
-    Adapters are written as peft reads them, with the sha256 of each file of their base, and as other programs do where
-    the pipeline of their recipe says how. If ``merged``, they are written as the whole model with its base, built in
-    memory in fp32.
+    ``source`` None takes the EMA where there is one, as evaluations and ``load`` do. Adapters are written as peft reads
+    them, with the sha256 of each file of their base, and as other programs do where the pipeline of their recipe says
+    how. If ``merged``, they are written as the whole model with its base, built in memory in fp32.
 
     Beside them are model.py, to rebuild the model with torch alone, an example of inputs and outputs, and verify.py,
     run once here, to repeat it. They need the name of the recipe's pipeline in config.json of the checkpoint. Of
@@ -57,6 +57,7 @@ def export(
     library's model.
     """
     found, skipped = places.newest_at(checkpoint)
+    source = source or weights.best_stem(found.path)
     target = _unused(destination)
     tensors = _best_copy(found, source)
     # Beside the target, because a rename must not cross file systems.

@@ -363,7 +363,6 @@ def _findings(metrics: Path) -> list[str]:
 
 def _export(request: _Request) -> int:
     from accel_train.commands.export import export
-    from accel_train.store.weights import best_stem
 
     newest, _ = places.newest_at(request.run)
     destination = request.run / f"exported-{newest.step:08d}"
@@ -372,7 +371,7 @@ def _export(request: _Request) -> int:
         # The name has the step in it, and a checkpoint of a run never changes.
         print(f"{destination}: there already")
         return 0
-    return export(str(request.run), str(destination), source=best_stem(newest.path))
+    return export(str(request.run), str(destination))
 
 
 def _refuse_other_export(destination: Path, checkpoint: Path, run_id: str | None) -> None:

@@ -602,7 +602,7 @@ def test_an_export_of_the_demo_model_loads_in_a_fresh_process(tmp_path: Path) ->
     demo = MultimodalMMDiTConfig(ModelConfig(size="demo").transformer(), 500, 32, 24, 1)
     model = model_of(3, demo)
     checkpoint(tmp_path / "run", 7, model)
-    assert call("export", tmp_path / "run", tmp_path / "out") == 0
+    assert call("export", tmp_path / "run", tmp_path / "out", "--weights", "model") == 0
     assert_same(loaded_elsewhere(tmp_path / "out", tmp_path), values_of(model))
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), values_of(model))
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == to_tree(demo)
@@ -619,12 +619,27 @@ def test_an_export_of_the_demo_model_loads_in_a_fresh_process(tmp_path: Path) ->
 def test_a_large_export_is_split_as_the_hub_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "SHARD_BYTES", 4000)
     model = model_of(3)
-    call("export", checkpoint(tmp_path / "run", 7, model), tmp_path / "out")
+    call("export", checkpoint(tmp_path / "run", 7, model), tmp_path / "out", "--weights", "model")
     shards = sorted((tmp_path / "out").glob("model-*-of-*.safetensors"))
     assert len(shards) > 2
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(v.numel() * 4 for v in values_of(model).values())
     assert_same(loaded_elsewhere(tmp_path / "out", tmp_path), values_of(model))
+
+
+def test_an_export_takes_the_average_where_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The weights that evaluations and ``load`` use."""
+    values = values_of(model_of(3))
+    place = checkpoint(tmp_path / "run", 7, model_of(3))
+    call("export", place, tmp_path / "out")
+    assert "EMA weights of" in capsys.readouterr().out
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), {name: v * 0.5 for name, v in values.items()})
+    assert json.loads((tmp_path / "out" / "experiment.json").read_text())["weights"] == "ema"
+    files = dict(commit.verify(place).manifest["files"])
+    del files["ema.safetensors"]
+    commit.rewrite_manifest(place, {"files": files})
+    call("export", place, tmp_path / "without")
+    assert_same(load_file(tmp_path / "without" / "model.safetensors"), values)
 
 
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
@@ -647,7 +662,7 @@ def test_without_state_the_rounded_weights_are_all_there_is(tmp_path: Path, caps
 
     place = checkpoint(tmp_path / "run", 7, model_of(5), precision=torch.bfloat16)
     strip_state(place)
-    call("export", place, tmp_path / "out")
+    call("export", place, tmp_path / "out", "--weights", "model")
     assert "holds these weights in BF16" in capsys.readouterr().out.replace("has", "holds")
     expected = {n: v.bfloat16().float() for n, v in values_of(model_of(5)).items()}
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), expected)
@@ -671,7 +686,7 @@ def test_an_export_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_path: 
         "fp16": (
             checkpoint(tmp_path / "large", 7, large),
             r"text_head.weight has values beyond 65504",
-            ["--precision", "fp16"],
+            ["--precision", "fp16", "--weights", "model"],
         ),
         "nan": (checkpoint(tmp_path / "broken", 7, broken), r"text_head.weight holds 1 value\(s\) that are NaN", []),
         "damaged": (checkpoint(tmp_path / "damaged", 7), "sha256 differs", []),
@@ -691,7 +706,7 @@ def test_an_export_of_a_run_takes_the_newest_that_verifies(
 ) -> None:
     flip_bit(run / "checkpoints" / name(30) / "model.safetensors")
     (tmp_path / "out").mkdir()  # empty, and so free to use
-    call("export", run, tmp_path / "out")
+    call("export", run, tmp_path / "out", "--weights", "model")
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), values_of(model_of(20)))
     passed, done, without = lines_of(capsys)
     assert without.startswith("without model.py and verify.py: config.json names no pipeline")
