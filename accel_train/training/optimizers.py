@@ -71,6 +71,9 @@ class OptimizerConfig:
     """Other learning rates for some modules, as MODULE=FACTOR: head=10 blocks.0=0.1. MODULE is a name as in
     named_parameters(), or a pattern with * for whole parameter names. Where several fit, the last counts."""
 
+    no_decay: tuple[str, ...] = ()
+    """Further modules without weight decay, named as in lr_factors: pos_embed blocks.0."""
+
     fused: bool | Literal["auto"] = "auto"
     """One kernel for the whole AdamW update instead of several per tensor. auto = where the device has it."""
 
@@ -108,6 +111,11 @@ class OptimizerConfig:
                 f"optimizer.fused: {self.fused}: optimizer.name {self.name} always uses fused kernels of its own. "
                 "Leave it out (the default is auto)."
             )
+
+    @property
+    def decay_of_muon(self) -> float:
+        """Weight decay of the matrices that Muon updates."""
+        return self.weight_decay if self.muon_weight_decay is None else self.muon_weight_decay
 
     def _check_arguments(self) -> None:
         if not is_own(self.name):

@@ -26,16 +26,24 @@ def parameter_groups(
     trainable = _trainable(model)
     part_of = _part_of_each(trainable, freezable)
     factor_of = _factor_of_each(trainable, config.lr_factors)
-    kind_of = kinds(model, muon=config.name == "muon")
+    found = kinds(model, muon=config.name == "muon")
+    kind_of: dict[str, Kind] = {name: found[id(parameter)] for name, parameter in trainable.items()}
+    spared = _spared(kind_of, config)
     members: dict[_Key, list[nn.Parameter]] = {}
     for name, parameter in trainable.items():
-        key = _Key(part_of.get(name, ""), factor_of.get(name, 1.0), kind_of[id(parameter)])
+        kind: Kind = kind_of[name]
+        # Muon updates a matrix without decay as well.
+        if name in spared and kind == "decay":
+            kind = "no_decay"
+        key = _Key(part_of.get(name, ""), factor_of.get(name, 1.0), kind, name in spared and kind == "muon")
         members.setdefault(key, []).append(parameter)
         if key.part:
             # The gradient window has to know which gradients to set to zero.
             mark_part([parameter], key.part)
     parts = ["", *freezable]
-    order = sorted(members, key=lambda key: (parts.index(key.part), key.factor != 1, key.factor, KINDS.index(key.kind)))
+    order = sorted(
+        members, key=lambda key: (parts.index(key.part), key.factor != 1, key.factor, KINDS.index(key.kind), key.spared)
+    )
     # Without a matrix it would be AdamW under another name.
     if config.name == "muon" and not any(key.kind == "muon" for key in members):
         _refuse_without_matrices(model)
@@ -48,6 +56,8 @@ class _Key(NamedTuple):
     part: str
     factor: float
     kind: Kind
+    spared: bool
+    """Muon without weight decay."""
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -66,15 +76,17 @@ def _refuse_without_matrices(model: nn.Module) -> NoReturn:
 
 
 def _group(members: list[nn.Parameter], key: _Key, config: OptimizerConfig) -> ParamGroup:
-    part, factor, kind = key
+    part, factor, kind, spared = key
     lr = config.lr
     weight_decay = 0.0 if kind == "no_decay" else config.weight_decay
     if kind == "muon":
         # Muon's updates have the size of their matrix and not that of its gradient, hence a rate of its own.
         lr = _default(config.muon_lr, config.lr)
-        weight_decay = _default(config.muon_weight_decay, config.weight_decay)
+        weight_decay = 0.0 if spared else config.decay_of_muon
     lr *= factor
     name = f"{part}/{kind}" if part else kind
+    if spared:
+        name += " no_decay"
     if factor != 1:
         name += f" x{factor:g}"
     group: ParamGroup = {
@@ -117,6 +129,26 @@ def _part_of_each(names: Collection[str], freezable: Mapping[str, Sequence[str]]
     return part_of
 
 
+def _spared(kind_of: Mapping[str, Kind], config: OptimizerConfig) -> set[str]:
+    """Return the parameters that ``optimizer.no_decay`` takes the weight decay from. Refuses an entry without any."""
+    decay_of: dict[Kind, float] = {"decay": config.weight_decay, "muon": config.decay_of_muon, "no_decay": 0.0}
+    decayed = [name for name, kind in kind_of.items() if decay_of[kind]]
+    spared: set[str] = set()
+    for module in config.no_decay:
+        taken = {name for name in decayed if _fits(name, module)}
+        if not taken:
+            raise UsageError(
+                f"optimizer.no_decay: {module} takes weight decay from no parameter: none with decay is in a module of "
+                f"that name or fits the pattern. Parameters with decay: {shortened(decayed, 8)}"
+            )
+        spared |= taken
+    return spared
+
+
+def _fits(name: str, module: str) -> bool:
+    return _is_below(name, module) or fnmatchcase(name, module)
+
+
 def _is_below(name: str, prefix: str) -> bool:
     # With the dot, so that blocks.1 does not take blocks.10 as well.
     return name == prefix or name.startswith(f"{prefix}.")
@@ -148,7 +180,7 @@ def _factor_of_each(names: Collection[str], texts: Sequence[str]) -> dict[str, f
     factors = read_factors(texts)
     for module in factors:
         for name in names:
-            if _is_below(name, module) or fnmatchcase(name, module):
+            if _fits(name, module):
                 chosen[name] = module
     for module, factor in factors.items():
         if module not in chosen.values():

@@ -34,6 +34,7 @@ max_steps
 max_epochs
 precision
 attention
+deterministic
 float8
 offload_frozen
 out_of_memory
@@ -70,6 +71,7 @@ optimizer.eps
 optimizer.weight_decay
 optimizer.max_grad_norm
 optimizer.lr_factors
+optimizer.no_decay
 optimizer.fused
 optimizer.muon_lr
 optimizer.muon_weight_decay

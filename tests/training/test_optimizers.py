@@ -2,6 +2,7 @@
 
 import math
 import tomllib
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -226,6 +227,58 @@ def test_a_factor_multiplies_the_learning_rate_of_muon_and_goes_with_frozen_part
 def test_factors_that_cannot_be_obeyed(model, factors, message):
     with pytest.raises(UsageError, match=message):
         build_optimizer(model, OptimizerConfig(lr_factors=factors), CPU)
+
+
+def test_named_modules_lose_their_weight_decay_and_nothing_else(model):
+    torch.manual_seed(0)
+    reference = Model()
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.5, no_decay=("text_head", "*.up.weight"), lr_factors=("text=0.5",))
+    optimizer, _ = build_optimizer(model, config, CPU)
+    usual, _ = build_optimizer(reference, replace(config, no_decay=()), CPU)
+    decayed = {
+        name for group, names in group_names(reference, usual).items() if "no_decay" not in group for name in names
+    }
+    spared = {name for name in decayed if name == "text_head.weight" or name.endswith(".up.weight")}
+    assert len(spared) > 2
+    groups = [
+        {
+            "params": [p],
+            "lr": 1e-2 * (0.5 if name.startswith("text.") else 1.0),
+            "weight_decay": 0.5 * (name in decayed - spared),
+        }
+        for name, p in reference.named_parameters()
+        if p.requires_grad
+    ]
+    by_hand = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    train(model, optimizer, 10)
+    train(reference, by_hand, 10)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_muon_updates_a_matrix_without_decay_too(model):
+    model._no_split_modules = ["Block"]
+    config = OptimizerConfig(name="muon", muon_weight_decay=0.5, weight_decay=0.0, no_decay=("text",))
+    optimizer, _ = build_optimizer(model, config, CPU)
+    decay = {group["name"]: (group["muon"], group["weight_decay"]) for group in optimizer.param_groups}
+    assert decay["muon"] == (True, 0.5)
+    assert decay["muon no_decay"] == (True, 0.0)
+    names = group_names(model, optimizer)
+    assert {name.partition(".")[0] for name in names["muon no_decay"]} == {"text"}
+    assert "text" not in {name.partition(".")[0] for name in names["muon"]}
+
+
+@pytest.mark.parametrize(
+    ("module", "decay", "message"),
+    [
+        ("text.norm", 0.1, "text.norm takes weight decay from no parameter: .* Parameters with decay: .*text"),
+        ("tex", 0.1, "tex takes weight decay from no parameter"),
+        ("text", 0.0, ".* Parameters with decay: nothing"),
+    ],
+)
+def test_a_module_without_decay_to_lose_is_refused(model, module, decay, message):
+    with pytest.raises(UsageError, match=f"optimizer.no_decay: {message}"):
+        build_optimizer(model, OptimizerConfig(weight_decay=decay, no_decay=(module,)), CPU)
 
 
 @pytest.mark.parametrize(("fused", "reason"), [("auto", "auto: cpu has it"), (True, "asked for")])
