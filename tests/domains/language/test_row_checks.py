@@ -68,7 +68,11 @@ def test_sizes_that_do_not_fit_each_other_are_refused() -> None:
     sizes = {**SIZES, "intermediate_size": 64, "num_attention_heads": 2}
     with pytest.raises(UsageError, match=r"--model.num_attention_heads 3: the config of llama refuses it: Strict"):
         tiny.model(ModelConfig(config="llama", **{**sizes, "num_attention_heads": 3}))
-    model = tiny.model(ModelConfig(config="llama", num_key_value_heads=3, **sizes))
+    with pytest.raises(UsageError, match=r"--model.num_key_value_heads: 3; a divisor of the 2 attention heads"):
+        tiny.model(ModelConfig(config="llama", num_key_value_heads=3, **sizes))
+    model = tiny.model(ModelConfig(config="llama", **sizes))
+    projection = model.get_submodule("model.layers.0.self_attn.k_proj")
+    projection.weight = torch.nn.Parameter(projection.weight[:-1])
     with pytest.raises(UsageError, match=r"LlamaForCausalLM cannot take a row of 16 tokens: RuntimeError: .* fit each"):
         row_checks.check_rows(model, packing=True)
 
