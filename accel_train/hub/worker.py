@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import stat
 import sys
 import threading
 import time
@@ -30,21 +31,21 @@ LOCK_PATIENCE_SECONDS = 60.0
 def push_one(queue: HubQueue, entry: Entry) -> Problem | None:
     """Make one attempt and return its problem, if any. The entry is then pushed, failed or still waiting.
 
-    A checkpoint that is gone or damaged has failed: it was to be pushed, and the status of the run must show it.
+    A checkpoint that is gone or damaged has failed: it was to be pushed, and the status of the run must show it. One
+    that cannot be read now waits.
     """
     from accel_train.hub.repository import push_checkpoint
 
     path = queue.run / "checkpoints" / entry.checkpoint
-    if not path.is_dir():
-        queue.fail(entry, f"{path} is not there any more")
-        return None
     try:
+        if _is_gone(path):
+            raise NotPushableError(f"{path} is not there any more")
         where = push_checkpoint(path, entry, queue.run)
     except NotPushableError as error:
         queue.fail(entry, str(error))
         return None
     except Exception as error:
-        # Every error of the Hub and of its client ends here: none may end the worker.
+        # Every error of the Hub, its client and the disk ends here: none may end the worker.
         problem = describe(error)
         if problem.retry:
             queue.log("retry", checkpoint=entry.checkpoint, reason=problem.reason)
@@ -53,6 +54,14 @@ def push_one(queue: HubQueue, entry: Entry) -> Problem | None:
         return problem
     queue.done(entry, where)
     return None
+
+
+def _is_gone(path: Path) -> bool:
+    """Return True for no directory. Raises ``OSError`` if that cannot be told now."""
+    try:
+        return not stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        return True
 
 
 def serve(queue: HubQueue, idle: Callable[[], None]) -> None:

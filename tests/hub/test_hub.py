@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import itertools
 import json
 import logging
@@ -41,6 +43,7 @@ from accel_train.hub.push_now import push_now
 from accel_train.hub.pusher import Pusher
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.hub.repository import push_checkpoint
+from accel_train.hub.worker import push_one
 from accel_train.store import atomic_files, commit, retention, strict_json
 from accel_train.store.manifest import Checkpoint
 from recipes import mmdit, pde
@@ -654,6 +657,43 @@ def test_a_checkpoint_that_is_gone_or_damaged_has_failed(
     with pytest.raises(HubError, match=r"0 pushed, 2 not: .*7 bytes, the manifest says"):
         push_now(run, HubConfig())
     assert queue.failed() == {}
+
+
+@pytest.mark.parametrize("part", ["directory", "manifest", "weights"])
+def test_a_checkpoint_that_cannot_be_read_now_waits(
+    part: str, server: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_repository(CONFIG)
+    queue = HubQueue(run)
+    checkpoint = make_checkpoint(run, 1)
+    entry = entry_of(checkpoint)
+    queue.add(entry)
+    look = Path.stat
+
+    def fail(path: Any, *_: Any, **named: Any) -> Any:
+        if path == checkpoint.path or part == "weights":
+            raise OSError(errno.EIO, "Input/output error")
+        return look(path, **named)
+
+    manifest = checkpoint.file("manifest.json")
+    content = manifest.read_bytes()
+    with monkeypatch.context() as patch:
+        if part == "manifest":
+            manifest.unlink()
+            manifest.symlink_to("/proc/self/mem")  # reads fail with EIO, as on a failing disk
+        elif part == "directory":
+            patch.setattr(Path, "stat", fail)
+        else:
+            patch.setattr(hashlib, "file_digest", fail)
+        problem = push_one(queue, entry)
+    assert problem is not None
+    assert problem.retry
+    assert "Input/output error" in problem.reason
+    assert (queue.names(), queue.failed()) == ({entry.checkpoint}, {})
+    manifest.unlink()
+    manifest.write_bytes(content)
+    assert push_one(queue, entry) is None
+    assert list(queue.pushed()) == [entry.checkpoint]
 
 
 def test_the_last_checkpoint_damaged_before_its_push_is_no_success(server: HubServer, run: Path) -> None:
