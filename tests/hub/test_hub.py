@@ -1081,12 +1081,15 @@ def test_the_card_says_how_to_use_the_model_and_under_which_licence(
     assert card.data.metrics == ["l2t_nll"]
     results = card.data.eval_results or []
     assert [(r.dataset_name, r.metric_value) for r in results] == [("held-out texts of org/texts", 2.5)]
+    texts |= {"report/samples/step_00000007.md": b"words", "report/pictures/step_00000007.png": b""}
     assert f"```bash\n{command}\n```" in card.text
     lines = re.findall(r"```python\n(from accel_train import load\n.*?)\n```", card.text, re.DOTALL)[0].splitlines()
     assert lines[1] == 'pipeline = load("hub:org/model@step-00000003")'
     assert len(lines) == 3
     monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(run.parent / "cache"))
     exec("\n".join(lines), {})
+    assert "step_00000007.png" not in text
+    assert "words" not in text
     assert re.fullmatch(r"\['.*'\]\n", capsys.readouterr().out)  # what the third line prints
 
 
