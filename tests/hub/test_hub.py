@@ -972,6 +972,52 @@ def test_what_was_downloaded_is_used_without_a_network(
         download_once("org/model", tmp_path)
 
 
+def _fails(*_: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_branch_is_read_at_one_commit(
+    server: HubServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    push(make_checkpoint(run, 1))
+    pinned = download_module.at_commit("org/model", tmp_path)
+    assert pinned == f"org/model@{server.repositories[REPO].branches['main']}"
+    first = download_once(pinned, tmp_path)
+    push(make_checkpoint(run, 2))
+    assert download_once(pinned, tmp_path) == first
+    assert download_once("org/model", tmp_path) != first
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("ACCEL_TRAIN_HUB_BACKOFF_SECONDS", "1e9")
+    assert download_once(pinned, tmp_path) == first
+    assert download_module.at_commit("org/model", tmp_path) not in ("org/model", pinned)
+    # Whole perhaps, once its disk is back.
+    weights = first / "model.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", _fails)
+        with pytest.raises(HubError):
+            download_once(pinned, tmp_path)
+    assert weights.is_file()
+
+
+def test_of_two_downloads_at_a_time_the_first_stays(
+    server: HubServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(make_checkpoint(run, 1))
+    rename = os.rename
+
+    def rename_after_another(source: Path, target: Path) -> None:
+        if target == tmp_path / "there" / "checkpoint_00000001":
+            shutil.copytree(source, target)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", rename_after_another)
+    found = download("org/model", tmp_path / "there")
+    assert commit.verify(found).step == 1
+    assert list((tmp_path / "there").iterdir()) == [found]
+
+
 def test_what_is_there_is_kept_or_the_download_refused(server: HubServer, run: Path, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(run, 1)
     push(checkpoint)
@@ -1035,12 +1081,15 @@ def test_the_card_has_figures_curve_samples_and_code(server: HubServer, run: Pat
 def test_the_card_loads_with_the_class_that_the_recipe_declared_and_shows_its_report(tmp_path: Path) -> None:
     loads_with = pde.Config(max_steps=1).run_options().loads_with
     texts = {"report/truth_and_error.png": b"", "report/numbers.json": b"{}", "other.png": b""}
+    texts |= {"report/samples/step_00000007.md": b"words", "report/pictures/step_00000007.png": b""}
     text = build_card(Checkpoint(tmp_path, 7, {}), texts, CardFacts(REPO, "step-00000007", loads_with))
     assert "from accel_train.domains.pde.transformer import PdeTransformer\n" in text
     assert 'PdeTransformer.from_pretrained("org/model", revision="step-00000007")' in text
     assert "## Truth and error\n\n![Truth and error](report/truth_and_error.png)" in text
     assert "numbers.json" not in text
     assert "other.png" not in text
+    assert "step_00000007.png" not in text
+    assert "words" not in text
     assert "from_pretrained" not in build_card(Checkpoint(tmp_path, 7, {}), texts, CardFacts(REPO, "step-00000007"))
 
 
@@ -1081,15 +1130,12 @@ def test_the_card_says_how_to_use_the_model_and_under_which_licence(
     assert card.data.metrics == ["l2t_nll"]
     results = card.data.eval_results or []
     assert [(r.dataset_name, r.metric_value) for r in results] == [("held-out texts of org/texts", 2.5)]
-    texts |= {"report/samples/step_00000007.md": b"words", "report/pictures/step_00000007.png": b""}
     assert f"```bash\n{command}\n```" in card.text
     lines = re.findall(r"```python\n(from accel_train import load\n.*?)\n```", card.text, re.DOTALL)[0].splitlines()
     assert lines[1] == 'pipeline = load("hub:org/model@step-00000003")'
     assert len(lines) == 3
     monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(run.parent / "cache"))
     exec("\n".join(lines), {})
-    assert "step_00000007.png" not in text
-    assert "words" not in text
     assert re.fullmatch(r"\['.*'\]\n", capsys.readouterr().out)  # what the third line prints
 
 
