@@ -174,6 +174,9 @@ def refuse_missing_column(column: str, path: str, schemas: Iterable[Sequence[str
         if names is None or column in names:
             return
         seen.update(names)
+    # Of files without a row, or with a broken first one, the reader says more.
+    if not seen:
+        return
     hint = did_you_mean(nearest(column, sorted(seen)))
     raise UsageError(
         f"--data.text_column {column!r}: no column of --data.path {path!r}, which has {sorted(seen)}{hint}. Name one "
