@@ -86,6 +86,15 @@ def test_another_column_of_a_dataset_is_other_data(tmp_path: Path) -> None:
     assert prepared(tmp_path, path=path).fingerprint != prepared(tmp_path, path=path, text_column="body").fingerprint
 
 
+def test_a_template_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": line}, {"role": "assistant", "content": line}]} for line in LINES]
+    found: list[str] = []
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "chat.jinja").write_text(tiny.CHATML, encoding)
+        found.append(prepared(tmp_path, *rows, chat_template=str(tmp_path / "chat.jinja")).fingerprint)
+    assert found[0] == found[1]
+
+
 def test_of_chats_a_template_with_a_date_is_said(tmp_path: Path) -> None:
     (tmp_path / "dated.jinja").write_text("{{ strftime_now('%F') }}" + tiny.CHATML)
     chats = [{"prompt": [{"role": "user", "content": line}], "completion": [ANSWER]} for line in LINES]
