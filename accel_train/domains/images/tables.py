@@ -38,7 +38,6 @@ class ShardBytes:
     table: ShardedTable
     row: int
     column: str
-    folder: Path
 
     def read(self) -> bytes:
         """Read the row's block unless it is in the cache. Raises ``OSError`` or ``UsageError``."""
@@ -47,7 +46,7 @@ class ShardBytes:
         # A table may come from anywhere, and must not name files of this machine.
         if path.is_absolute() or ".." in path.parts:
             raise OSError(f"its path {str(path)!r} leaves the folder of the table")
-        return _content(value, self.folder)
+        return _content(value, self.table.file_of(self.row).parent)
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,7 @@ def list_shards(source: Source, cache: Path) -> Listing:
     table = ShardedTable(index, [image_column], CACHE_BYTES)
     places = [table.place(row) for row in range(len(table))]
     captions = _captions(index, columns, source, places)
-    folder = index.files[0].parent
-    contents = [ShardBytes(table, row, image_column, folder) for row in range(len(table))]
+    contents = [ShardBytes(table, row, image_column) for row in range(len(table))]
     return _listing(places, captions, contents, choice_notices(columns, source, one_column=True))
 
 

@@ -281,7 +281,7 @@ def table_of(folder: Path, rows: int, **more: Any) -> Path:
         "image": [{"bytes": data, "path": None} for data in content],
         "text": [f"row {row}" for row in range(rows)],
     }
-    folder.mkdir()
+    folder.mkdir(parents=True)
     parquet.write_table(Table.from_pydict(columns | more), folder / "part-0.parquet", row_group_size=2)
     return folder
 
@@ -333,6 +333,14 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
     made.cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
     found = read(tmp_path / "saved", tmp_path / "cache")
     assert captions(found) == {"row 0": "one", "row 1": "two"}
+def test_a_path_in_a_table_is_below_its_own_folder(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "b")):
+        folder = table_of(tmp_path / "data" / name, 1, image=[{"bytes": None, "path": "0.png"}])
+        (folder / "0.png").write_bytes(encoded(drawn(16 + 8 * number, 16)))
+    found = read(f"{tmp_path}/data/*/*.parquet", tmp_path / "cache")
+    assert [picture.width for picture in found.pictures] == [16, 24]
+
+
     assert (found.pictures[0].width, found.pictures[0].height) == (32, 48)
     assert found.pictures[0].bytes.read() == (folder / "000.png").read_bytes()
     datasets.DatasetDict({"test": made.cast_column("image", datasets.Image())}).save_to_disk(str(tmp_path / "dict"))
