@@ -443,6 +443,19 @@ def test_captions_of_a_saved_dataset_that_are_no_text(tmp_path: Path) -> None:
     assert [tuple(item) for item in found.left_out] == [
         ("row 0", "its caption is no text", "'caption' is a list, text is required")
     ]
+def test_other_pictures_of_a_saved_dataset_are_not_decoded(tmp_path: Path) -> None:
+    import datasets
+
+    content = {"bytes": encoded(drawn(48, 32)), "path": None}
+    rows = {"image": [content], "mask": [{"bytes": b"no picture", "path": None}], "caption": ["one"]}
+    made = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+    made.cast_column("mask", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
+    found = read(tmp_path / "saved", tmp_path / "cache", image_column="image")
+    assert captions(found) == {"row 0": "one"}
+    with pytest.raises(UsageError, match=r"caption_column 'captoin': .*has the columns .*did you mean 'caption'"):
+        read(tmp_path / "saved", tmp_path / "cache", image_column="image", caption_column="captoin")
+
+
 
 
 def test_the_choice_between_two_columns_of_captions_is_said(tmp_path: Path) -> None:
