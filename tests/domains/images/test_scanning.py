@@ -252,6 +252,16 @@ def test_metadata_jsonl(tmp_path: Path) -> None:
     }
 
 
+def test_an_accent_is_one_character_or_two(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    (folder / "000.png").rename(folder / "cafe\u0301.png")  # as macOS writes it
+    (folder / "001.png").rename(folder / "th\u00e9.png")
+    metadata(folder, {"file_name": "caf\u00e9.png", "text": "one"}, {"file_name": "the\u0301.png", "text": "two"})
+    found = read(folder, tmp_path / "cache")
+    assert captions(found) == {"cafe\u0301.png": "one", "th\u00e9.png": "two"}
+    assert not found.left_out
+
+
 def test_metadata_equals_the_image_folder_of_datasets(tmp_path: Path) -> None:
     import datasets
 
@@ -323,6 +333,14 @@ def test_a_path_in_a_table_stays_in_its_folder(tmp_path: Path) -> None:
     assert all("leaves the folder" in item.detail for item in found.left_out)
 
 
+def test_a_path_in_a_table_is_below_its_own_folder(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "b")):
+        folder = table_of(tmp_path / "data" / name, 1, image=[{"bytes": None, "path": "0.png"}])
+        (folder / "0.png").write_bytes(encoded(drawn(16 + 8 * number, 16)))
+    found = read(f"{tmp_path}/data/*/*.parquet", tmp_path / "cache")
+    assert [picture.width for picture in found.pictures] == [16, 24]
+
+
 def test_a_saved_dataset(tmp_path: Path) -> None:
     import datasets
 
@@ -333,14 +351,6 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
     made.cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
     found = read(tmp_path / "saved", tmp_path / "cache")
     assert captions(found) == {"row 0": "one", "row 1": "two"}
-def test_a_path_in_a_table_is_below_its_own_folder(tmp_path: Path) -> None:
-    for number, name in enumerate(("a", "b")):
-        folder = table_of(tmp_path / "data" / name, 1, image=[{"bytes": None, "path": "0.png"}])
-        (folder / "0.png").write_bytes(encoded(drawn(16 + 8 * number, 16)))
-    found = read(f"{tmp_path}/data/*/*.parquet", tmp_path / "cache")
-    assert [picture.width for picture in found.pictures] == [16, 24]
-
-
     assert (found.pictures[0].width, found.pictures[0].height) == (32, 48)
     assert found.pictures[0].bytes.read() == (folder / "000.png").read_bytes()
     datasets.DatasetDict({"test": made.cast_column("image", datasets.Image())}).save_to_disk(str(tmp_path / "dict"))
@@ -433,16 +443,6 @@ def test_columns_of_a_table_that_are_no_text_are_left_out_by_name(tmp_path: Path
     assert [item.name.rpartition(" ")[2] for item in found.left_out] == ["0", "1", "0"]
 
 
-def test_captions_of_a_saved_dataset_that_are_no_text(tmp_path: Path) -> None:
-    import datasets
-
-    files = [str(folder_of(tmp_path / "pictures", (48, 32)) / "000.png")]
-    made = datasets.Dataset.from_dict({"image": files, "caption": [[1, 2]]})
-    made.cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
-    found = read(tmp_path / "saved", tmp_path / "cache")
-    assert [tuple(item) for item in found.left_out] == [
-        ("row 0", "its caption is no text", "'caption' is a list, text is required")
-    ]
 def test_other_pictures_of_a_saved_dataset_are_not_decoded(tmp_path: Path) -> None:
     import datasets
 
@@ -456,6 +456,16 @@ def test_other_pictures_of_a_saved_dataset_are_not_decoded(tmp_path: Path) -> No
         read(tmp_path / "saved", tmp_path / "cache", image_column="image", caption_column="captoin")
 
 
+def test_captions_of_a_saved_dataset_that_are_no_text(tmp_path: Path) -> None:
+    import datasets
+
+    files = [str(folder_of(tmp_path / "pictures", (48, 32)) / "000.png")]
+    made = datasets.Dataset.from_dict({"image": files, "caption": [[1, 2]]})
+    made.cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
+    found = read(tmp_path / "saved", tmp_path / "cache")
+    assert [tuple(item) for item in found.left_out] == [
+        ("row 0", "its caption is no text", "'caption' is a list, text is required")
+    ]
 
 
 def test_the_choice_between_two_columns_of_captions_is_said(tmp_path: Path) -> None:
