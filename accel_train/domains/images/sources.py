@@ -6,6 +6,7 @@ A listing has read no picture. ``scanning`` reads each file once and leaves out 
 from __future__ import annotations
 
 import math
+import re
 import stat
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -147,6 +148,15 @@ def choice_notices(fields: Collection[str], source: Source, *, one_column: bool 
     if one_column:
         return [f"captions are those of {first!r}, and those of {second!r} are not read{other}"]
     return [f"captions are those of {first!r}, and in rows without one those of {second!r}{other}"]
+
+
+def refuse_extension(extension: str, option: str) -> None:
+    """Raise ``UsageError`` for an extension of caption files that no file has by itself."""
+    if not re.fullmatch(r"\.[^./]+", extension):
+        raise UsageError(
+            f"{option} {extension!r}: a dot and one word are required, such as .txt or .caption. The caption of a.png "
+            "is in a.txt."
+        )
 
 
 def is_saved_dataset(folder: Path) -> bool:
