@@ -255,5 +255,5 @@ def test_the_recipe_learns_inside_of_masks_beside_the_prior(folder: Path, caplog
 
 
 def test_the_prior_must_hold_pictures(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"nowhere"):
+    with pytest.raises(UsageError, match=r"^--data.prior.path .*nowhere"):
         lora_recipe.train(folder, "wrong", "--data.prior.path", str(folder / "nowhere"))
