@@ -54,6 +54,8 @@ class Problem:
     """Shortest wait requested by the Hub."""
     status: int | None = None
     """HTTP status, None without a response."""
+    of_checkpoint: bool = False
+    """A file of the checkpoint cannot be read now, which keeps no other from being pushed."""
 
 
 def describe(error: BaseException) -> Problem:
@@ -65,9 +67,9 @@ def describe(error: BaseException) -> Problem:
     response = _find_response(error)
     if response is None:
         would_recur = isinstance(error, (ValueError, TypeError, LookupError, AttributeError))
-        passes = not would_recur or isinstance(error, UnreadableError) or _not_json(error)
-        retry = passes and not _is_switched_off(error)
-        return Problem(redact(f"{type(error).__name__}: {error}"), retry)
+        unreadable = isinstance(error, UnreadableError)
+        retry = (unreadable or not would_recur or _not_json(error)) and not _is_switched_off(error)
+        return Problem(redact(f"{type(error).__name__}: {error}"), retry, of_checkpoint=unreadable)
     status = int(response.status_code)
     advice = ADVICE.get(status, "")
     reason = redact(f"{error}{advice}")

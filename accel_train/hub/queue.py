@@ -93,8 +93,11 @@ class HubQueue:
         # By step and not by date: a checkpoint that is pushed again by hand does not overtake others.
         return sorted(found, key=lambda entry: entry.step)
 
-    def next(self) -> Entry | None:
-        """Return the oldest entry to push. ``every`` entries older than the newest entry are dropped."""
+    def next(self, after: Entry | None = None) -> Entry | None:
+        """Return the oldest entry to push, or the next one ``after`` another if there is one.
+
+        ``every`` entries older than the newest entry are dropped.
+        """
         waiting = self.entries()
         if not waiting:
             return None
@@ -107,7 +110,8 @@ class HubQueue:
                 self.drop(entry, f"behind: {newest.checkpoint} is newer", event="coalesced")
             else:
                 kept.append(entry)
-        return kept[0]
+        later = [] if after is None else [entry for entry in kept if entry.step > after.step]
+        return (later or kept)[0]
 
     def drop(self, entry: Entry, reason: str, event: str = "dropped") -> None:
         """Remove an entry without a push and log the reason."""

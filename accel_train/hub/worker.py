@@ -20,6 +20,7 @@ from pathlib import Path
 from accel_train.hub.errors import NotPushableError, Problem, describe
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.hub.retry import backoff_seconds
+from accel_train.store.strict_json import UnreadableError
 
 NICENESS = 10
 """Lowers the priority, so that the training loop goes first when cores are short."""
@@ -57,18 +58,22 @@ def push_one(queue: HubQueue, entry: Entry) -> Problem | None:
 
 
 def _is_gone(path: Path) -> bool:
-    """Return True for no directory. Raises ``OSError`` if that cannot be told now."""
+    """Return True for no directory. Raises ``UnreadableError`` if that cannot be told now."""
     try:
         return not stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
         return True
+    except OSError as error:
+        raise UnreadableError(f"{path}: cannot be read now: {error.strerror or error}") from None
 
 
 def serve(queue: HubQueue, idle: Callable[[], None]) -> None:
     """Push waiting entries forever. ``idle`` blocks until the queue may have changed."""
     failures = 0
+    stuck: Entry | None = None
     while True:
-        entry = queue.next()
+        entry = queue.next(stuck)
+        stuck = None
         if entry is None:
             idle()
             continue
@@ -76,6 +81,8 @@ def serve(queue: HubQueue, idle: Callable[[], None]) -> None:
         if problem is None or not problem.retry:
             failures = 0
             continue
+        if problem.of_checkpoint:
+            stuck = entry
         failures += 1
         time.sleep(backoff_seconds(failures, problem))
 

@@ -696,6 +696,25 @@ def test_a_checkpoint_that_cannot_be_read_now_waits(
     assert list(queue.pushed()) == [entry.checkpoint]
 
 
+def test_others_do_not_wait_for_a_checkpoint_that_cannot_be_read(
+    server: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_TRAIN_HUB_BACKOFF_SECONDS", "0")
+    check_repository(CONFIG)
+    queue = HubQueue(run)
+    for step in (1, 2, 3):
+        checkpoint = make_checkpoint(run, step)
+        queue.add(entry_of(checkpoint, reason="best"))
+        if step < 3:
+            checkpoint.file("manifest.json").unlink()
+            checkpoint.file("manifest.json").symlink_to("/proc/self/mem")
+    pusher = Pusher(run, CONFIG, is_main=True)
+    status = pusher.finish(asked_to_stop=lambda: len(queue.names()) == 2)
+    assert status.pushed == ("checkpoint_00000003",)
+    assert status.waiting == ("checkpoint_00000001", "checkpoint_00000002")
+    assert status.failed == {}
+
+
 def test_the_last_checkpoint_damaged_before_its_push_is_no_success(server: HubServer, run: Path) -> None:
     check_repository(CONFIG)
     pusher = Pusher(run, replace(CONFIG, push="last"), is_main=True)
