@@ -152,8 +152,11 @@ class HubQueue:
                 self.add(_entry(record | {"reason": "hand"}, name))
 
     def offers(self, run_id: str) -> Json:
-        """Return the record of the offers in this run, or a new one if the saved record is of another run."""
-        saved = _read(self.directory / "offers.json")
+        """Return the record of the offers in this run, or a new one if the saved record is of another run.
+
+        Raises ``UnreadableError`` if it cannot be read now: counted anew, a worse checkpoint would be the best.
+        """
+        saved = _read(self.directory / "offers.json", now=True)
         if saved.get("run_id") == run_id and _are_offers(saved):
             return saved
         # After `--overwrite` the directory holds another run, whose pushes are counted anew.
@@ -271,11 +274,13 @@ def _load(path: Path) -> Json:
     return record
 
 
-def _read(path: Path) -> Json:
-    """Read a record, empty if the file is missing or damaged. Records document past events, nothing depends on one."""
+def _read(path: Path, *, now: bool = False) -> Json:
+    """Read a record, empty if the file is missing or damaged. With ``now`` raises ``UnreadableError``."""
     try:
         return _load(path)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError) as error:
+        if now and isinstance(error, strict_json.UnreadableError):
+            raise
         return {}
 
 

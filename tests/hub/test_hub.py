@@ -547,6 +547,28 @@ def test_a_queue_file_that_cannot_be_read_now_waits_on(run: Path) -> None:
     assert [entry.step for entry in queue.entries()] == [1, 2]
 
 
+@pytest.mark.usefixtures("sleeping")
+def test_the_best_so_far_is_not_forgotten_while_its_record_cannot_be_read(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    best = replace(CONFIG, push="best")
+    assert offered(run, best, make_checkpoint(run, 1, metrics={"loss": 1.0}), best_metric="loss") == ["1"]
+    record = run / "hub" / "offers.json"
+    saved = record.read_text()
+    record.unlink()
+    record.symlink_to("/proc/self/mem")  # reads fail with EIO, as on a failing disk
+    pusher = Pusher(run, best, is_main=True, best_metric="loss")
+    worse = make_checkpoint(run, 2, metrics={"loss": 2.0})
+    pusher.offer(worse)
+    assert "hub: UnreadableError: Input/output error" in caplog.text
+    record.unlink()
+    record.write_text(saved)
+    pusher.offer(worse)
+    pusher.offer(make_checkpoint(run, 3, metrics={"loss": 0.5}))
+    pusher.close()
+    assert pusher.busy() == {"checkpoint_00000001", "checkpoint_00000003"}
+
+
 def test_other_files_of_the_queue_may_be_damaged(run: Path) -> None:
     queue = HubQueue(run)
     queue.save_offers({"run_id": "abc123", "committed": 4, "last": "checkpoint_00000004", "best": 1.5})
