@@ -116,7 +116,8 @@ def caption_of_row(
 ) -> str | LeftOut | None:
     """Return the caption of a row in `column`, or with None in ``text`` or ``caption``.
 
-    None without one: the value is null, or NaN as tables write a missing text. ``LeftOut`` for a value that is no text.
+    None without one: the value is null, or NaN as tables write a missing text. ``LeftOut`` for a value that is no text,
+    and for one that no tokenizer takes.
     Raises ``UsageError`` for a `column` missing from the row.
     """
     if column is not None and column not in row:
@@ -127,12 +128,18 @@ def caption_of_row(
     columns = CAPTION_COLUMNS if column is None else (column,)
     for name in columns:
         value = row.get(name)
+        if isinstance(value, str) and _has_surrogate(value):
+            return LeftOut(place, "its caption is no text", f"{name!r} holds half of a surrogate pair")
         if isinstance(value, str):
             return " ".join(value.split())
         if value is not None and not (isinstance(value, float) and math.isnan(value)):
             kind = KINDS.get(type(value), f"a {type(value).__name__}")
             return LeftOut(place, "its caption is no text", f"{name!r} is {kind}, text is required")
     return None
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def choice_notices(fields: Collection[str], source: Source, *, one_column: bool = False) -> list[str]:

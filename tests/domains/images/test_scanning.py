@@ -456,6 +456,18 @@ def test_other_pictures_of_a_saved_dataset_are_not_decoded(tmp_path: Path) -> No
         read(tmp_path / "saved", tmp_path / "cache", image_column="image", caption_column="captoin")
 
 
+def test_half_a_character_is_no_caption(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    metadata(
+        folder, {"file_name": "000.png", "text": "half \ud83d"}, {"file_name": "001.png", "text": "whole \U0001f600"}
+    )
+    found = read(folder, tmp_path / "cache")
+    assert captions(found) == {"001.png": "whole \U0001f600"}
+    assert [tuple(item) for item in found.left_out] == [
+        ("metadata.jsonl:1", "its caption is no text", "'text' holds half of a surrogate pair")
+    ]
+
+
 def test_captions_of_a_saved_dataset_that_are_no_text(tmp_path: Path) -> None:
     import datasets
 
