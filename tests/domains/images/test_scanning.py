@@ -417,6 +417,13 @@ def test_a_second_start_decodes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 # ------------------------------------------------------------------------------------- captions of other types, pipes
+def test_what_was_decoded_need_not_be_remembered(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "pictures").write_text("")  # no folder, and so as one without permission
+    assert len(read(folder, tmp_path / "cache")) == 1
+
+
 def test_captions_that_are_no_text_are_left_out_by_name(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data", *[(16 + 4 * number, 16) for number in range(8)])
     values = ["ok", None, 5, ["a", "b"], {"x": 1}, True, float("nan"), 0.5]
