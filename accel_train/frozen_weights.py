@@ -169,15 +169,14 @@ def pinned(
     base: Options,
     option: str,
     options: RunOptions,
-    at_commit: Callable[[Options], Options] = lambda base: base,
+    at_commit: Callable[[Options], Options],
 ) -> Options:
     """Return the options of a base on the Hub with the commit that the run began with. Collective.
 
     ``base`` is a dataclass with ``source`` and ``revision``, and ``option`` the name of the latter, such as
     ``model.revision``: where it or the source has another value than at the start of the run, that counts.
-    ``at_commit`` is called on the main process and returns the options with the commit to begin with; without it, a
-    fresh start leaves them unchanged. Raises like ``at_commit``, and like ``fetch.read_manifest`` for a checkpoint on
-    the Hub that is not there.
+    ``at_commit`` is called on the main process and returns the options with the commit to begin with. Raises like
+    ``at_commit``, and like ``fetch.read_manifest`` for a checkpoint on the Hub that is not there.
     """
 
     def pin() -> Options:
