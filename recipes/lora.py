@@ -35,6 +35,7 @@ from accel_train.domains.images.options import FREE_TO_CHANGE, PictureDataConfig
 from accel_train.domains.images.pipelines import before_after, loading, objective, validation
 from accel_train.domains.images.pipelines.inputs import Inputs, prepare_inputs, refuse_beside_cache_only
 from accel_train.domains.images.pipelines.objective import Denoising
+from accel_train.domains.images.recorded_base import at_commit
 from accel_train.domains.images.trained_text import adapters
 from accel_train.domains.models.lora import LoraConfig
 from accel_train.frozen_weights import pinned
@@ -173,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=PRESETS, default_preset=preset_without_one(argv)).config
     accelerator = startup.start(config)
-    found = loading.find_base(pinned(accelerator, config.base, "base.revision", config.run_options()))
+    found = loading.find_base(pinned(accelerator, config.base, "base.revision", config.run_options(), at_commit))
     base = adapters.with_trained_text(found, config.text_encoders, strategy_of(accelerator))
     levels = base.levels()
     earlier = earlier_assets(config.run_options())

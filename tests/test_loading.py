@@ -188,10 +188,11 @@ def test_a_model_on_the_hub_is_downloaded_once(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "download", download)
-    monkeypatch.setattr(hub, "download_manifest", lambda _: dict(commit.verify(source).manifest))
+    found = "org/name@0123", dict(commit.verify(source).manifest)
+    monkeypatch.setattr(hub, "_manifest_at_commit", lambda _: found)
     first = loading.find("hub:org/name@3")
     assert isinstance(accel_train.load("hub:org/name@3"), FieldPipeline)
-    assert downloads == ["org/name@3"]
+    assert downloads == ["org/name@0123"]
     (first / "model.safetensors").write_bytes(b"damaged")
     assert isinstance(accel_train.load("hub:org/name@3"), FieldPipeline)
     assert len(downloads) == 2

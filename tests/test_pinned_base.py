@@ -43,7 +43,7 @@ def options(run: Path, base: Base, **more: Any) -> RunOptions:
 
 
 def pin(accelerator: Accelerator, run: Path, base: Base, **more: Any) -> str | None:
-    found = pinned(accelerator, base, "base.revision", options(run, base, **more))
+    found = pinned(accelerator, base, "base.revision", options(run, base, **more), lambda base: base)
     assert found.source == base.source
     return found.revision
 
@@ -95,3 +95,14 @@ def test_a_checkpoint_on_the_hub_names_the_commit(
     # What is in the directory already comes first, and needs no network.
     write(tmp_path / "begun", recorded("main"))
     assert pin(accelerator, tmp_path / "begun", Base(revision="main"), resume=resume) == FIRST
+
+
+def test_another_source_of_one_repository_is_another_base(accelerator: Accelerator, tmp_path: Path) -> None:
+    at = f"hub:me/run@{FIRST}"
+    content = recorded(None) | {"experiment": {"base.source": "hub:me/run@2", "base.revision": None}}
+    content["base"] = content["base"] | {"source": at, "revision": None}
+    write(tmp_path / "run", content)
+    for source, expected in (("hub:me/run@2", at), ("hub:me/run", "hub:me/run")):
+        base = Base(source=source)
+        found = pinned(accelerator, base, "base.revision", options(tmp_path / "run", base), lambda base: base)
+        assert found.source == expected

@@ -10,10 +10,11 @@ import socket
 import uuid
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from accel_train.config import UsageError, default_cache, expand_path, refuse_unwritable
 
+T = TypeVar("T")
 SEAL = "sha256.json"
 """Hashes of the other files of a folder. Written last."""
 STAMPS = "stamps.json"
@@ -109,6 +110,19 @@ def one_at_a_time(lock: Path) -> Generator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield
+
+
+def of_rank_0(value: T, world_size: int, barrier: Callable[[], None]) -> T:
+    """Return rank 0's value on every rank. Collective. Where processes are not connected each keeps its own."""
+    from torch import distributed
+
+    # An error of rank 0 is raised here, so that none waits for its value.
+    barrier()
+    if world_size == 1 or not distributed.is_available() or not distributed.is_initialized():
+        return value
+    found = [value]
+    distributed.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def cached_folder(

@@ -61,7 +61,7 @@ def download_once(spec: str, cache: Path) -> Path:
     Without a way to the Hub it is the one that the same ``spec`` gave last, with a warning.
     """
     try:
-        pushed = download_manifest(spec)
+        pinned, pushed = _manifest_at_commit(spec)
     except DownloadError as error:
         found = _downloaded_before(spec, cache)
         if found is None:
@@ -71,11 +71,21 @@ def download_once(spec: str, cache: Path) -> Path:
     # Named by its files and not by the revision: a branch may have moved since the last download.
     contents = hashlib.sha256(json.dumps(pushed["files"], sort_keys=True).encode()).hexdigest()[:16]
     folder = cache / "hub" / contents
-    path = _present(folder / manifests.checkpoint_name(pushed["step"])) or download(spec, folder)
-    # Without the note the checkpoint is asked for again, which is no reason to fail.
+    path = _present(folder / manifests.checkpoint_name(pushed["step"])) or download(pinned, folder)
+    noted = {"spec": spec, "pinned": pinned, "checkpoint": f"{contents}/{path.name}"}
+    # Without the notes the checkpoint is asked for again, which is no reason to fail.
     with suppress(OSError):
-        atomic_files.replace_json(_note(spec, cache), {"spec": spec, "checkpoint": f"{contents}/{path.name}"})
+        for name in (spec, pinned):
+            atomic_files.replace_json(_note(name, cache), noted)
     return path
+
+
+def at_commit(spec: str, cache: Path) -> str:
+    """Download a pushed checkpoint like ``download_once``, and return ``spec`` with its commit in place of a branch."""
+    download_once(spec, cache)
+    with suppress(OSError, ValueError, KeyError):
+        return str(strict_json.read_object(_note(spec, cache))["pinned"])
+    return spec
 
 
 def _present(path: Path) -> Path | None:
@@ -84,6 +94,8 @@ def _present(path: Path) -> Path | None:
         return None
     try:
         return commit.verify(path).path
+    except strict_json.UnreadableError:
+        return None  # whole perhaps, once its disk is back
     except ValueError:
         commit.remove(path)
         return None
@@ -105,10 +117,15 @@ def _note(spec: str, cache: Path) -> Path:
 
 def download_manifest(spec: str) -> Json:
     """Return only the manifest of the checkpoint ``spec``. One process. Raises like ``download``."""
+    return _manifest_at_commit(spec)[1]
+
+
+def _manifest_at_commit(spec: str) -> tuple[str, Json]:
+    """Return ``spec`` with the commit of its revision, and the manifest there."""
     repo, revision = _parse(spec)
     with limited_silence(60.0), tempfile.TemporaryDirectory() as temporary:
         oid = _resolve(repo, revision)
-        return _get_manifest(repo, revision, oid, Path(temporary))
+        return f"{repo}@{oid}", _get_manifest(repo, revision, oid, Path(temporary))
 
 
 def pushed_steps(spec: str) -> list[int]:
@@ -250,7 +267,13 @@ def _settle(temporary: Path, directory: Path, spec: str) -> Path:
         finally:
             os.close(descriptor)
     commit.fsync_folders(temporary)
-    os.rename(temporary, final)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        # Another process was faster.
+        if not final.is_dir():
+            raise
+        return _keep_existing(final, checkpoint, spec)
     fsync_directory(directory)
     return final
 

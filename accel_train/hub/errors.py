@@ -11,6 +11,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from accel_train.config import UsageError
+from accel_train.store.strict_json import UnreadableError
 
 RETRIED = (408, 409, 412, 425, 429)
 """Retried in addition to 5xx: timeouts, concurrent commits and rate limits.
@@ -53,19 +54,22 @@ class Problem:
     """Shortest wait requested by the Hub."""
     status: int | None = None
     """HTTP status, None without a response."""
+    of_checkpoint: bool = False
+    """A file of the checkpoint cannot be read now, which keeps no other from being pushed."""
 
 
 def describe(error: BaseException) -> Problem:
     """Classify an error of a push or download.
 
-    An HTTP response anywhere in the chain of causes is judged by its status. Without one the network is assumed to be
-    down for a while. ``ValueError`` and the like would only be raised again.
+    An HTTP response anywhere in the chain of causes is judged by its status. Without one the network, or the disk, is
+    assumed to be down for a while. ``ValueError`` and the like would only be raised again.
     """
     response = _find_response(error)
     if response is None:
         would_recur = isinstance(error, (ValueError, TypeError, LookupError, AttributeError))
-        retry = (not would_recur or _not_json(error)) and not _is_switched_off(error)
-        return Problem(redact(f"{type(error).__name__}: {error}"), retry)
+        unreadable = isinstance(error, UnreadableError)
+        retry = (unreadable or not would_recur or _not_json(error)) and not _is_switched_off(error)
+        return Problem(redact(f"{type(error).__name__}: {error}"), retry, of_checkpoint=unreadable)
     status = int(response.status_code)
     advice = ADVICE.get(status, "")
     reason = redact(f"{error}{advice}")

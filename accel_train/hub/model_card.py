@@ -35,9 +35,10 @@ class CardFacts:
 def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], facts: CardFacts, description: Any = None) -> str:
     """Build the text of README.md with its front matter.
 
-    ``texts`` are the other files of the push. The card shows all pictures and Markdown texts of the report among them.
-    ``description`` is config.json. Its ``card`` has the recipe's entries for this page: ``pipeline_tag``, ``datasets``,
-    ``base_model``, ``measured_on`` and ``usage``. Never raises: unreadable parts are left out.
+    ``texts`` are the other files of the push. The card shows the pictures and Markdown texts of the report
+    among them, but not those of single steps. ``description`` is config.json. Its ``card`` has the recipe's entries for
+    this page: ``pipeline_tag``, ``datasets``, ``base_model``, ``measured_on`` and ``usage``. Never raises: unreadable
+    parts are left out.
     """
     described: Mapping[str, Any] = description if isinstance(description, Mapping) else {}
     card: Any = described.get("card")
@@ -157,7 +158,8 @@ def _summary(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> str:
 
 
 def _report_files(texts: Mapping[str, bytes], ending: str) -> list[str]:
-    return [name for name in texts if name.startswith(f"{REPORT}/") and name.endswith(ending)]
+    # Those of single steps lie in folders below, and may be hundreds.
+    return [name for name in texts if PurePosixPath(name).parent == PurePosixPath(REPORT) and name.endswith(ending)]
 
 
 def _title(name: str) -> str:

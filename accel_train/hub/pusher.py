@@ -75,6 +75,8 @@ class Pusher:
         # Older events were repeated in the log of their own start.
         self._log_position = self._queue.log_size()
         """Bytes of the worker's log already repeated in the log of training."""
+        self._offers: Json = {}
+        """Of the checkpoints so far, once they have been read."""
         self._newest: Checkpoint | None = None
         self._held: Checkpoint | None = None
         """The last commit until it is offered. The metrics of an evaluation may still join it."""
@@ -151,7 +153,7 @@ class Pusher:
     def _offer(self, checkpoint: Checkpoint) -> None:
         self._newest = checkpoint
         name = checkpoint.path.name
-        offers = self._queue.offers(str(checkpoint.manifest.get("run_id")))
+        offers = dict(self._offers) or self._queue.offers(str(checkpoint.manifest.get("run_id")))
         # A resume offers its checkpoint again, and it must count once.
         if offers.get("last") != name:
             # Counted over all starts of the run, so that every n-th stays every n-th.
@@ -161,6 +163,7 @@ class Pusher:
                 self._queue.add(new_entry(checkpoint, self._config, self._config.push))
             # Saved after the entry is queued: a crash in between repeats the offer and loses nothing.
             self._queue.save_offers(offers)
+        self._offers = offers
         # Not only for this offer: entries may be left, and the worker may have died since the last one.
         if self._queue.names():
             self._wake()

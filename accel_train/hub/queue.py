@@ -93,8 +93,11 @@ class HubQueue:
         # By step and not by date: a checkpoint that is pushed again by hand does not overtake others.
         return sorted(found, key=lambda entry: entry.step)
 
-    def next(self) -> Entry | None:
-        """Return the oldest entry to push. ``every`` entries older than the newest entry are dropped."""
+    def next(self, after: Entry | None = None) -> Entry | None:
+        """Return the oldest entry to push, or the next one ``after`` another if there is one.
+
+        ``every`` entries older than the newest entry are dropped.
+        """
         waiting = self.entries()
         if not waiting:
             return None
@@ -107,7 +110,8 @@ class HubQueue:
                 self.drop(entry, f"behind: {newest.checkpoint} is newer", event="coalesced")
             else:
                 kept.append(entry)
-        return kept[0]
+        later = [] if after is None else [entry for entry in kept if entry.step > after.step]
+        return (later or kept)[0]
 
     def drop(self, entry: Entry, reason: str, event: str = "dropped") -> None:
         """Remove an entry without a push and log the reason."""
@@ -148,8 +152,11 @@ class HubQueue:
                 self.add(_entry(record | {"reason": "hand"}, name))
 
     def offers(self, run_id: str) -> Json:
-        """Return the record of the offers in this run, or a new one if the saved record is of another run."""
-        saved = _read(self.directory / "offers.json")
+        """Return the record of the offers in this run, or a new one if the saved record is of another run.
+
+        Raises ``UnreadableError`` if it cannot be read now: counted anew, a worse checkpoint would be the best.
+        """
+        saved = _read(self.directory / "offers.json", now=True)
         if saved.get("run_id") == run_id and _are_offers(saved):
             return saved
         # After `--overwrite` the directory holds another run, whose pushes are counted anew.
@@ -267,11 +274,13 @@ def _load(path: Path) -> Json:
     return record
 
 
-def _read(path: Path) -> Json:
-    """Read a record, empty if the file is missing or damaged. Records document past events, nothing depends on one."""
+def _read(path: Path, *, now: bool = False) -> Json:
+    """Read a record, empty if the file is missing or damaged. With ``now`` raises ``UnreadableError``."""
     try:
         return _load(path)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError) as error:
+        if now and isinstance(error, strict_json.UnreadableError):
+            raise
         return {}
 
 

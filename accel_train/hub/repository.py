@@ -25,6 +25,7 @@ from accel_train.store import manifest as manifests
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import CONFIG_FILE, METRICS_FILE, REPORT
 from accel_train.store.retention import STATE_FILES
+from accel_train.store.strict_json import UnreadableError
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, GitCommitInfo, HfApi
@@ -71,10 +72,12 @@ def pushed_manifest(path: Path, include_state: bool) -> tuple[bytes, list[str]]:
 
     Without optimizer state the manifest is rewritten with ``state: false``. Otherwise it is returned byte for byte.
     Both verify against the pushed files. Raises ``NotPushableError``, also for a state that is not there: a resume from
-    the Hub would miss it only when it is needed.
+    the Hub would miss it only when it is needed. Raises ``UnreadableError`` for a manifest that cannot be read now.
     """
     try:
         manifest, raw = manifests.read_with_text(path)
+    except UnreadableError:
+        raise
     except ValueError as error:
         raise NotPushableError(str(error)) from None
     if include_state and not manifest.get("state", True):
@@ -143,6 +146,8 @@ class _Place:
         try:
             # It may have been damaged while it waited in the queue.
             checkpoint = commit.verify(path)
+        except UnreadableError:
+            raise
         except ValueError as error:
             raise NotPushableError(str(error)) from None
         head = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import stat
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 from accel_train.hub.errors import NotPushableError, Problem, describe
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.hub.retry import backoff_seconds
+from accel_train.store.strict_json import UnreadableError
 
 NICENESS = 10
 """Lowers the priority, so that the training loop goes first when cores are short."""
@@ -30,21 +32,21 @@ LOCK_PATIENCE_SECONDS = 60.0
 def push_one(queue: HubQueue, entry: Entry) -> Problem | None:
     """Make one attempt and return its problem, if any. The entry is then pushed, failed or still waiting.
 
-    A checkpoint that is gone or damaged has failed: it was to be pushed, and the status of the run must show it.
+    A checkpoint that is gone or damaged has failed: it was to be pushed, and the status of the run must show it. One
+    that cannot be read now waits.
     """
     from accel_train.hub.repository import push_checkpoint
 
     path = queue.run / "checkpoints" / entry.checkpoint
-    if not path.is_dir():
-        queue.fail(entry, f"{path} is not there any more")
-        return None
     try:
+        if _is_gone(path):
+            raise NotPushableError(f"{path} is not there any more")
         where = push_checkpoint(path, entry, queue.run)
     except NotPushableError as error:
         queue.fail(entry, str(error))
         return None
     except Exception as error:
-        # Every error of the Hub and of its client ends here: none may end the worker.
+        # Every error of the Hub, its client and the disk ends here: none may end the worker.
         problem = describe(error)
         if problem.retry:
             queue.log("retry", checkpoint=entry.checkpoint, reason=problem.reason)
@@ -55,11 +57,23 @@ def push_one(queue: HubQueue, entry: Entry) -> Problem | None:
     return None
 
 
+def _is_gone(path: Path) -> bool:
+    """Return True for no directory. Raises ``UnreadableError`` if that cannot be told now."""
+    try:
+        return not stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        raise UnreadableError(f"{path}: cannot be read now: {error.strerror or error}") from None
+
+
 def serve(queue: HubQueue, idle: Callable[[], None]) -> None:
     """Push waiting entries forever. ``idle`` blocks until the queue may have changed."""
     failures = 0
+    stuck: Entry | None = None
     while True:
-        entry = queue.next()
+        entry = queue.next(stuck)
+        stuck = None
         if entry is None:
             idle()
             continue
@@ -67,6 +81,8 @@ def serve(queue: HubQueue, idle: Callable[[], None]) -> None:
         if problem is None or not problem.retry:
             failures = 0
             continue
+        if problem.of_checkpoint:
+            stuck = entry
         failures += 1
         time.sleep(backoff_seconds(failures, problem))
 

@@ -149,7 +149,13 @@ def at_recorded_revision(options: Options, recorded: Mapping[str, Any] | None) -
 
     A branch moves on, and the checkpoint is of the commit that its run began with.
     """
-    if recorded is None or options.source != recorded["source"] or recorded.get("revision") is None:
+    if recorded is None or options.source is None:
+        return options
+    source = recorded["source"]
+    # A checkpoint on the Hub has its commit in the source.
+    if source.startswith("hub:") and source.partition("@")[0] == options.source.partition("@")[0]:
+        return replace(options, source=source)
+    if options.source != source or recorded.get("revision") is None:
         return options
     return replace(options, revision=recorded["revision"])
 

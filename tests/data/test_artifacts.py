@@ -2,6 +2,8 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,15 @@ import pytest
 
 from accel_train.config import UsageError
 from accel_train.data import artifacts
-from accel_train.data.artifacts import SEAL, STAMPS, cache_directory, cached_folder, is_intact, one_at_a_time
+from accel_train.data.artifacts import (
+    SEAL,
+    STAMPS,
+    cache_directory,
+    cached_folder,
+    is_intact,
+    of_rank_0,
+    one_at_a_time,
+)
 from accel_train.data.tables.shards import warn_of_changes
 from accel_train.data.tensor_cache import TensorCache
 
@@ -35,6 +45,26 @@ def test_built_once_by_rank_0_and_by_who_does_not_see_it(tmp_path: Path) -> None
     assert meetings == [0, 0, 1, 1]
     assert sorted(file.name for file in folder.iterdir()) == ["a.json", "b.bin", SEAL, STAMPS]
     assert sorted(os.listdir(tmp_path / "kind")) == [".x.lock", "x"]
+
+
+OF_RANK_0 = """
+import sys
+from torch import distributed
+from accel_train.data.artifacts import of_rank_0
+rank = int(sys.argv[1])
+distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+print(of_rank_0(f"of {rank}", 2, distributed.barrier))
+distributed.destroy_process_group()
+"""
+
+
+def test_every_process_has_the_value_of_rank_0(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OF_RANK_0]
+    other = subprocess.Popen([*command, "1", str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+    first = subprocess.run([*command, "0", str(tmp_path / "store")], capture_output=True, text=True, check=True)
+    assert (first.stdout, other.communicate()[0]) == ("of 0\n", "of 0\n")
+    # Where processes are not connected.
+    assert of_rank_0("own", 2, lambda: None) == "own"
 
 
 def test_one_process_of_a_host_builds_at_a_time(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import itertools
 import json
 import logging
@@ -41,6 +43,7 @@ from accel_train.hub.push_now import push_now
 from accel_train.hub.pusher import Pusher
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.hub.repository import push_checkpoint
+from accel_train.hub.worker import push_one
 from accel_train.store import atomic_files, commit, retention, strict_json
 from accel_train.store.manifest import Checkpoint
 from recipes import mmdit, pde
@@ -544,6 +547,28 @@ def test_a_queue_file_that_cannot_be_read_now_waits_on(run: Path) -> None:
     assert [entry.step for entry in queue.entries()] == [1, 2]
 
 
+@pytest.mark.usefixtures("sleeping")
+def test_the_best_so_far_is_not_forgotten_while_its_record_cannot_be_read(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    best = replace(CONFIG, push="best")
+    assert offered(run, best, make_checkpoint(run, 1, metrics={"loss": 1.0}), best_metric="loss") == ["1"]
+    record = run / "hub" / "offers.json"
+    saved = record.read_text()
+    record.unlink()
+    record.symlink_to("/proc/self/mem")  # reads fail with EIO, as on a failing disk
+    pusher = Pusher(run, best, is_main=True, best_metric="loss")
+    worse = make_checkpoint(run, 2, metrics={"loss": 2.0})
+    pusher.offer(worse)
+    assert "hub: UnreadableError: Input/output error" in caplog.text
+    record.unlink()
+    record.write_text(saved)
+    pusher.offer(worse)
+    pusher.offer(make_checkpoint(run, 3, metrics={"loss": 0.5}))
+    pusher.close()
+    assert pusher.busy() == {"checkpoint_00000001", "checkpoint_00000003"}
+
+
 def test_other_files_of_the_queue_may_be_damaged(run: Path) -> None:
     queue = HubQueue(run)
     queue.save_offers({"run_id": "abc123", "committed": 4, "last": "checkpoint_00000004", "best": 1.5})
@@ -654,6 +679,62 @@ def test_a_checkpoint_that_is_gone_or_damaged_has_failed(
     with pytest.raises(HubError, match=r"0 pushed, 2 not: .*7 bytes, the manifest says"):
         push_now(run, HubConfig())
     assert queue.failed() == {}
+
+
+@pytest.mark.parametrize("part", ["directory", "manifest", "weights"])
+def test_a_checkpoint_that_cannot_be_read_now_waits(
+    part: str, server: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_repository(CONFIG)
+    queue = HubQueue(run)
+    checkpoint = make_checkpoint(run, 1)
+    entry = entry_of(checkpoint)
+    queue.add(entry)
+    look = Path.stat
+
+    def fail(path: Any, *_: Any, **named: Any) -> Any:
+        if path == checkpoint.path or part == "weights":
+            raise OSError(errno.EIO, "Input/output error")
+        return look(path, **named)
+
+    manifest = checkpoint.file("manifest.json")
+    content = manifest.read_bytes()
+    with monkeypatch.context() as patch:
+        if part == "manifest":
+            manifest.unlink()
+            manifest.symlink_to("/proc/self/mem")  # reads fail with EIO, as on a failing disk
+        elif part == "directory":
+            patch.setattr(Path, "stat", fail)
+        else:
+            patch.setattr(hashlib, "file_digest", fail)
+        problem = push_one(queue, entry)
+    assert problem is not None
+    assert problem.retry
+    assert "Input/output error" in problem.reason
+    assert (queue.names(), queue.failed()) == ({entry.checkpoint}, {})
+    manifest.unlink()
+    manifest.write_bytes(content)
+    assert push_one(queue, entry) is None
+    assert list(queue.pushed()) == [entry.checkpoint]
+
+
+def test_others_do_not_wait_for_a_checkpoint_that_cannot_be_read(
+    server: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_TRAIN_HUB_BACKOFF_SECONDS", "0")
+    check_repository(CONFIG)
+    queue = HubQueue(run)
+    for step in (1, 2, 3):
+        checkpoint = make_checkpoint(run, step)
+        queue.add(entry_of(checkpoint, reason="best"))
+        if step < 3:
+            checkpoint.file("manifest.json").unlink()
+            checkpoint.file("manifest.json").symlink_to("/proc/self/mem")
+    pusher = Pusher(run, CONFIG, is_main=True)
+    status = pusher.finish(asked_to_stop=lambda: len(queue.names()) == 2)
+    assert status.pushed == ("checkpoint_00000003",)
+    assert status.waiting == ("checkpoint_00000001", "checkpoint_00000002")
+    assert status.failed == {}
 
 
 def test_the_last_checkpoint_damaged_before_its_push_is_no_success(server: HubServer, run: Path) -> None:
@@ -932,6 +1013,52 @@ def test_what_was_downloaded_is_used_without_a_network(
         download_once("org/model", tmp_path)
 
 
+def _fails(*_: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_branch_is_read_at_one_commit(
+    server: HubServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    push(make_checkpoint(run, 1))
+    pinned = download_module.at_commit("org/model", tmp_path)
+    assert pinned == f"org/model@{server.repositories[REPO].branches['main']}"
+    first = download_once(pinned, tmp_path)
+    push(make_checkpoint(run, 2))
+    assert download_once(pinned, tmp_path) == first
+    assert download_once("org/model", tmp_path) != first
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("ACCEL_TRAIN_HUB_BACKOFF_SECONDS", "1e9")
+    assert download_once(pinned, tmp_path) == first
+    assert download_module.at_commit("org/model", tmp_path) not in ("org/model", pinned)
+    # Whole perhaps, once its disk is back.
+    weights = first / "model.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", _fails)
+        with pytest.raises(HubError):
+            download_once(pinned, tmp_path)
+    assert weights.is_file()
+
+
+def test_of_two_downloads_at_a_time_the_first_stays(
+    server: HubServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(make_checkpoint(run, 1))
+    rename = os.rename
+
+    def rename_after_another(source: Path, target: Path) -> None:
+        if target == tmp_path / "there" / "checkpoint_00000001":
+            shutil.copytree(source, target)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", rename_after_another)
+    found = download("org/model", tmp_path / "there")
+    assert commit.verify(found).step == 1
+    assert list((tmp_path / "there").iterdir()) == [found]
+
+
 def test_what_is_there_is_kept_or_the_download_refused(server: HubServer, run: Path, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(run, 1)
     push(checkpoint)
@@ -995,12 +1122,15 @@ def test_the_card_has_figures_curve_samples_and_code(server: HubServer, run: Pat
 def test_the_card_loads_with_the_class_that_the_recipe_declared_and_shows_its_report(tmp_path: Path) -> None:
     loads_with = pde.Config(max_steps=1).run_options().loads_with
     texts = {"report/truth_and_error.png": b"", "report/numbers.json": b"{}", "other.png": b""}
+    texts |= {"report/samples/step_00000007.md": b"words", "report/pictures/step_00000007.png": b""}
     text = build_card(Checkpoint(tmp_path, 7, {}), texts, CardFacts(REPO, "step-00000007", loads_with))
     assert "from accel_train.domains.pde.transformer import PdeTransformer\n" in text
     assert 'PdeTransformer.from_pretrained("org/model", revision="step-00000007")' in text
     assert "## Truth and error\n\n![Truth and error](report/truth_and_error.png)" in text
     assert "numbers.json" not in text
     assert "other.png" not in text
+    assert "step_00000007.png" not in text
+    assert "words" not in text
     assert "from_pretrained" not in build_card(Checkpoint(tmp_path, 7, {}), texts, CardFacts(REPO, "step-00000007"))
 
 

@@ -5,6 +5,7 @@ A block is the unit of reading: a row group of parquet, a record batch of Arrow,
 
 from __future__ import annotations
 
+import csv
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -165,6 +166,31 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
     if not decoded:
         return ""
     return parse_row(decoded)
+
+
+def mentions(file: Path, column: str) -> bool:
+    """Return True if a row of JSONL may have the field ``column``. Reads up to the first place of its name."""
+    # JSON has several spellings of other names.
+    if not (column.isascii() and column.isidentifier()):
+        return True
+    name = f'"{column}"'.encode()
+    before = b""
+    with file.open("rb") as content:
+        while piece := content.read(PIECE_BYTES):
+            # What is no UTF-8 has names of other bytes.
+            if name in before + piece or (not before and piece[:2] in ENCODED):
+                return True
+            before = piece[-len(name) :]
+    return False
+
+
+def csv_columns(file: Path) -> list[str] | None:
+    """Return the names in the first row of a CSV file, None if it cannot be read."""
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            return next(csv.reader(lines), [])
+    except (ValueError, csv.Error):  # its reader says what is wrong
+        return None
 
 
 def identity_of(file: Path) -> tuple[int, int]:

@@ -22,8 +22,10 @@ from accel_train.data.tables.formats import (
     KINDS,
     UNITS,
     Block,
+    csv_columns,
     identity_of,
     index_file,
+    mentions,
     parse_line,
     read_batch,
 )
@@ -66,8 +68,8 @@ class RowBlocks(Protocol):
         """Lines for the log."""
         ...
 
-    def schemas(self) -> Iterator[Sequence[str] | None]:
-        """Yield the columns of each table. None stands for a file whose rows have fields of their own."""
+    def schemas(self, column: str) -> Iterator[Sequence[str] | None]:
+        """Yield the columns of each table. None stands for a file with rows of their own fields, maybe ``column``."""
         ...
 
     def read(self, number: int, /) -> Iterator[PlacedRow]:
@@ -110,13 +112,21 @@ class FileRows:
         empty = [str(file) for number, file in enumerate(self.files) if number not in filled]
         return [f"files without rows are left out: {shortened(empty, SHOWN)}"] if empty else []
 
-    def schemas(self) -> Iterator[Sequence[str] | None]:
-        """Yield the columns of each parquet or Arrow file, and None for any other. Reads the footers."""
+    def schemas(self, column: str) -> Iterator[Sequence[str] | None]:
+        """Yield the columns of each table, and None for lines of text and for JSONL that has ``column`` somewhere.
+
+        JSONL without it has the columns of its first row. Reads footers, headers, and JSONL up to the column.
+        """
         for file in self.files:
             kind = KINDS[file.suffix]
             if kind in ("parquet", "arrow"):
                 types, _ = index_file(self.option, file, kind)
                 yield list(types)
+            elif kind == "csv":
+                yield csv_columns(file)
+            elif kind == "jsonl" and not mentions(file, column):
+                first = next(_json_rows(file, Block(0, 0, 1, size=BYTES_PER_BLOCK)), ("", {}))[1]
+                yield list(first) if isinstance(first, Mapping) else []
             else:
                 yield None
 
@@ -289,7 +299,7 @@ class DatasetRows:
         """Nothing to say."""
         return []
 
-    def schemas(self) -> Iterator[Sequence[str] | None]:
+    def schemas(self, column: str) -> Iterator[Sequence[str] | None]:
         """Yield the columns."""
         yield self.columns
 

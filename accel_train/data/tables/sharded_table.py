@@ -64,10 +64,14 @@ class ShardedTable:
         number = self.block_of(row)
         block = self.index.blocks[number]
         within = row - int(self.starts[number])
-        file = self.index.files[block.file]
+        file = self.file_of(row)
         if self.index.format == "jsonl":
             return f"{file}:{block.line + within}"
         return f"{file}, {UNITS[self.index.format]} {block.number}, row {within}"
+
+    def file_of(self, row: int) -> Path:
+        """Return the file of a row."""
+        return self.index.files[self.index.blocks[self.block_of(row)].file]
 
     def block_of(self, row: int) -> int:
         """Return the number of a row's block."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from accel_train.config import PositiveInt, UsageError
-from accel_train.data.artifacts import cache_directory, cached_folder
+from accel_train.data.artifacts import cache_directory, cached_folder, of_rank_0
 from accel_train.domains.images.decoding import decode_picture
 from accel_train.domains.images.demo import emoji, shapes
 from accel_train.domains.images.picture_rows import (
@@ -127,7 +127,7 @@ def prepare_pictures(
     barrier: Callable[[], None] = lambda: None,
     earlier: Path | None = None,
 ) -> CaptionedPictures | None:
-    """Write the rows of `data.path` into the cache unless they are there. Every rank calls it (two barriers).
+    """Write the rows of `data.path` into the cache unless they are there. Every rank calls it (up to three barriers).
 
     With an autoencoder rank 0 encodes the pictures on `device`, and every rank keeps it there to decode samples. About
     `heldout_fraction` of the emoji's names are held out; of shapes, the pairs of colour and form absent from training
@@ -144,7 +144,7 @@ def prepare_pictures(
             "pictures are held out from --data.path. Leave it out, or set --data.heldout_fraction."
         )
     _refuse_fraction_of_shapes(data)
-    patching = _patching(config, device, _revision(config, earlier))
+    patching = _patching(config, _vae(config, _revision(config, earlier), rank, world_size, barrier), device)
     cache = cache_directory(data.cache_dir)
     notices: tuple[str, ...] = ()
     total = 0
@@ -198,11 +198,23 @@ def _revision(config: PictureConfig, earlier: Path | None) -> str | None:
     return config.vae_revision
 
 
-def _patching(config: PictureConfig, device: str, revision: str | None) -> Patching:
-    """Load the autoencoder of the options, if there is one. Raises ``UsageError``, also for a size that it cuts."""
+def _vae(
+    config: PictureConfig, revision: str | None, rank: int, world_size: int, barrier: Callable[[], None]
+) -> PictureVae | None:
+    """Load the autoencoder of the options, if there is one, at the commit that rank 0 finds. Collective."""
     if config.vae is None:
+        return None
+    load = partial(load_vae, config.vae, option="--pictures.vae")
+    own = load(revision=revision) if rank == 0 else None
+    # A branch may move on between two looks.
+    commit = of_rank_0(revision if own is None else own.reference.revision, world_size, barrier)
+    return load(revision=commit) if own is None else own
+
+
+def _patching(config: PictureConfig, vae: PictureVae | None, device: str) -> Patching:
+    """Return how pictures become tokens. Raises ``UsageError`` for a size that the autoencoder cuts."""
+    if vae is None:
         return Patching(config.patch)
-    vae = load_vae(config.vae, revision, "--pictures.vae")
     patching = Patching(config.patch, vae.to(device), config.vae_batch_size)
     if config.size % patching.side:
         nearest = max(1, round(config.size / patching.side)) * patching.side

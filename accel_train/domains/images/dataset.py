@@ -159,13 +159,15 @@ def refuse_unread(config: PictureDataConfig) -> None:
 def prepare_pictures(
     config: PictureDataConfig,
     *,
+    option: str = "--data.path",
     rank: int = 0,
     world_size: int = 1,
     barrier: Callable[[], None] = lambda: None,
 ) -> PictureData:
     """Read all pictures of a run once and put them into buckets. Every rank calls it with the same options; collective.
 
-    Raises ``UsageError``, also if more than `max_left_out` of the pictures and captions cannot be used.
+    ``option`` names `config.path` in messages. Raises ``UsageError``, also if more than `max_left_out` of the pictures
+    and captions cannot be used.
     """
     cache = open_cache(config.cache_dir, rank, world_size)
 
@@ -185,7 +187,7 @@ def prepare_pictures(
         )
         return _samples(found, config, source.named)
 
-    samples, notices = read(config.path, "--data.path")
+    samples, notices = read(config.path, option)
     if config.heldout_path is not None:
         heldout, heldout_notices = read(config.heldout_path, "--data.heldout_path")
         notices += [f"held out: {notice}" for notice in heldout_notices]
@@ -197,7 +199,7 @@ def prepare_pictures(
     barrier()
     if not train:
         raise UsageError(
-            f"--data.path {config.path!r}: {len(heldout)} held-out samples and none to train on; at least 1 is "
+            f"{option} {config.path!r}: {len(heldout)} held-out samples and none to train on; at least 1 is "
             "required. Bring more pictures, or lower --data.heldout_fraction."
         )
     # Held-out pictures stand still, or their loss would differ from evaluation to evaluation.

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from unicodedata import normalize
 
 from accel_train.config import UsageError
 from accel_train.data.tables.json_rows import RepeatedKeyError, parse_json
@@ -214,6 +215,8 @@ def _read_caption(file: Path) -> str:
 def _by_metadata(folder: Path, pictures: Sequence[Path], source: Source) -> Listing:
     """Read the rows of ``metadata.jsonl``."""
     known = {_name(picture, folder): picture for picture in pictures}
+    # macOS writes an accent as a character of its own, and most programs do not.
+    composed = {normalize("NFC", name): name for name in known}
     entries: list[Entry] = []
     left_out: list[LeftOut] = []
     used: set[str] = set()
@@ -227,6 +230,8 @@ def _by_metadata(folder: Path, pictures: Sequence[Path], source: Source) -> List
     for place, row in _rows(content, left_out):
         fields |= row.keys()
         name = _file_name(row, place, source)
+        if name not in known:
+            name = composed.get(normalize("NFC", name), name)
         if not _is_inside(name):
             left_out.append(LeftOut(place, "file_name leaves the folder", repr(name)[:80]))
         elif name not in known:

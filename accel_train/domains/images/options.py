@@ -18,7 +18,7 @@ from accel_train.config import (
 from accel_train.data.tables.ledger import Changed
 from accel_train.domains.images import decoding
 from accel_train.domains.images.buckets import Buckets
-from accel_train.domains.images.sources import Source
+from accel_train.domains.images.sources import Source, refuse_extension
 
 DRAWING_STEPS = 50
 """As in diffusers' DreamBooth script."""
@@ -166,10 +166,7 @@ class PictureDataConfig:
                 f"--data.resolution_choice each has no effect with one resolution, {self.resolutions[0]}. Give several "
                 "--data.resolutions, or leave it out."
             )
-        if not self.caption_extension.startswith("."):
-            raise UsageError(
-                f"--data.caption_extension {self.caption_extension!r}: must begin with a dot, such as .txt or .caption."
-            )
+        refuse_extension(self.caption_extension, "--data.caption_extension")
 
     def _refuse_prior_below(self) -> None:
         """Raise ``UsageError`` where the next start would read the drawn pictures of the class as training pictures."""

@@ -1,4 +1,4 @@
-"""The base of an adapter as its files record it: the options that find it, and the sha256 of its files."""
+"""The base of adapters: its commit on the Hub, and what their files record of it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,47 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accel_train.config import UsageError
-from accel_train.data.artifacts import cache_if_usable
+from accel_train.config import UsageError, expand_path
+from accel_train.data.artifacts import cache_directory, cache_if_usable
 from accel_train.domains.images.pipelines.family import INDEX
-from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase
+from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, not_loaded
 from accel_train.pipeline import settings
 from accel_train.store import manifest
-from accel_train.store.pretrained_base import at_recorded_revision, refuse_other_base
+from accel_train.store.pretrained_base import (
+    COMMIT,
+    at_recorded_revision,
+    refuse_missing_folder,
+    refuse_other_base,
+)
+
+
+def at_commit(config: BaseConfig) -> BaseConfig:
+    """Return the options with the commit of a branch or tag on the Hub. One process, for all.
+
+    Without a network it is the one in the cache. Raises ``UsageError`` for a source that cannot be read.
+    """
+    # Late: whoever reads a checkpoint has no need of it.
+    from accel_train.domains.images.trained_mmdit import finding
+
+    source = config.source
+    if source is not None and source.startswith(finding.HUB):
+        from accel_train.hub import download
+
+        pinned = download.at_commit(source.removeprefix(finding.HUB), cache_directory(None))
+        return replace(config, source=finding.HUB + pinned)
+    if source is None or finding.is_meant(source) or expand_path(source).is_dir():
+        return config
+    refuse_missing_folder("--base.source", source)
+    if COMMIT.fullmatch(config.revision or ""):
+        return config
+    from huggingface_hub import hf_hub_download
+
+    try:
+        index = hf_hub_download(source, INDEX, revision=config.revision)
+    except Exception as error:  # failures of hub, network and format have no common type
+        raise UsageError(not_loaded(source, error)) from None
+    # The folder of a snapshot has the name of its commit.
+    return replace(config, revision=Path(index).parent.name)
 
 
 def is_pipeline_folder(directory: Path) -> bool:

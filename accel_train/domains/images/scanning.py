@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -267,8 +268,10 @@ def _remembered(file: Path) -> dict[str, Scan]:
 def _remember(file: Path, scans: Sequence[Scan]) -> None:
     # Without what could not be read at all, and faults that another version of Pillow may not have.
     sound = [list(scan) for scan in scans if not scan.fault]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
-    part.write_text(json.dumps(sound), "utf-8")
-    # Renamed when it is whole, because another process may read it at any time.
-    part.replace(file)
+    # Of a cache that another user has made, or a full one, it stays as it is: the next start decodes again.
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
+        part.write_text(json.dumps(sound), "utf-8")
+        # Renamed when it is whole, because another process may read it at any time.
+        part.replace(file)

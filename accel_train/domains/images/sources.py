@@ -6,6 +6,7 @@ A listing has read no picture. ``scanning`` reads each file once and leaves out 
 from __future__ import annotations
 
 import math
+import re
 import stat
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -115,7 +116,8 @@ def caption_of_row(
 ) -> str | LeftOut | None:
     """Return the caption of a row in `column`, or with None in ``text`` or ``caption``.
 
-    None without one: the value is null, or NaN as tables write a missing text. ``LeftOut`` for a value that is no text.
+    None without one: the value is null, or NaN as tables write a missing text. ``LeftOut`` for a value that is no text,
+    and for one that no tokenizer takes.
     Raises ``UsageError`` for a `column` missing from the row.
     """
     if column is not None and column not in row:
@@ -126,12 +128,18 @@ def caption_of_row(
     columns = CAPTION_COLUMNS if column is None else (column,)
     for name in columns:
         value = row.get(name)
+        if isinstance(value, str) and _has_surrogate(value):
+            return LeftOut(place, "its caption is no text", f"{name!r} holds half of a surrogate pair")
         if isinstance(value, str):
             return " ".join(value.split())
         if value is not None and not (isinstance(value, float) and math.isnan(value)):
             kind = KINDS.get(type(value), f"a {type(value).__name__}")
             return LeftOut(place, "its caption is no text", f"{name!r} is {kind}, text is required")
     return None
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def choice_notices(fields: Collection[str], source: Source, *, one_column: bool = False) -> list[str]:
@@ -147,6 +155,15 @@ def choice_notices(fields: Collection[str], source: Source, *, one_column: bool 
     if one_column:
         return [f"captions are those of {first!r}, and those of {second!r} are not read{other}"]
     return [f"captions are those of {first!r}, and in rows without one those of {second!r}{other}"]
+
+
+def refuse_extension(extension: str, option: str) -> None:
+    """Raise ``UsageError`` for an extension of caption files that no file has by itself."""
+    if not re.fullmatch(r"\.[^./]+", extension):
+        raise UsageError(
+            f"{option} {extension!r}: a dot and one word are required, such as .txt or .caption. The caption of a.png "
+            "is in a.txt."
+        )
 
 
 def is_saved_dataset(folder: Path) -> bool:

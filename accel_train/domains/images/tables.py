@@ -38,7 +38,6 @@ class ShardBytes:
     table: ShardedTable
     row: int
     column: str
-    folder: Path
 
     def read(self) -> bytes:
         """Read the row's block unless it is in the cache. Raises ``OSError`` or ``UsageError``."""
@@ -47,7 +46,7 @@ class ShardBytes:
         # A table may come from anywhere, and must not name files of this machine.
         if path.is_absolute() or ".." in path.parts:
             raise OSError(f"its path {str(path)!r} leaves the folder of the table")
-        return _content(value, self.folder)
+        return _content(value, self.table.file_of(self.row).parent)
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,7 @@ def list_shards(source: Source, cache: Path) -> Listing:
     table = ShardedTable(index, [image_column], CACHE_BYTES)
     places = [table.place(row) for row in range(len(table))]
     captions = _captions(index, columns, source, places)
-    folder = index.files[0].parent
-    contents = [ShardBytes(table, row, image_column, folder) for row in range(len(table))]
+    contents = [ShardBytes(table, row, image_column) for row in range(len(table))]
     return _listing(places, captions, contents, choice_notices(columns, source, one_column=True))
 
 
@@ -125,15 +123,18 @@ def list_dataset(source: Source) -> Listing:
     types = {name: str(feature) for name, feature in features.items()}
     image_column = source.image_column or _only_picture_column(types, source)
     _require_column("image_column", image_column, types, source)
-    # Read without the pictures, which would all be loaded for their words.
-    captions = dataset.remove_columns([image_column])
+    named = source.caption_column
+    if named is not None:
+        _require_column("caption_column", named, types, source)
+    # Read without all others, which may be pictures that would be decoded for their words.
+    wanted = CAPTION_COLUMNS if named is None else (named,)
+    captions = dataset.select_columns([name for name in wanted if name in types])
     if isinstance(features[image_column], datasets.Image):
         # The bytes of the file: `datasets` would decode it without turning it upright.
         dataset = dataset.cast_column(image_column, datasets.Image(decode=False))
     pictures = dataset.select_columns([image_column])
     rows = captions if captions.column_names else [{}] * len(dataset)
     places = [f"row {row}" for row in range(len(dataset))]
-    named = source.caption_column
     found = [caption_of_row(row, named, place, source.group) for row, place in zip(rows, places, strict=True)]
     contents = [RowBytes(pictures, row, image_column) for row in range(len(dataset))]
     return _listing(places, found, contents, choice_notices(types, source))

@@ -155,7 +155,7 @@ class _Sources:
                     f"--data.{name} {value!r} has no effect with --data.path {config.path!r}: required is "
                     f"{wanted[name]}. Leave it out, or give such a source."
                 )
-        schemas = (names for source in sources for names in source.schemas())
+        schemas = (names for source in sources for names in source.schemas(config.text_column))
         rows.refuse_missing_column(config.text_column, config.path, schemas)
 
     def _open(self, path: str, option: str, split: str) -> RowBlocks:

@@ -18,6 +18,11 @@ FILES = tuple(KINDS)
 DEFAULT_COLUMN = "text"
 FIELDS = ("messages", "prompt", "completion", "tools")
 """Optional fields of a row besides its text."""
+FOREIGN = {
+    "conversations": "write ShareGPT's conversations as 'messages', with role and content in place of from and value",
+    "instruction": "write Alpaca's instruction and input as 'prompt', and its output as 'completion'",
+}
+"""Remedy for a row of another format, by a field that it has."""
 
 
 class Fault(NamedTuple):
@@ -82,11 +87,21 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
     if text_column not in fields and "completion" in fields and "prompt" in null:
         return "'prompt' is null beside 'completion'; text is required, which may be empty, or a list of messages"
     if text_column not in fields:
-        # A name to try, even if none is alike: most files have one column of text.
-        near = nearest(text_column, fields) or next(iter(fields), None)
-        hint = f"; set --data.text_column {near}" if near else ""
-        return f"no field {text_column!r}, 'messages', or 'prompt' and 'completion' among {sorted(fields)}{hint}"
+        return (
+            f"no field {text_column!r}, 'messages', or 'prompt' and 'completion' among {sorted(fields)}"
+            f"{_remedy(fields, text_column)}"
+        )
     return _plain(place, fields[text_column], text_column)
+
+
+def _remedy(fields: Mapping[str, Any], text_column: str) -> str:
+    for name, remedy in FOREIGN.items():
+        if name in fields:
+            return f"; {remedy}"
+    texts = [name for name, value in fields.items() if isinstance(value, str)]
+    # A name to try, even if none is alike: most files have one column of text.
+    near = nearest(text_column, texts) or next(iter(texts), None)
+    return f"; set --data.text_column {near}" if near else ""
 
 
 def _without_nulls(value: Any) -> Any:
@@ -174,6 +189,9 @@ def refuse_missing_column(column: str, path: str, schemas: Iterable[Sequence[str
         if names is None or column in names:
             return
         seen.update(names)
+    # Of files without a row, or with a broken first one, the reader says more.
+    if not seen:
+        return
     hint = did_you_mean(nearest(column, sorted(seen)))
     raise UsageError(
         f"--data.text_column {column!r}: no column of --data.path {path!r}, which has {sorted(seen)}{hint}. Name one "

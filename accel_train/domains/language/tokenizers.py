@@ -145,6 +145,7 @@ def set_chat_template(tokenizer: Any, file: str | None) -> None:
         return
     path = expand_path(file)
     try:
-        tokenizer.chat_template = path.read_text("utf-8")
+        # Some editors begin a file with a mark of its encoding, which is no part of a chat.
+        tokenizer.chat_template = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--data.chat_template {file!r} cannot be read ({error}). Give a Jinja file.") from None

@@ -136,9 +136,10 @@ def freeze_base(model: nn.Module, base: BasePrecision, precision: Precision, dev
     # Everything, also what has no adapter: norms and embeddings belong to the base.
     model.requires_grad_(False)
     if base == "int8" or base == "fp8" or base == "nf4":
+        head = _head_of(model)
         names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         # The head decides between tokens by small differences, which 4 bits would lose.
-        layers = [name for name in names if not HEAD.search(name)]
+        layers = [name for name in names if not HEAD.search(name) and name != head]
         if not layers:
             raise UsageError(
                 f"lora.base_precision {base}: {type(model).__name__} has no nn.Linear but its head, and other layers "
@@ -232,9 +233,10 @@ def target_layers(model: nn.Module, targets: Sequence[str], option: str = "lora.
     """Return the paths of the target layers. Raises ``UsageError`` for a name without a layer."""
     # By the name of the class: transformers' Conv1D would have to be imported to be compared with.
     linear = [name for name, module in model.named_modules() if type(module).__name__ in LINEAR]
+    head = _head_of(model)
     chosen: set[str] = set()
     for target in targets:
-        found = [name for name in linear if _is_meant(name, target)]
+        found = [name for name in linear if _is_meant(name, target, head)]
         if not found:
             endings = sorted({_ending(name) for name in linear})
             hint = did_you_mean(nearest(target, [*GROUPS, *endings]))
@@ -246,15 +248,24 @@ def target_layers(model: nn.Module, targets: Sequence[str], option: str = "lora.
     return chosen
 
 
+def _head_of(model: nn.Module) -> str | None:
+    """Return the path of the output layer of a model of transformers, which may have any name. None: it has none."""
+    if not hasattr(model, "get_output_embeddings"):
+        return None
+    plain: Any = model
+    head = plain.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), None)
+
+
 def _ending(name: str) -> str:
     """Return the last part of a path, with the one before if it is a number: ``to_out.0``."""
     front, _, last = name.rpartition(".")
     return f"{front.rpartition('.')[2]}.{last}" if last.isdigit() and front else last
 
 
-def _is_meant(name: str, target: str) -> bool:
+def _is_meant(name: str, target: str, head: str | None) -> bool:
     if target == "all-linear":
-        return not HEAD.search(name)
+        return not HEAD.search(name) and name != head
     if target == "attention":
         return ATTENTION.search(name) is not None
     return name == target or name.endswith(f".{target}")

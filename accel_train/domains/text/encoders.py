@@ -65,11 +65,17 @@ class TransformerEncoder:
     weights_hash: str | None = None
     """Required hash of the model's files, set by a checkpoint's assets. Other files are refused."""
     revision: str | None = None
-    """Commit of a Hub id, set by a checkpoint's assets. None: the newest."""
+    """Commit of a Hub id, of a checkpoint's assets or of rank 0. None: the newest."""
 
     @cached_property
     def folder(self) -> Path:
         return model_folder(self.name, self.revision)
+
+    @property
+    def commit(self) -> str | None:
+        """Commit of a Hub id. None: a local directory."""
+        # The folder of a snapshot has the name of its commit.
+        return self.folder.name if local_folder(self.name) is None else None
 
     @cached_property
     def files_hash(self) -> str:
@@ -196,9 +202,8 @@ class TransformerEncoder:
             "max_length": self.max_length,
             "latent_dim": self.latent_dim,
         }
-        if local_folder(self.name) is None:
-            # The folder of a snapshot has the name of its commit.
-            facts["revision"] = self.folder.name
+        if self.commit is not None:
+            facts["revision"] = self.commit
         text = json.dumps(facts, indent=1, ensure_ascii=False)
         (directory / ENCODER_FILE).write_text(text, "utf-8")
 

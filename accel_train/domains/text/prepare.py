@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from accel_train.config import UsageError
-from accel_train.data.artifacts import cached_folder, open_cache
+from accel_train.data.artifacts import cached_folder, of_rank_0, open_cache
 from accel_train.data.tables.block_order import BlockOrder
 from accel_train.data.tables.ledger import earlier_ledger
 from accel_train.domains.text import tfidf
@@ -155,7 +156,9 @@ def _build_encoder(
             batch_size=config.encoder_batch_size,
             device=processes.device,
         )
-        return encoder.resumed(earlier)
+        encoder = encoder.resumed(earlier)
+        commit = encoder.commit if processes.rank == 0 else encoder.revision
+        return replace(encoder, revision=of_rank_0(commit, processes.world_size, processes.barrier))
     dim = config.latent_dim or TFIDF_DIM
     key = tfidf.fit_identity(texts, dim, config.normalise)
 

@@ -109,11 +109,36 @@ def test_the_recipe_draws_them_before_it_trains(folder: Path, caplog: pytest.Log
     assert losses(lora_recipe.train(folder, "given", *prior)) == losses(run)
 
 
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_text_encoders_wait_in_host_memory(
+    offloaded: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that are offloaded are there already. Moved back, all of them would be on the device at once."""
+    moved: list[str] = []
+
+    def note(encoder: torch.nn.Module, device: Any) -> torch.nn.Module:
+        moved.append(str(device))
+        return encoder
+
+    base = loading.find_base(loading.BaseConfig(source=str(folder / "base"), offload_encoders=offloaded))
+    prior = PriorConfig(path=str(tmp_path / "class"), count=1, caption=CAPTION, steps=STEPS)
+    config = PictureDataConfig(resolutions=(18,), bucket_step=4, prior=prior)
+    pipeline: Any = base.components(torch.device("cpu"))
+    encode = partial(encoding.encode_texts, pipeline, base)
+    monkeypatch.setattr(type(pipeline.text_encoder), "to", note)
+    class_pictures.draw_missing(config, base, pipeline, encode, Filling())
+    assert moved == ([] if offloaded else ["cpu", "cpu"])
+
+
 def test_pictures_of_something_else_are_refused(folder: Path, tmp_path: Path) -> None:
     place = tmp_path / "class"
     draw(folder, place, 1)
     with pytest.raises(UsageError, match=r"were drawn with caption 'a cat', now 'a dog'; delete them"):
         draw(folder, place, 1, caption="a dog")
+    (place / class_pictures.RECORD).write_text("{")
+    with pytest.raises(UsageError, match=r"drawn.json cannot be read .*restore it, or delete it and them"):
+        draw(folder, place, 1)
+    (place / class_pictures.RECORD).unlink()
     (place / "metadata.jsonl").write_text("")
     with pytest.raises(UsageError, match=r"captions are in metadata.jsonl"):
         draw(folder, place, 2)

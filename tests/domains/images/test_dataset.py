@@ -17,6 +17,7 @@ from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
 from accel_train.data.sampler import BatchShard, StepSampler
 from accel_train.domains.images.buckets import to_image
+from accel_train.domains.images.checking.check import CheckConfig
 from accel_train.domains.images.dataset import PictureData, prepare_pictures, split_heldout
 from accel_train.domains.images.options import PictureDataConfig
 from tests.domains.images.drawn import drawn, encoded, folder_of
@@ -221,7 +222,9 @@ def test_buckets_with_fewer_pictures_than_a_micro_batch(tmp_path: Path, group_si
         ({"resolutions": (4,)}, "each resolution must be at least bucket_step"),
         ({"resolutions": (32, 32)}, "each must be there once"),
         ({"resolution_choice": "each"}, "has no effect with one resolution"),
-        ({"caption_extension": "txt"}, "must begin with a dot"),
+        ({"caption_extension": "txt"}, "a dot and one word are required"),
+        ({"caption_extension": ".en.txt"}, "'.en.txt': a dot and one word"),
+        ({"caption_extension": "."}, "a dot and one word"),
         ({"background": "wite"}, "background 'wite'"),
         ({"max_aspect": 0.5}, "max_aspect 0.5"),
     ],
@@ -229,3 +232,8 @@ def test_buckets_with_fewer_pictures_than_a_micro_batch(tmp_path: Path, group_si
 def test_options_that_cannot_be_obeyed(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         PictureDataConfig("data", **({"resolutions": (32,), "bucket_step": 8} | options))
+
+
+def test_a_check_refuses_the_same_extensions() -> None:
+    with pytest.raises(UsageError, match=r"^--caption_extension 'txt': a dot and one word are required"):
+        CheckConfig(caption_extension="txt")

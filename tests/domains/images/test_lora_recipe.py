@@ -328,3 +328,8 @@ def test_wrong_options(flags: tuple[str, ...], message: str, made: Path) -> None
     with pytest.raises((UsageError, SystemExit), match=message):
         train(made, "wrong", *flags)
     assert not (made / "wrong" / "checkpoints").exists()
+
+
+def test_a_scale_of_guidance_below_0_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"evaluation.guidance: -1 is refused: a value greater than or equal to 0"):
+        import_recipe(find_recipe("lora")).main(["--evaluation.guidance", "-1", "--output_dir", str(tmp_path / "run")])

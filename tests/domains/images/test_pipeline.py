@@ -115,6 +115,20 @@ def test_a_base_that_was_moved_is_given_instead(folder: Path, pipeline: PictureP
     assert torch.equal(moved.draw(PROMPT, adapter="base"), pipeline.draw(PROMPT, adapter="base"))
 
 
+def test_adapters_written_by_peft_alone(folder: Path, pipeline: PicturePipeline, tmp_path: Path) -> None:
+    accel_train_export = ["export", str(folder / "ink"), str(tmp_path / "exported")]
+    assert cli._main(accel_train_export) == 0
+    (tmp_path / "peft").mkdir()
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        shutil.copy(tmp_path / "exported" / name, tmp_path / "peft")
+    alone: Any = accel_train.load(folder / "base", adapters={"ink": tmp_path / "peft"})
+    drawn = alone.draw(PROMPT, side=tiny.SIDE, steps=2)
+    assert torch.equal(drawn, pipeline.draw(PROMPT, adapter="ink"))
+    (tmp_path / "peft" / "adapter_config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"adapter_config.json: cannot be read"):
+        accel_train.load(folder / "base", adapters={"ink": tmp_path / "peft"})
+
+
 def test_the_base_given_must_have_the_files_of_the_training(folder: Path, tmp_path: Path) -> None:
     torch.manual_seed(7)
     tiny.save("sd2", tmp_path / "other")

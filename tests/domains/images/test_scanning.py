@@ -252,6 +252,16 @@ def test_metadata_jsonl(tmp_path: Path) -> None:
     }
 
 
+def test_an_accent_is_one_character_or_two(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    (folder / "000.png").rename(folder / "cafe\u0301.png")  # as macOS writes it
+    (folder / "001.png").rename(folder / "th\u00e9.png")
+    metadata(folder, {"file_name": "caf\u00e9.png", "text": "one"}, {"file_name": "the\u0301.png", "text": "two"})
+    found = read(folder, tmp_path / "cache")
+    assert captions(found) == {"cafe\u0301.png": "one", "th\u00e9.png": "two"}
+    assert not found.left_out
+
+
 def test_metadata_equals_the_image_folder_of_datasets(tmp_path: Path) -> None:
     import datasets
 
@@ -281,7 +291,7 @@ def table_of(folder: Path, rows: int, **more: Any) -> Path:
         "image": [{"bytes": data, "path": None} for data in content],
         "text": [f"row {row}" for row in range(rows)],
     }
-    folder.mkdir()
+    folder.mkdir(parents=True)
     parquet.write_table(Table.from_pydict(columns | more), folder / "part-0.parquet", row_group_size=2)
     return folder
 
@@ -321,6 +331,14 @@ def test_a_path_in_a_table_stays_in_its_folder(tmp_path: Path) -> None:
     assert list(captions(found).values()) == ["row 2"]
     assert [item.reason for item in found.left_out] == ["cannot be read"] * 2
     assert all("leaves the folder" in item.detail for item in found.left_out)
+
+
+def test_a_path_in_a_table_is_below_its_own_folder(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "b")):
+        folder = table_of(tmp_path / "data" / name, 1, image=[{"bytes": None, "path": "0.png"}])
+        (folder / "0.png").write_bytes(encoded(drawn(16 + 8 * number, 16)))
+    found = read(f"{tmp_path}/data/*/*.parquet", tmp_path / "cache")
+    assert [picture.width for picture in found.pictures] == [16, 24]
 
 
 def test_a_saved_dataset(tmp_path: Path) -> None:
@@ -399,6 +417,13 @@ def test_a_second_start_decodes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 # ------------------------------------------------------------------------------------- captions of other types, pipes
+def test_what_was_decoded_need_not_be_remembered(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "pictures").write_text("")  # no folder, and so as one without permission
+    assert len(read(folder, tmp_path / "cache")) == 1
+
+
 def test_captions_that_are_no_text_are_left_out_by_name(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data", *[(16 + 4 * number, 16) for number in range(8)])
     values = ["ok", None, 5, ["a", "b"], {"x": 1}, True, float("nan"), 0.5]
@@ -423,6 +448,31 @@ def test_columns_of_a_table_that_are_no_text_are_left_out_by_name(tmp_path: Path
     assert all(item.detail == f"'text' is {kind}, text is required" for item in found.left_out)
     # Two row groups.
     assert [item.name.rpartition(" ")[2] for item in found.left_out] == ["0", "1", "0"]
+
+
+def test_other_pictures_of_a_saved_dataset_are_not_decoded(tmp_path: Path) -> None:
+    import datasets
+
+    content = {"bytes": encoded(drawn(48, 32)), "path": None}
+    rows = {"image": [content], "mask": [{"bytes": b"no picture", "path": None}], "caption": ["one"]}
+    made = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+    made.cast_column("mask", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
+    found = read(tmp_path / "saved", tmp_path / "cache", image_column="image")
+    assert captions(found) == {"row 0": "one"}
+    with pytest.raises(UsageError, match=r"caption_column 'captoin': .*has the columns .*did you mean 'caption'"):
+        read(tmp_path / "saved", tmp_path / "cache", image_column="image", caption_column="captoin")
+
+
+def test_half_a_character_is_no_caption(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    metadata(
+        folder, {"file_name": "000.png", "text": "half \ud83d"}, {"file_name": "001.png", "text": "whole \U0001f600"}
+    )
+    found = read(folder, tmp_path / "cache")
+    assert captions(found) == {"001.png": "whole \U0001f600"}
+    assert [tuple(item) for item in found.left_out] == [
+        ("metadata.jsonl:1", "its caption is no text", "'text' holds half of a surrogate pair")
+    ]
 
 
 def test_captions_of_a_saved_dataset_that_are_no_text(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from accel_train.config import UsageError
+from accel_train.domains.images import captioned
 from accel_train.domains.images.captioned import PictureConfig, prepare_pictures
 from accel_train.domains.models.vae import VaeReference, load_vae
 from accel_train.domains.text.dataset import load_assets
@@ -75,6 +76,20 @@ def test_a_run_keeps_the_commit_of_its_autoencoder(revision: str | None, server:
     assert prepared(tmp_path / "other", other, earlier) == fresh
     with pytest.raises(UsageError, match="the sha256 of its weights is"):
         load_vae(REPOSITORY, revision, "the autoencoder", begun)
+
+
+def test_other_processes_read_the_commit_of_rank_0(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = PictureConfig(latents="vae", vae=REPOSITORY, size=16, patch=2, samples=20)
+    data = DataConfig(path="shapes", cache_dir=str(tmp_path / "cache"), vocab_size=300, max_length=40)
+    first = push(server, tmp_path / "vae", 0)
+    push(server, tmp_path / "vae", 1)
+    monkeypatch.setattr(captioned, "of_rank_0", lambda *_: first)
+    pictures = prepare_pictures(config, data, rank=1, world_size=2)
+    assert pictures is not None
+    assert pictures.vae is not None
+    assert pictures.vae.revision == first
 
 
 def test_config_and_weights_are_of_one_commit(

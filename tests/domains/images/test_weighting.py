@@ -147,6 +147,17 @@ def test_a_mask_is_the_mean_over_the_pixels_of_a_latent(outside: float, tmp_path
         files.read(found, seen, keep=False)
 
 
+def test_what_is_transparent_in_a_mask_is_outside(tmp_path: Path) -> None:
+    found = with_alpha(tmp_path / "photos")
+    mask = Image.new("RGBA", (16, 16), (255, 255, 255, 0))
+    mask.paste((255, 255, 255, 255), (0, 0, 16, 8))
+    mask.save(tmp_path / "photos" / "a.mask.png")
+    files = masks.find_masks(MaskConfig("files"), [found], 4)
+    assert files is not None
+    weights = files.read(found, frame((16, 16), (16, 16)), keep=False)
+    assert weights[0, :, 0].tolist() == [1, 1, 0, 0]
+
+
 def test_a_mask_may_be_as_large_as_its_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = with_alpha(tmp_path / "photos")
     # data.max_pixels may allow a picture more than decoding does by itself, which would be large for a test.
@@ -244,5 +255,5 @@ def test_the_recipe_learns_inside_of_masks_beside_the_prior(folder: Path, caplog
 
 
 def test_the_prior_must_hold_pictures(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"nowhere"):
+    with pytest.raises(UsageError, match=r"^--data.prior.path .*nowhere"):
         lora_recipe.train(folder, "wrong", "--data.prior.path", str(folder / "nowhere"))

@@ -31,7 +31,8 @@ def prepared(folder: Path, *found: Any, model: ModelConfig = tiny.LLAMA, **optio
 
 
 def test_a_named_column_is_read_or_refused(tmp_path: Path) -> None:
-    rows = [{"body": line, "prompt": "p", "completion": f" {number}"} for number, line in enumerate(LINES)]
+    pairs = [{"prompt": "bdy", "completion": f" {number}"} for number in range(len(LINES))]
+    rows = [{"body": line} | pair for line, pair in zip(LINES, pairs, strict=True)]
     texts = prepared(tmp_path, *LINES)
     assert prepared(tmp_path, *rows, text_column="body").fingerprint == texts.fingerprint
     with pytest.raises(UsageError, match=r"--data.text_column 'bdy': no row of --data.path .* has it; all 1\d\d have"):
@@ -40,7 +41,7 @@ def test_a_named_column_is_read_or_refused(tmp_path: Path) -> None:
     assert any("1 rows without 'body' (--data.text_column)" in notice for notice in some.notices)
 
 
-@pytest.mark.parametrize("kind", ["saved", "rows.parquet"])
+@pytest.mark.parametrize("kind", ["saved", "rows.parquet", "rows.csv", "rows.jsonl"])
 def test_a_column_that_no_table_has_is_refused_before_a_row_is_read(kind: str, tmp_path: Path) -> None:
     import datasets
 
@@ -50,7 +51,8 @@ def test_a_column_that_no_table_has_is_refused_before_a_row_is_read(kind: str, t
     if kind == "saved":
         chats.save_to_disk(str(path))
     else:
-        chats.to_parquet(str(path))
+        write = {".parquet": chats.to_parquet, ".csv": chats.to_csv, ".jsonl": chats.to_json}[path.suffix]
+        write(str(path))
     with pytest.raises(UsageError, match=r"no column of .*'completion', 'prompt'. .did you mean .prompt"):
         prepared(tmp_path, path=str(path), text_column="promt")
     assert {folder.name for folder in (tmp_path / "cache").iterdir()} <= {"sha256"}
@@ -66,6 +68,15 @@ def test_a_column_that_no_table_has_is_refused_before_a_row_is_read(kind: str, t
     assert any("rows without 'promt' (--data.text_column)" in notice for notice in named.notices)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"), [("", "holds no usable row"), ('{"a"\n{"b": "c"}', r"other.jsonl:1: not JSON")]
+)
+def test_a_column_of_files_without_a_row_is_not_what_is_missing(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        prepared(tmp_path, path=str(tmp_path / "other.jsonl"), text_column="body")
+
+
 def test_another_column_of_a_dataset_is_other_data(tmp_path: Path) -> None:
     import datasets
 
@@ -73,6 +84,15 @@ def test_another_column_of_a_dataset_is_other_data(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "saved"))
     path = str(tmp_path / "saved")
     assert prepared(tmp_path, path=path).fingerprint != prepared(tmp_path, path=path, text_column="body").fingerprint
+
+
+def test_a_template_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": line}, {"role": "assistant", "content": line}]} for line in LINES]
+    found: list[str] = []
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "chat.jinja").write_text(tiny.CHATML, encoding)
+        found.append(prepared(tmp_path, *rows, chat_template=str(tmp_path / "chat.jinja")).fingerprint)
+    assert found[0] == found[1]
 
 
 def test_of_chats_a_template_with_a_date_is_said(tmp_path: Path) -> None:

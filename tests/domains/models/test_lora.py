@@ -92,6 +92,19 @@ def test_peft_loads_what_is_exported_and_merged_is_the_same(variant: Any, tmp_pa
     torch.testing.assert_close(logits(loaded.merge_and_unload()), logits(model), rtol=1e-4, atol=1e-5)
 
 
+def test_the_head_of_a_model_may_have_any_name() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("biogpt", vocab_size=40, **sizes)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    assert model.get_output_embeddings() is model.output_projection
+    assert "output_projection" not in lora.target_layers(model, ["all-linear"])
+    assert lora.target_layers(model, ["output_projection"]) == {"output_projection"}
+    lora.freeze_base(model, "fp8", "fp32", torch.device("cpu"))
+    assert type(model.output_projection) is torch.nn.Linear
+
+
 def test_targets_by_group() -> None:
     model = llama()
     everything = lora.resolve_targets(model, ["all-linear"])

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from accel_train.config import UsageError
+from accel_train.domains.text import prepare
 from accel_train.domains.text.encoders import MODEL_FILES, TransformerEncoder, load_encoder
 from accel_train.domains.text.options import DataConfig
 from accel_train.domains.text.prepare import prepare_data
+from accel_train.domains.text.splits import Processes
 from tests import tiny_encoders
 from tests.hub_server import HubServer, serving_repository
 
@@ -66,6 +68,19 @@ def test_a_saved_encoder_is_loaded_at_its_commit(server: HubServer, tmp_path: Pa
     (tmp_path / "again").mkdir()
     loaded.save(tmp_path / "again")
     assert (tmp_path / "again" / "encoder.json").read_text() == (tmp_path / "encoder.json").read_text()
+
+
+def test_other_processes_read_the_commit_of_rank_0(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = push(server, tmp_path / "bert", 0)
+    push(server, tmp_path / "bert", 1)
+    monkeypatch.setattr(prepare, "of_rank_0", lambda *_: first)
+    data = DataConfig(path="demo", encoder=REPOSITORY, cache_dir=str(tmp_path / "cache"))
+    processes = Processes(1, 2, lambda: None, progress=False, device="cpu")
+    encoder = prepare._build_encoder(data, [], tmp_path, processes, None)
+    assert isinstance(encoder, TransformerEncoder)
+    assert encoder.commit == first
 
 
 def test_a_cache_without_links_has_the_same_files(server: HubServer, tmp_path: Path) -> None:

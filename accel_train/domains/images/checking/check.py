@@ -17,7 +17,7 @@ from accel_train.domains.images.checking import quality
 from accel_train.domains.images.checking.quality import Measures
 from accel_train.domains.images.decoding import decode_picture
 from accel_train.domains.images.scanning import Picture, Pictures, read_pictures
-from accel_train.domains.images.sources import Source, left_out_notices
+from accel_train.domains.images.sources import Source, left_out_notices, refuse_extension
 from accel_train.wording import shortened
 
 SHOWN = 8
@@ -64,6 +64,7 @@ class CheckConfig:
     def __post_init__(self) -> None:
         # Refused with the options, and not after an hour of reading.
         _ = self.buckets
+        refuse_extension(self.caption_extension, "--caption_extension")
 
     @property
     def buckets(self) -> Buckets:

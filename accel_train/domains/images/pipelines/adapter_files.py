@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from accel_train.config import UsageError
@@ -24,8 +24,8 @@ from accel_train.domains.images.kohya.layer_names import Layer, renamed, renamed
 from accel_train.domains.images.kohya.metadata import written
 from accel_train.domains.images.pipelines.components import quiet
 from accel_train.domains.images.pipelines.loading import text_encoders
-from accel_train.domains.models import lora
-from accel_train.store import weights
+from accel_train.domains.models import adapters, lora
+from accel_train.store import strict_json
 from accel_train.store.weights import TensorReader
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
@@ -156,15 +156,17 @@ def _layers(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Layer]:
 
 
 def read_adapter(directory: Path) -> dict[str, Tensor]:
-    """Read ``adapter_model.safetensors`` of an export, by peft's keys. It may be in shards."""
-    found: dict[str, Tensor] = {}
-    for file in sorted(directory.glob("adapter_model*.safetensors")):
-        found |= load_file(file)
-    return found
+    """Read the adapter of a checkpoint, an export or a folder written by peft, by peft's keys. Of a checkpoint with an
+    average it is that.
+    """
+    tensors = adapters.read_adapter(directory)
+    with TensorReader(tensors) as reader:
+        # Copies, because the files are closed behind them.
+        return {name: reader.read(name).clone() for name in tensors}
 
 
 def load_directory(pipeline: Any, component: str, directory: Path, name: str) -> None:
-    """Load the adapter of a checkpoint or an export by diffusers, as ``name``, and choose it.
+    """Load the adapter of a checkpoint, an export or a folder of peft by diffusers, as ``name``, and choose it.
 
     Raises ``UsageError`` as ``load_into``.
     """
@@ -172,22 +174,18 @@ def load_directory(pipeline: Any, component: str, directory: Path, name: str) ->
         load_into(pipeline, component, directory / DIFFUSERS_FILE, name)
         return
     with tempfile.TemporaryDirectory() as temporary:
-        tensors = _adapter_of_checkpoint(directory)
+        tensors = read_adapter(directory)
         write_diffusers(Path(temporary), tensors, peft_settings(directory), component)
         load_into(pipeline, component, Path(temporary) / DIFFUSERS_FILE, name)
 
 
 def peft_settings(directory: Path) -> dict[str, Any]:
-    """Read adapter_config.json."""
-    return json.loads((directory / lora.CONFIG_FILE).read_text("utf-8"))
-
-
-def _adapter_of_checkpoint(directory: Path) -> dict[str, Tensor]:
-    """Return the averaged adapter, or the trained one of a run without an average, by peft's keys."""
-    tensors = lora.by_key_of_peft(weights.find_tensors(directory, weights.best_stem(directory)))
-    with TensorReader(tensors) as reader:
-        # Copies, because the files are closed behind them.
-        return {name: reader.read(name).clone() for name in tensors}
+    """Read adapter_config.json. Raises ``UsageError``."""
+    path = directory / lora.CONFIG_FILE
+    try:
+        return strict_json.read_object(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); restore it from a copy, or export it again") from None
 
 
 def load_into(pipeline: Any, component: str, file: Path, adapter: str) -> None:

@@ -237,7 +237,7 @@ class DiffusersBase:
                     **parts,
                 )
             except (OSError, ValueError, RuntimeError, ImportError, AttributeError, TypeError) as error:
-                raise UsageError(_not_loaded(self.source, error)) from None
+                raise UsageError(not_loaded(self.source, error)) from None
         pipeline.set_progress_bar_config(disable=True)
         if self.config.offload_encoders:
             for encoder in text_encoders(pipeline).values():
@@ -359,11 +359,11 @@ def _download(config: BaseConfig) -> Path:
             source, revision=config.revision, variant=config.variant, use_safetensors=True
         )
     except Exception as error:  # failures of hub, network and format have no common type
-        raise UsageError(_not_loaded(source, error)) from None
+        raise UsageError(not_loaded(source, error)) from None
     return Path(found)
 
 
-def _not_loaded(source: str, error: Exception) -> str:
+def not_loaded(source: str, error: Exception) -> str:
     return (
         f"base.source {source!r} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
         f"Required is the Hub id or folder of a diffusers pipeline, with {INDEX} and safetensors weights (without a "
@@ -376,7 +376,7 @@ def _index(directory: Path, source: str | None = None) -> dict[str, Sequence[Any
     try:
         found = strict_json.read_object(directory / INDEX, MAX_INDEX_BYTES)
     except (OSError, ValueError) as error:
-        raise UsageError(_not_loaded(source or str(directory), error)) from None
+        raise UsageError(not_loaded(source or str(directory), error)) from None
     index: dict[str, Sequence[Any]] = {}
     for name, kind in found.items():
         if isinstance(kind, list) and len(cast("list[Any]", kind)) == 2:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from accel_train import rng
-from accel_train.config import NonNegativeInt, PositiveInt, UsageError, WithoutEffectError
+from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveInt, UsageError, WithoutEffectError
 from accel_train.domains.images.demo.emoji import check_groups
 from accel_train.domains.images.grids import evenly, opened_picture
 from accel_train.domains.images.options import PictureDataConfig
@@ -44,7 +44,7 @@ class EvaluationConfig:
     """Prompts to draw at every evaluation, with the same noise each time. None given: no pictures."""
     steps: PositiveInt = 28
     """Denoising steps of a picture."""
-    guidance: float | None = None
+    guidance: NonNegativeFloat | None = None
     """Scale of guidance. null: the pipeline's default."""
     side: PositiveInt | None = None
     """Height and width of a picture in pixels. null: the first of data.resolutions."""

@@ -100,7 +100,13 @@ def _refuse_others(folder: Path, drawn_from: Mapping[str, Any], is_added_to: boo
     record = folder / RECORD
     if not record.is_file():
         return
-    before = strict_json.read_object(record)
+    try:
+        before = strict_json.read_object(record)
+    except ValueError as error:
+        raise UsageError(
+            f"{option}: {record} cannot be read ({error}), which says from what {STEM}*.png beside it were drawn; "
+            "restore it, or delete it and them"
+        ) from None
     if before != drawn_from:
         others = [f"{name} {before.get(name)!r}, now {value!r}" for name, value in drawn_from.items()]
         changed = [line for line, name in zip(others, drawn_from, strict=True) if before.get(name) != drawn_from[name]]
@@ -131,7 +137,8 @@ def _draw(
     on_device = {name: value.to(device) for name, value in texts.items()}
     prompt = {name: value[:1] for name, value in on_device.items()}
     empty = {name: value[1:2] for name, value in on_device.items()}
-    encoders = text_encoders(pipeline)
+    # Of those that are offloaded the blocks are in host memory, and must stay there.
+    encoders = {} if base.config.offload_encoders else text_encoders(pipeline)
     precision: Precision = "bf16" if device.type == "cuda" else "fp32"
     # A base that just fits into the memory of the device leaves no room for its text encoders.
     for encoder in encoders.values():

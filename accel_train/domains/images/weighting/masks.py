@@ -22,6 +22,7 @@ from accel_train.domains.images.sources import FileBytes, read_regular
 if TYPE_CHECKING:
     from PIL import Image
 
+BLACK = (0, 0, 0)
 MASK = "mask"
 """In a batch: weight of each latent's error, (B, 1, h, w)."""
 
@@ -76,7 +77,8 @@ class Masks:
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != digest:
             raise RuntimeError(f"{path} has changed since the run began. Start the run again, or put the file back")
-        return decode_picture(content, max_pixels=_pixels(picture))
+        # White counts, and what is transparent is not.
+        return decode_picture(content, background=BLACK, max_pixels=_pixels(picture))
 
 
 def find_masks(config: MaskConfig, pictures: Sequence[Picture], reduction: int) -> Masks | None:

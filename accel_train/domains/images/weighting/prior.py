@@ -88,7 +88,7 @@ def prepare_prior(
         heldout_fraction=0.0,
         prior=type(prior)(),
     )
-    found = prepare_pictures(source, rank=rank, world_size=world_size, barrier=barrier)
+    found = prepare_pictures(source, option="--data.prior.path", rank=rank, world_size=world_size, barrier=barrier)
     sizes = [sample.target_size for sample in training.samples]
     samples = in_sizes(found.train.samples, sizes)
     notices = [f"prior: {notice}" for notice in found.notices]
