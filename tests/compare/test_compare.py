@@ -661,6 +661,41 @@ def test_what_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_run_that_can_be_continued_has_the_time_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare_runs, "GRACE_SECONDS", 0.0)
+    log = tmp_path / "log"
+    ended = threading.Event()
+    # Its save ends only once nobody else would wait any more.
+    saving = (
+        "import pathlib, signal, sys, time\n"
+        "def save(*_):\n"
+        "    print('saving', flush=True)\n"
+        f"    while not pathlib.Path({str(tmp_path / 'waited')!r}).exists(): time.sleep(0.01)\n"
+        "    print('saved', flush=True)\n"
+        "    sys.exit(75)\n"
+        "signal.signal(15, save)\n"
+        "print('training', flush=True)\n"
+        "time.sleep(1800)"
+    )
+
+    def interrupt_it() -> None:
+        until(lambda: log.exists() and log.read_text())
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: "saving" in log.read_text() or ended.is_set())
+        (tmp_path / "waited").touch()
+
+    asking = threading.Thread(target=interrupt_it)
+    with pytest.raises(compare_runs.InterruptedRunError), compare_runs.stop_signals_raise():
+        asking.start()
+        compare_runs.run_once([sys.executable, "-c", saving], log, save_seconds=PATIENCE_SECONDS)
+    ended.set()
+    asking.join()
+    assert log.read_text().split() == ["training", "saving", "saved"]
+    assert "the run is asked to save and stop" in capsys.readouterr().err
+
+
 # -------------------------------------------------------------------------------------------------------- statistics
 def exact_interval(values: Sequence[float]) -> tuple[float, float]:
     """Quantiles of the medians of all n^n resamples."""
