@@ -138,6 +138,7 @@ def main(argv):
                 "event": "train", "step": step, "elapsed_seconds": 2 * total, "loss": loss, "process_rss_gib": 0.5,
                 "processor_seconds": total,
                 "global_batch_size": config.real_batch_size, "step_seconds": total / step, "data_wait_fraction": 0.0,
+                "train_accuracy": 0.5 + config.shift,
             })
     experiment = {"data_fingerprint": f"length {config.data.length}" * 3, "shift": config.shift}
     write_json(out / "run.json", {"experiment": experiment})
@@ -459,6 +460,7 @@ def test_a_range_to_profile_does_not_reach_the_runs_unless_it_is_varied(recipe: 
         ("slow fast --max_steps 5 --max_epochs 1", r"--max_steps 5 and --max_epochs 1\.0: a run ends once"),
         ("slow fast --rounds 0", r"--rounds 0: at least 1"),
         ("slow fast --tolerance=-1", r"--tolerance -1\.0: a number from 0 up"),
+        ("slow fast --gate=", r"--gate '' is not NAME SIGN NUMBER"),
         ("slow fast --gate speedup", r"--gate 'speedup' is not NAME SIGN NUMBER"),
         ("slow fast --gate speedup>=10%", r"percent is relative to A, so it needs NAME_delta"),
         ("slow fast --output presets", r"--output .*presets is not empty"),
@@ -541,7 +543,7 @@ def test_a_gate_on_what_the_recipe_does_not_declare_is_refused_as_the_first_run_
     with pytest.raises(UsageError, match=says):
         call(recipe, "declared", "fast", "--gate", "speedup>1", "nl_delta<=1")
     assert not Path("out").exists()
-    gates = ["--gate", "speedup>0", "nll_delta<=1", "loss_last_tenth_delta<=9"]
+    gates = ["--gate", "speedup>0", "nll_delta<=1", "loss_last_tenth_delta<=9", "train_accuracy>=0.5"]
     assert call(recipe, "declared", "fast", "--rounds", "1", *gates)[0] == 0
 
 
