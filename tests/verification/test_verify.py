@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -207,6 +209,22 @@ def test_a_run_that_the_stop_ends_is_no_failed_one(
     printed = capsys.readouterr()
     assert "again: stopped in" in printed.err
     assert "exit code -9" not in printed.err + printed.out
+
+
+def test_what_deepspeed_may_compile_for_is_said_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    refused = replace(outcome(4), code=2)
+    one_process = ("reference", "probe")
+    monkeypatch.setattr(Runner, "run", lambda _, spec: outcome(4) if spec.name in one_process else refused)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    for kind, named in (("MULTI_GPU", {"zero2"}), ("DEEPSPEED", {"zero2", "launch_file"})):
+        file = tmp_path / f"{kind}.yaml"
+        file.write_text(f"distributed_type: {kind}\nnum_machines: 1\nnum_processes: 2\n")
+        words = ["--steps", "4", "--only", "two_processes,zero2,launch_file", "--config_file", str(file)]
+        assert cli._main(["verify", *words, str(faults.SCAFFOLD)]) == 0
+        said = capsys.readouterr().err
+        assert set(re.findall(r"^(\w+): DeepSpeed compiles", said, re.MULTILINE)) == named
 
 
 def test_a_gradient_that_is_never_reduced_fails() -> None:
