@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -21,7 +21,7 @@ from accel_train.config import UsageError
 from accel_train.data.sampler import StepSampler
 from accel_train.options.loading import config_of
 from accel_train.options.tree import flatten, to_tree
-from accel_train.verification import plan
+from accel_train.verification import comparing, plan
 from accel_train.verification import verify as verification
 from accel_train.verification.checks import CHECKS, Evidence, Finding, missing
 from accel_train.verification.facts import Facts, Outcome, Spec
@@ -174,6 +174,17 @@ def test_a_run_without_the_steps_asked_for_proves_nothing() -> None:
     again = finding("resume", resumed=outcome(4))
     assert again.verdict == "FAILED"
     assert "the run resumed made 4 steps" in again.reason
+
+
+def test_a_term_that_only_one_of_two_runs_logs_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "_compared", lambda *_: {})
+    more = outcome(4)
+    for line in more.losses.values():
+        cast(dict[str, float], line)["loss_prior"] = 0.5
+    for name, run in (("accumulation", "accumulated"), ("repeat", "again")):
+        assert finding(name, **{run: outcome(4)}).verdict == "ok"
+        assert finding(name, **{run: more}).verdict == finding(name, reference=more, **{run: outcome(4)}).verdict
+        assert finding(name, **{run: more}).verdict == "FAILED"
 
 
 def test_an_interrupted_verification_compares_the_finished_runs(
