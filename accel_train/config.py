@@ -74,10 +74,10 @@ def refuse_unusable_folder(place: str, folder: Path) -> None:
 def refuse_impossible(arguments: Mapping[str, object]) -> None:
     """Raise ``UsageError`` for an argument of a command that is empty text, or longer than a path can be.
 
-    Those of a recipe are its own matter, and a URL may be long.
+    Those of a recipe are its own matter, as are gates and settings of a comparison, and a URL may be long.
     """
     for name, value in arguments.items():
-        if name in ("arguments", "common", "webhook"):
+        if name in ("arguments", "common", "gates", "webhook"):
             continue
         values = value if isinstance(value, list) else [value]
         if "" in values:

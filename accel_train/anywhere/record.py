@@ -53,6 +53,7 @@ class Observed:
     starts: int = 0
     losses: Losses = field(default_factory=dict[int, float])
     reached: int = 0
+    run_id: str | None = None
 
     @staticmethod
     def read(directory: Path) -> Observed:
@@ -61,7 +62,8 @@ class Observed:
         starts = sum(record.get("event") == "environment" for record in records)
         # A kill may come between the commit of a checkpoint and its line in the log.
         saved = [step for step, _ in manifest.committed(directory / "checkpoints")]
-        return Observed(starts, losses_of(records), max([*_reached(records), *saved], default=0))
+        reached = max([*_reached(records), *saved], default=0)
+        return Observed(starts, losses_of(records), reached, run_id(directory))
 
 
 def losses_of(records: Sequence[Line]) -> dict[int, float]:
@@ -84,6 +86,10 @@ def segment_of(
 ) -> Segment:
     """Describe the start just ended. ``before`` was read before it began."""
     records = _records(directory)
+    present = run_id(directory)
+    # --overwrite has deleted the log that was read before.
+    if before.run_id not in (None, present):
+        before = Observed()
     beginnings = [number for number, record in enumerate(records) if record.get("event") == "environment"]
     resumed: int | None = None
     last: int | None = None
@@ -101,7 +107,7 @@ def segment_of(
         if not any(line.get("event") == "rollback" for line in own):
             common = losses.keys() & before.losses.keys()
             repeated = {step: _difference(before.losses[step], losses[step]) for step in sorted(common)}
-    return Segment(layout, processes, ended, run_id(directory), resumed, last, seconds, repeated, before.reached)
+    return Segment(layout, processes, ended, present, resumed, last, seconds, repeated, before.reached)
 
 
 def _difference(first: float, second: float) -> float:

@@ -13,6 +13,7 @@ from typing import Literal
 from accel_train.compare.runs import Line, Run
 from accel_train.metrics.bootstrap import ROUNDS_FOR_LEVEL, Estimate, estimate
 from accel_train.metrics.gates import ratio
+from accel_train.metrics.progress import OWN, TERM
 
 # A training line's throughput covers at least this many steps, in whole log intervals (docs/metrics.md).
 WINDOW_STEPS = 50
@@ -169,7 +170,10 @@ def _step_times(run: Run, lines: Mapping[int, Line], window: Window) -> dict[str
 
 
 def _losses(run: Run, lines: Mapping[int, Line], window: Window, equal_seconds: float) -> dict[str, float]:
-    """Return the losses at the end, over the last tenth and at equal time. Each loss term is a metric of its own."""
+    """Return the losses at the end, over the last tenth and at equal time.
+
+    Each loss term and each metric of the recipe's own (``train_NAME``) is a metric too.
+    """
     last_line = lines[window.last]
     last_tenth = [lines[point] for point in window.tail()]
     losses = {
@@ -177,7 +181,7 @@ def _losses(run: Run, lines: Mapping[int, Line], window: Window, equal_seconds: 
         "loss_last_tenth": _column(last_tenth, "loss"),
     }
     for name in last_line:
-        if not name.startswith("loss_"):
+        if not name.startswith((TERM, OWN)):
             continue
         column = _column([last_line], name)
         if column:

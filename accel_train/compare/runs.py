@@ -32,7 +32,7 @@ Options = Mapping[str, Any]
 
 # Output lines shown of a failed run.
 LINES_SHOWN = 20
-# Time between SIGTERM and SIGKILL for the processes of an interrupted run.
+# Time between SIGTERM and SIGKILL for the processes of an interrupted run that nobody continues.
 GRACE_SECONDS = 10.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A line of --print_config: name, Python literal, origin.
@@ -152,12 +152,17 @@ def folder_for_runs(kept: str | None, option: str, command: str) -> AbstractCont
 
 
 def run_once(
-    command: Sequence[str], log: Path, gates: Sequence[str] = (), environment: Mapping[str, str] = NO_VARIABLES
+    command: Sequence[str],
+    log: Path,
+    gates: Sequence[str] = (),
+    environment: Mapping[str, str] = NO_VARIABLES,
+    save_seconds: float | None = None,
 ) -> tuple[float, float]:
     """Run ``command`` to its end with its output in ``log``. Return wall time and CPU time in seconds.
 
     The run itself checks ``gates`` (``refuse_unknown_gates``). It gets ``environment`` in addition to that of this
-    process. An exception here also ends the processes of the run.
+    process. An exception here also ends the processes of the run. ``save_seconds`` is the time to save before they are
+    killed, for a run that can be continued.
     A run that refuses its options raises ``UsageError``, any other exit code but 0 ``RunFailedError``, both with the
     last lines of the output.
     """
@@ -180,7 +185,7 @@ def run_once(
             code = child.wait()
         except BaseException:
             if child is not None:
-                _end_group(child)
+                _end_group(child, save_seconds)
             raise
     if code:
         failure = UsageError if code == 2 else RunFailedError
@@ -200,13 +205,18 @@ def _cpu_seconds_of_children() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _end_group(child: subprocess.Popen[bytes]) -> None:
+def _end_group(child: subprocess.Popen[bytes], save_seconds: float | None) -> None:
     """Send SIGTERM (a launcher forwards it), then SIGKILL to processes still alive."""
+    grace_seconds = GRACE_SECONDS
+    if save_seconds is not None:
+        grace_seconds = save_seconds
+        text = f"the run is asked to save and stop; it is killed if it has not ended in {save_seconds:g} s"
+        print(text, file=sys.stderr, flush=True)
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             # SIGKILL follows in any case: workers of the group may outlive the launcher that has just ended.
             os.killpg(child.pid, number)
-            child.wait(GRACE_SECONDS)
+            child.wait(grace_seconds)
         except ProcessLookupError:
             return
         except subprocess.TimeoutExpired:

@@ -36,7 +36,7 @@ READ_HERE = ("checkpoints.save_every", "optimizer.max_grad_norm", "schedule.kind
 def drill(recipe: str, arguments: Sequence[str], options: Options) -> int:
     """Make the runs, print the table and write the receipt. Return 1 if a fault shows a failure, else 0.
 
-    Main thread only: it handles signals. Raises ``UsageError``.
+    A signal ends the drill with exit code 1 and the results so far. Main thread only. Raises ``UsageError``.
     """
     faults.refuse_options_set_here(arguments)
     chosen = faults.choose(options.faults)
@@ -70,13 +70,15 @@ def _drill(recipe: Path, named: str, arguments: Sequence[str], options: Options,
         trials = Trials(recipe, arguments, config, Sizes(options.steps), place, Path(folder))
         undisturbed = trials.undisturbed()
         print(f"undisturbed: done in {undisturbed.ended.seconds:.0f} s", file=sys.stderr, flush=True)
-        results = [_tried(trials, undisturbed, fault) for fault in chosen]
+        results = _tried(trials, undisturbed, chosen)
+        not_tried = [fault.name for fault in chosen[len(results) :]]
         found, measured = _recommend(config, options, undisturbed, results)
         facts = {
             "command": shlex.join([named, *arguments]),
             "layout": place.description,
             "steps": options.steps,
             "save_every": trials.sizes.save_every,
+            "not_tried": not_tried,
         }
         content = report.as_json(results, facts, found, measured)
         report.write_receipt(path, recipe, content, results, undisturbed.run.last_start())
@@ -88,13 +90,24 @@ def _drill(recipe: Path, named: str, arguments: Sequence[str], options: Options,
         advice = report.advice(found, measured)
         lines = [head, "", *table, "", *advice, f"receipt: {path}"]
         print("\n".join(lines), flush=True)
-    return 1 if any(result.verdict == "FAILED" for result in results) else 0
+    return 1 if not_tried or any(result.verdict == "FAILED" for result in results) else 0
 
 
-def _tried(trials: Trials, undisturbed: Undisturbed, fault: Fault) -> Result:
-    result = trials.strike(fault, undisturbed)
-    print(f"{fault.name}: {result.verdict}", file=sys.stderr, flush=True)
-    return result
+def _tried(trials: Trials, undisturbed: Undisturbed, chosen: Sequence[Fault]) -> list[Result]:
+    """Return the results of the faults in their order, up to a signal. Before the first one it is raised."""
+    results: list[Result] = []
+    try:
+        for fault in chosen:
+            result = trials.strike(fault, undisturbed)
+            print(f"{fault.name}: {result.verdict}", file=sys.stderr, flush=True)
+            results.append(result)
+    except InterruptedRunError as signal_name:
+        if not results:
+            raise
+        left = ", ".join(fault.name for fault in chosen[len(results) :])
+        text = f"interrupted by {signal_name}: the runs are stopped; not tried: {left}"
+        print(text, file=sys.stderr, flush=True)
+    return results
 
 
 def _recommend(

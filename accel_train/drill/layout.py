@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +11,10 @@ from typing import TYPE_CHECKING
 from accel_train.config import UsageError
 from accel_train.cores import usable_cores
 from accel_train.drill.flags import Options
-from accel_train.verification.runs import FILES
+from accel_train.verification.runs import FILES, environment_on_cpu, environment_without_launchers
 
 if TYPE_CHECKING:
     from accel_train.launch_files.machine_config import MachineConfig
-
-LAUNCHERS = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_")
-"""Variables of a launcher. This command may run under one, and its runs are none of its processes."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,8 @@ def choose_layout(recipe: str, options: Options, folder: Path) -> Layout:
     # The file may be for more devices than this machine has cores.
     if options.num_processes is None and path is not None:
         processes = 1 if machine.strategy == "single" else 2
-    environment = _environment(processes)
+    cores, _ = usable_cores()
+    environment = environment_on_cpu(max(1, cores // processes))
     if path is None and processes == 1:
         return Layout((sys.executable,), environment, 1, machine.strategy, on_devices=False)
     if path is None:
@@ -78,9 +75,8 @@ def choose_layout(recipe: str, options: Options, folder: Path) -> Layout:
 
 
 def _on_devices(path: Path | None, options: Options, machine: MachineConfig, processes: int) -> Layout:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     head = _head("launch", path, options.num_processes)
-    return Layout(head, kept, processes, machine.strategy, on_devices=True)
+    return Layout(head, environment_without_launchers(), processes, machine.strategy, on_devices=True)
 
 
 def _head(command: str, path: Path | None, processes: int | None) -> tuple[str, ...]:
@@ -91,11 +87,3 @@ def _head(command: str, path: Path | None, processes: int | None) -> tuple[str, 
         # Also for a file with this number: it is the one that counts.
         head += ["--num_processes", str(processes)]
     return tuple(head)
-
-
-def _environment(processes: int) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    cores, _ = usable_cores()
-    # The number of threads decides the order of sums, so bits are compared under equal ones.
-    threads = str(max(1, cores // processes))
-    return kept | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads}

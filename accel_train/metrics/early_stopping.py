@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from accel_train.metrics.records import read_metrics
+from accel_train.metrics.records import last_pass, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,9 @@ class EarlyStopping:
         # Read on every process, so that all of them end the run at the same step.
         path = directory / "metrics.jsonl"
         if patience is not None and start_step and path.exists():
-            by_step: dict[int, float] = {}  # steps repeated after a crash are evaluated again
-            for record in read_metrics(path):
-                if record["event"] == "evaluation" and after < record["step"] <= start_step and metric in record:
-                    by_step[record["step"]] = float(record[metric])
-            self._values = list(by_step.values())
+            for line in last_pass(read_metrics(path), "evaluation"):
+                if after < line["step"] <= start_step and metric in line:
+                    self._values.append(float(line[metric]))
         if self.exhausted:
             logger.info(f"the run has ended at step {start_step}: no better {metric} for {patience} evaluations")
 

@@ -25,7 +25,8 @@ FORMS = (
     "speedup (step_seconds of A / step_seconds of B), NAME (the value of B), NAME_delta (B - A; with a percent sign, "
     "relative to A) and NAME_ratio (B / A)"
 )
-# Metrics of every recipe's runs, absent where the machine cannot measure them. Loss terms are loss_TERM.
+# Metrics of every recipe's runs, absent where the machine cannot measure them. Loss terms are loss_TERM, metrics of the
+# recipe's own train_NAME.
 COMPARED = (
     "step_seconds",
     "samples_per_second",
@@ -133,11 +134,12 @@ def gate_values(gate: Gate, a: Mapping[str, Sequence[float]], b: Mapping[str, Se
 def refuse_unknown_gates(metrics: Sequence[str]) -> None:
     """Refuse, inside a run of a comparison, a gate on a metric reported by no run. ``metrics`` are of the evaluation.
 
-    Loss terms are not known until the first step is logged, so ``compare`` checks them after the run.
+    Loss terms and ``train_NAME`` are not known until the first step is logged, so ``compare`` checks them after the
+    run.
     """
     known = [*COMPARED, *metrics, *(f"evaluation_{name}" for name in metrics)]
     for gate in map(read_gate, os.environ.get(GATES_VARIABLE, "").splitlines()):
-        if gate.name == "speedup" or gate.name.startswith("loss_"):
+        if gate.name == "speedup" or gate.name.startswith(("loss_", "train_")):
             continue
         # Both readings, because a metric may itself be called NAME_ratio.
         names = {gate.name}

@@ -84,6 +84,8 @@ OWN = "train_"
 """Beginning of the names of a recipe's own metrics in a training line (``window.backward``)."""
 BY_TIME = re.compile(r"_at_\d\.\d+$")
 """End of the names of the mean losses by time, of which a term named ``loss`` has that beginning too."""
+MOST_DAYS = 9_999
+"""Longer times are of a run without an end in sight, such as one with max_steps as large as can be."""
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
@@ -192,7 +194,9 @@ def time_left(step: int, max_steps: int, fields: Mapping[str, object]) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format as ``1:32``, ``2:03:04`` or ``3 days 2:03:04``."""
+    """Format as ``1:32``, ``2:03:04`` or ``3 days 2:03:04``. Above ``MOST_DAYS`` it says so."""
+    if seconds >= MOST_DAYS * 86400:
+        return f"over {MOST_DAYS} days"
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

@@ -30,6 +30,8 @@ from accel_train.store.run_file import is_covered, recall
 from accel_train.wording import shortened
 
 BRANCH_FILE = "branch.json"
+SAVE_SECONDS = 300.0
+"""Time to save for a branch that is interrupted, since the same command continues it. As for `accel-train run`."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ def _train(fork: _Fork, directory: Path, folder: Path, *, changed: bool) -> None
     # An option of a list needs a value.
     if allowed:
         arguments += ["--allow", *allowed]
-    training.train(fork.machine.command(fork.recipe, arguments), folder / "log")
+    training.train(fork.machine.command(fork.recipe, arguments), folder / "log", save_seconds=SAVE_SECONDS)
 
 
 def _trained_options(fork: _Fork) -> Tree:

@@ -51,8 +51,8 @@ class Machine:
         return [*head, str(recipe), *arguments]
 
 
-def train(command: Sequence[str], log: Path, threads: int | None = None) -> None:
-    """Run a recipe to its end with its output in ``log``. Raises like ``compare.runs.run_once``.
+def train(command: Sequence[str], log: Path, threads: int | None = None, save_seconds: float | None = None) -> None:
+    """Run a recipe to its end with its output in ``log``. ``save_seconds`` and errors are as in ``run_once``.
 
     ``threads`` is for a start without a checkpoint. A resume restores the number by itself.
     """
@@ -60,7 +60,7 @@ def train(command: Sequence[str], log: Path, threads: int | None = None) -> None
     # A number that a person has set stays, and shows as a difference of the layout.
     if threads is not None and THREADS not in os.environ:
         environment[THREADS] = str(threads)
-    run_once(command, log, environment=environment)
+    run_once(command, log, environment=environment, save_seconds=save_seconds)
 
 
 def recorded_threads(starts: Sequence[Start]) -> int | None:

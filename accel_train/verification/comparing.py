@@ -69,7 +69,8 @@ def bit_for_bit(reference: Outcome, other: Outcome, step: int, after: int = 0) -
 def _lines(reference: Outcome, other: Outcome, after: int) -> Iterator[Difference]:
     """Yield the largest differences of the loss, each of its terms and the gradient norm."""
     steps = [step for step in reference.losses if step > after]
-    names = dict.fromkeys(name for step in steps for name in reference.losses[step])
+    lines = [run.losses.get(step, {}) for run in (reference, other) for step in steps]
+    names = dict.fromkeys(name for line in lines for name in line)
     for name in names:
         pairs = {step: _pair(reference, other, step, name) for step in steps}
         sizes = [abs(a) for a, _ in pairs.values() if not math.isnan(a)]

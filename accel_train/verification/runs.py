@@ -35,6 +35,19 @@ FILES = {
     "zero2": "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n",
 }
 """Launch file of each layout, without the number of processes."""
+LAUNCHERS = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_")
+"""Variables of a launcher. A command may run under one, and its runs are none of its processes."""
+
+
+def environment_without_launchers() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+
+
+def environment_on_cpu(threads: int) -> dict[str, str]:
+    """Return the environment of runs without accelerators, with a fixed number of threads."""
+    # The number of threads decides the order of sums, so bits are compared under equal ones.
+    fixed = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
+    return environment_without_launchers() | fixed
 
 
 class Runner:
@@ -73,12 +86,7 @@ class Runner:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of every run: no accelerator, a fixed number of threads, no launcher's variables."""
-        # This command may itself run under a launcher, whose variables would make each run one of its processes.
-        launchers = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-        # The number of threads decides the order of sums, so bits are compared under equal ones.
-        fixed = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(self._threads)}
-        return kept | fixed
+        return environment_on_cpu(self._threads)
 
     def execute(self, words: Sequence[str], log: Path) -> int:
         """Run a command with its output in ``log`` and return its exit code."""

@@ -37,6 +37,7 @@ FEWEST_STEPS = 4
 READ_HERE = ("global_batch_size", "micro_batch_size", "optimizer.max_grad_norm", "schedule.kind", "sync", "precision")
 LAYOUTS = ("accumulated", "ragged", "two_processes", "fsdp2", "zero2", "launch_file", "reversed")
 """Runs compared within rounding, by the tolerances of fp32."""
+COMPILES = "DeepSpeed compiles its CPU communication first, unless this machine has it: a minute or more"
 _CLIPPED = frozenset(LAYOUTS) - {"reversed"}
 """Runs that show another clip, if the clip acts."""
 
@@ -190,6 +191,9 @@ class _Runs:
         if self._clip > 0 and _CLIPPED.intersection(self._needed):
             self._clip = self._acting_clip(self._clip)
         names = [name for name in (REFERENCE, *self._needed) if name in self._specs and name not in self._absent]
+        for name in names:
+            if self._uses_deepspeed(name):
+                print(f"{name}: {COMPILES}", file=sys.stderr, flush=True)
         with ThreadPoolExecutor(PARALLEL) as pool:
             try:
                 started = {name: self._start(pool, self._specs[name]) for name in names}
@@ -226,6 +230,11 @@ class _Runs:
         if name == "launch_file" and self._machine is not None and self._machine.num_machines > 1:
             return f"{self._machine.path} has num_machines: {self._machine.num_machines}; give a file for one machine"
         return None
+
+    def _uses_deepspeed(self, name: str) -> bool:
+        if name == "launch_file" and self._machine is not None:
+            return self._machine.distributed_type == "DEEPSPEED"
+        return name == "zero2"
 
     def _acting_clip(self, own: float) -> float:
         """Return an acting ``max_grad_norm``: the smaller of the recipe's and half the norm of the first gradient."""

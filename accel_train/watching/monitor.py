@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -31,6 +31,8 @@ HOME = "\x1b[H"
 CLEAR = "\x1b[2J"
 LAST_TRIES = 10
 """Pages after the end of all runs on which a message that the webhook did not take is sent again."""
+LONGEST_EVERY = 86_400.0
+"""A day. The operating system sleeps no more than some centuries."""
 REST = 9.0
 """Seconds of rest for each second spent on a page."""
 CLEAR_REST_OF_LINE = "\x1b[K"
@@ -52,8 +54,10 @@ def monitor(
     that is told of ends and alerts.
     """
     # False for NaN as well.
-    if not 0 < every < math.inf:
-        raise UsageError(f"--every {every:g}: seconds between two pages, finite and above 0; leave it out for 2")
+    if not 0 < every <= LONGEST_EVERY:
+        raise UsageError(
+            f"--every {every:g}: seconds between two pages, above 0 and at most {LONGEST_EVERY:g}; leave it out for 2"
+        )
     if webhook is not None and (once or as_json):
         raise UsageError(
             "--webhook: with --once and --json each call would send the same again; leave them out, so that the "
@@ -111,8 +115,15 @@ def _follow(files: dict[Path, MetricsFile], every: float, told: Webhook | None) 
         # Each page begins with what is on the disk by then: there is nothing to keep in step.
         while True:
             now = time.time()
-            runs = _look(files, now)
-            _show(page(runs, now, _terminal()), in_place)
+            trouble: list[str] = []
+            try:
+                runs = _look(files, now)
+            except UsageError as error:
+                if not runs:
+                    raise
+                # A network disk may come back, and whoever watches for days should not have to start again.
+                trouble = textwrap.wrap(f"as last read, because {error}", max(20, _terminal().width))
+            _show([*trouble, *page(runs, now, _terminal())], in_place)
             is_told = told is None or told.tell(runs)
             if all(run.state.status in ENDED for run in runs):
                 if is_told or not tries:

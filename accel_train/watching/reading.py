@@ -45,7 +45,20 @@ def find_directory(text: str) -> Path:
 
 
 def read_files(directory: Path, metrics: MetricsFile, now: float) -> RunFiles:
-    """Read everything shown of a run on a page. Only the new lines of ``metrics`` are parsed."""
+    """Read everything shown of a run on a page. Only the new lines of ``metrics`` are parsed.
+
+    Raises ``UsageError`` for a disk that cannot be read, such as that of another machine which is away.
+    """
+    try:
+        return _read(directory, metrics, now)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(
+            f"{directory}: cannot be read ({reason}); mount its disk, or correct its permissions"
+        ) from None
+
+
+def _read(directory: Path, metrics: MetricsFile, now: float) -> RunFiles:
     records = metrics.read()
     checkpoint = _newest_checkpoint(directory)
     # A recipe has its log before it takes the lock, and its first record before its first checkpoint.

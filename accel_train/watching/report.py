@@ -46,12 +46,20 @@ def _refuse_output(path: Path) -> None:
     if not path.parent.is_dir():
         raise UsageError(f"--output {path}: {path.parent} does not exist; make it, or give another file")
     # An earlier report may be replaced, whatever else has that name may not.
-    if path.exists():
+    if path.exists() and not _is_report(path):
+        raise UsageError(f"--output {path}: exists and is no report of accel-train; give another file")
+
+
+def _is_report(path: Path) -> bool:
+    # Reading a pipe would wait for its writer.
+    if not path.is_file():
+        return False
+    try:
         with path.open("rb") as file:
             # The mark stands in the head of the page; a report may be large.
-            head = file.read(1000)
-        if GENERATOR.encode() not in head:
-            raise UsageError(f"--output {path}: exists and is no report of accel-train; give another file")
+            return GENERATOR.encode() in file.read(1000)
+    except OSError:
+        return False
 
 
 def _name(directory: Path, directories: Sequence[Path]) -> str:

@@ -43,6 +43,19 @@ def test_a_start_is_described_by_its_own_lines(tmp_path: Path) -> None:
     assert found.last_step == 6
 
 
+def test_a_run_that_overwrites_another_is_described_by_its_own_log(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"run_id": "old"}')
+    log(tmp_path, {"event": "environment"}, train(1, 4.0), train(9, 2.0))
+    seen = record.Observed.read(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "run.json").write_text('{"run_id": "new"}')
+    log(tmp_path, {"event": "environment"}, train(1, 7.0), train(2, 6.0))
+    found = record.segment_of(tmp_path, seen, layout="single", processes=1, ended="finished", seconds=3.0)
+    assert found == Segment("single", 1, "finished", "new", 0, 2, 3.0)
+    verdict = record.judge([found], "fp32")
+    assert (verdict.problems, verdict.steps, verdict.layouts) == ((), 2, ("single",))
+
+
 def test_what_the_launcher_starts_again_belongs_to_the_same_start(tmp_path: Path) -> None:
     log(tmp_path, {"event": "environment"}, train(1, 4.0))
     seen = record.Observed.read(tmp_path)

@@ -138,6 +138,7 @@ def main(argv):
                 "event": "train", "step": step, "elapsed_seconds": 2 * total, "loss": loss, "process_rss_gib": 0.5,
                 "processor_seconds": total,
                 "global_batch_size": config.real_batch_size, "step_seconds": total / step, "data_wait_fraction": 0.0,
+                "train_accuracy": 0.5 + config.shift,
             })
     experiment = {"data_fingerprint": f"length {config.data.length}" * 3, "shift": config.shift}
     write_json(out / "run.json", {"experiment": experiment})
@@ -459,6 +460,7 @@ def test_a_range_to_profile_does_not_reach_the_runs_unless_it_is_varied(recipe: 
         ("slow fast --max_steps 5 --max_epochs 1", r"--max_steps 5 and --max_epochs 1\.0: a run ends once"),
         ("slow fast --rounds 0", r"--rounds 0: at least 1"),
         ("slow fast --tolerance=-1", r"--tolerance -1\.0: a number from 0 up"),
+        ("slow fast --gate=", r"--gate '' is not NAME SIGN NUMBER"),
         ("slow fast --gate speedup", r"--gate 'speedup' is not NAME SIGN NUMBER"),
         ("slow fast --gate speedup>=10%", r"percent is relative to A, so it needs NAME_delta"),
         ("slow fast --output presets", r"--output .*presets is not empty"),
@@ -541,7 +543,7 @@ def test_a_gate_on_what_the_recipe_does_not_declare_is_refused_as_the_first_run_
     with pytest.raises(UsageError, match=says):
         call(recipe, "declared", "fast", "--gate", "speedup>1", "nl_delta<=1")
     assert not Path("out").exists()
-    gates = ["--gate", "speedup>0", "nll_delta<=1", "loss_last_tenth_delta<=9"]
+    gates = ["--gate", "speedup>0", "nll_delta<=1", "loss_last_tenth_delta<=9", "train_accuracy>=0.5"]
     assert call(recipe, "declared", "fast", "--rounds", "1", *gates)[0] == 0
 
 
@@ -659,6 +661,41 @@ def test_what_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
     asking.join()
     assert not _alive(int(log.read_text()))
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_run_that_can_be_continued_has_the_time_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare_runs, "GRACE_SECONDS", 0.0)
+    log = tmp_path / "log"
+    ended = threading.Event()
+    # Its save ends only once nobody else would wait any more.
+    saving = (
+        "import pathlib, signal, sys, time\n"
+        "def save(*_):\n"
+        "    print('saving', flush=True)\n"
+        f"    while not pathlib.Path({str(tmp_path / 'waited')!r}).exists(): time.sleep(0.01)\n"
+        "    print('saved', flush=True)\n"
+        "    sys.exit(75)\n"
+        "signal.signal(15, save)\n"
+        "print('training', flush=True)\n"
+        "time.sleep(1800)"
+    )
+
+    def interrupt_it() -> None:
+        until(lambda: log.exists() and log.read_text())
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: "saving" in log.read_text() or ended.is_set())
+        (tmp_path / "waited").touch()
+
+    asking = threading.Thread(target=interrupt_it)
+    with pytest.raises(compare_runs.InterruptedRunError), compare_runs.stop_signals_raise():
+        asking.start()
+        compare_runs.run_once([sys.executable, "-c", saving], log, save_seconds=PATIENCE_SECONDS)
+    ended.set()
+    asking.join()
+    assert log.read_text().split() == ["training", "saving", "saved"]
+    assert "the run is asked to save and stop" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------------------------- statistics

@@ -14,11 +14,14 @@ import pytest
 
 from accel_train import cli
 from accel_train.commands.bundled import import_recipe
+from accel_train.compare.runs import InterruptedRunError
 from accel_train.config import UsageError
 from accel_train.drill import drill as drilling
 from accel_train.drill import faults
 from accel_train.drill.drill import present_interval
+from accel_train.drill.judging import Result
 from accel_train.drill.runs import Runner
+from accel_train.drill.trials import Trials, Undisturbed
 from accel_train.options.loading import config_of
 from accel_train.options.tree import flatten, to_tree
 from accel_train.store import strict_json
@@ -225,6 +228,27 @@ def test_an_interrupted_drill_leaves_nothing_behind(tmp_path: Path) -> None:
     assert process.wait(PATIENCE_SECONDS) == 1, log.read_text()
     assert "interrupted by SIGTERM: the runs are stopped, no result" in log.read_text()
     assert not list(scratch.glob("accel-train-drill-*"))
+
+
+def test_an_interrupted_drill_keeps_the_results_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strike = Trials.strike
+
+    def struck(trials: Trials, fault: faults.Fault, undisturbed: Undisturbed) -> Result:
+        if fault.name == "kill_in_save":
+            raise InterruptedRunError("SIGINT")
+        return strike(trials, fault, undisturbed)
+
+    monkeypatch.setattr(Trials, "strike", struck)
+    words = ["--steps", "6", str(SCAFFOLD), "--faults", "kill_in_step", "kill_in_save", "--receipt", "here.json"]
+    assert cli._main(["drill", *words]) == 1
+    printed = capsys.readouterr()
+    assert "interrupted by SIGINT: the runs are stopped; not tried: kill_in_save" in printed.err
+    assert "1 passed, 0 failed, 0 not applicable" in printed.out
+    receipt = strict_json.read_object(Path("here.json"))
+    assert [row["fault"] for row in receipt["faults"]] == ["kill_in_step"]
+    assert receipt["not_tried"] == ["kill_in_save"]
 
 
 LEFT_OUT = (*faults.SET_HERE, "schedule.warmup_steps", "log.progress_bar")

@@ -701,6 +701,9 @@ def test_short_exponent(value: float, text: str) -> None:
         (7384, "2:03:04"),
         (86400 + 61, "1 day 0:01:01"),
         (3 * 86400, "3 days 0:00:00"),
+        (9999 * 86400 - 1, "9998 days 23:59:59"),
+        (2.0**53, "over 9999 days"),
+        (float("inf"), "over 9999 days"),
     ],
 )
 def test_format_seconds(seconds: float, text: str) -> None:

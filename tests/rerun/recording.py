@@ -44,7 +44,7 @@ def fork_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have replays and branches train in forked processes (``tests.zygote``), with no change but the time."""
 
     def run(
-        command: Sequence[str], log: Path, gates: Sequence[str] = (), environment: Mapping[str, str] = {}
+        command: Sequence[str], log: Path, *, environment: Mapping[str, str], save_seconds: float | None
     ) -> tuple[float, float]:
         assert command[:4] == LAUNCH
         words = [sys.executable, *command[4:]]

@@ -9,14 +9,16 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 from accel_train import cli
+from accel_train.compare.runs import InterruptedRunError
 from accel_train.config import UsageError
-from accel_train.rerun import branch, branch_report, changes, recorded
+from accel_train.rerun import branch, branch_report, changes, recorded, training
 from accel_train.rerun.paired import paired_difference
 from accel_train.store import commit
 from accel_train.store.run_file import write_run
@@ -149,6 +151,21 @@ def test_a_branch_that_is_refused_by_its_start_leaves_nothing(
     with pytest.raises(UsageError, match="has no place in this optimizer"):
         branch.branch(str(run.directory), words)
     assert not directory.exists()
+
+
+def test_an_interrupted_branch_has_the_time_to_save(
+    run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[float] = []
+
+    def interrupted(command: Sequence[str], log: Path, *, save_seconds: float, **_: object) -> None:
+        asked.append(save_seconds)
+        raise InterruptedRunError("SIGINT")
+
+    monkeypatch.setattr(training, "run_once", interrupted)
+    assert branch.branch(str(run.directory), ["--at", "4", "--output_dir", str(tmp_path / "branch")]) == 1
+    assert asked == [branch.SAVE_SECONDS]
+    assert "interrupted by SIGINT: the same command continues" in capsys.readouterr().err
 
 
 def test_what_may_change() -> None:

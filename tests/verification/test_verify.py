@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,7 +21,7 @@ from accel_train.config import UsageError
 from accel_train.data.sampler import StepSampler
 from accel_train.options.loading import config_of
 from accel_train.options.tree import flatten, to_tree
-from accel_train.verification import plan
+from accel_train.verification import comparing, plan
 from accel_train.verification import verify as verification
 from accel_train.verification.checks import CHECKS, Evidence, Finding, missing
 from accel_train.verification.facts import Facts, Outcome, Spec
@@ -174,6 +176,17 @@ def test_a_run_without_the_steps_asked_for_proves_nothing() -> None:
     assert "the run resumed made 4 steps" in again.reason
 
 
+def test_a_term_that_only_one_of_two_runs_logs_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "_compared", lambda *_: {})
+    more = outcome(4)
+    for line in more.losses.values():
+        cast(dict[str, float], line)["loss_prior"] = 0.5
+    for name, run in (("accumulation", "accumulated"), ("repeat", "again")):
+        assert finding(name, **{run: outcome(4)}).verdict == "ok"
+        assert finding(name, **{run: more}).verdict == finding(name, reference=more, **{run: outcome(4)}).verdict
+        assert finding(name, **{run: more}).verdict == "FAILED"
+
+
 def test_an_interrupted_verification_compares_the_finished_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,6 +220,22 @@ def test_a_run_that_the_stop_ends_is_no_failed_one(
     printed = capsys.readouterr()
     assert "again: stopped in" in printed.err
     assert "exit code -9" not in printed.err + printed.out
+
+
+def test_what_deepspeed_may_compile_for_is_said_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    refused = replace(outcome(4), code=2)
+    one_process = ("reference", "probe")
+    monkeypatch.setattr(Runner, "run", lambda _, spec: outcome(4) if spec.name in one_process else refused)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    for kind, named in (("MULTI_GPU", {"zero2"}), ("DEEPSPEED", {"zero2", "launch_file"})):
+        file = tmp_path / f"{kind}.yaml"
+        file.write_text(f"distributed_type: {kind}\nnum_machines: 1\nnum_processes: 2\n")
+        words = ["--steps", "4", "--only", "two_processes,zero2,launch_file", "--config_file", str(file)]
+        assert cli._main(["verify", *words, str(faults.SCAFFOLD)]) == 0
+        said = capsys.readouterr().err
+        assert set(re.findall(r"^(\w+): DeepSpeed compiles", said, re.MULTILINE)) == named
 
 
 def test_a_gradient_that_is_never_reduced_fails() -> None:

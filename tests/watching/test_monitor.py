@@ -11,6 +11,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -427,8 +428,9 @@ def test_once_prints_a_page_and_the_code_tells_of_alerts(run: RunDirectory, caps
 
 
 def test_wrong_usage_is_refused(run: RunDirectory, tmp_path: Path) -> None:
-    for every in ("0", "-1", "nan", "inf"):
-        with pytest.raises(UsageError, match=f"--every {every}: seconds between two pages, finite and above 0"):
+    for every in ("0", "-1", "nan", "inf", "1e10"):
+        says = rf"--every {re.escape(f'{float(every):g}')}: seconds between two pages, above 0 and at most 86400"
+        with pytest.raises(UsageError, match=says):
             cli._main(["monitor", str(run.path), "--every", every])
     with pytest.raises(UsageError, match="does not exist; give the directory of a run"):
         cli._main(["monitor", str(tmp_path / "none")])
@@ -444,6 +446,34 @@ def test_an_encoding_without_blocks_gets_letters(run: RunDirectory, monkeypatch:
     assert cli._main(["monitor", str(run.path), "--once"]) == 3  # silent since 2023
     sys.stdout.flush()
     assert b"##.................." in written.getvalue()
+
+
+def test_a_disk_that_is_away_for_a_while_does_not_end_the_live_page(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.steps(1, 10)
+    away = run.path / "away"
+
+    def between_pages(_: float) -> None:
+        if not away.exists():
+            run.file.rename(away)
+            run.file.mkdir()  # which no read succeeds on
+        else:
+            run.file.rmdir()
+            away.rename(run.file)
+            run.add("end", 10, reason="stopped")
+
+    monkeypatch.setattr(time, "sleep", between_pages)
+    monkeypatch.setenv("COLUMNS", "400")
+    assert cli._main(["monitor", str(run.path)]) == 0
+    pages = capsys.readouterr().out.split("\n\n1 run, ")
+    assert "as last read, because" in pages[0]
+    assert f"{run.path}: cannot be read (Is a directory); mount its disk" in " ".join(pages[0].split())
+    assert "run: stopped" in pages[-1]
+    run.file.rename(away)
+    run.file.mkdir()
+    with pytest.raises(UsageError, match="cannot be read"):
+        look(run)
 
 
 def test_the_live_page_follows_a_run_to_its_end_in_a_terminal(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -376,8 +377,10 @@ def test_a_report_is_replaced_and_nothing_else(tmp_path: Path, monkeypatch: pyte
     assert cli._main(["report", "run"]) == 0
     assert cli._main(["report", "run"]) == 0  # over report.html of the first
     (tmp_path / "mine.html").write_text("<p>mine</p>")
+    os.mkfifo(tmp_path / "pipe")  # whose writer is not awaited
     refused = {
         "mine.html": "exists and is no report of accel-train; give another file",
+        "pipe": "exists and is no report of accel-train; give another file",
         "run": "is a directory; give the name of a file",
         "none/page.html": "does not exist; make it, or give another file",
     }

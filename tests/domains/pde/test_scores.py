@@ -270,6 +270,11 @@ def test_a_resumed_run_knows_its_earlier_evaluations(tmp_path: Path) -> None:
     assert early.ended(40, {"error": 0.42})
 
 
+def test_a_foreign_line_in_the_log_does_not_stop_a_resume(tmp_path: Path) -> None:
+    LineWriter(tmp_path / "metrics.jsonl").write({"note": "by hand"}, {"event": "evaluation", "step": 10, "error": 0.5})
+    assert EarlyStopping(1, "error", tmp_path, 30).ended(40, {"error": 0.6})
+
+
 def test_evaluations_before_the_operator_learns_do_not_count(tmp_path: Path) -> None:
     writer = LineWriter(tmp_path / "metrics.jsonl")
     for step in (10, 20, 30, 40):
