@@ -160,6 +160,16 @@ def test_what_is_conserved_is_compared_in_units_of_input_and_target() -> None:
     assert TERMS["conservation"].losses(same).tolist() == pytest.approx([0, 0], abs=1e-6)
 
 
+def test_a_conserved_integral_is_that_of_a_bf16_prediction_in_fp32() -> None:
+    """bf16 would round the mean of the fields by a quarter of their deviation."""
+    scale = Scale((1.3,), (0.01,))
+    task: Any = SimpleNamespace(common_scales=lambda: (scale, scale))
+    values = torch.randint(-2, 3, (2, 1, 8)).float()  # exact in bf16
+    output = SimpleNamespace(prediction=values.bfloat16())
+    forward = Forward({"query_input": values, "query_target": values}, task, output)
+    assert TERMS["conservation"].losses(forward).tolist() == pytest.approx([0, 0], abs=1e-6)
+
+
 def test_a_boundary_is_zero_in_physical_units_of_the_target() -> None:
     task: Any = SimpleNamespace(input=Scale((1.0,), (2.0,)), target=Scale((3.0,), (0.5,)))
     inside = torch.rand(2, 1, 5)
