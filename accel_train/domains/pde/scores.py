@@ -331,10 +331,11 @@ def baseline_metrics(data: FieldData, samples: int) -> Mapping[str, float]:
     """
     metrics: dict[str, float] = {}
     for task in data.tasks:
+        _, scale = task.common_scales()
         scores = baselines(
             data.training[task.name],
             data.heldout[task.name],
-            task.target.denormalise,
+            scale.denormalise,
             same_fields=task.has_time,
             samples=samples,
         )
