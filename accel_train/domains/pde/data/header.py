@@ -42,15 +42,15 @@ def read_header(
     """
     names = ("schema", *FieldHeader.__dataclass_fields__)
     missing = [name for name in names if name not in attributes]
-    if missing or attributes["schema"] != SCHEMA:
-        problem = f"no attribute {missing[0]!r}" if missing else f"schema {attributes['schema']!r}"
+    if missing or _text(attributes["schema"]) != SCHEMA:
+        problem = f"no attribute {missing[0]!r}" if missing else f"schema {_text(attributes['schema'])!r}"
         raise UsageError(f"--data.path: {file} has {problem}; {SCHEMA!r} with {', '.join(names)} is required.")
     header = FieldHeader(
-        str(attributes["task"]),
-        tuple(map(str, np.ravel(attributes["parameters"]))),
+        _text(attributes["task"]),
+        tuple(map(_text, np.ravel(attributes["parameters"]))),
         int(_number(file, attributes, "input_channels")),
         _number(file, attributes, "dt"),
-        str(attributes["boundary"]),
+        _text(attributes["boundary"]),
         bool(_number(file, attributes, "conserved")),
     )
     required = (fields[0], len(header.parameters))
@@ -68,6 +68,11 @@ def read_header(
             f"{fields[3:]}. Correct the one that is wrong."
         )
     return header
+
+
+def _text(value: Any) -> str:
+    """Return a text. h5py reads one of fixed length, as Fortran, MATLAB and C write it, as bytes."""
+    return value.decode("utf-8", "replace").rstrip() if isinstance(value, bytes) else str(value)
 
 
 def _number(file: Path, attributes: Mapping[str, Any], name: str) -> float:

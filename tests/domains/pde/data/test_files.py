@@ -275,6 +275,17 @@ def test_files_that_are_not_of_the_schema(tmp_path: Path, damage: Any, words: st
         read(file)
 
 
+def test_texts_of_fixed_length_are_read_as_others(tmp_path: Path) -> None:
+    """Fortran, MATLAB and C write them so, and h5py reads bytes."""
+    file = write(tmp_path / "x.h5")
+    expected = read(file).header
+    with h5py.File(file, "a") as content:
+        for name in ("schema", "task", "boundary"):
+            content.attrs[name] = np.bytes_(content.attrs[name])
+        content.attrs["parameters"] = np.array([name.encode() for name in expected.parameters])
+    assert read(file).header == expected
+
+
 class _Changing:
     """An open file with the methods of a dict."""
 
