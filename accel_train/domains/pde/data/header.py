@@ -114,6 +114,13 @@ def _check_time(file: Path, header: FieldHeader, fields: tuple[int, ...]) -> Non
             f"{channels} channels; 1 to {channels - 1} inputs are required, because the other channels are the target. "
             "Correct input_channels, or dt if the fields have a time step."
         )
+    targets = channels - header.input_channels
+    if header.dt == 0 and header.conserved and targets != header.input_channels:
+        raise UsageError(
+            f"--data.path: {file} has the attribute conserved, the integral of each channel, and without time "
+            f"{header.input_channels} input and {targets} target channels; as many are required, to compare one with "
+            "the other. Set conserved to False in the files of both splits."
+        )
 
 
 def finite_parameters(file: Path, header: FieldHeader, parameters: NDArray[Any], first: int) -> None:
