@@ -116,7 +116,7 @@ def test_each_term_trains_what_the_table_says_and_nothing_else(
         ("advection", ("--objective.boundary_weight", "1"), "boundary_weight 1.0: has no effect, .* is 0 at the edge"),
         ("advection", ("--objective.flip", "0.5"), "objective.flip 0.5: has no effect"),
         ("darcy", ("--evaluation.trajectories", "5"), "evaluation.trajectories 5: has no effect, .* has time"),
-        ("darcy", ("--evaluation.conditioning.beam", "3"), "evaluation.conditioning .*beam=3.* has no effect"),
+        ("darcy", ("--evaluation.conditioning.beam", "3"), "evaluation.conditioning.beam 3: has no effect"),
     ],
 )
 def test_options_that_no_task_has_a_use_for_are_refused(tasks: str, flags: tuple[str, ...], words: str) -> None:
