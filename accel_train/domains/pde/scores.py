@@ -113,9 +113,9 @@ def error_sums(
 def row_metrics(task: FieldTask, plain: Tensor, refined: Tensor | None = None) -> dict[str, float]:
     """Compute the metrics of a task from ``row_sums`` over all processes.
 
-    ``TASK_nrmse`` is the mean over samples of each one's root mean squared error over its root mean square, as in
-    PDEBench. ``TASK_nrmse_pooled`` treats all samples as one field. ``refined`` are the sums of refined predictions,
-    for ``TASK_refined_nrmse``, its spectral error and its gain.
+    ``TASK_nrmse`` is the mean over samples of each one's root mean squared error over its root mean square, of all
+    channels together; with a single one that of PDEBench. ``TASK_nrmse_pooled`` treats all samples as one field.
+    ``refined`` are the sums of refined predictions, for ``TASK_refined_nrmse``, its spectral error and its gain.
     """
     name = task.name
     count, relative, squared, square, spectral, gap = plain.tolist()
