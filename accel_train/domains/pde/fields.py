@@ -16,6 +16,8 @@ from torch import Tensor
 
 TINY = 1e-12
 """Smallest divisor, for the relative error of a field of zeros. Fields are given in `Scale.unit`, of size about 1."""
+LEAST_SIZE = 0.1
+"""Smallest divisor of a conservation gap, in deviations of the channel."""
 
 
 # ------------------------------------------------------------------------------------------------------------ scale
@@ -88,18 +90,21 @@ def relative_l2(prediction: Tensor, target: Tensor) -> Tensor:
     return (squared_error(prediction, target) / size).sqrt()
 
 
-def conservation_gap(fields: Tensor, reference: Tensor) -> Tensor:
+def conservation_gap(fields: Tensor, reference: Tensor, scale: Scale) -> Tensor:
     """Compute |integral of fields - integral of reference| / integral of |reference|: (B, C, ...) -> (B,).
 
     The result is the mean over channels. The divisor is the reference's size because the integral of a conserved
-    quantity is often zero. Fields are in physical units or multiples of them: normalisation moves the zero.
+    quantity is often zero, but at least a tenth of the deviation in `scale`: a channel at rest, such as the momentum of
+    a wave that is released, is 0 everywhere. Fields are in physical units or multiples of them, those of the scale of
+    `reference`: normalisation moves the zero.
     """
     fields = fields.float().flatten(2)
     reference = reference.float().flatten(2)
     integral = fields.mean(-1)  # (B, C), of a domain of size 1
     wanted = reference.mean(-1)
     gap = (integral - wanted).abs()
-    size = reference.abs().mean(-1).clamp(min=TINY)
+    least = LEAST_SIZE * _constant(scale.std, reference.device, reference.dtype)
+    size = reference.abs().mean(-1).maximum(least)
     return (gap / size).mean(-1)
 
 

@@ -80,7 +80,7 @@ def row_sums(task: FieldTask, prediction: Tensor, batch: Batch) -> Tensor:
     gap = torch.zeros_like(weight)
     if task.conserved:
         before = input_scale.denormalise(batch["input"])
-        gap = fields.conservation_gap(predicted, before)
+        gap = fields.conservation_gap(predicted, before, input_scale)
     per_sample = (
         torch.ones_like(weight),
         fields.relative_l2(predicted, target),
@@ -173,7 +173,7 @@ class Rollouts:
             # The integral of the first fields is known, and the equation keeps it: no truth is needed.
             reference = input_scale.denormalise(first)
             states = target_scale.denormalise(ahead).unbind(1)
-            gaps = [fields.conservation_gap(state, reference) for state in states]
+            gaps = [fields.conservation_gap(state, reference, input_scale) for state in states]
             return torch.stack(gaps).mean(0)
 
         start = self.truth[:, 0]
@@ -192,7 +192,7 @@ class Rollouts:
             state = states[:, time]
             errors.append(fields.relative_l2(state, truth[:, time + 1]))
             # Against the first fields: what is lost adds up over time.
-            gaps.append(fields.conservation_gap(state, start))
+            gaps.append(fields.conservation_gap(state, start, scale))
         error = torch.stack(errors)  # (T - 1, B)
         gap = torch.stack(gaps)
         ones = torch.ones_like(error)
