@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from accel_train.config import UsageError
 from accel_train.data.datasets import Batch
 from accel_train.domains.pde import fields, losses, options, rollout
 from accel_train.domains.pde.baselines import BASELINES, baseline_names, baselines
@@ -268,9 +269,7 @@ def evaluate_rollouts(
 
 def _error_lines(task: FieldTask, sums: Mapping[str, Tensor]) -> Lines:
     """Show the error at each time, with a curve for each kind of rollout in ``sums``."""
-    lines: dict[str, list[float]] = {}
-    for name, (weight, error, _) in sums.items():
-        lines[name] = (error / weight).tolist()
+    lines = {name: (error / weight).tolist() for name, (weight, error, _) in sums.items()}
     steps = sums["rollout"].shape[1]
     times = [task.dt * (1 + number) for number in range(steps)]
     return Lines("rollout: error against time", "time", "nRMSE", times, lines)
@@ -347,19 +346,25 @@ def baseline_metrics(data: FieldData, samples: int) -> Mapping[str, float]:
 def metric_names(data: FieldData, refined: bool) -> list[str]:
     """List every metric of an evaluation on this data, from the reporting functions called with sums of 1.
 
-    ``refined``: the model has a residual stage.
+    ``refined``: the model has a residual stage. Raises ``UsageError`` for tasks whose metrics have one name.
     """
     row_ones = torch.ones(6)
     time_ones = torch.ones(3, 1)
     names: list[str] = []
     for task in data.tasks:
-        # The functions themselves say their names, so that a list of them cannot go out of date.
         names += row_metrics(task, row_ones, row_ones if refined else None)
         if task.has_time:
             names += rollout_metrics(task, time_ones, time_ones if task.conserved else None)
         for baseline in baseline_names(data.training[task.name], same_fields=task.has_time):
             names.append(f"{task.name}_{baseline}_nrmse")
-    return [*names, MEAN]
+    names.append(MEAN)
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(
+                f"data.tasks {' '.join(task.name for task in data.tasks)}: the metric {name} would be that of two of "
+                "them, or of one and of all; rename a task, in its files as well."
+            )
+    return names
 
 
 def early_stopping(
