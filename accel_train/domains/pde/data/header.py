@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from accel_train.config import UsageError
 
 SCHEMA = "accel_train/fields-1"
+BOUNDARIES = ("periodic", "dirichlet")
+"""Boundaries with an effect. Any other word has none."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def read_header(
             f"(N, {len(header.parameters)}) are required. Write it again."
         )
     _check_time(file, header, fields)
+    _check_boundary(file, header)
     # Files written by hand may lack it: the shape tells the same.
     grid = tuple(np.ravel(attributes.get("grid", fields[3:])).tolist())
     if grid != fields[3:]:
@@ -120,6 +123,16 @@ def _check_time(file: Path, header: FieldHeader, fields: tuple[int, ...]) -> Non
             f"--data.path: {file} has the attribute conserved, the integral of each channel, and without time "
             f"{header.input_channels} input and {targets} target channels; as many are required, to compare one with "
             "the other. Set conserved to False in the files of both splits."
+        )
+
+
+def _check_boundary(file: Path, header: FieldHeader) -> None:
+    """Refuse another spelling of a boundary with an effect."""
+    meant = header.boundary.strip().lower()
+    if meant in BOUNDARIES and meant != header.boundary:
+        raise UsageError(
+            f"--data.path: {file} has the attribute boundary {header.boundary!r}, without effect; {meant!r} is "
+            "required for one with it. Correct it in the files of both splits, or name another boundary."
         )
 
 

@@ -268,6 +268,7 @@ def test_points_of_a_grid_that_is_not_square_are_thinned_alike_along_both_axes(t
             lambda f: (f.attrs.update(dt=0.0), f.pop("fields"), f.update(fields=VALUES[:, :1, [0, 1, 1]])),
             "conserved, .* without time 1 input and 2 target channels; as many are required",
         ),
+        (lambda f: f.attrs.update(boundary="Periodic"), "boundary 'Periodic', without effect; 'periodic' is required"),
         (lambda f: f.attrs.update(grid=(1, 32)), r"attribute grid \(1, 32\) and .* its grid is \(4, 6\)"),
     ],
 )
