@@ -40,7 +40,7 @@ class LoraConfig:
     rank: NonNegativeInt = 0
     """Rank of the adapters. 0: no adapters; causal_lm.py then trains the model itself, lora.py refuses it."""
     alpha: PositiveFloat | None = None
-    """The adapter's output is scaled by alpha / rank. None: the rank, a scale of 1."""
+    """The adapter's output is scaled by alpha / rank. None: the rank, a scale of 1, with rslora of sqrt(rank)."""
     variant: Variant = "lora"
     """dora: column norms are learned separately (arXiv:2402.09353). rslora: scale alpha / sqrt(rank)."""
     base_precision: BasePrecision = "fp32"

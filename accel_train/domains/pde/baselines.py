@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from accel_train.data.datasets import Batch
+from accel_train.domains.pde.fields import TINY
 
 BASELINES = ("training_mean", "persistence", "linear_fit")
 RIDGES = (1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -30,7 +31,8 @@ def nrmse(prediction: Tensor, target: Tensor) -> Tensor:
     """Compute sqrt(mean((prediction - target)^2) / mean(target^2)) of each sample: (B, ...) -> (B,)."""
     squared_error = (prediction - target).flatten(1) ** 2
     square = target.flatten(1) ** 2
-    return (squared_error.mean(1) / square.mean(1)).sqrt()
+    # The floor of the model's own nRMSE, for a target of zeros.
+    return (squared_error.mean(1) / square.mean(1).clamp(min=TINY)).sqrt()
 
 
 def baselines(
@@ -44,7 +46,7 @@ def baselines(
     is left out above 4096 inputs or outputs, where it would take minutes, and below 8 rows.
 
     Reads at most 8192 training rows, evenly chosen. The linear fit alone holds them at once, up to 0.6 GB. Runs in
-    float64 on one process. `denormalise` maps targets to physical units.
+    float64 on one process. `denormalise` maps targets to physical units, in multiples of `Scale.unit`.
     """
     first_target = train.batch([0])["target"]
     shape = first_target.shape[1:]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from dataclasses import fields
+from typing import Any, Protocol
 
 from accel_train.config import UsageError, WithoutEffectError, origin_of
 from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig, ObjectiveConfig
@@ -101,13 +102,12 @@ def check_tasks(config: Options, tasks: Sequence[Task], strides: Mapping[str, in
     dirichlet = any(task.boundary == "dirichlet" for task in tasks)
     steady = any(not task.has_time for task in tasks)
     timed = any(task.has_time for task in tasks)
-    conditioning = evaluation.conditioning
     trajectories = _asked_trajectories(config)
     options = (
         (conserved, "objective.conservation_weight", objective.conservation_weight, 0.0, "conserves its integral"),
         (dirichlet, "objective.boundary_weight", objective.boundary_weight, 0.0, "is 0 at the edge (dirichlet)"),
         (steady, "objective.flip", objective.flip, 0.0, "is without time"),
-        (conserved, "evaluation.conditioning", conditioning, ConditioningConfig(), "conserves its integral"),
+        *((conserved, *option, "conserves its integral") for option in _conditioning(evaluation)),
         (timed, "evaluation.trajectories", trajectories, EvaluationConfig.trajectories, "has time"),
     )
     for applies, name, value, default, what in options:
@@ -119,6 +119,14 @@ def check_tasks(config: Options, tasks: Sequence[Task], strides: Mapping[str, in
     for task in tasks:
         if strides[task.name] > 1:
             _refuse_moved_points(objective, task, strides[task.name])
+
+
+def _conditioning(evaluation: EvaluationConfig) -> list[tuple[str, int, Any]]:
+    """Return name, value and default of each option of test-time conditioning."""
+    return [
+        (f"evaluation.conditioning.{field.name}", getattr(evaluation.conditioning, field.name), field.default)
+        for field in fields(ConditioningConfig)
+    ]
 
 
 def _asked_trajectories(config: Options) -> int:

@@ -14,8 +14,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_TINY = 1e-12
+TINY = 1e-12
 """Smallest divisor, for the relative error of a field of zeros. Fields are given in `Scale.unit`, of size about 1."""
+LEAST_SIZE = 0.1
+"""Smallest divisor of a conservation gap, in deviations of the channel."""
 
 
 # ------------------------------------------------------------------------------------------------------------ scale
@@ -78,28 +80,31 @@ def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
 
 def nrmse(squared_errors: float, mean_squares: float) -> float:
     """Compute nRMSE from sums over all samples: of `squared_error`, and of `mean_square` of the targets."""
-    return math.sqrt(squared_errors / max(mean_squares, _TINY))
+    return math.sqrt(squared_errors / max(mean_squares, TINY))
 
 
 def relative_l2(prediction: Tensor, target: Tensor) -> Tensor:
     """Compute |prediction - target| / |target| over channels and points: (B, C, ...) -> (B,)."""
     # A target of zeros would give infinity, and with it the mean over the batch.
-    size = mean_square(target).clamp(min=_TINY)
+    size = mean_square(target).clamp(min=TINY)
     return (squared_error(prediction, target) / size).sqrt()
 
 
-def conservation_gap(fields: Tensor, reference: Tensor) -> Tensor:
+def conservation_gap(fields: Tensor, reference: Tensor, scale: Scale) -> Tensor:
     """Compute |integral of fields - integral of reference| / integral of |reference|: (B, C, ...) -> (B,).
 
     The result is the mean over channels. The divisor is the reference's size because the integral of a conserved
-    quantity is often zero. Fields are in physical units or multiples of them: normalisation moves the zero.
+    quantity is often zero, but at least a tenth of the deviation in `scale`: a channel at rest, such as the momentum of
+    a wave that is released, is 0 everywhere. Fields are in physical units or multiples of them, those of the scale of
+    `reference`: normalisation moves the zero.
     """
     fields = fields.float().flatten(2)
     reference = reference.float().flatten(2)
     integral = fields.mean(-1)  # (B, C), of a domain of size 1
     wanted = reference.mean(-1)
     gap = (integral - wanted).abs()
-    size = reference.abs().mean(-1).clamp(min=_TINY)
+    least = LEAST_SIZE * _constant(scale.std, reference.device, reference.dtype)
+    size = reference.abs().mean(-1).maximum(least)
     return (gap / size).mean(-1)
 
 
@@ -114,7 +119,7 @@ def spectral_loss(prediction: Tensor, target: Tensor) -> Tensor:
     difference = _magnitudes(prediction) - target_magnitudes
     error = _energy(difference, width).sum((1, 2, 3))
     energy = _energy(target_magnitudes, width).sum((1, 2, 3))
-    return error / energy.clamp(min=_TINY)
+    return error / energy.clamp(min=TINY)
 
 
 def spectrum(fields: Tensor) -> Tensor:
@@ -141,7 +146,7 @@ def spectral_error(prediction: Tensor, target: Tensor) -> Tensor:
     target_energy = spectrum(target)
     difference = spectrum(prediction) - target_energy
     error = difference.abs().sum(1)
-    return error / target_energy.sum(1).clamp(min=_TINY)
+    return error / target_energy.sum(1).clamp(min=TINY)
 
 
 def _magnitudes(fields: Tensor) -> Tensor:

@@ -64,9 +64,10 @@ def _spectral(forward: Forward) -> Tensor:
 
 def _conservation(forward: Forward) -> Tensor:
     input_scale, target_scale = forward.task.common_scales()
-    predicted = target_scale.denormalise(forward.predicted, 1)
+    # In fp32: bf16 would round the mean of the fields, and that of the prediction alone.
+    predicted = target_scale.denormalise(forward.predicted.float(), 1)
     input = input_scale.denormalise(forward.inputs["query_input"], 1)
-    return fields.conservation_gap(predicted, input)
+    return fields.conservation_gap(predicted, input, input_scale)
 
 
 def _boundary(forward: Forward) -> Tensor:

@@ -22,6 +22,7 @@ from accel_train.domains.pde.data.assets import FieldTask
 from accel_train.domains.pde.losses import TERMS
 from accel_train.domains.pde.options import ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
+from accel_train.domains.pde.tokens import grid_coordinates
 from accel_train.domains.pde.transformer import Parts
 
 Stage = Literal["autoencode", "operator", "residual"]
@@ -212,16 +213,16 @@ BOUNDARY_POINTS = 64
 def add_queries(
     config: ObjectiveConfig,
     batch: Batch,
-    coordinates: Tensor,
     draws: Callable[..., Tensor],
     terms: Collection[str],
 ) -> dict[str, Tensor]:
     """Add the points of decoding to a batch.
 
     The result has ``query_input`` and ``query_target`` (B, C, Q), and ``queries`` unless the whole grid is decoded.
-    ``coordinates`` (H * W, d) are those of the grid's points. ``draws(stream, *shape)`` returns uniform draws
-    (B, *shape) keyed by sample. With the boundary term in ``terms``, ``BOUNDARY_POINTS`` more queries follow the Q.
+    ``draws(stream, *shape)`` returns uniform draws (B, *shape) keyed by sample. With the boundary term in ``terms``,
+    ``BOUNDARY_POINTS`` more queries follow the Q.
     """
+    coordinates = grid_coordinates(batch["input"].shape[2:], batch["input"].device)  # (H * W, d)
     result = dict(batch)
     result["query_input"] = batch["input"].flatten(2)
     result["query_target"] = batch["target"].flatten(2)

@@ -234,8 +234,6 @@ class FieldPipeline:
                 f"input of shape {tuple(fields.shape)}: {task.name} reads (B, {', '.join(map(str, required))}){flat}, "
                 "on the grid that it was trained on"
             )
-        if not found.isfinite().all():
-            raise UsageError("input: NaN or infinity among the fields; finite numbers are required")
         return found.contiguous()
 
     def _parameters(self, task: FieldTask, values: Tensor | None, count: int) -> Tensor:
@@ -299,12 +297,15 @@ def _noise(stream: str, shape: Sequence[int]) -> Tensor:
 
 
 def _real(what: str, values: Tensor) -> Tensor:
-    """Return values as fp32 on the CPU."""
+    """Return finite values as fp32 on the CPU."""
     found = torch.as_tensor(values).detach()
     if found.is_complex():
         # `float` would drop the imaginary part.
         raise UsageError(f"{what}: complex numbers ({found.dtype}); real ones are required, as in the training data")
-    return found.float().cpu()
+    found = found.float().cpu()
+    if not found.isfinite().all():
+        raise UsageError(f"{what}: NaN or infinity among the values; finite numbers are required")
+    return found
 
 
 def _read_fields(file: str, shapes: str) -> tuple[Tensor, Tensor | None]:

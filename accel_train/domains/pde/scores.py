@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from accel_train.config import UsageError
 from accel_train.data.datasets import Batch
 from accel_train.domains.pde import fields, losses, options, rollout
 from accel_train.domains.pde.baselines import BASELINES, baseline_names, baselines
@@ -80,7 +81,7 @@ def row_sums(task: FieldTask, prediction: Tensor, batch: Batch) -> Tensor:
     gap = torch.zeros_like(weight)
     if task.conserved:
         before = input_scale.denormalise(batch["input"])
-        gap = fields.conservation_gap(predicted, before)
+        gap = fields.conservation_gap(predicted, before, input_scale)
     per_sample = (
         torch.ones_like(weight),
         fields.relative_l2(predicted, target),
@@ -113,9 +114,9 @@ def error_sums(
 def row_metrics(task: FieldTask, plain: Tensor, refined: Tensor | None = None) -> dict[str, float]:
     """Compute the metrics of a task from ``row_sums`` over all processes.
 
-    ``TASK_nrmse`` is the mean over samples of each one's root mean squared error over its root mean square, as in
-    PDEBench. ``TASK_nrmse_pooled`` treats all samples as one field. ``refined`` are the sums of refined predictions,
-    for ``TASK_refined_nrmse``, its spectral error and its gain.
+    ``TASK_nrmse`` is the mean over samples of each one's root mean squared error over its root mean square, of all
+    channels together; with a single one that of PDEBench. ``TASK_nrmse_pooled`` treats all samples as one field.
+    ``refined`` are the sums of refined predictions, for ``TASK_refined_nrmse``, its spectral error and its gain.
     """
     name = task.name
     count, relative, squared, square, spectral, gap = plain.tolist()
@@ -173,7 +174,7 @@ class Rollouts:
             # The integral of the first fields is known, and the equation keeps it: no truth is needed.
             reference = input_scale.denormalise(first)
             states = target_scale.denormalise(ahead).unbind(1)
-            gaps = [fields.conservation_gap(state, reference) for state in states]
+            gaps = [fields.conservation_gap(state, reference, input_scale) for state in states]
             return torch.stack(gaps).mean(0)
 
         start = self.truth[:, 0]
@@ -192,7 +193,7 @@ class Rollouts:
             state = states[:, time]
             errors.append(fields.relative_l2(state, truth[:, time + 1]))
             # Against the first fields: what is lost adds up over time.
-            gaps.append(fields.conservation_gap(state, start))
+            gaps.append(fields.conservation_gap(state, start, scale))
         error = torch.stack(errors)  # (T - 1, B)
         gap = torch.stack(gaps)
         ones = torch.ones_like(error)
@@ -268,9 +269,7 @@ def evaluate_rollouts(
 
 def _error_lines(task: FieldTask, sums: Mapping[str, Tensor]) -> Lines:
     """Show the error at each time, with a curve for each kind of rollout in ``sums``."""
-    lines: dict[str, list[float]] = {}
-    for name, (weight, error, _) in sums.items():
-        lines[name] = (error / weight).tolist()
+    lines = {name: (error / weight).tolist() for name, (weight, error, _) in sums.items()}
     steps = sums["rollout"].shape[1]
     times = [task.dt * (1 + number) for number in range(steps)]
     return Lines("rollout: error against time", "time", "nRMSE", times, lines)
@@ -331,10 +330,11 @@ def baseline_metrics(data: FieldData, samples: int) -> Mapping[str, float]:
     """
     metrics: dict[str, float] = {}
     for task in data.tasks:
+        _, scale = task.common_scales()
         scores = baselines(
             data.training[task.name],
             data.heldout[task.name],
-            task.target.denormalise,
+            scale.denormalise,
             same_fields=task.has_time,
             samples=samples,
         )
@@ -346,19 +346,25 @@ def baseline_metrics(data: FieldData, samples: int) -> Mapping[str, float]:
 def metric_names(data: FieldData, refined: bool) -> list[str]:
     """List every metric of an evaluation on this data, from the reporting functions called with sums of 1.
 
-    ``refined``: the model has a residual stage.
+    ``refined``: the model has a residual stage. Raises ``UsageError`` for tasks whose metrics have one name.
     """
     row_ones = torch.ones(6)
     time_ones = torch.ones(3, 1)
     names: list[str] = []
     for task in data.tasks:
-        # The functions themselves say their names, so that a list of them cannot go out of date.
         names += row_metrics(task, row_ones, row_ones if refined else None)
         if task.has_time:
             names += rollout_metrics(task, time_ones, time_ones if task.conserved else None)
         for baseline in baseline_names(data.training[task.name], same_fields=task.has_time):
             names.append(f"{task.name}_{baseline}_nrmse")
-    return [*names, MEAN]
+    names.append(MEAN)
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(
+                f"data.tasks {' '.join(task.name for task in data.tasks)}: the metric {name} would be that of two of "
+                "them, or of one and of all; rename a task, in its files as well."
+            )
+    return names
 
 
 def early_stopping(

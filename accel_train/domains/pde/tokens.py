@@ -56,10 +56,9 @@ class FieldGrid:
 
     def coordinates(self, device: torch.device | None = None, *, of_tokens: bool = False) -> Tensor:
         """Return coordinates (H * W, d) of all points, or of the middles of all tokens, row by row."""
-        sides = self.points
         if of_tokens:
-            sides = self.cells
-        return coordinates(sides[-self.dimensions :], device)
+            return coordinates(self.cells[-self.dimensions :], device)
+        return grid_coordinates(self.points, device)
 
     def wave_features(self, octaves: int) -> int:
         """Count the features of `waves` for a point of this grid."""
@@ -95,6 +94,11 @@ def coordinates(sides: Sequence[int], device: torch.device | None = None) -> Ten
     axes = [(torch.arange(n, device=device) + 0.5) / n for n in sides]  # (n1,), (n2,), ...
     mesh = torch.meshgrid(*axes, indexing="ij")  # d tensors (n1, ..., nd)
     return torch.stack(mesh, dim=-1).flatten(0, -2)
+
+
+def grid_coordinates(points: Sequence[int], device: torch.device | None = None) -> Tensor:
+    """Return the coordinates (H * W, d) of all points of a grid (H, W), row by row. 1-D fields have one row."""
+    return coordinates(points[1:] if points[0] == 1 else points, device)
 
 
 def waves(x: Tensor, octaves: int, periodic: bool) -> Tensor:

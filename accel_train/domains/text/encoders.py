@@ -111,11 +111,16 @@ class TransformerEncoder:
         tokenizer: dict[str, Any] = {}
         settings = self.folder / "tokenizer_config.json"
         if settings.exists():
-            tokenizer = json.loads(settings.read_text("utf-8"))
+            try:
+                tokenizer = strict_json.read_object(settings)
+            except ValueError as error:
+                raise unreadable(self.name, ValueError(f"{settings}: {error}")) from None
         # Configs of multimodal models keep the sizes of their text part in a config of its own.
         positions = getattr(self._config.get_text_config(), "max_position_embeddings", None)
-        # transformers saves 1e30 for a tokenizer without a limit, so neither number can be trusted alone.
-        limits = [int(limit) for limit in (tokenizer.get("model_max_length"), positions) if limit]
+        # transformers saves 1e30 for a tokenizer without a limit, so neither number can be trusted alone. XLNet, which
+        # has none, says -1.
+        given = (tokenizer.get("model_max_length"), positions)
+        limits = [int(limit) for limit in given if isinstance(limit, int | float) and limit > 0]
         if self.max_length is None:
             return min([*limits, MAX_LENGTH])
         if limits and self.max_length > min(limits):

@@ -8,6 +8,7 @@ from accel_train.domains.pde import baselines as field_baselines
 from accel_train.domains.pde.baselines import RIDGES, baselines, nrmse, ridge_fit
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.prepare import prepare_pde
+from accel_train.domains.pde.fields import relative_l2
 
 
 class Rows:
@@ -32,6 +33,16 @@ def test_nrmse_by_hand() -> None:
     assert nrmse(target + torch.tensor([[5.0, 0.0], [0.0, 0.0]]), target).tolist() == [1.0, 0.0]
     assert nrmse(torch.zeros(2, 2), target).tolist() == [1.0, 1.0]
     assert nrmse(1000 * target, 1000 * target + 0.0).tolist() == [0.0, 0.0]
+
+
+def test_the_error_of_a_target_of_zeros_is_that_of_the_models() -> None:
+    """Both have the same floor: the mean over samples of either would be of such a target alone."""
+    prediction = torch.rand(3, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    target = prediction.flip(-1)
+    target[1] = 0
+    target[2] = 1e-8
+    expected = relative_l2(prediction, target).tolist()
+    assert nrmse(prediction.double(), target.double()).tolist() == pytest.approx(expected)
 
 
 def test_ridge_finds_a_linear_map_and_damps_one_that_the_rows_do_not_fix() -> None:

@@ -84,11 +84,15 @@ def test_spectral_measures_see_sizes_and_not_places(measure: Callable[[Tensor, T
     assert measure(wave(0, 5), wave(0, 3)).item() == pytest.approx(2, rel=1e-3)
 
 
+def gap_of(fields_: Tensor, reference: Tensor) -> Tensor:
+    return fields.conservation_gap(fields_, reference, fields.Scale((0.0,), (1.0,)))
+
+
 def test_gradients_are_finite_at_fields_of_zeros() -> None:
     prediction = torch.zeros(2, 1, 4, 4, requires_grad=True)
     target = torch.zeros(2, 1, 4, 4)
     target[1] = 1.0
-    losses = (fields.spectral_loss, fields.squared_error, fields.conservation_gap)
+    losses = (fields.spectral_loss, fields.squared_error, gap_of)
     total = torch.stack([loss(prediction, target) for loss in losses])
     assert total.isfinite().all()
     total.sum().backward()
@@ -98,17 +102,24 @@ def test_gradients_are_finite_at_fields_of_zeros() -> None:
 
 def test_conservation_gap() -> None:
     reference = wave(0, 2) + 3.0
-    torch.testing.assert_close(
-        fields.conservation_gap(reference.roll(3, -1), reference), torch.zeros(1), atol=1e-6, rtol=0
-    )
-    torch.testing.assert_close(fields.conservation_gap(reference - 0.6, reference), torch.tensor([0.2]))
-    torch.testing.assert_close(fields.conservation_gap(1.2 * reference, reference), torch.tensor([0.2]))
+    torch.testing.assert_close(gap_of(reference.roll(3, -1), reference), torch.zeros(1), atol=1e-6, rtol=0)
+    torch.testing.assert_close(gap_of(reference - 0.6, reference), torch.tensor([0.2]))
+    torch.testing.assert_close(gap_of(1.2 * reference, reference), torch.tensor([0.2]))
     centred = reference - 3.0  # its integral is zero
-    gap = fields.conservation_gap(centred + 0.1, centred)
+    gap = gap_of(centred + 0.1, centred)
     torch.testing.assert_close(gap, 0.1 / centred.abs().mean()[None], rtol=1e-4, atol=0)
     two = torch.cat((reference, reference), dim=1)
     wrong = torch.cat((reference + 0.3, reference - 0.3), dim=1)  # one channel does not make up for the other
-    torch.testing.assert_close(fields.conservation_gap(wrong, two), torch.tensor([0.1]))
+    torch.testing.assert_close(gap_of(wrong, two), torch.tensor([0.1]))
+
+
+def test_the_gap_of_a_channel_at_rest_is_of_its_deviation() -> None:
+    """A wave is released with a height and without momentum."""
+    scale = fields.Scale((1.0, 0.0), (0.5, 0.2))
+    height = 1 + 0.1 * wave(0, 2)
+    start = torch.cat((height, torch.zeros_like(height)), dim=1)
+    gap = fields.conservation_gap(start + 0.01, start, scale)
+    torch.testing.assert_close(gap, torch.tensor([(0.01 / 1 + 0.01 / 0.02) / 2]))
 
 
 def test_every_measure_is_of_each_sample_alone() -> None:
@@ -118,7 +129,7 @@ def test_every_measure_is_of_each_sample_alone() -> None:
         fields.relative_l2,
         fields.spectral_loss,
         fields.spectral_error,
-        fields.conservation_gap,
+        gap_of,
     ):
         whole = measure(p, t)
         assert whole.shape == (5,)

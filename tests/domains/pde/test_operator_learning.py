@@ -16,7 +16,7 @@ from accel_train.domains.pde.losses import TERMS
 from accel_train.domains.pde.operator_learning import BOUNDARY_POINTS
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig, TaskShape
-from accel_train.domains.pde.tokens import coordinates
+from accel_train.domains.pde.tokens import FieldGrid, grid_coordinates
 from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.training.schedules import ScheduleConfig, learning_rate_factor
 from tests.trained import ADVECTION
@@ -169,11 +169,12 @@ def draws_of(batch: dict[str, Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("sampling", ["stratified", "uniform"])
-def test_points_are_asked_where_the_values_are_from(sampling: Any) -> None:
-    grid, batch = coordinates([4, 5]), batch_of((4, 5))
+@pytest.mark.parametrize("points", [(4, 5), (20, 1), (1, 20)])
+def test_points_are_asked_where_the_values_are_from(points: tuple[int, int], sampling: Any) -> None:
+    batch, grid = batch_of(points), FieldGrid(points, (1, 1)).coordinates()
     config = ObjectiveConfig(queries=7, query_sampling=sampling)
-    made = operator_learning.add_queries(config, batch, grid, draws_of(batch), {"prediction"})
-    assert made["queries"].shape == (3, 7, 2)
+    made = operator_learning.add_queries(config, batch, draws_of(batch), {"prediction"})
+    assert made["queries"].shape == (3, 7, grid.shape[1])
     for i in range(3):
         for q in range(7):
             place = int(made["query_input"][i, 0, q]) % 100
@@ -182,28 +183,28 @@ def test_points_are_asked_where_the_values_are_from(sampling: Any) -> None:
 
 
 def test_boundary_points_follow_the_others() -> None:
-    grid, batch = coordinates([4, 5]), batch_of((4, 5))
-    made = operator_learning.add_queries(ObjectiveConfig(), batch, grid, draws_of(batch), {"boundary"})
+    batch = batch_of((4, 5))
+    made = operator_learning.add_queries(ObjectiveConfig(), batch, draws_of(batch), {"boundary"})
     assert made["queries"].shape == (3, 20 + BOUNDARY_POINTS, 2)
-    assert torch.equal(made["queries"][1, :20], grid)
+    assert torch.equal(made["queries"][1, :20], grid_coordinates((4, 5)))
     edge = made["queries"][:, 20:]
     assert bool(((edge == 0) | (edge == 1)).any(-1).all())
     assert made["query_target"].shape == (3, 2, 20)
 
 
 def test_a_small_grid_is_decoded_whole() -> None:
-    grid, batch = coordinates([4, 5]), batch_of((4, 5))
-    made = operator_learning.add_queries(ObjectiveConfig(queries=20), batch, grid, draws_of(batch), set())
+    batch = batch_of((4, 5))
+    made = operator_learning.add_queries(ObjectiveConfig(queries=20), batch, draws_of(batch), set())
     assert "queries" not in made
     assert torch.equal(made["query_target"], batch["target"].flatten(2))
 
 
 def test_points_do_not_depend_on_how_the_batch_is_cut() -> None:
-    grid, batch = coordinates([4, 5]), batch_of((4, 5))
+    batch = batch_of((4, 5))
     config = ObjectiveConfig(queries=5)
-    whole = operator_learning.add_queries(config, batch, grid, draws_of(batch), {"boundary"})
+    whole = operator_learning.add_queries(config, batch, draws_of(batch), {"boundary"})
     one = {name: values[2:] for name, values in batch.items()}
-    alone = operator_learning.add_queries(config, one, grid, draws_of(one), {"boundary"})
+    alone = operator_learning.add_queries(config, one, draws_of(one), {"boundary"})
     assert torch.equal(alone["queries"], whole["queries"][2:])
 
 

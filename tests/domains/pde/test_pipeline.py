@@ -67,7 +67,8 @@ def test_one_field_has_one_prediction_in_any_company(refined: FieldPipeline) -> 
             r"advection reads \(B, 1, 1, 16\), or \(B, 1, 16\)",
         ),
         (lambda p: p(torch.zeros(1, 2, 8, 8), task="darcy"), r"darcy reads \(B, 1, 8, 8\), on the grid"),
-        (lambda p: p(torch.full((1, 1, 8, 8), torch.inf), task="darcy"), "NaN or infinity"),
+        (lambda p: p(torch.full((1, 1, 8, 8), torch.inf), task="darcy"), "input: NaN or infinity"),
+        (lambda p: p(torch.zeros(1, 1, 16), torch.nan * SPEED, task="advection"), "parameters: NaN or infinity"),
         (lambda p: p(torch.full((1, 1, 8, 8), 1j), task="darcy"), r"input: complex numbers .* real ones are required"),
         (lambda p: p(torch.zeros(1, 1, 16), 1j * SPEED, task="advection"), "parameters: complex numbers"),
         (

@@ -210,6 +210,16 @@ def test_what_needs_no_model_stands_beside_the_model(data: FieldData) -> None:
     assert scores.mean_nrmse(data, figures) == pytest.approx(0.02)
 
 
+@pytest.mark.parametrize(("name", "metric"), [("advection_rollout", "advection_rollout_nrmse"), ("mean", "mean_nrmse")])
+def test_tasks_whose_metrics_would_have_one_name_are_refused(data: FieldData, name: str, metric: str) -> None:
+    assert len(set(scores.metric_names(data, refined=True))) == len(scores.metric_names(data, refined=True))
+    tasks = (data.tasks[0], replace(data.tasks[1], name=name))
+    rows = data.training | {name: data.training["darcy"]}
+    renamed = replace(data, assets=replace(data.assets, tasks=tasks), training=rows)
+    with pytest.raises(UsageError, match=f"data.tasks advection {name}: the metric {metric} would be that of two"):
+        scores.metric_names(renamed, refined=True)
+
+
 @pytest.mark.usefixtures("busy_machine")
 def test_pictures_are_written_whole(tmp_path: Path, data: FieldData) -> None:
     task, rows = data.tasks[1], data.heldout["darcy"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoTokenizer, BertTokenizer
+from transformers import AutoTokenizer, BertTokenizer, XLNetConfig, XLNetModel
 
 from accel_train.config import UsageError
 from accel_train.domains.text.encoders import TransformerEncoder, load_encoder, pool
@@ -127,6 +127,26 @@ def test_dimensions_beyond_the_model_are_refused(tmp_path: Path) -> None:
         _ = TransformerEncoder(str(tmp_path), latent_dim=17).dim
     with pytest.raises(UsageError, match=r"--data.encoder_max_length 65: .* reads at most 64 tokens"):
         TransformerEncoder(str(tmp_path), max_length=65).encode(TEXTS)
+
+
+def test_a_model_without_a_limit_reads_as_much_as_any(tmp_path: Path) -> None:
+    """XLNet has no largest length, and its config gives -1."""
+    tiny_encoders.bert(tmp_path)
+    facts = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(facts | {"model_max_length": int(1e30)}))
+    XLNetModel(XLNetConfig(vocab_size=20, d_model=16, n_layer=1, n_head=2, d_inner=16)).save_pretrained(tmp_path)
+    assert XLNetConfig().max_position_embeddings == -1
+    whole = TransformerEncoder(str(tmp_path)).encode(["my lord " * 40])
+    assert np.array_equal(whole, TransformerEncoder(str(tmp_path), max_length=82).encode(["my lord " * 40]))
+    assert not np.allclose(whole, TransformerEncoder(str(tmp_path), max_length=40).encode(["my lord " * 40]))
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_config_of_the_tokenizer_is_named(tmp_path: Path, content: str) -> None:
+    tiny_encoders.bert(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(UsageError, match=r"cannot be loaded \(ValueError: .*tokenizer_config\.json: "):
+        _ = TransformerEncoder(str(tmp_path)).identity  # which a run asks for first
 
 
 def test_pickled_weights_are_refused_and_not_run(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from accel_train.config import UsageError
 
 SCHEMA = "accel_train/fields-1"
+BOUNDARIES = ("periodic", "dirichlet")
+"""Boundaries with an effect. Any other word has none."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,15 @@ def read_header(
     """
     names = ("schema", *FieldHeader.__dataclass_fields__)
     missing = [name for name in names if name not in attributes]
-    if missing or attributes["schema"] != SCHEMA:
-        problem = f"no attribute {missing[0]!r}" if missing else f"schema {attributes['schema']!r}"
+    if missing or _text(attributes["schema"]) != SCHEMA:
+        problem = f"no attribute {missing[0]!r}" if missing else f"schema {_text(attributes['schema'])!r}"
         raise UsageError(f"--data.path: {file} has {problem}; {SCHEMA!r} with {', '.join(names)} is required.")
     header = FieldHeader(
-        str(attributes["task"]),
-        tuple(map(str, np.ravel(attributes["parameters"]))),
+        _text(attributes["task"]),
+        tuple(map(_text, np.ravel(attributes["parameters"]))),
         int(_number(file, attributes, "input_channels")),
         _number(file, attributes, "dt"),
-        str(attributes["boundary"]),
+        _text(attributes["boundary"]),
         bool(_number(file, attributes, "conserved")),
     )
     required = (fields[0], len(header.parameters))
@@ -60,6 +62,7 @@ def read_header(
             f"(N, {len(header.parameters)}) are required. Write it again."
         )
     _check_time(file, header, fields)
+    _check_boundary(file, header)
     # Files written by hand may lack it: the shape tells the same.
     grid = tuple(np.ravel(attributes.get("grid", fields[3:])).tolist())
     if grid != fields[3:]:
@@ -68,6 +71,11 @@ def read_header(
             f"{fields[3:]}. Correct the one that is wrong."
         )
     return header
+
+
+def _text(value: Any) -> str:
+    """Return a text. h5py reads one of fixed length, as Fortran, MATLAB and C write it, as bytes."""
+    return value.decode("utf-8", "replace").rstrip() if isinstance(value, bytes) else str(value)
 
 
 def _number(file: Path, attributes: Mapping[str, Any], name: str) -> float:
@@ -108,6 +116,23 @@ def _check_time(file: Path, header: FieldHeader, fields: tuple[int, ...]) -> Non
             f"--data.path: {file} has the attributes dt 0, without time, and input_channels {header.input_channels} of "
             f"{channels} channels; 1 to {channels - 1} inputs are required, because the other channels are the target. "
             "Correct input_channels, or dt if the fields have a time step."
+        )
+    targets = channels - header.input_channels
+    if header.dt == 0 and header.conserved and targets != header.input_channels:
+        raise UsageError(
+            f"--data.path: {file} has the attribute conserved, the integral of each channel, and without time "
+            f"{header.input_channels} input and {targets} target channels; as many are required, to compare one with "
+            "the other. Set conserved to False in the files of both splits."
+        )
+
+
+def _check_boundary(file: Path, header: FieldHeader) -> None:
+    """Refuse another spelling of a boundary with an effect."""
+    meant = header.boundary.strip().lower()
+    if meant in BOUNDARIES and meant != header.boundary:
+        raise UsageError(
+            f"--data.path: {file} has the attribute boundary {header.boundary!r}, without effect; {meant!r} is "
+            "required for one with it. Correct it in the files of both splits, or name another boundary."
         )
 
 

@@ -33,20 +33,22 @@ def check_layout(file: Path, content: Any, task: str, steady: bool) -> None:
 
 
 def spacing_of(file: Path, times: Float, count: int) -> float:
-    """Return the time between snapshots. Refuses fewer than `count` times, and uneven ones."""
+    """Return the time between snapshots. Refuses fewer than `count` times, and uneven or falling ones."""
     if len(times) < count or count < 2:
         raise UsageError(
             f"--data.path: {file} has {len(times)} times in 't-coordinate' for {count} snapshots; as many, and 2 or "
             "more, are required: check which file it is."
         )
     steps = np.diff(times.astype(np.float64))
-    if not np.allclose(steps, steps.mean(), rtol=1e-3):
+    mean = float(steps.mean())
+    if not np.allclose(steps, mean, rtol=1e-3, atol=0) or mean <= 0:
         raise UsageError(
             f"--data.path: {file} has times in 't-coordinate' ({times.dtype}) that are {steps.min():g} to "
-            f"{steps.max():g} apart; even spacing, to 1 in 1000, is required: correct them, with the digits of float32 "
-            "or more."
+            f"{steps.max():g} apart; even spacing above 0, to 1 in 1000, is required: correct them, "
+            "with the digits of float32 or more."
         )
-    return round(float(steps.mean()), 6)
+    # Without the digits by which float32 misses a decimal number, whatever the unit of time.
+    return float(f"{mean:.6g}")
 
 
 def parameter_of(file: Path, content: Any, name: str) -> float:

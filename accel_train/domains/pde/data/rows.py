@@ -266,10 +266,19 @@ def _shared_notices(task: str, shared: int, samples: int) -> Iterator[str]:
 
 
 def _scale_notices(fields: Fields, task: FieldTask) -> Iterator[str]:
-    """Yield notices about wide ranges. All files of a task share one scale, and the loss is of normalised fields."""
+    """Yield notices about wide ranges: of parameters, of channels in one nRMSE, of files that share one scale."""
     if any(task.logarithmic):
         names = ", ".join(compress(task.parameters, task.logarithmic))
         yield f"{task.name}: {names} differ by more than {WIDE:g} times: read by their logarithms"
+    deviations = task.target.std
+    if max(deviations) > WIDE * min(deviations):
+        first = fields.shape[1] - task.target_channels
+        most, least = (first + deviations.index(pick(deviations)) for pick in (max, min))
+        yield (
+            f"{task.name}: channel {most} varies {max(deviations) / min(deviations):.3g} times as much as channel "
+            f"{least}, and nRMSE is of all channels together: errors of channel {least} count in the loss, and hardly "
+            "in nRMSE. Write the channels in units in which they vary alike"
+        )
     sizes = file_sizes(fields, task.target_channels)
     small = min(sizes, key=sizes.__getitem__)
     large = max(sizes, key=sizes.__getitem__)

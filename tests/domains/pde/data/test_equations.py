@@ -594,8 +594,17 @@ def test_times_are_evenly_spaced_to_one_in_1000(tmp_path: Path, last: float, is_
     if is_even:
         assert spacing_of(tmp_path, times, 11) == pytest.approx(0.1, rel=1e-3)
         return
-    with pytest.raises(UsageError, match="even spacing, to 1 in 1000, is required"):
+    with pytest.raises(UsageError, match="even spacing above 0, to 1 in 1000, is required"):
         spacing_of(tmp_path, times, 11)
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
+def test_times_have_any_unit_and_rise(tmp_path: Path, unit: float) -> None:
+    times = (np.arange(11) * 0.01 * unit).astype(np.float32)
+    assert spacing_of(tmp_path, times, 11) == pytest.approx(0.01 * unit, rel=1e-12)
+    for wrong in (times[::-1], 0 * times):
+        with pytest.raises(UsageError, match="even spacing above 0"):
+            spacing_of(tmp_path, wrong, 11)
 
 
 @pytest.mark.parametrize(("name", "value"), [("Nu1e-3", 1e-3), ("nu0.02", 0.02), ("Nu4.0", 4.0)])

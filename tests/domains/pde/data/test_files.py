@@ -264,6 +264,11 @@ def test_points_of_a_grid_that_is_not_square_are_thinned_alike_along_both_axes(t
             "input_channels 2 of 2 channels; 1 to 1 inputs are req",
         ),
         (lambda f: f.attrs.update(dt=0.0), "dt 0, without time, and 3 snapshots of each sample; one is required"),
+        (
+            lambda f: (f.attrs.update(dt=0.0), f.pop("fields"), f.update(fields=VALUES[:, :1, [0, 1, 1]])),
+            "conserved, .* without time 1 input and 2 target channels; as many are required",
+        ),
+        (lambda f: f.attrs.update(boundary="Periodic"), "boundary 'Periodic', without effect; 'periodic' is required"),
         (lambda f: f.attrs.update(grid=(1, 32)), r"attribute grid \(1, 32\) and .* its grid is \(4, 6\)"),
     ],
 )
@@ -273,6 +278,17 @@ def test_files_that_are_not_of_the_schema(tmp_path: Path, damage: Any, words: st
         damage(_Changing(content))
     with pytest.raises(UsageError, match=words):
         read(file)
+
+
+def test_texts_of_fixed_length_are_read_as_others(tmp_path: Path) -> None:
+    """Fortran, MATLAB and C write them so, and h5py reads bytes."""
+    file = write(tmp_path / "x.h5")
+    expected = read(file).header
+    with h5py.File(file, "a") as content:
+        for name in ("schema", "task", "boundary"):
+            content.attrs[name] = np.bytes_(content.attrs[name])
+        content.attrs["parameters"] = np.array([name.encode() for name in expected.parameters])
+    assert read(file).header == expected
 
 
 class _Changing:

@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,19 @@ def test_held_out_samples_that_are_trained_on_are_told(tmp_path: Path) -> None:
         assert [notice.split(" are ")[0] for notice in found] == [
             "moving: 2 of 3 held-out samples", "still: 9 of 9 held-out samples"
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize("header", [MOVING, STILL])
+def test_channels_that_share_one_error_in_different_units_are_told(header: FieldHeader, tmp_path: Path) -> None:
+    units = np.array([1e-3, 1, 100])[:, None, None]
+    values = np.random.default_rng(0).normal(size=(5, 3 if header.dt else 1, 3, 1, 8)) * units
+    write_fields(tmp_path / "x.h5", header, 5, [(values, np.ones((5, len(header.parameters))))])
+    one = [opened(tmp_path / "x.h5")]
+    found = build({header.task: {"train": one, "heldout": one}}, tmp_path).notices
+    (told,) = [notice for notice in found if "nRMSE is of all channels together" in notice]
+    # The first channel of a steady equation is its input.
+    assert re.search(rf": channel 2 varies \S+ times as much as channel {0 if header.dt else 1},", told)
+    assert not [notice for notice in build(two_tasks(tmp_path), tmp_path).notices if "nRMSE is of" in notice]
 
 
 def test_assets_are_plain_json(tmp_path: Path) -> None:
