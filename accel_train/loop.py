@@ -261,7 +261,7 @@ class Training:
                 with self._doing("evaluation"), stoppable(self.saver.asked_to_stop):
                     metrics = evaluate()
             except EvaluationStopped:
-                info(logger, f"asked to stop: the evaluation after step {self.done} is broken off")
+                info(logger, f"asked to stop: the evaluation after step {self.done} is interrupted")
                 self.stopped = True
                 self._save()  # does nothing if a due save has written this step
                 self._owe_evaluation()
@@ -367,7 +367,7 @@ def evaluate_only(opened: Experiment, evaluate: Callable[[], Mapping[str, float]
         write_report(opened.accelerator, opened.run.directory, step, metrics)
         log_evaluation(step, metrics, own_summary=opened.config.recipe.labels.own_summary)
     else:
-        info(logger, f"a stop has broken off the evaluation after the last step, {step}: it is made now")
+        info(logger, f"a stop interrupted the evaluation after the last step, {step}: running it now")
         metrics = record_owed_evaluation(opened, evaluate)
     info(logger, f"written: {opened.config.report_directory}")
     opened.refuse_unreported(metrics)
@@ -381,7 +381,7 @@ def finish(training: Training) -> int:
     opened.accelerator.end_training()
     if training.stopped and step >= opened.max_steps:
         info(logger, f"stopped after the last step, {step}, which is saved (exit code 75)")
-        # Only the wait for the Hub may have been broken off, after the evaluation.
+        # Only the wait for the Hub may have been interrupted, after the evaluation.
         if training.evaluation_remedy is not None:
             info(logger, f"start {training.evaluation_remedy} to evaluate it")
         return EXIT_PREEMPTED

@@ -180,7 +180,7 @@ class Run:
 
     @property
     def owes_evaluation(self) -> bool:
-        """True if a stop has broken off the evaluation after the step reached so far, which was to be the last."""
+        """True if a stop interrupted the evaluation after the step reached so far, which was to be the last."""
         return self.checkpoint is not None and self.saved.get(OWED) == self.start_step
 
     @property

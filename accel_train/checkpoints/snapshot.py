@@ -295,15 +295,15 @@ def _is_on_gpu(tensor: Tensor) -> bool:
 
 
 def _pinned_stream(owner: object, buffer: Tensor) -> torch.cuda.Stream | None:
-    """Lock the buffer in memory for the lifetime of ``owner`` and return a stream for asynchronous copies into it.
+    """Pin the buffer for the lifetime of ``owner`` and return a stream for asynchronous copies into it.
 
-    None if it cannot be locked: copies are then synchronous.
+    None if it cannot be pinned: copies are then synchronous.
     """
     runtime: Any = torch.cuda.cudart()
     address = buffer.data_ptr()
     code = int(runtime.cudaHostRegister(address, len(buffer), 0))
     if code != 0:
-        logger.warning("%d bytes of host memory cannot be locked (CUDA error %d): saves wait longer", len(buffer), code)
+        logger.warning("cannot pin %d bytes of host memory (CUDA error %d): saves block longer", len(buffer), code)
         return None
     weakref.finalize(owner, runtime.cudaHostUnregister, address)
     return torch.cuda.Stream()

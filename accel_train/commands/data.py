@@ -51,7 +51,7 @@ def cache(action: str, arguments: Sequence[str]) -> int:
     # What has not been there holds nothing, and `cache_directory` would make it.
     if config.cache_dir is not None and not expand_path(config.cache_dir).is_dir():
         raise UsageError(
-            f"--cache_dir {config.cache_dir!r}: {expand_path(config.cache_dir)} is no folder; give the "
+            f"--cache_dir {config.cache_dir!r}: {expand_path(config.cache_dir)} is not a folder; give the "
             "--data.cache_dir of the runs, or leave it out for the usual one"
         )
     root = cache_directory(config.cache_dir) / tensor_cache.ROOT

@@ -155,7 +155,7 @@ def refuse_other_file(path: Path) -> None:
     # Of any version. Other files have a seal as well, such as the manifest of a checkpoint.
     if not {"machine", "figures", "links", strict_json.SEAL} <= tree.keys():
         raise UsageError(
-            f"output: {path} exists and is no file of accel-train calibrate; a new name is required. Give another"
+            f"output: {path} exists and was not written by accel-train calibrate; a new name is required. Give another"
         )
 
 

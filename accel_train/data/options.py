@@ -214,7 +214,7 @@ class LoaderConfig:
     run, across epochs."""
 
     num_workers: NonNegativeInt | Literal["auto"] = "auto"
-    """Reading processes per training process. 0 = read in the training process. auto = 0 on a CPU, whose cores are
+    """DataLoader workers per training process. 0 = read in the training process. auto = 0 on a CPU, whose cores are
     busy with training, else the cores of this host per training process minus one, at most 8."""
 
     prefetch_factor: PositiveInt | None = None

@@ -84,7 +84,7 @@ class Host:
     output: Disk = field(default_factory=Disk)
     compile_cache_filesystem: str = ""
     forks: bool = True
-    """Reading processes are forked: Python's default on Linux before 3.14."""
+    """DataLoader workers are forked: Python's default on Linux before 3.14."""
     has_fast_bf16: bool = True
     """torch's bf16 products on the CPU are those of oneDNN. Of GPUs the capability tells."""
     seconds_left: float | None = None
@@ -189,7 +189,7 @@ class Facts:
 
     @property
     def workers(self) -> int:
-        """Reading processes per training process, with ``auto`` resolved as ``data.options`` does."""
+        """DataLoader workers per training process, with ``auto`` resolved as ``data.options`` does."""
         asked = self.option("loader.num_workers", 0)
         if asked != "auto":
             return int(asked)

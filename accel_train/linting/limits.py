@@ -19,7 +19,7 @@ OBJECT_STORES = ("fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.blobfuse2")
 
 
 def small_shared_memory(facts: Facts) -> Finding | None:
-    """Reading processes hand micro-batches over in /dev/shm. A container has 64 MiB of it by default, and one that
+    """DataLoader workers hand micro-batches over in /dev/shm. A container has 64 MiB of it by default, and one that
     fills it ends with `Bus error`.
     """
     size = facts.host.shared_memory_bytes

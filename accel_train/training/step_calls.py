@@ -78,7 +78,7 @@ class StepCalls:
         if self._counts_steps and updates and self._steps != 1:
             raise RuntimeError(
                 f"step {step}: optimizer.step was called {self._steps} times between two steps of the loop, and once "
-                "is required; call it behind window.finish"
+                "is required; call it after window.finish"
             )
 
 

@@ -94,7 +94,7 @@ def test_a_foreign_file_is_refused_before_anything_is_measured(tmp_path: Path) -
     file.write_text(json.dumps({"name": "mine"}))
     done = calibrate("--output", str(file))
     assert done.returncode == 2
-    assert "exists and is no file of accel-train calibrate" in done.stderr
+    assert "exists and was not written by accel-train calibrate" in done.stderr
     assert json.loads(file.read_text()) == {"name": "mine"}
 
 

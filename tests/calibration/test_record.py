@@ -79,7 +79,7 @@ def test_another_calibration_is_replaced_and_nothing_else(path: Path, tmp_path: 
     for number, content in enumerate(("{}", sealed, "torn {")):
         other = tmp_path / f"{number}.json"
         other.write_text(content)
-        with pytest.raises(UsageError, match=r"output: .*exists and is no file of accel-train calibrate"):
+        with pytest.raises(UsageError, match=r"output: .*exists and was not written by accel-train calibrate"):
             record.write(other, later)
         assert other.read_text() == content
 

@@ -144,7 +144,7 @@ def filled(folder: Path) -> TensorCache:
 
 @pytest.mark.parametrize("action", ["ls", "verify", "clear"])
 def test_a_cache_that_is_not_there_is_refused_and_not_made(tmp_path: Path, action: str) -> None:
-    with pytest.raises(UsageError, match=r"--cache_dir '.*/cahce': .* is no folder; give"):
+    with pytest.raises(UsageError, match=r"--cache_dir '.*/cahce': .* is not a folder; give"):
         run("cache", action, cache=tmp_path / "cahce")
     assert not (tmp_path / "cahce").exists()
 

@@ -103,7 +103,7 @@ def test_a_stop_ends_an_evaluation_and_saves(
     else:
         run.kill(number, rank=told)
     assert set(run.wait()) == {75}, run.output()
-    assert "the evaluation after step 10 is broken off" in run.output()
+    assert "the evaluation after step 10 is interrupted" in run.output()
     assert checkpoints(out) == [10]
     assert commit.verify(out / "checkpoints" / commit.checkpoint_name(10)).manifest["metrics"] == {}
     same_end(trainers, out, ranks, whole_with_evaluations(ranks))
@@ -128,7 +128,7 @@ def test_the_next_start_makes_up_for_a_last_evaluation_that_was_stopped(
 
     again = trainers.run(out, ranks=ranks, patch=INSTEAD)
     assert set(again.wait()) == {0}, again.output()
-    assert "it is made now" in again.output()
+    assert "running it now" in again.output()
     assert evaluated(out) == [5, 10, 15, 20, 20]
     manifest_of_it = commit.verify(out / "checkpoints" / commit.checkpoint_name(20)).manifest
     assert manifest_of_it["metrics"]["worst_at_ten"] == -10.0

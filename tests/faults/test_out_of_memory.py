@@ -462,7 +462,7 @@ def test_the_save_of_a_stopped_evaluation_is_a_save(tmp_path: Path) -> None:
     room = {"ROOM": "16", "ROOM_IN": "save", "ROOM_FROM": "3", "ROOM_UNTIL": "4"}
     done = run(directory, EVALUATE_EVERY="4", STOP_IN_EVALUATION="1", **room)
     assert done.returncode == 1, done.stdout
-    assert "asked to stop: the evaluation after step 4 is broken off" in done.stdout
+    assert "asked to stop: the evaluation after step 4 is interrupted" in done.stdout
     assert_save_ended_the_run(directory, done.stdout, 4)
     assert [step for step, _ in manifest.committed(directory / "checkpoints")] == [3]
 

@@ -49,10 +49,10 @@ class DataConfig:
     max_bad_rows: NonNegativeInt = 0
     """Unusable rows (bad JSON, no text, nothing to learn) to leave out. The next one is an error with its place."""
     tokenizer: str | None = None
-    """Hub id or folder of a tokenizer, or 'trained': a byte-level BPE of vocab_size pieces, trained on the training
+    """Hub id or folder of a tokenizer, or 'trained': a byte-level BPE of vocab_size tokens, trained on the training
     rows (on a sample of more than 131,072). null: that of model.source, or 'trained' from scratch."""
     vocab_size: PositiveInt | None = None
-    """Pieces of the trained tokenizer, 300 or more. null: 2048."""
+    """Tokens of the trained tokenizer, 300 or more. null: 2048."""
     chat_template: str | None = None
     """Jinja file with a chat template that replaces the tokenizer's."""
     max_length: PositiveInt = 256
