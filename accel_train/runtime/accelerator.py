@@ -388,6 +388,6 @@ def _verify(accelerator: Accelerator, requested: Requested, world_size: int, pre
     for name, asked, real in checks:
         if real not in asked:
             raise UsageError(
-                f"{name}: {' or '.join(map(str, asked))} was asked for by {requested.source}, but Accelerate has set up "
-                f"{real}; check the launch command (`accel-train check --config_file FILE RECIPE` explains what it reads)"
+                f"{name}: {' or '.join(map(str, asked))} was asked for by {requested.source}, but {real} was set up; "
+                "check the launch command (`accel-train check --config_file FILE RECIPE` explains what it reads)"
             )
