@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from accel_train.config import UsageError
 from accel_train.training.feedback.factors import term_factor
-from accel_train.training.gradients.loss_checks import by_term, refuse_means
+from accel_train.training.gradients.loss_checks import by_term, refuse_empty, refuse_means
 from accel_train.training.gradients.step_metrics import StepMetrics
 from accel_train.training.gradients.sync import (
     SyncPolicy,
@@ -88,6 +88,7 @@ class GradientWindow:
         self._times = times
         self.inputs = [inputs for inputs, _ in micro_batches]
         self.coefficients = dict(coefficients)
+        refuse_empty(self.inputs, self.coefficients, step)
         self._zero_stage = zero_stage_of(accelerator)
         self.sync = when_to_reduce(policy, self._zero_stage)
         # DeepSpeed refuses no_sync where it shards gradients.

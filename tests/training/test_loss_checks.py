@@ -42,6 +42,21 @@ def test_one_value_beside_the_weight_of_each_sample_is_refused(accelerator: Acce
     finished(accelerator, [torch.ones(4)], [torch.ones(4)])
 
 
+@pytest.mark.parametrize(
+    ("micro_batches", "coefficients", "found"),
+    [([], COEFFICIENTS, "0 micro-batches and 2 loss terms"), ([({}, torch.ones(1))], {}, "1 micro-batches and 0 loss")],
+)
+def test_a_window_without_anything_to_train_is_refused(
+    micro_batches: list[tuple[dict[str, Tensor], Tensor]],
+    coefficients: dict[str, float],
+    found: str,
+    accelerator: Accelerator,
+) -> None:
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with pytest.raises(UsageError, match=rf"\(step 5\): {found}.*at least one of each is required"):
+        GradientWindow(accelerator, model, micro_batches, coefficients, step=4)
+
+
 def test_a_loss_without_weight_is_counted_in_trained_terms_only(accelerator: Accelerator) -> None:
     weights = [torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.5, 0.0])]
     losses = [torch.tensor([2.0, 0.0, 3.0]), torch.tensor([2.0, 5.0])]

@@ -6,7 +6,7 @@ same but for a factor, and other layouts do not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,16 @@ PLACES = {
     "sums": "the sums given to window.backward (what `loss_sums` of a recipe returns)",
 }
 """Where a recipe names its loss terms, for a message."""
+
+
+def refuse_empty(micro_batches: Sequence[object], coefficients: Mapping[str, float], step: int) -> None:
+    """Raise ``UsageError`` for a window without a micro-batch or a loss term."""
+    if not micro_batches or not coefficients:
+        raise UsageError(
+            f"prepared.window (step {step + 1}): {len(micro_batches)} micro-batches and {len(coefficients)} loss "
+            "terms; at least one of each is required: pass all of batches.micro_batches, and the coefficient of each "
+            "term"
+        )
 
 
 def by_term(
