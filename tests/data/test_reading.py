@@ -265,6 +265,15 @@ def test_a_fingerprint_is_that_of_every_sample() -> None:
     assert len({found, fingerprint_of(Jittered([1, 2, 4])), fingerprint_of(Jittered([1, 2]))}) == 3
 
 
+def test_a_fingerprint_of_a_field_without_numbers_names_it() -> None:
+    class Captioned(list[str]):
+        def __getitem__(self, index: Any) -> Any:
+            return {"value": index, "caption": super().__getitem__(index)}
+
+    with pytest.raises(UsageError, match=r"dataset\[0\]: field 'caption': a tensor is required, got a str\. Encode"):
+        fingerprint_of(Captioned(["a cat"]))
+
+
 # ---------------------------------------------------------------------------------------- a whole micro-batch at once
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_that_reads_whole_batches_is_asked_for_them(workers):
