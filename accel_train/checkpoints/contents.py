@@ -21,7 +21,7 @@ from accel_train.precision import Precision
 from accel_train.store import atomic_files, planning, weights
 from accel_train.store.planning import Collection
 from accel_train.store.strict_json import Json
-from accel_train.training.ema import Ema
+from accel_train.training.ema import Ema, refuse_wide
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import read_loss_scale
 from accel_train.wording import shortened
@@ -48,13 +48,7 @@ def saved_names(shards: Shards, run: Run) -> list[str]:
 def refuse_unsavable(shards: Shards, run: Run) -> None:
     """Raise ``UsageError`` for a model of which a checkpoint cannot hold all. Reads no tensor. Any rank."""
     _own_dtypes(shards, saved_names(shards, run))
-    # Trained parameters are saved in a real type, which would drop the imaginary part.
-    unreal = [name for name, parameter in shards.parameters.items() if parameter.is_complex()]
-    if unreal:
-        raise UsageError(
-            f"the model: {shortened(unreal, 3)} is complex, which a checkpoint cannot hold; train torch.view_as_real "
-            "of it, and use torch.view_as_complex in forward"
-        )
+    refuse_wide(shards.parameters)
 
 
 def collections(

@@ -21,6 +21,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from accel_train import preparation
 from accel_train.checkpoints import background, contents, restore, saver
 from accel_train.checkpoints.policy import CheckpointConfig, warn_about_grace
 from accel_train.checkpoints.run import Run
@@ -532,12 +533,19 @@ def test_a_dtype_that_no_checkpoint_holds_is_refused_at_the_start(tmp_path: Path
         toy.saver(CheckpointConfig())
 
 
-def test_complex_parameters_are_refused_at_the_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "found"), [(torch.complex64, "complex"), (torch.float64, "trained in float64")])
+def test_parameters_wider_than_fp32_are_refused_at_the_start(tmp_path: Path, dtype: torch.dtype, found: str) -> None:
+    """A checkpoint would round them, and the resume from it would not be exact."""
     toy = Toy(tmp_path / "run")
-    toy.average.view.module.register_parameter("modes", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    toy.average.view.module.register_parameter("modes", nn.Parameter(torch.ones(2, dtype=dtype)))
     toy.average = Ema(EmaConfig(0.0), Shards(toy.model, toy.optimizer))
-    with pytest.raises(UsageError, match="the model: modes is complex"):
+    with pytest.raises(UsageError, match=f"the model: modes is {found}"):
         toy.saver(CheckpointConfig())
+    # Before anything is built from them.
+    with pytest.raises(UsageError, match=f"the model: modes is {found}"):
+        preparation._trained_in_fp32(toy.average.view.module)
+    # Frozen ones are saved in their own type.
+    preparation._trained_in_fp32(nn.Linear(1, 1, dtype=torch.float64).requires_grad_(False))
 
 
 def test_weights_alone_can_be_evaluated(tmp_path: Path) -> None:
