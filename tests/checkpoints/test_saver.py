@@ -33,6 +33,7 @@ from accel_train.hub.options import HubConfig
 from accel_train.store import atomic_files, commit, failpoints, manifest
 from accel_train.store.commit import CheckpointWriteError
 from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
 from accel_train.training.shards import Shards, persistent_buffers
 from tests.waiting import until
 
@@ -240,6 +241,46 @@ def test_optimizer_state_that_is_missing_is_named(tmp_path: Path, caplog: pytest
     atomic_files.write_json(saved.file("optimizer/index.json"), index)
     restore.restore(run, again.accelerator, again.average.view, again.average)
     assert "it lacks optimizer state (exp_avg of 0.bias), which begins anew" in caplog.text
+
+
+@pytest.mark.parametrize("saved_at", [1, 3])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_parameter_without_gradient_in_some_steps_resumes_exactly(tmp_path: Path, saved_at: int, fused: bool) -> None:
+    """AdamW corrects a bias by the steps of each parameter. A head that only some tasks use has fewer."""
+
+    def build() -> Toy:
+        toy = Toy(tmp_path / "run")
+        if fused:
+            adamw = FusedAdamW([{"params": list(toy.model.parameters())}], lr=0.1, betas=(0.9, 0.95), eps=1e-8)
+            toy.optimizer = toy.accelerator.prepare(adamw)
+            toy.average = Ema(EmaConfig(0.5), Shards(toy.model, toy.optimizer))
+        return toy
+
+    def step(toy: Toy, number: int) -> None:
+        toy.model(torch.full((2, 6), float(number))).square().mean().backward()
+        if number < 3:
+            toy.model[0].bias.grad = None
+        toy.optimizer.step()
+        toy.optimizer.zero_grad()
+        toy.average.update(number)
+
+    first = build()
+    with first.saver(CheckpointConfig()) as saver:
+        for number in range(1, saved_at + 1):
+            step(first, number)
+        saver.save(saved_at)
+    saved = commit.verify(first.run.checkpoints / f"checkpoint_{saved_at:08d}")
+    steps = saved.json("optimizer/index.json").get("steps", {})
+    assert steps == ({"0.bias": 1} if saved_at == 3 else {})
+    again = build()
+    again.run = replace(again.run, checkpoint=saved)
+    restore.load_initial_weights(again.model, again.run)
+    restore.restore(again.run, again.accelerator, again.average.view, again.average)
+    for number in range(saved_at + 1, 6):
+        step(first, number)
+        step(again, number)
+    expected = first.state()
+    assert all(torch.equal(found, expected[name]) for name, found in again.state().items())
 
 
 def test_weights_only_is_said_and_cannot_be_resumed(toy: Toy) -> None:
