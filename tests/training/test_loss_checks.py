@@ -42,6 +42,21 @@ def test_one_value_beside_the_weight_of_each_sample_is_refused(accelerator: Acce
     finished(accelerator, [torch.ones(4)], [torch.ones(4)])
 
 
+def test_a_matrix_beside_the_weight_of_each_sample_is_refused(accelerator: Accelerator) -> None:
+    """The loss of a model whose output is (B, 1), times the weights (B,), is (B, B)."""
+    weight = torch.ones(4)
+    for loss in (torch.ones(4, 1) * weight, torch.ones(4, 1)):
+        with pytest.raises(UsageError, match=rf"'main' has shape \(4, {loss.shape[1]}\), and its weight \(4,\)"):
+            finished(accelerator, [weight], [loss])
+    model = accelerator.prepare(nn.Linear(1, 1))
+    window = GradientWindow(accelerator, model, [({}, weight)], {"main": 1.0}, step=0)
+    for _ in window:
+        with pytest.raises(UsageError, match=r"metric 'error' has shape \(4, 4\)"):
+            window.backward(weight * model.weight.sum(), metrics={"error": torch.ones(4, 1) * weight})
+    # A weight for each token.
+    finished(accelerator, [torch.ones(4, 2)], [torch.ones(4, 2)])
+
+
 @pytest.mark.parametrize(
     ("micro_batches", "coefficients", "found"),
     [([], COEFFICIENTS, "0 micro-batches and 2 loss terms"), ([({}, torch.ones(1))], {}, "1 micro-batches and 0 loss")],
