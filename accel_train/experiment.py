@@ -189,7 +189,7 @@ def open_experiment(
     info(logger, *notices, *history.notices, *length.notices, *size_notices, *sampler.notices(*batch_sizes))
     info(logger, *config.batch_schedule.notices(max_steps), *config.plateau.notices(max_steps))
     info(logger, *schedules.notices(length.schedule, decay_steps, max_steps, length.kept_flags), run.decision)
-    info(logger, *config.profile.notices(run.start_step))
+    info(logger, *run.rollback_notices(history.contents), *config.profile.notices(run.start_step))
     _keep_threads(config, run, accelerator)
     finished = run.start_step >= max_steps and not (config.evaluate_only or run.owes_evaluation)
     if finished:
