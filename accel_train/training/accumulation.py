@@ -375,7 +375,9 @@ def _will_rebuild_buckets(model: Any, processes: int) -> bool:
 
 
 def _summed(values: Tensor) -> Tensor:
-    """Sum over the samples of a micro-batch, unless it is one already."""
+    """Sum over the samples of a micro-batch, unless it is one already, in fp32 at least: bf16 does not count to 257."""
+    if values.is_floating_point() and values.itemsize < 4:
+        values = values.float()
     return values.sum() if values.ndim else values
 
 

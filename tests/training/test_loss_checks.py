@@ -57,6 +57,23 @@ def test_a_matrix_beside_the_weight_of_each_sample_is_refused(accelerator: Accel
     finished(accelerator, [torch.ones(4, 2)], [torch.ones(4, 2)])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sums", [False, True])
+def test_weights_in_low_precision_divide_as_those_in_fp32(
+    accelerator: Accelerator, dtype: torch.dtype, sums: bool
+) -> None:
+    """Each is exact, and their sum of 4,099 is not, nor is its inverse. Whatever the division of the batch."""
+    weight = torch.tensor([2048.0, 2048.0, 3.0])
+    expected = finished(accelerator, [weight], [weight]).weights["main"]
+    for sizes in ([3], [1, 2]):
+        parts = list(weight.to(dtype).split(sizes))
+        if sums:
+            parts = [each for part in parts for each in part]
+        result = finished(accelerator, parts, [part.float() for part in parts])
+        assert float(result.weights["main"]) == float(expected) == 4099
+        assert float(result.grad_norm) == pytest.approx(1, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("micro_batches", "coefficients", "found"),
     [([], COEFFICIENTS, "0 micro-batches and 2 loss terms"), ([({}, torch.ones(1))], {}, "1 micro-batches and 0 loss")],
