@@ -85,15 +85,15 @@ def _schedule(config: ExperimentConfig, earlier: Mapping[str, Any], steps: int) 
     contradicting numbers from one source stay as they are and are refused later.
     """
     schedule = config.schedule
-    # A schedule with a length of its own does not follow that of the run.
-    if schedule.decay_steps is not None:
-        return schedule
     origins = {name: origin_of(config, f"schedule.{name}") for name in SHORTENED.values()}
     # A resume warms up as the first start did, even if its own max_steps has room for the whole warm-up.
     for key, name in SHORTENED.items():
         asked, used = earlier.get(key) or (None, 0)
         if origins[name] != "command line" and asked is not None and getattr(schedule, name) == asked:
             schedule = replace(schedule, **{name: used})
+    # A schedule with a length of its own does not follow that of the run.
+    if schedule.decay_steps is not None:
+        return schedule
     length_origin = origin_of(config, _length_option(config))
     if length_origin != "command line":
         return schedule
@@ -110,6 +110,12 @@ class _Length(NamedTuple):
     """Values for ``run.json``, which later starts keep."""
     notices: list[str]
 
+    @property
+    def kept_flags(self) -> str:
+        """Flags of shortened options, for a command with another ``decay_steps``: those of the file may not fit it."""
+        shortened = {name: self.resolved[key] for key, name in SHORTENED.items() if key in self.resolved}
+        return "".join(f" --schedule.{name} {used}" for name, (_, used) in shortened.items())
+
 
 def _resolve_length(config: ExperimentConfig, accelerator: Accelerator, dataset_size: int) -> _Length:
     earlier = on_main(accelerator, lambda: kept(config.run_options()))
@@ -123,9 +129,12 @@ def _resolve_length(config: ExperimentConfig, accelerator: Accelerator, dataset_
         if asked == used:
             continue
         resolved[key] = [asked, used]
+        where = f"the {decay_steps} steps of this run's schedule"
+        if key in earlier:
+            where = "the schedule of the first start"
         notices.append(
-            f"schedule.{name}: {asked} is more than fits into the {decay_steps} steps of this run's schedule: "
-            f"shortened to {used}; to choose the number yourself, give --schedule.{name}"
+            f"schedule.{name}: {asked} is more than fits into {where}: shortened to {used}; to choose the number "
+            f"yourself, give --schedule.{name}"
         )
     return _Length(max_steps, schedule, resolved, notices)
 
@@ -179,12 +188,12 @@ def open_experiment(
     batch_sizes = (config.global_batch_size, accelerator.num_processes, micro_batch_size)
     info(logger, *notices, *history.notices, *length.notices, *size_notices, *sampler.notices(*batch_sizes))
     info(logger, *config.batch_schedule.notices(max_steps), *config.plateau.notices(max_steps))
-    info(logger, *schedules.notices(length.schedule, decay_steps, max_steps), run.decision)
-    info(logger, *config.profile.notices(run.start_step))
+    info(logger, *schedules.notices(length.schedule, decay_steps, max_steps, length.kept_flags), run.decision)
+    info(logger, *run.rollback_notices(history.contents), *config.profile.notices(run.start_step))
     _keep_threads(config, run, accelerator)
     finished = run.start_step >= max_steps and not (config.evaluate_only or run.owes_evaluation)
     if finished:
-        remedy = schedules.remedy_when_finished(length.schedule, decay_steps, max_steps)
+        remedy = schedules.remedy_when_finished(length.schedule, decay_steps, max_steps, length.kept_flags)
         info(logger, *run.finished_notices(max_steps, _length_option(config), remedy))
     return Experiment(
         config=config,

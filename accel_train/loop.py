@@ -339,12 +339,13 @@ def heldout_means(
     """Return the mean of each metric over a held-out set, with the EMA weights, the same on any number of processes.
 
     ``metrics_of(model, batch)`` returns the metrics of each sample, (B,). Their names get the prefix ``heldout_``. All
-    processes call it. A stop ends it between two batches.
+    processes call it. A stop ends it between two batches. Raises ``UsageError`` for metrics of another shape.
     """
 
     def sums_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         weight = batch["weight"]
         metrics = dict(metrics_of(prepared.model, batch))
+        evaluation.require_samples(metrics, weight)
         metrics[SAMPLES] = torch.ones_like(weight)
         return {name: (values * weight).sum() for name, values in metrics.items()}
 

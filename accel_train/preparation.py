@@ -29,7 +29,7 @@ from accel_train.runtime.strategy import (
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
 from accel_train.speed.memory import fitting
 from accel_train.train_state import Experiment, TrainState
-from accel_train.training.ema import build_ema
+from accel_train.training.ema import build_ema, refuse_wide
 from accel_train.training.gradients.sync import resolve_sync
 from accel_train.training.health.options import has_replicas, nothing_to_compare, refuse_inexact
 from accel_train.training.optimizers import build_optimizer
@@ -80,8 +80,13 @@ def build_model(opened: Experiment, model: Callable[P, nn.Module], *shape: P.arg
 
 
 def _trained_in_fp32(model: nn.Module) -> list[str]:
-    """Cast trained parameters to fp32, in which the optimizer steps. Return a notice if any was narrower."""
-    narrow = [p for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    """Cast trained parameters to fp32, in which the optimizer steps. Return a notice if any was narrower.
+
+    Raises ``UsageError`` for wider ones.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    refuse_wide(trained)
+    narrow = [parameter for parameter in trained.values() if parameter.dtype in (torch.bfloat16, torch.float16)]
     for parameter in narrow:
         parameter.data = parameter.data.float()
     if not narrow:

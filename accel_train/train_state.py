@@ -308,7 +308,7 @@ def roll_back(opened: Experiment, log: Recorder, error: NonFiniteError) -> None:
     if health.non_finite != "rollback" or error.bad is None:
         return
     run = opened.run
-    going_back = rollback.next_rollback(run.rollbacks, error.bad, health.max_rollbacks)
+    going_back = rollback.next_rollback(run.rollbacks, error.bad, health.max_rollbacks, opened.history.contents)
     if isinstance(going_back, str):
         error.add_note(going_back)
         return
@@ -324,7 +324,13 @@ def roll_back(opened: Experiment, log: Recorder, error: NonFiniteError) -> None:
 
 
 def without_left_out(opened: Experiment, prepared: TrainState, order: Sampler) -> Sampler:
-    """Return ``order`` without the samples of ``without_samples`` and of rollbacks. Checkpoints list the latter."""
+    """Return ``order`` without the samples of ``without_samples`` and of rollbacks. Checkpoints list the latter.
+
+    Those of other data are left out of neither: here their indices are other samples.
+    """
     history = prepared.guard.history
-    history.left_out = sorted({*history.left_out, *rollback.left_out(opened.run.rollbacks)})
+    data = opened.history.contents
+    earlier = history.left_out if history.left_out_data in ("", data) else []
+    history.left_out = sorted({*earlier, *rollback.left_out(opened.run.rollbacks, data)})
+    history.left_out_data = data
     return leaving_out.without_samples(order, [*opened.config.without_samples, *history.left_out])

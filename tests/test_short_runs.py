@@ -19,7 +19,7 @@ from accel_train.domains.pde.checks import check_stages
 from accel_train.linting.facts import Facts
 from accel_train.linting.training import warmup_beyond_the_run
 from accel_train.options.loading import load_config
-from accel_train.training.schedules import learning_rate_factor
+from accel_train.training.schedules import learning_rate_factor, notices, remedy_when_finished
 from recipes import causal_lm, mmdit, pde
 from tests.linting.test_presets import EVERY_PRESET, PRESETS
 
@@ -81,6 +81,31 @@ def test_a_shipped_preset_runs_for_a_few_steps(
     assert lengths == (found.max_steps, found.max_steps, found.schedule)
     if recipe is pde:
         check_stages(config.objective, lengths.schedule, lengths.max_steps, lengths.decay_steps)
+
+
+@pytest.mark.parametrize("flags", ["", " --schedule.decay_steps 300", " --schedule.decay_steps 300 --max_steps 400"])
+def test_a_resume_keeps_the_shortened_warm_up(
+    flags: str, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with the flags that the notice of a longer run recommends."""
+    kept = {"schedule.decay_steps": 6, "schedule.warmup": [20, 0]}
+    monkeypatch.setattr(experiment, "kept", lambda _: kept)
+    config = loaded(mmdit, "demo", f"--max_steps 300{flags}", tmp_path)
+    assert config.schedule.warmup_steps == 20
+    found = experiment._resolve_length(config, accelerator, SAMPLES)
+    assert found.schedule.warmup_steps == 0
+    assert found.kept_flags == " --schedule.warmup_steps 0"
+    (said,) = [notice for notice in found.notices if "warmup_steps" in notice]
+    assert "20 is more than fits into the schedule of the first start: shortened to 0;" in said
+    (longer,) = notices(found.schedule, 6, 300, found.kept_flags)
+    command = "--schedule.decay_steps 300 --schedule.warmup_steps 0 --allow schedule.decay_steps"
+    assert longer.endswith(command)
+    assert f"{found.kept_flags} and --allow" in remedy_when_finished(found.schedule, 6, 6, found.kept_flags)
+    # With the flag it is what the first start has used, and nothing was shortened.
+    asked = loaded(mmdit, "demo", f"--max_steps 300{flags}{found.kept_flags}", tmp_path)
+    again = experiment._resolve_length(asked, accelerator, SAMPLES)
+    assert again.schedule.warmup_steps == 0
+    assert again.kept_flags == ""
 
 
 @pytest.mark.parametrize("length", [SHORT, *OTHERS])

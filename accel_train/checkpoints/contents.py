@@ -21,7 +21,7 @@ from accel_train.precision import Precision
 from accel_train.store import atomic_files, planning, weights
 from accel_train.store.planning import Collection
 from accel_train.store.strict_json import Json
-from accel_train.training.ema import Ema
+from accel_train.training.ema import Ema, refuse_wide
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import read_loss_scale
 from accel_train.wording import shortened
@@ -48,13 +48,7 @@ def saved_names(shards: Shards, run: Run) -> list[str]:
 def refuse_unsavable(shards: Shards, run: Run) -> None:
     """Raise ``UsageError`` for a model of which a checkpoint cannot hold all. Reads no tensor. Any rank."""
     _own_dtypes(shards, saved_names(shards, run))
-    # Trained parameters are saved in a real type, which would drop the imaginary part.
-    unreal = [name for name, parameter in shards.parameters.items() if parameter.is_complex()]
-    if unreal:
-        raise UsageError(
-            f"the model: {shortened(unreal, 3)} is complex, which a checkpoint cannot hold; train torch.view_as_real "
-            "of it, and use torch.view_as_complex in forward"
-        )
+    refuse_wide(shards.parameters)
 
 
 def collections(
@@ -146,10 +140,10 @@ def indices(planned: planning.Plan) -> Json:
     return found
 
 
-def state_index(planned: planning.Plan, step: int, numbers: Mapping[str, Any]) -> Json:
+def state_index(planned: planning.Plan, step: int, counts: Mapping[str, int], numbers: Mapping[str, Any]) -> Json:
     """Build the index of the optimizer state: tensor names to files, for each key of the state.
 
-    ``step`` counts the optimizer's own steps.
+    ``step`` counts the optimizer's own steps. Of ``counts``, those of ``Shards.step_counts``, the index has the others.
     ``numbers`` are those of ``Shards.numbers``, empty for the built-in optimizers.
     """
     state: dict[str, dict[str, str]] = {}
@@ -158,8 +152,8 @@ def state_index(planned: planning.Plan, step: int, numbers: Mapping[str, Any]) -
         key = stem.removeprefix("optimizer/")
         if key != stem and key not in state:
             state[key] = planned.files(stem)
-    index: Json = {"step": step, "state": state}
-    return index | {"numbers": numbers} if numbers else index
+    optional: Json = {"steps": {name: own for name, own in counts.items() if own != step}, "numbers": numbers}
+    return {"step": step, "state": state} | {name: values for name, values in optional.items() if values}
 
 
 def texts(
@@ -168,9 +162,13 @@ def texts(
     config: CheckpointConfig,
     planned: planning.Plan,
     step: int,
+    counts: Mapping[str, int],
     random_states: Sequence[Any],
 ) -> dict[str, str]:
-    """Build the small JSON files by name. ``random_states`` are of all ranks. May be a collective."""
+    """Build the small JSON files by name. ``random_states`` are of all ranks. May be a collective.
+
+    ``counts`` are those of ``Shards.step_counts``.
+    """
     found = indices(planned)
     health = ema.guard.state()
     numbers: Mapping[str, Any] = {}
@@ -180,7 +178,7 @@ def texts(
     if config.save_state:
         # The optimizer has not counted the steps that were left out.
         left_out = int(health.get("skipped", 0)) + int(health.get("without_samples", 0))
-        found["optimizer/index.json"] = state_index(planned, step - left_out, numbers)
+        found["optimizer/index.json"] = state_index(planned, step - left_out, counts, numbers)
         trainer_state: Json = {"step": step, "random_state": random_states}
         if loss_scale is not None:
             trainer_state["loss_scale"] = loss_scale

@@ -100,7 +100,7 @@ def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved:
     else:
         opened = _start(options, directory, experiment, resolved)
     rollbacks = rollback.recorded(directory)
-    decision = "; ".join([opened["decision"], *notes, *rollback.notices(directory, rollbacks)])
+    decision = "; ".join([opened["decision"], *notes])
     return opened | {"initial_weights": weights, "decision": decision, "rollbacks": rollbacks}
 
 

@@ -122,7 +122,7 @@ def _restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, e
     _restore_masters(checkpoint, shards, exact)
     numbers: Mapping[str, Any] = index.get("numbers", {})
     if state or numbers:
-        _restore_optimizer(checkpoint, shards, state, int(index["step"]))
+        _restore_optimizer(checkpoint, shards, index)
     if numbers:
         # After `set_step`: an optimizer of the user's own has its step counts among its numbers.
         shards.set_numbers(numbers)
@@ -148,9 +148,14 @@ def _restore_masters(checkpoint: Checkpoint, shards: Shards, exact: Mapping[str,
         shards.show({name: shards.master(name) for name in shards.parameters})
 
 
-def _restore_optimizer(
-    checkpoint: Checkpoint, shards: Shards, state: Mapping[str, Mapping[str, str]], step: int
-) -> None:
+def _never_stepped(shards: Shards, state: Mapping[str, Mapping[str, str]]) -> dict[str, int]:
+    """Return 0 for each trained parameter without any state in the checkpoint."""
+    saved = {name for names in state.values() for name in names}
+    return {name: 0 for name in shards.parameters if name not in saved}
+
+
+def _restore_optimizer(checkpoint: Checkpoint, shards: Shards, index: Json) -> None:
+    state: Mapping[str, Mapping[str, str]] = index["state"]
     # torch's optimizers allocate their state in the first step, so there is nothing to copy into yet.
     shards.create_state()
     ours = shards.state_names()
@@ -159,8 +164,9 @@ def _restore_optimizer(
     for key, weight_map in state.items():
         for name, whole in _read_tensors(checkpoint, weight_map):
             shards.set_state(name, key, shards.shard_of(name, whole))
+    apart = _never_stepped(shards, state) | index.get("steps", {})
     # After `create_state`, whose step without effect has counted as one.
-    shards.set_step(step)
+    shards.set_step(int(index["step"]), apart)
 
 
 def _restore_ema(

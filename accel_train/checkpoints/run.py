@@ -21,6 +21,7 @@ from accel_train.store.lock import Lock
 from accel_train.store.manifest import Checkpoint, checkpoint_name, is_safe_name
 from accel_train.store.names import EVALUATION_FILE, LOADING_FILE, REPORT, RUN_FILE
 from accel_train.store.run_file import load, renew_run, write_run
+from accel_train.training.health import rollback
 from accel_train.training.health.rollback import Rollback
 
 MAX_NOTE_BYTES = 64 << 10
@@ -149,6 +150,10 @@ class Run:
         if not (report / EVALUATION_FILE).exists():
             lines.append(f"{report} has no {EVALUATION_FILE}: --evaluate_only writes it")
         return lines
+
+    def rollback_notices(self, data: str) -> list[str]:
+        """Return lines for the log about samples left out of the run, at a start with data of this hash."""
+        return rollback.notices(self.directory, self.rollbacks, data)
 
     def resolved(self, key: str) -> Any:
         """Return a value derived by the first start and kept by later ones, such as ``schedule.decay_steps``."""

@@ -244,11 +244,13 @@ class Saver:
         temporary, extras = self._make_directory(attempt)
         if temporary is None:
             return self._give_up(attempt)
+        # Read before the snapshot is on its way to the host: a copy of a few bytes would queue up behind it.
+        counts = self._shards.step_counts()
         random_states = self._copy(attempt)
         if random_states is None:
             return self._give_up(attempt)
         # May be a collective, so every rank builds them.
-        texts = contents.texts(self._accelerator, self._ema, self._config, planned, step, random_states)
+        texts = contents.texts(self._accelerator, self._ema, self._config, planned, step, counts, random_states)
         assert self._snapshot is not None
         job = attempt.write_job(temporary, self._rank, self._snapshot.files, hurry=self._stopping)
         if self._main:

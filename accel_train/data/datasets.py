@@ -84,7 +84,8 @@ def sample_of(dataset: MapDataset, index: int) -> Mapping[str, Tensor]:
 def fingerprint_of(dataset: MapDataset) -> str:
     """Hash every sample: a fingerprint for data small enough to be read once more at every start. No collective.
 
-    A sample that draws random numbers draws the same ones in every call.
+    A sample that draws random numbers draws the same ones in every call. Raises `UsageError` for a field that is no
+    tensor or number.
     """
     # Imported here, because most users of this module draw nothing.
     from accel_train.rng import preserve_random_states, seed_generators
@@ -93,9 +94,18 @@ def fingerprint_of(dataset: MapDataset) -> str:
     with preserve_random_states():
         for index in range(len(dataset)):
             seed_generators(index)
-            sample = {name: torch.as_tensor(value) for name, value in sample_of(dataset, index).items()}
-            digest.update(content_hash(sample).encode())
+            sample = sample_of(dataset, index)
+            tensors = {name: _as_tensor(value, f"dataset[{index}]: field {name!r}") for name, value in sample.items()}
+            digest.update(content_hash(tensors).encode())
     return digest.hexdigest()[:16]
+
+
+def _as_tensor(value: object, field: str) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        required = f"{field}: a tensor is required, got a {type(value).__name__}"
+        raise UsageError(f"{required}. Encode it as numbers, or leave it out") from None
 
 
 def content_hash(tensors: Mapping[str, Tensor]) -> str:

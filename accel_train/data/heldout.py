@@ -90,11 +90,13 @@ def _shares_by_shape(
     """Yield `_shares` with one shape in each batch, as if all samples were one global batch."""
     draws = [Draw(sample, sample, sample, 1.0) for sample in range(count)]
     batches = groups.micro_batches(draws, shard)
-    with Progress("evaluation", len(batches), enabled=shard.rank == 0) as progress:
+    # Those of this process: the batches of the others have other sizes.
+    own = sum(len(batch) for batch, _ in batches)
+    with Progress("evaluation", own, enabled=shard.rank == 0) as progress:
         for batch, _ in batches:
             index = torch.tensor([draw.sample for draw in batch])
             yield count, index, torch.tensor([draw.weight for draw in batch])
-            progress.update(1)
+            progress.update(len(batch))
 
 
 def _collate(

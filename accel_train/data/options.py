@@ -238,11 +238,11 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         if self.num_workers == 0:
-            self.refuse_worker_options("num_workers=0")
+            self.refuse_worker_options("loader.num_workers=0")
         if self.bucket_shapes is not None and not self.bucket_by_length:
             raise UsageError(
-                f"bucket_shapes={self.bucket_shapes}: has no effect without buckets. Set bucket_by_length to True, or "
-                "leave bucket_shapes out."
+                f"loader.bucket_shapes={self.bucket_shapes}: has no effect without buckets. Set "
+                "loader.bucket_by_length to True, or leave bucket_shapes out."
             )
 
     def refuse_worker_options(self, reason: str) -> None:
@@ -251,8 +251,8 @@ class LoaderConfig:
         for name, value in given.items():
             if value is not None:
                 raise UsageError(
-                    f"{name}={value}: needs at least 1 worker, but {reason}. Set num_workers to 1 or more, "
-                    f"or leave {name} out."
+                    f"loader.{name}={value}: needs at least 1 worker, but {reason}. Set loader.num_workers to 1 or "
+                    f"more, or leave {name} out."
                 )
 
 
@@ -270,13 +270,13 @@ def resolve_loader(config: LoaderConfig, device: torch.device) -> LoaderSettings
     """Resolve `auto` to numbers, with the reason. Refuses settings this device cannot obey. Call it early."""
     if config.pin_memory is True and device.type != "cuda":
         raise UsageError(
-            f"pin_memory=True: page-locked memory serves copies to a CUDA device, this run is on {device.type}. "
+            f"loader.pin_memory=True: page-locked memory serves copies to a CUDA device, this run is on {device.type}. "
             "Set pin_memory to auto or False."
         )
     if config.num_workers == "auto":
         workers, reason = _auto_workers(device)
         if workers == 0:
-            config.refuse_worker_options(f"num_workers=auto chose 0 ({reason})")
+            config.refuse_worker_options(f"loader.num_workers=auto chose 0 ({reason})")
     else:
         workers = config.num_workers
         reason = "num_workers as asked"

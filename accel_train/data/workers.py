@@ -91,7 +91,7 @@ class Workers:
         dead = "".join(f"It was {self._describe(worker)}. " for worker in self._dead_workers())
         return (
             f"{request} did not arrive: {message.rstrip('.')}. {dead}Often the host ran out of memory: lower "
-            "num_workers or prefetch_factor. num_workers=0 shows a crash of the dataset where it happens."
+            "loader.num_workers or prefetch_factor. loader.num_workers=0 shows a crash of the dataset where it happens."
         )
 
     def _dead_workers(self) -> list[int]:
@@ -108,8 +108,8 @@ class Workers:
 
     def _explain_hang(self, worker: int, waited: float, request: Request) -> str:
         return (
-            f"timeout_seconds={self._settings.timeout_seconds:g}: {request} did not arrive within {waited:.0f} "
-            f"seconds from {self._describe(worker)}. Raise it if the storage is slow; num_workers=0 shows where "
+            f"loader.timeout_seconds={self._settings.timeout_seconds:g}: {request} did not arrive within {waited:.0f} "
+            f"seconds from {self._describe(worker)}. Raise it if the storage is slow; loader.num_workers=0 shows where "
             "the dataset waits."
         )
 

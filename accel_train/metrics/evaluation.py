@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_train.config import UsageError
 from accel_train.data import heldout
 from accel_train.data.datasets import Batch, MapDataset
 from accel_train.training.ema import Ema
@@ -87,6 +88,17 @@ def weighted_sums(
     parts = reduced.cpu().double().split(lengths)  # on the host first, as Apple's devices have no fp64
     by_name = zip(totals, parts, strict=True)
     return {name: part.view(totals[name].shape) for name, part in by_name}
+
+
+def require_samples(metrics: Mapping[str, Tensor], weight: Tensor) -> None:
+    """Raise ``UsageError`` for metrics without one value for each sample, in the shape of ``weight`` (B,)."""
+    for name, values in metrics.items():
+        if values.shape != weight.shape:
+            raise UsageError(
+                f"metrics_of: {name!r} has shape {tuple(values.shape)}, and one value for each of the {len(weight)} "
+                f"samples of the batch, {tuple(weight.shape)}, is required; give no mean over them (reduction='none'), "
+                "and sum or average over further dimensions, as by .flatten(1).mean(1)"
+            )
 
 
 def paired_sums(

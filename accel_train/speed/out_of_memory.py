@@ -26,6 +26,9 @@ UNTYPED = (
     # Workspaces that CUDA's libraries allocate beside torch's allocator.
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
+    # Of the runtime itself, as when it loads a kernel at its first call, and of NCCL's buffers: Cuda failure 2 '...'.
+    "CUDA error: out of memory",
+    "'out of memory'",
 )
 """In a ``RuntimeError`` of torch: errors of memory without a type of their own."""
 OTHER_MEANS = (

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from accel_train.config import UsageError
 from accel_train.training.feedback.factors import term_factor
-from accel_train.training.gradients.loss_checks import by_term, refuse_means
+from accel_train.training.gradients.loss_checks import by_term, refuse_empty, refuse_means
 from accel_train.training.gradients.step_metrics import StepMetrics
 from accel_train.training.gradients.sync import (
     SyncPolicy,
@@ -88,6 +88,7 @@ class GradientWindow:
         self._times = times
         self.inputs = [inputs for inputs, _ in micro_batches]
         self.coefficients = dict(coefficients)
+        refuse_empty(self.inputs, self.coefficients, step)
         self._zero_stage = zero_stage_of(accelerator)
         self.sync = when_to_reduce(policy, self._zero_stage)
         # DeepSpeed refuses no_sync where it shards gradients.
@@ -374,7 +375,9 @@ def _will_rebuild_buckets(model: Any, processes: int) -> bool:
 
 
 def _summed(values: Tensor) -> Tensor:
-    """Sum over the samples of a micro-batch, unless it is one already."""
+    """Sum over the samples of a micro-batch, unless it is one already, in fp32 at least: bf16 does not count to 257."""
+    if values.is_floating_point() and values.itemsize < 4:
+        values = values.float()
     return values.sum() if values.ndim else values
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from accel_train.training.optimizer_choice import averages_weights
 from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepGuard
+from accel_train.wording import shortened
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,23 @@ def build_ema(config: EmaConfig, shards: Shards, guard: StepGuard, optimizer: An
             "evaluated and saved in the EMA's place, so 0 is required. Give --ema.decay 0"
         )
     return OptimizerAverage(config, shards, guard, inner)
+
+
+def refuse_wide(trained: Mapping[str, torch.Tensor]) -> None:
+    """Raise ``UsageError`` for trained parameters, by name, that fp32 does not represent."""
+    # The cast would drop the imaginary part.
+    unreal = [name for name, parameter in trained.items() if parameter.is_complex()]
+    if unreal:
+        raise UsageError(
+            f"the model: {shortened(unreal, 3)} is complex, which a checkpoint cannot hold; train torch.view_as_real "
+            "of it, and use torch.view_as_complex in forward"
+        )
+    wide = [name for name, parameter in trained.items() if parameter.dtype == torch.float64]
+    if wide:
+        raise UsageError(
+            f"the model: {shortened(wide, 3)} is trained in float64, and weights, optimizer state and EMA are fp32; "
+            "call model.float(), and convert to float64 in forward where the arithmetic needs it"
+        )
 
 
 def decay_at(decay: float, step: int) -> float:

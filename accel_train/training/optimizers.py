@@ -284,8 +284,8 @@ def _resolve_fused(fused: bool | Literal["auto"], device: torch.device, groups: 
         return True, f"fused (auto: {device.type} has it)"
     if fused is True:
         raise UsageError(
-            f"fused=True: {obstacle}, it needs real floating-point parameters on one of "
-            f"{', '.join(_FUSED_DEVICES)}. Set fused to auto or False."
+            f"optimizer.fused=True: {obstacle}, it needs real floating-point parameters on one of "
+            f"{', '.join(_FUSED_DEVICES)}. Set it to auto or False."
         )
     return False, f"not fused (auto: {obstacle})"
 

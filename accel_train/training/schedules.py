@@ -148,9 +148,12 @@ def _fits(config: ScheduleConfig, decay_steps: int) -> bool:
     return True
 
 
-def notices(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[str]:
-    """Notices of cycles too short to have a shape, and for a run that ends elsewhere than its schedule."""
-    return _short_cycles(config, decay_steps) + _other_end(config, decay_steps, max_steps)
+def notices(config: ScheduleConfig, decay_steps: int, max_steps: int, kept_flags: str = "") -> list[str]:
+    """Notices of cycles too short to have a shape, and for a run that ends elsewhere than its schedule.
+
+    ``kept_flags`` are those of options that the first start has shortened, for the command that a notice recommends.
+    """
+    return _short_cycles(config, decay_steps) + _other_end(config, decay_steps, max_steps, kept_flags)
 
 
 def _short_cycles(config: ScheduleConfig, decay_steps: int) -> list[str]:
@@ -167,10 +170,11 @@ def _short_cycles(config: ScheduleConfig, decay_steps: int) -> list[str]:
     ]
 
 
-def _other_end(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list[str]:
+def _other_end(config: ScheduleConfig, decay_steps: int, max_steps: int, kept_flags: str) -> list[str]:
     """Return a notice if the run ends elsewhere than its schedule, as after a resume with another max_steps."""
     if config.kind in _ENDLESS or max_steps == decay_steps:
         return []
+    flags = f"--schedule.decay_steps {max_steps}{kept_flags} --allow schedule.decay_steps"
     if max_steps < decay_steps:
         # The user has named the end of the schedule, so stopping before it is on purpose.
         if config.decay_steps is not None:
@@ -178,23 +182,26 @@ def _other_end(config: ScheduleConfig, decay_steps: int, max_steps: int) -> list
         factor = learning_rate_factor(config, max_steps, decay_steps)
         return [
             f"the schedule of this run ends at step {decay_steps}, as its first start decided: at step {max_steps} the "
-            f"learning rate is still {factor:.2g} of the peak; to end there, give --schedule.decay_steps {max_steps} "
-            "--allow schedule.decay_steps"
+            f"learning rate is still {factor:.2g} of the peak; to end there, give {flags}"
         ]
     lr = f"{config.floor:g} of the peak"
     if config.floor == 0:
         lr = "0, so nothing is learned there"
     return [
         f"the schedule of this run ends at step {decay_steps}: from there to step {max_steps} the learning rate is "
-        f"{lr}; to stretch it, give --schedule.decay_steps {max_steps} --allow schedule.decay_steps"
+        f"{lr}; to stretch it, give {flags}"
     ]
 
 
-def remedy_when_finished(config: ScheduleConfig, decay_steps: int, max_steps: int) -> str:
-    """Return what a finished run needs beside a larger ``max_steps`` in order to learn more. Empty for nothing."""
+def remedy_when_finished(config: ScheduleConfig, decay_steps: int, max_steps: int, kept_flags: str = "") -> str:
+    """Return what a finished run needs beside a larger ``max_steps`` in order to learn more. Empty for nothing.
+
+    ``kept_flags`` as in ``notices``.
+    """
     if config.kind in _ENDLESS or decay_steps > max_steps:
         return ""
-    return ", with --schedule.decay_steps and --allow schedule.decay_steps, because the learning rate has decayed"
+    flags = f"--schedule.decay_steps{kept_flags} and --allow schedule.decay_steps"
+    return f", with {flags}, because the learning rate has decayed"
 
 
 def learning_rate_factor(config: ScheduleConfig, step: int, decay_steps: int) -> float:

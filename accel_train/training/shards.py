@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -254,14 +255,38 @@ class Shards:
                 device = present.device if isinstance(present, Tensor) else parameter.device
                 state[key] = decode_number(number, device)
 
-    def set_step(self, step: int) -> None:
-        """Set the optimizer's own counter (bias correction) to the number of completed steps."""
-        for state in self._sharding.optimizer.state.values():
-            counter = state.get("step")
-            if isinstance(counter, Tensor):  # torch's optimizers
-                counter.fill_(step)
-            elif counter is not None:  # bitsandbytes and DeepSpeed's CPU Adam count in an int
-                state["step"] = step
+    def step_counts(self) -> dict[str, int]:
+        """Return the number of steps in which each parameter had a gradient. Waits for the device.
+
+        Empty under ZeRO, which has one counter for all, and for an optimizer of ``module:Class``, whose counters are
+        among its ``numbers``.
+        """
+        state: Mapping[Any, Mapping[str, Any]] = self._sharding.optimizer.state
+        if self._is_own:
+            return {}
+        counters = {name: state[p]["step"] for name, p in self.parameters.items() if "step" in state.get(p, {})}
+        # Read all at once: one by one, each would wait for the device.
+        steps = torch.stack([torch.as_tensor(counter) for counter in counters.values()]).tolist() if counters else []
+        return dict(zip(counters, map(int, steps), strict=True))
+
+    def set_step(self, step: int, apart: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Set the optimizer's own counter (bias correction) to the number of completed steps.
+
+        ``apart`` are those of single parameters. Under ZeRO they have none of their own.
+        """
+        states = self._sharding.optimizer.state
+        for state in states.values():
+            _set_counter(state, step)
+        for name, own in apart.items():
+            _set_counter(states.get(self.parameters[name], {}), own)
+
+
+def _set_counter(state: dict[str, Any], step: int) -> None:
+    counter = state.get("step")
+    if isinstance(counter, Tensor):  # torch's optimizers
+        counter.fill_(step)
+    elif counter is not None:  # bitsandbytes and DeepSpeed's CPU Adam count in an int
+        state["step"] = step
 
 
 def _own_numbers(group: Mapping[str, Any], optimizer: type) -> dict[str, Any]:

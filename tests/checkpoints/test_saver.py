@@ -21,6 +21,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from accel_train import preparation
 from accel_train.checkpoints import background, contents, restore, saver
 from accel_train.checkpoints.policy import CheckpointConfig, warn_about_grace
 from accel_train.checkpoints.run import Run
@@ -32,6 +33,7 @@ from accel_train.hub.options import HubConfig
 from accel_train.store import atomic_files, commit, failpoints, manifest
 from accel_train.store.commit import CheckpointWriteError
 from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
 from accel_train.training.shards import Shards, persistent_buffers
 from tests.waiting import until
 
@@ -239,6 +241,46 @@ def test_optimizer_state_that_is_missing_is_named(tmp_path: Path, caplog: pytest
     atomic_files.write_json(saved.file("optimizer/index.json"), index)
     restore.restore(run, again.accelerator, again.average.view, again.average)
     assert "it lacks optimizer state (exp_avg of 0.bias), which begins anew" in caplog.text
+
+
+@pytest.mark.parametrize("saved_at", [1, 3])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_parameter_without_gradient_in_some_steps_resumes_exactly(tmp_path: Path, saved_at: int, fused: bool) -> None:
+    """AdamW corrects a bias by the steps of each parameter. A head that only some tasks use has fewer."""
+
+    def build() -> Toy:
+        toy = Toy(tmp_path / "run")
+        if fused:
+            adamw = FusedAdamW([{"params": list(toy.model.parameters())}], lr=0.1, betas=(0.9, 0.95), eps=1e-8)
+            toy.optimizer = toy.accelerator.prepare(adamw)
+            toy.average = Ema(EmaConfig(0.5), Shards(toy.model, toy.optimizer))
+        return toy
+
+    def step(toy: Toy, number: int) -> None:
+        toy.model(torch.full((2, 6), float(number))).square().mean().backward()
+        if number < 3:
+            toy.model[0].bias.grad = None
+        toy.optimizer.step()
+        toy.optimizer.zero_grad()
+        toy.average.update(number)
+
+    first = build()
+    with first.saver(CheckpointConfig()) as saver:
+        for number in range(1, saved_at + 1):
+            step(first, number)
+        saver.save(saved_at)
+    saved = commit.verify(first.run.checkpoints / f"checkpoint_{saved_at:08d}")
+    steps = saved.json("optimizer/index.json").get("steps", {})
+    assert steps == ({"0.bias": 1} if saved_at == 3 else {})
+    again = build()
+    again.run = replace(again.run, checkpoint=saved)
+    restore.load_initial_weights(again.model, again.run)
+    restore.restore(again.run, again.accelerator, again.average.view, again.average)
+    for number in range(saved_at + 1, 6):
+        step(first, number)
+        step(again, number)
+    expected = first.state()
+    assert all(torch.equal(found, expected[name]) for name, found in again.state().items())
 
 
 def test_weights_only_is_said_and_cannot_be_resumed(toy: Toy) -> None:
@@ -532,12 +574,19 @@ def test_a_dtype_that_no_checkpoint_holds_is_refused_at_the_start(tmp_path: Path
         toy.saver(CheckpointConfig())
 
 
-def test_complex_parameters_are_refused_at_the_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "found"), [(torch.complex64, "complex"), (torch.float64, "trained in float64")])
+def test_parameters_wider_than_fp32_are_refused_at_the_start(tmp_path: Path, dtype: torch.dtype, found: str) -> None:
+    """A checkpoint would round them, and the resume from it would not be exact."""
     toy = Toy(tmp_path / "run")
-    toy.average.view.module.register_parameter("modes", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    toy.average.view.module.register_parameter("modes", nn.Parameter(torch.ones(2, dtype=dtype)))
     toy.average = Ema(EmaConfig(0.0), Shards(toy.model, toy.optimizer))
-    with pytest.raises(UsageError, match="the model: modes is complex"):
+    with pytest.raises(UsageError, match=f"the model: modes is {found}"):
         toy.saver(CheckpointConfig())
+    # Before anything is built from them.
+    with pytest.raises(UsageError, match=f"the model: modes is {found}"):
+        preparation._trained_in_fp32(toy.average.view.module)
+    # Frozen ones are saved in their own type.
+    preparation._trained_in_fp32(nn.Linear(1, 1, dtype=torch.float64).requires_grad_(False))
 
 
 def test_weights_alone_can_be_evaluated(tmp_path: Path) -> None:

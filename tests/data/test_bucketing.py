@@ -147,8 +147,11 @@ def test_what_was_chosen_is_printed(caplog):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"bucket_shapes": 3}, ["bucket_shapes=3", "Set bucket_by_length to True"]),
-        ({"bucket_by_length": True}, ["bucket_by_length=True: Subset does not know", "length(index)", "to False"]),
+        ({"bucket_shapes": 3}, ["loader.bucket_shapes=3", "Set loader.bucket_by_length to True"]),
+        (
+            {"bucket_by_length": True},
+            ["loader.bucket_by_length=True: Subset does not know", "length(index)", "to False"],
+        ),
     ],
 )
 def test_options_are_obeyed_or_refused(options, words):

@@ -262,10 +262,13 @@ def test_the_choice_is_printed(caplog, device, options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_workers": 0, "prefetch_factor": 4}, ["prefetch_factor=4", "num_workers=0", "to 1 or more"]),
-        ({"num_workers": 0, "timeout_seconds": 9.0}, ["timeout_seconds=9.0", "num_workers=0"]),
-        ({"prefetch_factor": 4}, ["prefetch_factor=4", "num_workers=auto chose 0"]),
-        ({"pin_memory": True}, ["pin_memory=True", "on cpu", "auto or False"]),
+        (
+            {"num_workers": 0, "prefetch_factor": 4},
+            ["loader.prefetch_factor=4", "loader.num_workers=0", "to 1 or more"],
+        ),
+        ({"num_workers": 0, "timeout_seconds": 9.0}, ["loader.timeout_seconds=9.0", "loader.num_workers=0"]),
+        ({"prefetch_factor": 4}, ["loader.prefetch_factor=4", "loader.num_workers=auto chose 0"]),
+        ({"pin_memory": True}, ["loader.pin_memory=True", "on cpu", "auto or False"]),
     ],
 )
 def test_options_are_obeyed_or_refused(options, words):

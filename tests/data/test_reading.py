@@ -148,7 +148,7 @@ def test_a_worker_killed_while_it_reads():
     # what the worker had read before and not yet handed over is lost with it
     assert re.match(r"step [1234], micro-batch [12] \(samples \d+, \d+, \d+, \d+\) did not arrive: ", text), text
     assert re.search(rf"It was worker 1 \(pid \d+\), reading sample {BAD} of step 4\.", text), text
-    assert "lower num_workers" in text
+    assert "lower loader.num_workers" in text
     assert multiprocessing.active_children() == []
 
 
@@ -186,7 +186,7 @@ def test_a_worker_that_hangs(monkeypatch):
     with pytest.raises(LoadingError) as error:
         list(steps_of(Faulty("hang"), num_workers=2, timeout_seconds=5.0))
     text = str(error.value)
-    assert text.startswith("timeout_seconds=5: step 4, micro-batch 2 (samples ")
+    assert text.startswith("loader.timeout_seconds=5: step 4, micro-batch 2 (samples ")
     assert f"reading sample {BAD} of step 4" in text
     assert "from worker 1 (pid " in text
     assert 5.0 <= time.monotonic() - started < 300  # not the 600 seconds of the sample
@@ -265,6 +265,15 @@ def test_a_fingerprint_is_that_of_every_sample() -> None:
     assert len({found, fingerprint_of(Jittered([1, 2, 4])), fingerprint_of(Jittered([1, 2]))}) == 3
 
 
+def test_a_fingerprint_of_a_field_without_numbers_names_it() -> None:
+    class Captioned(list[str]):
+        def __getitem__(self, index: Any) -> Any:
+            return {"value": index, "caption": super().__getitem__(index)}
+
+    with pytest.raises(UsageError, match=r"dataset\[0\]: field 'caption': a tensor is required, got a str\. Encode"):
+        fingerprint_of(Captioned(["a cat"]))
+
+
 # ---------------------------------------------------------------------------------------- a whole micro-batch at once
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_that_reads_whole_batches_is_asked_for_them(workers):
@@ -294,7 +303,7 @@ def test_where_no_sample_is_to_blame_the_batch_is(workers):
 @pytest.mark.slow  # one that hangs in a sample is quick
 def test_a_worker_that_hangs_in_a_whole_batch():
     with pytest.raises(
-        LoadingError, match=r"^timeout_seconds=5: step 4, micro-batch 2 .*a micro-batch of step 4 at once"
+        LoadingError, match=r"^loader\.timeout_seconds=5: step 4, micro-batch 2 .*a micro-batch of step 4 at once"
     ):
         list(steps_of(Whole("hang"), num_workers=2, timeout_seconds=5.0))
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from accel_train.config import UsageError
+from accel_train.data import progress
 from accel_train.data.grouping.shape_groups import GroupOrder, ShapeGroups, shape_groups
 from accel_train.data.heldout import heldout_batches, heldout_pairs
 from accel_train.data.loader import iterate_steps
@@ -199,6 +200,15 @@ def test_held_out_samples_come_once_on_any_number_of_processes(world_size: int) 
             seen[int(sample)] += int(weight)
             assert draws.setdefault(int(sample), float(draw)) == float(draw)
     assert dict(seen) == dict.fromkeys(range(19), 1)
+
+
+def test_the_progress_of_an_evaluation_counts_samples(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not batches, of which one shape may have few."""
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    list(heldout_batches(Shaped(23), 19, 4, 0, 1, CPU))
+    assert "evaluation: 19 of 19 samples" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_pairs_of_different_shapes_are_refused() -> None:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from accel_train import train_state
 from accel_train.data.sampler import StepSampler
+from accel_train.data.tables.ledger import DataHistory
 from accel_train.metrics.records import read_metrics
 from accel_train.store.names import LEFT_OUT_FILE
+from accel_train.training.health import rollback
+from accel_train.training.health.evidence import BadStep
+from accel_train.training.health.history import History
 from accel_train.watching.html_report.events import events_of
 from tests import zygote
 from tests.distributed.launching import DEMOS, LAUNCH_FILES, ROOT, Finished, Layout, command, environment, fork
@@ -92,6 +101,51 @@ def test_it_equals_a_run_without_these_samples(tmp_path: Path, undisturbed: Fini
     )
     assert copied.code == 0, copied.output[-4000:]
     assert_same_bits(run, copied)
+
+
+def test_the_samples_of_other_data_are_not_left_out(tmp_path: Path) -> None:
+    """Their indices are those of other samples there."""
+    bad = BadStep(4, "loss", {"main": math.nan}, None, [[3, 5]], "fp32")
+    first = rollback.next_rollback([], bad, 3, "first")
+    assert isinstance(first, rollback.Rollback)
+    other = rollback.next_rollback([first], bad, 3, "other")
+    assert isinstance(other, rollback.Rollback)
+    assert other.samples == [3, 5]
+    assert rollback.next_rollback([first], bad, 3, "first") == (
+        "going back would not help: no sample of this step is known that is not left out already"
+    )
+    rollback.record(tmp_path, [first])
+    rollbacks = rollback.recorded(tmp_path)
+    assert rollbacks == [first]
+    (same,), (changed,) = (rollback.notices(tmp_path, rollbacks, data) for data in ("first", "other"))
+    assert same.startswith("without the samples 3, 5 of step 5")
+    assert "count in other data than these" in changed
+
+    saved = train_state_of(tmp_path, "first", History(1), rollbacks)
+    assert saved["left_out"] == [3, 5]
+    for data, expected in (("first", [3, 5]), ("other", None)):
+        resumed = History(1)
+        resumed.load(saved)
+        assert train_state_of(tmp_path, data, resumed, rollbacks).get("left_out") == expected
+        resumed.load({"left_out": [3]})  # of an earlier version, which did not say
+        assert train_state_of(tmp_path, data, resumed, [])["left_out"] == [3]
+
+
+def train_state_of(
+    directory: Path, data: str, history: History, rollbacks: Sequence[rollback.Rollback]
+) -> Mapping[str, Any]:
+    """What a checkpoint of a start with these data has, whose order leaves out what it says."""
+    run = SimpleNamespace(rollbacks=rollbacks)
+    config = SimpleNamespace(without_samples=())
+    opened: Any = SimpleNamespace(config=config, run=run, history=DataHistory(data, 20))
+    prepared: Any = SimpleNamespace(guard=SimpleNamespace(history=history))
+    order = train_state.without_left_out(opened, prepared, StepSampler(20, 20, seed=0))
+    without = {draw.sample for draw in order.draws(0) if not draw.weight}
+    state = history.state()
+    reads = {draw.sample for draw in order.draws(0)}
+    assert reads == {*range(20)} - {*state.get("left_out", [])}
+    assert bool(without) == ("left_out" in state)
+    return state
 
 
 @pytest.mark.slow  # the test above goes back as well

@@ -683,9 +683,13 @@ def test_the_error_of_the_cpu_allocator_is_recognised() -> None:
     with pytest.raises(RuntimeError) as failed:
         torch.empty(size, dtype=torch.uint8)
     assert out_of_memory.is_out_of_memory(failed.value)
-    assert out_of_memory.is_out_of_memory(
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-    )
+    for text in (
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+        "NCCL error in: NCCLUtils.cpp:93, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+    ):
+        assert out_of_memory.is_out_of_memory(RuntimeError(text))
+    assert not out_of_memory.is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
     assert not out_of_memory.is_out_of_memory(RuntimeError("out of luck"))
 
 

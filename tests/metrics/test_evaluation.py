@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_train.config import UsageError
 from accel_train.data.heldout import heldout_batches
+from accel_train.loop import heldout_means
 from accel_train.metrics.evaluation import EvaluationStopped, evaluating, stoppable, stopping_point, weighted_sums
 from accel_train.training.ema import Ema, EmaConfig
+from accel_train.training.shards import Shards
 
 CPU = torch.device("cpu")
 
@@ -46,6 +50,30 @@ def test_sums_are_those_of_every_sample_once(accelerator: Accelerator, batch_siz
     assert found["samples"] == 23
     assert found["x"].dtype == torch.float64
     torch.testing.assert_close(found["x"], whole["x"].double().sum(0), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(), (5, 1), (1,)])
+def test_a_heldout_metric_without_a_value_for_each_sample_is_refused(
+    accelerator: Accelerator, shape: tuple[int, ...]
+) -> None:
+    """A mean would count padding, and (B, 1) times the weights (B,) every sample B times."""
+    model = nn.Linear(3, 1)
+    prepared: Any = SimpleNamespace(accelerator=accelerator, model=model, ema=ema_of(accelerator, model))
+    found = heldout_means(prepared, Drawn(), 5, lambda model, batch: {"loss": model(batch["x"])[:, 0].square()})
+    assert found == {"heldout_loss": pytest.approx(whole_mean(model), rel=1e-6)}
+    with pytest.raises(UsageError, match=rf"metrics_of: 'loss' has shape {re.escape(str(shape))}, and one .* 5 samp"):
+        heldout_means(prepared, Drawn(), 5, lambda model, batch: {"loss": torch.ones(shape)})
+
+
+def ema_of(accelerator: Accelerator, model: nn.Module) -> Ema:
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    return Ema(EmaConfig(0.0), Shards(model, optimizer))
+
+
+def whole_mean(model: nn.Module) -> float:
+    (whole,) = heldout_batches(Drawn(), 23, 23, 0, 1, CPU)
+    with torch.no_grad():
+        return float(model(whole["x"]).square().mean())
 
 
 def test_an_evaluation_leaves_the_random_states_alone() -> None:

@@ -42,6 +42,53 @@ def test_one_value_beside_the_weight_of_each_sample_is_refused(accelerator: Acce
     finished(accelerator, [torch.ones(4)], [torch.ones(4)])
 
 
+def test_a_matrix_beside_the_weight_of_each_sample_is_refused(accelerator: Accelerator) -> None:
+    """The loss of a model whose output is (B, 1), times the weights (B,), is (B, B)."""
+    weight = torch.ones(4)
+    for loss in (torch.ones(4, 1) * weight, torch.ones(4, 1)):
+        with pytest.raises(UsageError, match=rf"'main' has shape \(4, {loss.shape[1]}\), and its weight \(4,\)"):
+            finished(accelerator, [weight], [loss])
+    model = accelerator.prepare(nn.Linear(1, 1))
+    window = GradientWindow(accelerator, model, [({}, weight)], {"main": 1.0}, step=0)
+    for _ in window:
+        with pytest.raises(UsageError, match=r"metric 'error' has shape \(4, 4\)"):
+            window.backward(weight * model.weight.sum(), metrics={"error": torch.ones(4, 1) * weight})
+    # A weight for each token.
+    finished(accelerator, [torch.ones(4, 2)], [torch.ones(4, 2)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sums", [False, True])
+def test_weights_in_low_precision_divide_as_those_in_fp32(
+    accelerator: Accelerator, dtype: torch.dtype, sums: bool
+) -> None:
+    """Each is exact, and their sum of 4,099 is not, nor is its inverse. Whatever the division of the batch."""
+    weight = torch.tensor([2048.0, 2048.0, 3.0])
+    expected = finished(accelerator, [weight], [weight]).weights["main"]
+    for sizes in ([3], [1, 2]):
+        parts = list(weight.to(dtype).split(sizes))
+        if sums:
+            parts = [each for part in parts for each in part]
+        result = finished(accelerator, parts, [part.float() for part in parts])
+        assert float(result.weights["main"]) == float(expected) == 4099
+        assert float(result.grad_norm) == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "coefficients", "found"),
+    [([], COEFFICIENTS, "0 micro-batches and 2 loss terms"), ([({}, torch.ones(1))], {}, "1 micro-batches and 0 loss")],
+)
+def test_a_window_without_anything_to_train_is_refused(
+    micro_batches: list[tuple[dict[str, Tensor], Tensor]],
+    coefficients: dict[str, float],
+    found: str,
+    accelerator: Accelerator,
+) -> None:
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with pytest.raises(UsageError, match=rf"\(step 5\): {found}.*at least one of each is required"):
+        GradientWindow(accelerator, model, micro_batches, coefficients, step=4)
+
+
 def test_a_loss_without_weight_is_counted_in_trained_terms_only(accelerator: Accelerator) -> None:
     weights = [torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.5, 0.0])]
     losses = [torch.tensor([2.0, 0.0, 3.0]), torch.tensor([2.0, 5.0])]

@@ -293,7 +293,7 @@ def test_fused_where_there_is_none(model):
     optimizer, line = build_optimizer(model, OptimizerConfig(), meta)
     assert not optimizer.defaults["fused"]
     assert "no fused AdamW on meta" in line
-    with pytest.raises(UsageError, match=r"fused=True: .* on meta.*cuda.*Set fused to auto or False"):
+    with pytest.raises(UsageError, match=r"optimizer\.fused=True: .* on meta.*cuda.*Set it to auto or False"):
         build_optimizer(model, OptimizerConfig(fused=True), meta)
     model.spectral = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
     optimizer, line = build_optimizer(model, OptimizerConfig(), CPU)

@@ -81,8 +81,8 @@ def resolve_buckets(
     """
     if not isinstance(dataset, VariableLengthDataset):
         raise UsageError(
-            f"bucket_by_length=True: {type(dataset).__name__} does not know the lengths of its samples. Give it the "
-            "methods length(index) and trim(batch, length), or set bucket_by_length to False."
+            f"loader.bucket_by_length=True: {type(dataset).__name__} does not know the lengths of its samples. Give it "
+            "the methods length(index) and trim(batch, length), or set bucket_by_length to False."
         )
     # Of the whole dataset: a longer sample than any shape would have no place to go.
     longest = max(map(dataset.length, range(sampler.dataset_size)))

@@ -6,13 +6,16 @@ same but for a factor, and other layouts do not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.training.step_guard import StepResult
+
+if TYPE_CHECKING:
+    from accel_train.training.step_guard import StepResult
 
 PLACES = {
     "coefficients": "the coefficients given to prepared.window",
@@ -20,6 +23,16 @@ PLACES = {
     "sums": "the sums given to window.backward (what `loss_sums` of a recipe returns)",
 }
 """Where a recipe names its loss terms, for a message."""
+
+
+def refuse_empty(micro_batches: Sequence[object], coefficients: Mapping[str, float], step: int) -> None:
+    """Raise ``UsageError`` for a window without a micro-batch or a loss term."""
+    if not micro_batches or not coefficients:
+        raise UsageError(
+            f"prepared.window (step {step + 1}): {len(micro_batches)} micro-batches and {len(coefficients)} loss "
+            "terms; at least one of each is required: pass all of batches.micro_batches, and the coefficient of each "
+            "term"
+        )
 
 
 def by_term(
@@ -41,15 +54,31 @@ def by_term(
 
 
 def refuse_means(sums: Mapping[str, Tensor], weights: Mapping[str, Tensor], coefficients: Mapping[str, float]) -> None:
-    """Raise ``UsageError`` for one value, (), of a trained term with a weight for each sample, (B,). No device wait."""
+    """Raise ``UsageError`` for a trained term with a weight for each sample, (B,), and not a loss for each.
+
+    That is one value, (), or a matrix: (B, 1) times (B,) is (B, B). No device wait.
+    """
     for name, loss in sums.items():
-        if coefficients[name] != 0 and loss.ndim == 0 and weights[name].ndim > 0:
+        if coefficients[name] == 0 or weights[name].ndim == 0:
+            continue
+        if loss.ndim == 0:
             raise UsageError(
                 f"window.backward: loss term {name!r} is one value, and its weight has shape "
                 f"{tuple(weights[name].shape)}, one for each sample; give the loss of each sample times its weight "
                 "(reduction='none', not a mean), or the sum of these and as weight weight.sum(). The window divides by "
                 "the weights of the global batch"
             )
+        refuse_further_dimensions(f"loss term {name!r}", loss, weights[name])
+
+
+def refuse_further_dimensions(what: str, values: Tensor, weight: Tensor) -> None:
+    """Raise ``UsageError`` for more dimensions than those of the weights of the samples, (B,). No device wait."""
+    if values.ndim > weight.ndim > 0:
+        raise UsageError(
+            f"window.backward: {what} has shape {tuple(values.shape)}, and its weight {tuple(weight.shape)}, one for "
+            "each sample; give one value for each sample, .flatten(1).sum(1) of them, before they are multiplied by "
+            "the weight: (B, 1) times (B,) is (B, B), which counts every sample B times"
+        )
 
 
 def count_without_weight(result: StepResult) -> Tensor:

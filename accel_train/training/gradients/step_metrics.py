@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.training.feedback.factors import term_factor
+from accel_train.training.gradients.loss_checks import refuse_further_dimensions
 from accel_train.training.parameters import widest
 
 PREFIX = "train_"
@@ -34,8 +35,8 @@ class StepMetrics:
     def add(self, metrics: Mapping[str, Tensor]) -> None:
         """Add a micro-batch: the sum of each metric, (), or its weighted values, (B,). No device wait.
 
-        Raises ``UsageError`` for one value beside a weight for each sample, which may be a mean, and for other names
-        than those of the first micro-batch.
+        Raises ``UsageError`` for one value beside a weight for each sample, which may be a mean, for a matrix beside
+        them, and for other names than those of the first micro-batch.
         """
         weight = self._weights[len(self._sums) % len(self._weights)]
         first = self._sums[0] if self._sums else metrics
@@ -50,6 +51,7 @@ class StepMetrics:
                     f"window.backward: metric {name!r} is one value, and the weight has shape {tuple(weight.shape)}, "
                     "one for each sample; give the value of each sample times its weight, not a mean"
                 )
+            refuse_further_dimensions(f"metric {name!r}", values, weight)
         self._sums.append({name: values.detach().sum() for name, values in metrics.items()})
 
     def means(self) -> dict[str, float]:

@@ -21,6 +21,8 @@ class History:
         """Steps without an update because no sample of theirs has a weight, of earlier starts as well."""
         self.left_out: list[int] = []
         """Samples left out after going back, by this start or before the checkpoint that it continues."""
+        self.left_out_data = ""
+        """Hash of the data that they count in. Empty in a checkpoint of an earlier version: any."""
         self._row: list[BadStep] = []
         self._unreported: list[tuple[BadStep, bool]] = []
 
@@ -67,7 +69,7 @@ class History:
         if self.skipped > 0:
             state |= {"skipped": self.skipped, "skipped_in_a_row": self.in_a_row}
         if self.left_out:
-            state["left_out"] = self.left_out
+            state |= {"left_out": self.left_out, "left_out_data": self.left_out_data}
         return state
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -77,3 +79,4 @@ class History:
         # A resume continues the row: a restart must not begin it over, or the limit would never be reached.
         self.in_a_row = int(saved.get("skipped_in_a_row", 0))
         self.left_out = list(map(int, saved.get("left_out", [])))
+        self.left_out_data = str(saved.get("left_out_data", ""))

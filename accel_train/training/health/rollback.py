@@ -28,6 +28,12 @@ class Rollback(NamedTuple):
     reason: str
     samples: list[int]
     """Indices in the training split, left out from then on."""
+    data: str = ""
+    """Hash of the data that they count in. Empty in a record of an earlier version: any."""
+
+    def concerns(self, data: str) -> bool:
+        """Return True if the samples are those of these data. In others the same indices are other samples."""
+        return self.data in ("", data)
 
 
 def recorded(directory: Path) -> list[Rollback]:
@@ -42,7 +48,8 @@ def recorded(directory: Path) -> list[Rollback]:
     try:
         for one in strict_json.read_object(path, MAX_BYTES)["rollbacks"]:
             samples = [int(sample) for sample in one["samples"]]
-            rollbacks.append(Rollback(int(one["step"]), str(one["reason"]), samples))
+            data = str(one.get("data", ""))
+            rollbacks.append(Rollback(int(one["step"]), str(one["reason"]), samples, data))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{path}: cannot be read ({error}); it lists samples that this run leaves out. Put back a copy of it, or "
@@ -51,14 +58,14 @@ def recorded(directory: Path) -> list[Rollback]:
     return rollbacks
 
 
-def left_out(rollbacks: Sequence[Rollback]) -> list[int]:
-    """Return the samples of all rollbacks, in order."""
-    return sorted({sample for rollback in rollbacks for sample in rollback.samples})
+def left_out(rollbacks: Sequence[Rollback], data: str) -> list[int]:
+    """Return the samples of all rollbacks in these data, in order."""
+    return sorted({sample for rollback in rollbacks if rollback.concerns(data) for sample in rollback.samples})
 
 
-def next_rollback(earlier: Sequence[Rollback], bad: BadStep, most: int) -> Rollback | str:
+def next_rollback(earlier: Sequence[Rollback], bad: BadStep, most: int, data: str) -> Rollback | str:
     """Return the rollback that gets past a bad step, or why there is none. The same on every rank."""
-    samples = sorted({sample for rank in bad.samples for sample in rank} - set(left_out(earlier)))
+    samples = sorted({sample for rank in bad.samples for sample in rank} - set(left_out(earlier, data)))
     if len(earlier) >= most:
         return (
             f"the run has gone back {len(earlier)} times, and health.max_rollbacks allows {most}: more than a few bad "
@@ -66,7 +73,7 @@ def next_rollback(earlier: Sequence[Rollback], bad: BadStep, most: int) -> Rollb
         )
     if not samples:
         return "going back would not help: no sample of this step is known that is not left out already"
-    return Rollback(bad.step + 1, bad.reason, samples)
+    return Rollback(bad.step + 1, bad.reason, samples, data)
 
 
 def record(directory: Path, rollbacks: Sequence[Rollback]) -> None:
@@ -75,12 +82,14 @@ def record(directory: Path, rollbacks: Sequence[Rollback]) -> None:
     atomic_files.replace_json(directory / LEFT_OUT_FILE, content)
 
 
-def notices(directory: Path, rollbacks: Sequence[Rollback]) -> list[str]:
-    """Return the log lines of a start."""
+def notices(directory: Path, rollbacks: Sequence[Rollback], data: str) -> list[str]:
+    """Return the log lines of a start with these data."""
     lines: list[str] = []
     for one in rollbacks:
         samples = shortened([str(sample) for sample in one.samples], 8)
-        lines.append(
-            f"without the samples {samples} of step {one.step}, which was not finite ({directory / LEFT_OUT_FILE})"
-        )
+        of_step = f"the samples {samples} of step {one.step}, which was not finite ({directory / LEFT_OUT_FILE})"
+        if one.concerns(data):
+            lines.append(f"without {of_step}")
+        else:
+            lines.append(f"{of_step} count in other data than these, of which nothing is left out for it")
     return lines
