@@ -98,13 +98,13 @@ def accelerates(accelerator: Accelerator) -> Step:
 
 
 @contextmanager
-def ours(accelerator: Accelerator, folder: Path) -> Iterator[Step]:
+def ours(accelerator: Accelerator, folder: Path, kind: type[torch.optim.Optimizer] = FusedAdamW) -> Iterator[Step]:
     """The loop of the recipes, between two log points."""
     plain, x, y = start()
     # Two groups, as a recipe has them.
     groups = [{"params": [layer.weight for layer in plain]}, {"params": [layer.bias for layer in plain]}]
-    fused = FusedAdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
-    model, optimizer = accelerator.prepare(plain, fused)
+    own: dict[str, Any] = {} if kind is FusedAdamW else {"fused": True}
+    model, optimizer = accelerator.prepare(plain, kind(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, **own))
     average = Ema(EmaConfig(0.0), Shards(model, optimizer))
     weights = {"main": torch.tensor(float(ROWS * WIDTH))}
     inputs = {"x": x, "y": y, "sample": torch.arange(ROWS)}
@@ -208,7 +208,13 @@ def measure(rounds: int, steps: int, folder: Path) -> tuple[list[Row], dict[str,
     accelerator = Accelerator(cpu=True)
     with ExitStack() as stack:
         mine = stack.enter_context(ours(accelerator, folder / "run"))
-        ways: dict[str, Step] = {"raw": raw(), "ours": mine, "accelerate": accelerates(accelerator)}
+        with_torch = stack.enter_context(ours(accelerator, folder / "torch", torch.optim.AdamW))
+        ways: dict[str, Step] = {
+            "raw": raw(),
+            "ours": mine,
+            "torch": with_torch,
+            "accelerate": accelerates(accelerator),
+        }
         if find_spec("lightning_fabric") is None:
             absent["lightning-fabric"] = "not installed; pip install lightning-fabric"
         else:
@@ -217,7 +223,7 @@ def measure(rounds: int, steps: int, folder: Path) -> tuple[list[Row], dict[str,
         reads = count_reads(mine)
         trained: list[float] = []
         timed: dict[str, Callable[[], object]] = {n: repeated(s, steps) for n, s in ways.items()}
-        timed |= {"ours": remembering(timed["ours"]), "looking": timed["ours"]}
+        timed |= {"looking": timed["ours"]} | {n: remembering(timed[n]) for n in ("ours", "torch")}
         found = in_turns(timed | {"trainer": lambda: trained.append(trainer())}, rounds)
         pauses = collections(mine, 10 * steps)
     over = {n: [1e6 * d / steps for d in found.differences(n, "raw")] for n in timed if n != "raw"}
@@ -290,6 +296,7 @@ def collections(step: Step, steps: int) -> dict[str, float]:
 def rows_of(over: dict[str, list[float]], reads: dict[str, int], pauses: dict[str, float]) -> list[Row]:
     """Microseconds over the raw loop, and what is held against them."""
     names = {
+        "torch": "our loop with torch's fused AdamW, as all others have it,",
         "looking": "our loop, Accelerate's two lookups per step left as they are,",
         "accelerate": "Accelerate's idiom",
         "fabric": "Lightning Fabric",
