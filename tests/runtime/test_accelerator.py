@@ -156,11 +156,11 @@ def test_a_difference_that_only_shows_afterwards_is_refused() -> None:
     """Another request than the one that this Accelerator was made for."""
     real = build()
     asked = Requested(None, "m.yaml", None, "fsdp", rehearsal=False)
-    with pytest.raises(UsageError, match=r"strategy: fsdp2 was asked for by m\.yaml, but single came up"):
+    with pytest.raises(UsageError, match=r"strategy: fsdp2 was asked for by m\.yaml, but single was set up"):
         machine._verify(real, asked, 1, "fp32")
-    with pytest.raises(UsageError, match=r"num_processes: 3 was asked for .*but 1 came up"):
+    with pytest.raises(UsageError, match=r"num_processes: 3 was asked for .*but 1 was set up"):
         machine._verify(real, Requested(None, "m.yaml", 3, None, rehearsal=False), 3, "fp32")
-    with pytest.raises(UsageError, match=r"mixed_precision: bf16 was asked for .*but no came up"):
+    with pytest.raises(UsageError, match=r"mixed_precision: bf16 was asked for .*but no was set up"):
         machine._verify(real, Requested(None, "m.yaml", None, None, rehearsal=False), 1, "bf16")
 
 

@@ -294,6 +294,7 @@ def test_offload_by_torch_is_refused() -> None:
         refuse_machine(read_machine_config(PRESETS / "fsdp2_offload.yaml"))
 
 
+@pytest.mark.slow  # half a minute of simulation, up to one of several refusals
 def test_a_step_that_reads_a_value_is_refused_with_its_line(tmp_path: Path) -> None:
     recipe = (ROOT / "recipes" / "causal_lm.py").read_text()
     line = "    logits = model.logits(batch)\n    return perplexity.loss_sums"

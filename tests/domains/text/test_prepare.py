@@ -361,6 +361,7 @@ def work(rank: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow  # test_latent_cache.py builds one cache with two processes, and recipes train with two elsewhere
 @pytest.mark.distributed
 def test_two_processes_prepare_together(tmp_path: Path) -> None:
     """Of a corpus with a shard for each."""

@@ -105,7 +105,11 @@ def fork_runs(monkeypatch: pytest.MonkeyPatch, fault: str) -> list[Sequence[str]
     commands: list[Sequence[str]] = []
 
     def run(
-        command: Sequence[str], log: Path, gates: Sequence[str] = (), environment: Mapping[str, str] = {}
+        command: Sequence[str],
+        log: Path,
+        gates: Sequence[str] = (),
+        environment: Mapping[str, str] = {},
+        save_seconds: float | None = None,
     ) -> tuple[float, float]:
         commands.append(command)
         interpreter, *words = command
