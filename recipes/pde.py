@@ -92,15 +92,17 @@ class Config(experiment.ExperimentConfig):
 def corrupt(config: Config, batch: Batch, step: int, learned: operator_learning.StepObjective) -> tuple[Batch, Tensor]:
     """Return the model's inputs and the weight of every loss term. Draws are keyed by sample, never by process."""
     objective = config.objective
+    task = learned.task
+    terms = learned.terms
 
     def draws(stream: str, *shape: int) -> Tensor:
         keys = rng.sample_keys(config.seed, stream, step, batch["occurrence"])
         return rng.uniform(keys, shape)
 
-    if objective.flip and not learned.task.has_time:
+    if objective.flip and not task.has_time:
         batch = operator_learning.mirror_fields(batch, draws("flip", 2), objective.flip)
-    inputs = operator_learning.add_queries(objective, batch, draws, learned.terms)
-    if "residual" in learned.terms:
+    inputs = operator_learning.add_queries(objective, batch, draws, terms)
+    if "residual" in terms:
         batch_size = config.global_batch_size
         inputs |= refinement.draw_noise(batch, config.seed, step, batch_size, objective.residual_steps)
     if objective.drop_path:
