@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +21,7 @@ from accel_train.data.artifacts import cached_folder
 from accel_train.runtime.accelerator import build_accelerator
 from accel_train.runtime.main_alone import OtherProcessError, connect_hosts, failing_together, on_main
 from tests import zygote
+from tests.waiting import free_port, until
 
 
 class NeedsTwoError(Exception):
@@ -62,14 +62,16 @@ def prepare_beyond_the_limit(rank: int, folder: Path, port: int) -> None:
     """Rank 0 works alone for longer than a collective waits, in `on_main` and between two barriers."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    (folder / f"started{rank}").touch()
+    until((folder / f"started{1 - rank}").exists)  # they have the time of one collective to connect
     accelerator = build_accelerator(
-        precision="fp32", global_batch_size=2, micro_batch_size=1, max_grad_norm=1.0, collective_timeout_seconds=1
+        precision="fp32", global_batch_size=2, micro_batch_size=1, max_grad_norm=1.0, collective_timeout_seconds=3
     )
-    connect_hosts(accelerator, timeout_seconds=1)
-    clocks: list[Any] = [dist.new_group(timeout=timedelta(seconds=1.5)) for _ in range(2)]
+    connect_hosts(accelerator, timeout_seconds=3)
+    clocks: list[Any] = [dist.new_group(timeout=timedelta(seconds=3.5)) for _ in range(2)]
 
     def outlast_a_collective() -> str:
-        with pytest.raises(RuntimeError, match="Timed out waiting 1500ms"):
+        with pytest.raises(RuntimeError, match="Timed out waiting 3500ms"):
             dist.recv(torch.zeros(1), src=1, group=clocks.pop())
         return "late"
 
@@ -80,6 +82,7 @@ def prepare_beyond_the_limit(rank: int, folder: Path, port: int) -> None:
         barrier()
         ended.append("met")
     (folder / f"rank{rank}").write_text("\n".join(ended))
+    accelerator.end_training()
 
 
 def die_alone(rank: int, folder: Path, port: int) -> None:
@@ -91,14 +94,12 @@ def die_alone(rank: int, folder: Path, port: int) -> None:
     with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer|Broken pipe"):
         on_main(accelerator, lambda: os._exit(0))
     (folder / f"rank{rank}").write_text("noticed")
+    accelerator.end_training()
 
 
 def outcomes(folder: Path, target: Callable[[int, Path, int], None]) -> list[list[str]]:
     """What each of two real processes wrote. One that still waits after minutes fails the test."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    zygote.call(target, 2, folder, port)
+    zygote.call(target, 2, folder, free_port())
     return [(folder / f"rank{rank}").read_text().splitlines() for rank in range(2)]
 
 
