@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -27,7 +28,7 @@ from accel_train.runtime.strategy import (
     verify_prepared,
 )
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
-from accel_train.speed.memory import fitting
+from accel_train.speed.memory import fitting, per_host
 from accel_train.train_state import Experiment, TrainState
 from accel_train.training.ema import build_ema, refuse_wide
 from accel_train.training.gradients.sync import resolve_sync
@@ -69,14 +70,19 @@ def build_model(opened: Experiment, model: Callable[P, nn.Module], *shape: P.arg
             saved_bytes=config.checkpoints.bytes_of_a_value,
         ),
         sharded=strategy_of(accelerator) not in ("single", "ddp"),
+        once_per_host=per_host.shares(accelerator),
         world_size=accelerator.num_processes,
         device=accelerator.device,
         given=config.command_line_flags("model"),
     )
     log_findings(config, accelerator, "model", parameters=size.trained, frozen_bytes=size.frozen_bytes)
-    # Set here, because the count above has built the model once already, on the meta device.
-    torch.manual_seed(config.seed)
-    return model(*shape, **named)
+
+    def make() -> nn.Module:
+        # Set here, because the count above has built the model once already, on the meta device.
+        torch.manual_seed(config.seed)
+        return model(*shape, **named)
+
+    return per_host.build(accelerator, make)
 
 
 def _trained_in_fp32(model: nn.Module) -> list[str]:
@@ -125,7 +131,9 @@ def prepare(
         accelerator, opened.run, model, base, option=config.checkpoints.base, precision=config.precision
     )
     # The sharded module no longer takes a file with whole tensors, and float8 must find the weights in place.
-    load_initial_weights(model, opened.run, reference)
+    is_fresh = opened.run.checkpoint is None and opened.run.initial_weights is None
+    reading = None if is_fresh else partial(load_initial_weights, model, opened.run, reference)
+    per_host.load(accelerator, model, reading)
     notices = [*base_notices, *_trained_in_fp32(model), *name_wrapped_classes(accelerator, model)]
     refuse_unshardable(accelerator, model)
     applied = _apply_speed_options(opened, model, needs, example)

@@ -98,7 +98,7 @@ def failing_together(accelerator: Accelerator) -> Generator[Callable[[], None]]:
         report = None
         if own is not None:
             report = _portable(own, accelerator.process_index)
-        reported.extend(error for error in _gather(report) if error is not None)
+        reported.extend(error for error in gather_on_hosts(report) if error is not None)
         if reported and own is None:
             raise reported[0]
 
@@ -130,8 +130,11 @@ def _meet() -> None:
         _wait(dist.isend(sign, rank, group))
 
 
-def _gather(value: Any) -> list[Any]:
-    """Return the values of all processes by rank, once all are here."""
+def gather_on_hosts(value: Any) -> list[Any]:
+    """Return the values of all processes by rank, once all are here: within ``PREPARATION_LIMIT``. Collective.
+
+    They are pickled and sent from host to host. For several processes only.
+    """
     _meet()
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=signals.host_group())

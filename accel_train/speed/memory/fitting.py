@@ -79,14 +79,15 @@ def refuse_what_cannot_fit(
     sharded: bool,
     world_size: int,
     device: torch.device,
+    once_per_host: bool = False,
     given: Sequence[str] = (),
 ) -> None:
     """Raise ``UsageError`` if weights, gradients, optimizer state and EMA exceed all available memory.
 
     A lower bound: activations are not counted. Under a sharding strategy everything counts as sharded, and host
-    memory as the device's, because of offloading. Each process builds the weights whole. On a CPU the snapshot of a
-    save counts as well, which is taken at the end at the latest. ``given`` are the options set by the user, for the
-    message.
+    memory as the device's, because of offloading. Each process builds the weights whole, or with ``once_per_host`` one
+    process of each host. On a CPU the snapshot of a save counts as well, which is taken at the end at the latest.
+    ``given`` are the options set by the user, for the message.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
     host = host_bytes()
@@ -94,11 +95,16 @@ def refuse_what_cannot_fit(
     if size.trained < size.parameters:
         model += f", {size.trained:,} of them trained,"
     # Before they are sharded or moved, all processes of a host have the weights in its memory.
-    built = local * size.weight_bytes
+    copies = 1 if once_per_host else local
+    built = copies * size.weight_bytes
     if built > host:
+        builders, remedy = "one process of this host builds", "make the model smaller"
+        if copies > 1:
+            builders = f"each of {copies} processes on this host builds"
+            remedy += ", start fewer processes on a host, or take FSDP2, for which one process builds them"
         raise UsageError(
-            f"{model} take {_gib(built)} as weights, which each of {local} process(es) on this host builds whole, "
-            f"and it has {_gib(host)} of memory; make the model smaller, or start fewer processes on a host"
+            f"{model} take {_gib(built)} as weights, which {builders} whole, and it has {_gib(host)} of memory; "
+            f"{remedy}"
         )
 
     state_bytes, state_parts = _state_of_trained(kept)

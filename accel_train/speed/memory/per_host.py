@@ -1,0 +1,305 @@
+"""Initial weights once per host: one process builds or reads them, and the others map the same memory.
+
+Otherwise every process of a host holds the whole model, until FSDP2 has sharded it or until it is on its device.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import mmap
+import os
+import pickle
+import secrets
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_train.metrics.logs import details
+from accel_train.runtime.main_alone import failing_together, gather_on_hosts
+from accel_train.runtime.strategy import strategy_of
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 64
+"""Each parameter begins at a multiple of so many bytes, as in torch's own allocations."""
+NONCE_BYTES = 16
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+NAMESPACE = Path("/proc/self/ns/pid")
+
+
+class Place(NamedTuple):
+    """A parameter in the memory file: its first byte, shape and dtype."""
+
+    start: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Offer(NamedTuple):
+    """Where the other processes of a host find the parameters, and the pickled rest behind them."""
+
+    path: str
+    """Path of the memory file, valid while the process that made it holds it open."""
+    nonce: bytes
+    """What the file begins with, since a path may come to mean another file."""
+    places: dict[str, Place]
+    weights: int
+    """Bytes up to the end of the parameters."""
+    rest: int
+    """Bytes behind them."""
+
+
+class Built(NamedTuple):
+    """How a process got its model."""
+
+    leader: int
+    """Rank of the process that built it for the host."""
+    offer: Offer | None
+    """The memory of its parameters. None: this process built a model of its own."""
+    descriptor: int | None = None
+    """The memory file, on the leader alone."""
+
+
+class UnshareableError(Exception):
+    """The model cannot be handed to other processes, with the reason."""
+
+
+_built = WeakKeyDictionary[nn.Module, Built]()
+"""Models from ``build`` until ``load``."""
+
+
+def shares(accelerator: Accelerator) -> bool:
+    """Return True if ``accelerator.prepare`` takes the weights from where they were built, and needs them no more.
+
+    Under DDP on a CPU every process goes on with them, and DeepSpeed makes copies of all of them in each process.
+    """
+    strategy = strategy_of(accelerator)
+    moves = strategy == "fsdp2" or (strategy == "ddp" and accelerator.device.type != "cpu")
+    return moves and hasattr(os, "memfd_create")
+
+
+def build(accelerator: Accelerator, make: Callable[[], nn.Module]) -> nn.Module:
+    """Return ``make()``, called by one process of each host where ``shares``, else by every process. Collective.
+
+    The others get its modules, and torch's generator on the host as it left it. What a process writes to the parameters
+    later is its own. Every process calls ``make`` if the model cannot be pickled, or if tensors of it overlap. An error
+    of one is raised on all.
+    """
+    if not shares(accelerator):
+        return make()
+    rank = accelerator.process_index
+    hosts = gather_on_hosts(_host())
+    leader = hosts.index(hosts[rank])
+    made: list[nn.Module] = []
+    built = Built(leader, None)
+    with failing_together(accelerator):
+        if rank == leader:
+            made.append(make())
+            if hosts.count(hosts[rank]) > 1:
+                built = _share(leader, made[0])
+    # What is drawn after the model is built must not differ between the processes either.
+    offer, random_state = gather_on_hosts((built.offer, torch.get_rng_state()))[leader]
+    with failing_together(accelerator):
+        if rank != leader and offer is None:
+            made.append(make())
+        elif rank != leader:
+            made.append(_taken(offer))
+            torch.set_rng_state(random_state)
+            built = Built(leader, offer)
+    _built[made[0]] = built
+    return made[0]
+
+
+def load(accelerator: Accelerator, model: nn.Module, read: Callable[[], None] | None) -> None:
+    """Call ``read``, which writes to parameters and buffers of ``model``, on one process of each host. Collective.
+
+    Every process calls it if ``model`` is not from ``build``, or no longer has the parameters that it had there. None
+    is nothing to read. An error of one is raised on all.
+    """
+    built = _built.pop(model, None)
+    if built is None:
+        if read is not None:
+            read()
+        return
+    if read is not None:
+        leads = built.leader == accelerator.process_index
+        places = {} if built.offer is None else built.offer.places
+        has_places = bool(places) and _still_has(model, places)
+        offer: Offer | None = None
+        with failing_together(accelerator):
+            if leads or not has_places:
+                read()
+            if leads and has_places:
+                offer = _write(built, model, _elsewhere(model, places))
+        offer = gather_on_hosts(offer)[built.leader]
+        with failing_together(accelerator):
+            if offer is not None and has_places and not leads:
+                _adopt(offer, model)
+    if built.descriptor is not None:
+        os.close(built.descriptor)
+
+
+def _host() -> tuple[str, int]:
+    """Processes with the same answer see each other's files under ``/proc``."""
+    return BOOT.read_text().strip(), NAMESPACE.stat().st_ino
+
+
+def _share(leader: int, model: nn.Module) -> Built:
+    """Move the parameters of ``model`` into a new memory file. No offer if the others could not read it there."""
+    descriptor = os.memfd_create("accel-train-weights")
+    try:
+        places, end = _places(model)
+        offer = Offer(f"/proc/{os.getpid()}/fd/{descriptor}", secrets.token_bytes(NONCE_BYTES), places, end, 0)
+        built = Built(leader, offer, descriptor)
+        return built._replace(offer=_write(built, model, model))
+    # Pickle and the modules of others raise what they like.
+    except Exception as error:
+        details(logger, f"every process builds the model, which cannot be handed on: {type(error).__name__}: {error}")
+        os.close(descriptor)
+        return Built(leader, None)
+
+
+def _places(model: nn.Module) -> tuple[dict[str, Place], int]:
+    """Return the place of each parameter, and the end of the last. Raises ``UnshareableError`` for overlaps."""
+    extents: list[tuple[int, int, str]] = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu":
+            raise UnshareableError(f"{name} is on {tensor.device}")
+        if tensor.numel() > 0:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            extents.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size(), name))
+    for (_, end, name), (start, _, other) in pairwise(sorted(extents)):
+        if start < end:
+            raise UnshareableError(f"{name} and {other} share memory")
+    places: dict[str, Place] = {}
+    end = NONCE_BYTES
+    for name, parameter in model.named_parameters():
+        if _can_be_placed(parameter):
+            place = Place(-(-end // ALIGNMENT) * ALIGNMENT, parameter.shape, parameter.dtype)
+            places[name] = place
+            end = place.start + parameter.numel() * parameter.element_size()
+    return places, end
+
+
+def _can_be_placed(tensor: Tensor) -> bool:
+    """Return True for a parameter of which there is no more than its values in order. Others are pickled."""
+    is_plain = type(tensor) is nn.Parameter and tensor.layout == torch.strided
+    return is_plain and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
+
+
+def _still_has(model: nn.Module, places: Mapping[str, Place]) -> bool:
+    """Return True if each place has its parameter, perhaps with other values."""
+    parameters = dict(model.named_parameters())
+    for name, place in places.items():
+        parameter = parameters.get(name)
+        if parameter is None or not _can_be_placed(parameter):
+            return False
+        if (parameter.shape, parameter.dtype) != (place.shape, place.dtype):
+            return False
+    return True
+
+
+def _elsewhere(model: nn.Module, places: Mapping[str, Place]) -> dict[str, Tensor]:
+    """Return the buffers, and the parameters that have no place in the file."""
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if name not in places}
+    return tensors | dict(model.named_buffers())
+
+
+def _write(built: Built, model: nn.Module, rest: object) -> Offer:
+    """Write the parameters of ``model`` and the pickled ``rest``. The parameters are views of the file from then on."""
+    assert built.offer is not None
+    assert built.descriptor is not None
+    parameters = dict(model.named_parameters())
+    pickled = io.BytesIO()
+    _Pickler(pickled, {id(parameters[name]): name for name in built.offer.places}).dump(rest)
+    offer = built.offer._replace(rest=pickled.tell())
+    os.ftruncate(built.descriptor, offer.weights + offer.rest)
+    mapped = _map(built.descriptor, offer)
+    with open(built.descriptor, "r+b", closefd=False) as file:
+        file.write(offer.nonce)
+        for name, place in offer.places.items():
+            file.seek(place.start)
+            file.write(parameters[name].detach().reshape(-1).view(torch.uint8).numpy().data)
+            # One at a time, so that the host holds them no more than once.
+            file.flush()
+            parameters[name].data = _view(mapped, place)
+        file.seek(offer.weights)
+        file.write(pickled.getbuffer())
+    return offer
+
+
+def _taken(offer: Offer) -> nn.Module:
+    """Return the model of the leader, with its parameters as views of the file."""
+    mapped, rest = _open(offer)
+    model: nn.Module = _Unpickler(rest, mapped, offer.places).load()
+    return model
+
+
+def _adopt(offer: Offer, model: nn.Module) -> None:
+    """Give ``model`` what the leader has read."""
+    mapped, rest = _open(offer)
+    parameters = dict(model.named_parameters())
+    for name, place in offer.places.items():
+        parameters[name].data = _view(mapped, place)
+    others = _elsewhere(model, offer.places)
+    for name, value in _Unpickler(rest, mapped, offer.places).load().items():
+        others[name].copy_(value)
+
+
+def _open(offer: Offer) -> tuple[mmap.mmap, io.BytesIO]:
+    """Return the leader's memory, and its pickled rest."""
+    with open(offer.path, "rb") as file:
+        if file.read(NONCE_BYTES) != offer.nonce:
+            raise OSError(f"{offer.path} is not the memory of the weights: another process has this number here")
+        file.seek(offer.weights)
+        return _map(file.fileno(), offer), io.BytesIO(file.read(offer.rest))
+
+
+def _map(descriptor: int, offer: Offer) -> mmap.mmap:
+    """Map the weights. A page that this process writes to becomes its own."""
+    return mmap.mmap(descriptor, offer.weights, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _view(mapped: mmap.mmap, place: Place) -> Tensor:
+    return torch.frombuffer(mapped, dtype=place.dtype, count=place.shape.numel(), offset=place.start).view(place.shape)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a name in place of each parameter in the file."""
+
+    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._names = names
+
+    def persistent_id(self, obj: Any) -> tuple[str, bool, dict[str, Any]] | None:
+        name = self._names.get(id(obj))
+        if name is None:
+            return None
+        # Some optimizers and strategies mark parameters by attributes.
+        return name, obj.requires_grad, dict(vars(obj))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes the parameters again, each as a view of the file."""
+
+    def __init__(self, file: io.BytesIO, mapped: mmap.mmap, places: Mapping[str, Place]) -> None:
+        super().__init__(file)
+        self._mapped = mapped
+        self._places = places
+        self._made: dict[str, nn.Parameter] = {}
+
+    def persistent_load(self, pid: tuple[str, bool, dict[str, Any]]) -> nn.Parameter:
+        name, requires_grad, attributes = pid
+        # A tied parameter is found in several modules and is one object.
+        if name not in self._made:
+            parameter = nn.Parameter(_view(self._mapped, self._places[name]), requires_grad)
+            vars(parameter).update(attributes)
+            self._made[name] = parameter
+        return self._made[name]
