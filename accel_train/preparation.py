@@ -50,7 +50,10 @@ STEP_GUARD = "step_guard"
 
 
 def build_model(opened: Experiment, model: Callable[P, nn.Module], *shape: P.args, **named: P.kwargs) -> nn.Module:
-    """Return ``model(*shape)`` with initial weights from the experiment's seed, the same on every process.
+    """Return ``model(*shape)`` with initial weights from the experiment's seed, the same on every process. Collective.
+
+    Under FSDP2, and under DDP on GPUs, one process of each host calls ``model``, and the others get its modules and map
+    its memory. An error of one process is raised on all.
 
     Raises ``UsageError`` with the numbers for a model that cannot fit, before any memory is allocated.
     """

@@ -149,9 +149,9 @@ def rows_of(found: dict[str, Any]) -> list[Row]:
     ]
 
 
-def on_processes(module: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run a script with `--worker` on two processes; what the first of them found."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={PROCESSES}"]
+def on_processes(module: str, arguments: Sequence[str], processes: int = PROCESSES) -> dict[str, Any]:
+    """Run a script with `--worker` on several processes; what the first of them found."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     given = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
         [*command, "-m", module, "--worker", *arguments],

@@ -126,6 +126,7 @@ def page(folder: Path) -> str:
     parts += ["", "## Rows of shards", "", *table_of("shards", results)]
     parts += ["", "## Language models", "", *table_of("causal_lm", results)]
     parts += ["", "## The first second", "", STARTUP_WORDS, "", *table_of("startup", results)]
+    parts += ["", "## Initial weights once per host", "", *table_of("host_weights", results)]
     parts += ["", "## Metrics and health checks", "", *table_of("reporting", results)]
     parts += ["", "## Where these numbers come from", "", *origins(results)]
     return "\n".join(parts) + "\n"

@@ -59,6 +59,7 @@ JOBS = {
     "causal_lm": Job("causal_lm", "causal_lm_cpu.json"),
     "shards": Job("shards", "shards_cpu.json"),
     "startup": Job("startup", "startup_cpu.json"),
+    "host_weights": Job("host_weights", "host_weights_cpu.json"),
     "reporting": Job("reporting", "reporting_cpu.json"),
     "demo_steps": Job("demo_steps", "demo_steps_cpu.json"),
     "ablation_mmdit": Job(

@@ -50,6 +50,7 @@ LONG = {
     "pictures": "pictures",
     "causal_lm": "causal_lm",
     "startup": "startup",
+    "host_weights": "host_weights",
     "reporting": "reporting",
     "demo_steps": "demo_steps",
 }

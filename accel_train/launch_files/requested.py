@@ -270,7 +270,8 @@ def notices(
             sentences.append(text)
     if machine.fsdp is not None and machine.fsdp.cpu_ram_efficient_loading:
         sentences.append(
-            "fsdp_cpu_ram_efficient_loading: true is off here: every process builds the same weights from the seed"
+            "fsdp_cpu_ram_efficient_loading: true is off here: one process of each host builds or reads the weights "
+            "anyway, and the others map its memory"
         )
     if machine.deepspeed is not None and machine.deepspeed.zero3_init:
         sentences.append("zero3_init_flag: true is off here: the whole model is built or loaded, then sharded")
@@ -280,7 +281,7 @@ def notices(
 def clear_environment(environment: MutableMapping[str, str]) -> None:
     """Remove variables overriding our own arguments, and switch RAM-efficient loading off.
 
-    RAM-efficient loading is the launcher's default for FSDP. Every process builds the same weights anyway.
+    RAM-efficient loading is the launcher's default for FSDP. One process of each host builds the weights anyway.
     """
     environment.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
     # With it transformers encoders would load empty on all processes but the first.
