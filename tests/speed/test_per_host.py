@@ -167,6 +167,17 @@ def build_others(rank: int, folder: Path, port: int) -> None:
         per_host.load(accelerator, model, lambda calls=calls: calls.append("read"))
         found[make.__name__] = [calls, same(tensors(model), tensors(seeded(make, [])()))]
 
+    def refuse(*_: object) -> Any:
+        raise PermissionError("hidden")
+
+    opener = per_host._open
+    per_host._open = refuse
+    calls = []
+    model = per_host.build(accelerator, seeded(Tied, calls))
+    per_host._open = opener
+    per_host.load(accelerator, model, lambda calls=calls: calls.append("read"))
+    found["hidden"] = [calls, same(tensors(model), tensors(seeded(Tied, [])()))]
+
     def fail() -> nn.Module:
         raise ValueError(f"no weights for {rank}")
 
@@ -235,7 +246,7 @@ def test_what_cannot_be_shared_is_built_and_read_by_each(tmp_path: Path) -> None
     assert first.pop("error") == second.pop("error") == "no weights for 0"
     assert (first.pop("renewed"), second.pop("renewed")) == (["built", "read"], ["read"])
     both = [["built", "read"], True]
-    assert first == second == {"Unpicklable": both, "Overlapping": both}
+    assert first == second == {"Unpicklable": both, "Overlapping": both, "hidden": both}
 
 
 def test_weights_that_stay_on_the_host_are_built_by_each(tmp_path: Path) -> None:

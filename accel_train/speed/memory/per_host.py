@@ -89,8 +89,8 @@ def build(accelerator: Accelerator, make: Callable[[], nn.Module]) -> nn.Module:
     """Return ``make()``, called by one process of each host where ``shares``, else by every process. Collective.
 
     The others get its modules, and torch's generator on the host as it left it. What a process writes to the parameters
-    later is its own. Every process calls ``make`` if the model cannot be pickled, or if tensors of it overlap. An error
-    of one is raised on all.
+    later is its own. Every process calls ``make`` if the model cannot be pickled, or if tensors of it overlap; so does
+    one that may not open the leader's memory. An error of one is raised on all.
     """
     if not shares(accelerator):
         return make()
@@ -107,12 +107,14 @@ def build(accelerator: Accelerator, make: Callable[[], nn.Module]) -> nn.Module:
     # What is drawn after the model is built must not differ between the processes either.
     offer, random_state = gather_on_hosts((built.offer, torch.get_rng_state()))[leader]
     with failing_together(accelerator):
-        if rank != leader and offer is None:
-            made.append(make())
-        elif rank != leader:
-            made.append(_taken(offer))
-            torch.set_rng_state(random_state)
-            built = Built(leader, offer)
+        if rank != leader:
+            taken = None if offer is None else _take(offer)
+            if taken is None:
+                made.append(make())
+            else:
+                made.append(taken)
+                torch.set_rng_state(random_state)
+                built = Built(leader, offer)
     _built[made[0]] = built
     return made[0]
 
@@ -147,8 +149,11 @@ def load(accelerator: Accelerator, model: nn.Module, read: Callable[[], None] | 
 
 
 def _host() -> tuple[str, int]:
-    """Processes with the same answer see each other's files under ``/proc``."""
-    return BOOT.read_text().strip(), NAMESPACE.stat().st_ino
+    """Processes with the same answer see each other's files under ``/proc``. Without it, each is a host of its own."""
+    try:
+        return BOOT.read_text().strip(), NAMESPACE.stat().st_ino
+    except OSError:
+        return secrets.token_hex(), 0
 
 
 def _share(leader: int, model: nn.Module) -> Built:
@@ -235,10 +240,15 @@ def _write(built: Built, model: nn.Module, rest: object) -> Offer:
     return offer
 
 
-def _taken(offer: Offer) -> nn.Module:
-    """Return the model of the leader, with its parameters as views of the file."""
-    mapped, rest = _open(offer)
-    model: nn.Module = _Unpickler(rest, mapped, offer.places).load()
+def _take(offer: Offer) -> nn.Module | None:
+    """Return the model of the leader, with its parameters as views of the file. None if that cannot be done."""
+    try:
+        mapped, rest = _open(offer)
+        model: nn.Module = _Unpickler(rest, mapped, offer.places).load()
+    # Pickle and the modules of others raise what they like, and a container may hide the files of other processes.
+    except Exception as error:
+        details(logger, f"this process builds the model, which it cannot take over: {type(error).__name__}: {error}")
+        return None
     return model
 
 
