@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -43,13 +44,15 @@ class Place(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """Where the other processes of a host find the parameters, and the pickled rest behind them."""
+    """Where the other processes of a host find the parameters, and the pickled rest behind them.
+
+    Small, because every process gets those of all.
+    """
 
     path: str
     """Path of the memory file, valid while the process that made it holds it open."""
     nonce: bytes
     """What the file begins with, since a path may come to mean another file."""
-    places: dict[str, Place]
     weights: int
     """Bytes up to the end of the parameters."""
     rest: int
@@ -63,6 +66,8 @@ class Built(NamedTuple):
     """Rank of the process that built it for the host."""
     offer: Offer | None
     """The memory of its parameters. None: this process built a model of its own."""
+    places: Mapping[str, Place] = MappingProxyType({})
+    """Place of each parameter in it, by name."""
     descriptor: int | None = None
     """The memory file, on the leader alone."""
 
@@ -104,17 +109,11 @@ def build(accelerator: Accelerator, make: Callable[[], nn.Module]) -> nn.Module:
             made.append(make())
             if hosts.count(hosts[rank]) > 1:
                 built = _share(leader, made[0])
-    # What is drawn after the model is built must not differ between the processes either.
-    offer, random_state = gather_on_hosts((built.offer, torch.get_rng_state()))[leader]
+    offer = gather_on_hosts(built.offer)[leader]
     with failing_together(accelerator):
         if rank != leader:
-            taken = None if offer is None else _take(offer)
-            if taken is None:
-                made.append(make())
-            else:
-                made.append(taken)
-                torch.set_rng_state(random_state)
-                built = Built(leader, offer)
+            model, built = _take(leader, offer) or (make(), built)
+            made.append(model)
     _built[made[0]] = built
     return made[0]
 
@@ -132,18 +131,17 @@ def load(accelerator: Accelerator, model: nn.Module, read: Callable[[], None] | 
         return
     if read is not None:
         leads = built.leader == accelerator.process_index
-        places = {} if built.offer is None else built.offer.places
-        has_places = bool(places) and _still_has(model, places)
+        has_places = bool(built.places) and _still_has(model, built.places)
         offer: Offer | None = None
         with failing_together(accelerator):
             if leads or not has_places:
                 read()
             if leads and has_places:
-                offer = _write(built, model, _elsewhere(model, places))
+                offer = _write(built, model, _elsewhere(model, built.places))
         offer = gather_on_hosts(offer)[built.leader]
         with failing_together(accelerator):
             if offer is not None and has_places and not leads:
-                _adopt(offer, model)
+                _adopt(offer, built.places, model)
     if built.descriptor is not None:
         os.close(built.descriptor)
 
@@ -161,9 +159,10 @@ def _share(leader: int, model: nn.Module) -> Built:
     descriptor = os.memfd_create("accel-train-weights")
     try:
         places, end = _places(model)
-        offer = Offer(f"/proc/{os.getpid()}/fd/{descriptor}", secrets.token_bytes(NONCE_BYTES), places, end, 0)
-        built = Built(leader, offer, descriptor)
-        return built._replace(offer=_write(built, model, model))
+        offer = Offer(f"/proc/{os.getpid()}/fd/{descriptor}", secrets.token_bytes(NONCE_BYTES), end, 0)
+        built = Built(leader, offer, places, descriptor)
+        # What is drawn after the model was built must not differ between the processes either.
+        return built._replace(offer=_write(built, model, (model, places, torch.get_rng_state())))
     # Pickle and the modules of others raise what they like.
     except Exception as error:
         details(logger, f"every process builds the model, which cannot be handed on: {type(error).__name__}: {error}")
@@ -223,13 +222,13 @@ def _write(built: Built, model: nn.Module, rest: object) -> Offer:
     assert built.descriptor is not None
     parameters = dict(model.named_parameters())
     pickled = io.BytesIO()
-    _Pickler(pickled, {id(parameters[name]): name for name in built.offer.places}).dump(rest)
+    _Pickler(pickled, {id(parameters[name]): place for name, place in built.places.items()}).dump(rest)
     offer = built.offer._replace(rest=pickled.tell())
     os.ftruncate(built.descriptor, offer.weights + offer.rest)
     mapped = _map(built.descriptor, offer)
     with open(built.descriptor, "r+b", closefd=False) as file:
         file.write(offer.nonce)
-        for name, place in offer.places.items():
+        for name, place in built.places.items():
             file.seek(place.start)
             file.write(parameters[name].detach().reshape(-1).view(torch.uint8).numpy().data)
             # One at a time, so that the host holds them no more than once.
@@ -240,36 +239,38 @@ def _write(built: Built, model: nn.Module, rest: object) -> Offer:
     return offer
 
 
-def _take(offer: Offer) -> nn.Module | None:
+def _take(leader: int, offer: Offer | None) -> tuple[nn.Module, Built] | None:
     """Return the model of the leader, with its parameters as views of the file. None if that cannot be done."""
+    if offer is None:
+        return None
     try:
-        mapped, rest = _open(offer)
-        model: nn.Module = _Unpickler(rest, mapped, offer.places).load()
+        model, places, random_state = _open(offer).load()
+        torch.set_rng_state(random_state)
     # Pickle and the modules of others raise what they like, and a container may hide the files of other processes.
     except Exception as error:
         details(logger, f"this process builds the model, which it cannot take over: {type(error).__name__}: {error}")
         return None
-    return model
+    return model, Built(leader, offer, places)
 
 
-def _adopt(offer: Offer, model: nn.Module) -> None:
+def _adopt(offer: Offer, places: Mapping[str, Place], model: nn.Module) -> None:
     """Give ``model`` what the leader has read."""
-    mapped, rest = _open(offer)
+    unpickler = _open(offer)
     parameters = dict(model.named_parameters())
-    for name, place in offer.places.items():
-        parameters[name].data = _view(mapped, place)
-    others = _elsewhere(model, offer.places)
-    for name, value in _Unpickler(rest, mapped, offer.places).load().items():
+    for name, place in places.items():
+        parameters[name].data = _view(unpickler.mapped, place)
+    others = _elsewhere(model, places)
+    for name, value in unpickler.load().items():
         others[name].copy_(value)
 
 
-def _open(offer: Offer) -> tuple[mmap.mmap, io.BytesIO]:
-    """Return the leader's memory, and its pickled rest."""
+def _open(offer: Offer) -> _Unpickler:
+    """Return a reader of the leader's pickled rest, with the memory of its parameters."""
     with open(offer.path, "rb") as file:
         if file.read(NONCE_BYTES) != offer.nonce:
             raise OSError(f"{offer.path} is not the memory of the weights: another process has this number here")
         file.seek(offer.weights)
-        return _map(file.fileno(), offer), io.BytesIO(file.read(offer.rest))
+        return _Unpickler(io.BytesIO(file.read(offer.rest)), _map(file.fileno(), offer))
 
 
 def _map(descriptor: int, offer: Offer) -> mmap.mmap:
@@ -282,34 +283,33 @@ def _view(mapped: mmap.mmap, place: Place) -> Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a name in place of each parameter in the file."""
+    """Writes the place of each parameter that has one, by ``id``, instead of its values."""
 
-    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+    def __init__(self, file: io.BytesIO, places: Mapping[int, Place]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._names = names
+        self._places = places
 
-    def persistent_id(self, obj: Any) -> tuple[str, bool, dict[str, Any]] | None:
-        name = self._names.get(id(obj))
-        if name is None:
+    def persistent_id(self, obj: Any) -> tuple[Place, bool, dict[str, Any]] | None:
+        place = self._places.get(id(obj))
+        if place is None:
             return None
         # Some optimizers and strategies mark parameters by attributes.
-        return name, obj.requires_grad, dict(vars(obj))
+        return place, obj.requires_grad, dict(vars(obj))
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes the parameters again, each as a view of the file."""
+    """Makes the parameters again, each as a view of ``mapped``."""
 
-    def __init__(self, file: io.BytesIO, mapped: mmap.mmap, places: Mapping[str, Place]) -> None:
+    def __init__(self, file: io.BytesIO, mapped: mmap.mmap) -> None:
         super().__init__(file)
-        self._mapped = mapped
-        self._places = places
-        self._made: dict[str, nn.Parameter] = {}
+        self.mapped = mapped
+        self._made: dict[int, nn.Parameter] = {}
 
-    def persistent_load(self, pid: tuple[str, bool, dict[str, Any]]) -> nn.Parameter:
-        name, requires_grad, attributes = pid
+    def persistent_load(self, pid: tuple[Place, bool, dict[str, Any]]) -> nn.Parameter:
+        place, requires_grad, attributes = pid
         # A tied parameter is found in several modules and is one object.
-        if name not in self._made:
-            parameter = nn.Parameter(_view(self._mapped, self._places[name]), requires_grad)
+        if place.start not in self._made:
+            parameter = nn.Parameter(_view(self.mapped, place), requires_grad)
             vars(parameter).update(attributes)
-            self._made[name] = parameter
-        return self._made[name]
+            self._made[place.start] = parameter
+        return self._made[place.start]
