@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import nn
 
-from accel_train import simulated
-from accel_train.checkpoints.restore import load_initial_weights, restore
+from accel_train import initial_weights, simulated
+from accel_train.checkpoints.restore import restore
 from accel_train.frozen_weights import offload_frozen, resolve_base
 from accel_train.linting.reporting import log_findings
 from accel_train.metrics.logs import details, info, log_file
@@ -28,7 +27,6 @@ from accel_train.runtime.strategy import (
     verify_prepared,
 )
 from accel_train.speed.apply import Applied, SpeedOptions, apply_speed_options
-from accel_train.speed.memory import fitting, per_host
 from accel_train.train_state import Experiment, TrainState
 from accel_train.training.ema import build_ema, refuse_wide
 from accel_train.training.gradients.sync import resolve_sync
@@ -62,22 +60,7 @@ def build_model(opened: Experiment, model: Callable[P, nn.Module], *shape: P.arg
     simulation = simulated.active()
     if simulation is not None:
         return simulation.build_model(accelerator, lambda: model(*shape, **named))
-    size = fitting.size_of(lambda: model(*shape, **named), offload_frozen=config.offload_frozen)
-    fitting.refuse_what_cannot_fit(
-        size,
-        fitting.Kept(
-            config.optimizer.name,
-            training=not config.evaluate_only,
-            has_ema=config.ema.decay > 0,
-            saves_state=config.checkpoints.save_state,
-            saved_bytes=config.checkpoints.bytes_of_a_value,
-        ),
-        sharded=strategy_of(accelerator) not in ("single", "ddp"),
-        once_per_host=per_host.shares(accelerator),
-        world_size=accelerator.num_processes,
-        device=accelerator.device,
-        given=config.command_line_flags("model"),
-    )
+    size = initial_weights.size_that_fits(opened, lambda: model(*shape, **named))
     log_findings(config, accelerator, "model", parameters=size.trained, frozen_bytes=size.frozen_bytes)
 
     def make() -> nn.Module:
@@ -85,7 +68,7 @@ def build_model(opened: Experiment, model: Callable[P, nn.Module], *shape: P.arg
         torch.manual_seed(config.seed)
         return model(*shape, **named)
 
-    return per_host.build(accelerator, make)
+    return initial_weights.build_once_per_host(accelerator, make)
 
 
 def _trained_in_fp32(model: nn.Module) -> list[str]:
@@ -134,9 +117,7 @@ def prepare(
         accelerator, opened.run, model, base, option=config.checkpoints.base, precision=config.precision
     )
     # The sharded module no longer takes a file with whole tensors, and float8 must find the weights in place.
-    is_fresh = opened.run.checkpoint is None and opened.run.initial_weights is None
-    reading = None if is_fresh else partial(load_initial_weights, model, opened.run, reference)
-    per_host.load(accelerator, model, reading)
+    initial_weights.load(opened, model, reference)
     notices = [*base_notices, *_trained_in_fp32(model), *name_wrapped_classes(accelerator, model)]
     refuse_unshardable(accelerator, model)
     applied = _apply_speed_options(opened, model, needs, example)

@@ -24,8 +24,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
+from accel_train import initial_weights
 from accel_train.runtime import rehearsal
-from accel_train.speed.memory import per_host
 from benchmarks.accumulation import answer, on_processes
 from benchmarks.method import Row, parser_of, row, write_results
 
@@ -83,7 +83,7 @@ def work(way: str, width: int, layers: int) -> dict[str, Any]:
     with most(processes) as memory:
         accelerator.wait_for_everyone()
         began = time.perf_counter()
-        model = make() if way == "each" else per_host.build(accelerator, make)
+        model = make() if way == "each" else initial_weights.build_once_per_host(accelerator, make)
         accelerator.wait_for_everyone()
         seconds = time.perf_counter() - began
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())

@@ -37,7 +37,7 @@ ROWS = (
     {"domains.text", "domains.pde", "domains.images", "domains.language"},
     {"experiment_options"},
     {"train_state"},
-    {"frozen_weights"},
+    {"frozen_weights", "initial_weights"},
     {"experiment", "preparation", "startup"},
     {"reporting"},
     {"loop"},
@@ -79,7 +79,8 @@ NEIGHBOURS_ALLOWED = {
 
 ACCELERATE_PACKAGES = {
     *("launch_files", "runtime", "training", "checkpoints", "metrics"),
-    *("train_state", "frozen_weights", "startup", "experiment", "preparation", "reporting", "loop", "recipes"),
+    *("train_state", "frozen_weights", "initial_weights", "startup", "experiment", "preparation"),
+    *("reporting", "loop", "recipes"),
     "commands",  # starts its launcher
     "domains.pde",  # sums figures over the processes
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib.util
 import itertools
 import json
 import logging
@@ -1191,10 +1192,10 @@ class Answered(OSError):
     """What ``huggingface_hub`` raises has the answer in ``response``."""
 
     def __init__(self, status: int, **headers: str) -> None:
-        import httpx2
-
+        # That of version 2, or of version 1.
+        client = importlib.import_module("httpx2" if importlib.util.find_spec("httpx2") else "httpx")
         super().__init__(f"status {status}")
-        self.response = httpx2.Response(status, headers={k.replace("_", "-"): v for k, v in headers.items()})
+        self.response = client.Response(status, headers={k.replace("_", "-"): v for k, v in headers.items()})
 
 
 @pytest.mark.parametrize("status", [400, 401, 402, 403, 404, 408, 409, 412, 413, 422, 425, 429, 500, 502, 503, 504])

@@ -89,24 +89,12 @@ def refuse_what_cannot_fit(
     process of each host. On a CPU the snapshot of a save counts as well, which is taken at the end at the latest.
     ``given`` are the options set by the user, for the message.
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate launch
+    local = local_processes()
     host = host_bytes()
     model = f"{', '.join(given) or 'the model'}: {size.parameters:,} parameters"
     if size.trained < size.parameters:
         model += f", {size.trained:,} of them trained,"
-    # Before they are sharded or moved, all processes of a host have the weights in its memory.
-    copies = 1 if once_per_host else local
-    built = copies * size.weight_bytes
-    if built > host:
-        builders, remedy = "one process of this host builds", "make the model smaller"
-        if copies > 1:
-            builders = f"each of {copies} processes on this host builds"
-            remedy += ", start fewer processes on a host, or take FSDP2, for which one process builds them"
-        raise UsageError(
-            f"{model} take {_gib(built)} as weights, which {builders} whole, and it has {_gib(host)} of memory; "
-            f"{remedy}"
-        )
-
+    _refuse_whole_weights(model, size, once_per_host)
     state_bytes, state_parts = _state_of_trained(kept)
     on_device = size.weight_bytes - size.offloaded_bytes
     required = on_device + size.trained * state_bytes
@@ -138,6 +126,27 @@ def refuse_what_cannot_fit(
             f"{model} take {_gib(required)} ({parts}), and {place} has {_gib(available)}; "
             "make the model smaller, or divide it over more devices with accelerate_configs/fsdp2.yaml"
         )
+
+
+def local_processes() -> int:
+    """Processes of this host. torchrun and accelerate launch say so."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _refuse_whole_weights(model: str, size: Size, once_per_host: bool) -> None:
+    """Raise ``UsageError`` if the host cannot hold all copies of the weights, before they are sharded or moved."""
+    host = host_bytes()
+    copies = 1 if once_per_host else local_processes()
+    built = copies * size.weight_bytes
+    if built <= host:
+        return
+    builders, remedy = "one process of this host builds", "make the model smaller"
+    if copies > 1:
+        builders = f"each of {copies} processes on this host builds"
+        remedy += ", start fewer processes on a host, or take FSDP2, for which one process builds them"
+    raise UsageError(
+        f"{model} take {_gib(built)} as weights, which {builders} whole, and it has {_gib(host)} of memory; {remedy}"
+    )
 
 
 def _state_of_trained(kept: Kept) -> tuple[int, list[str]]:

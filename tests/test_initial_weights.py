@@ -16,8 +16,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_train import initial_weights
 from accel_train.runtime import rehearsal
-from accel_train.speed.memory import per_host
 from tests import zygote
 from tests.waiting import free_port
 
@@ -88,7 +88,7 @@ def build_and_load(rank: int, folder: Path, port: int) -> None:
     """Compares with a model of its own, writes to the parameters, and reads others in their place."""
     accelerator = connected(rank, port)
     calls: list[str] = []
-    model: Any = per_host.build(accelerator, seeded(Tied, calls))
+    model: Any = initial_weights.build_once_per_host(accelerator, seeded(Tied, calls))
     drawn = torch.rand(2)
     alone: Any = seeded(Tied, [])()
     found: dict[str, object] = {
@@ -116,7 +116,7 @@ def build_and_load(rank: int, folder: Path, port: int) -> None:
             for value in (*model.parameters(), *model.buffers()):
                 value.copy_(torch.rand(value.shape))
 
-    per_host.load(accelerator, model, read)
+    initial_weights.load_once_per_host(accelerator, model, read)
     calls, reading = [], list(calls[len(found["calls"]) :])  # type: ignore[arg-type]
     mine = tensors(model)
     found["reads"] = reading
@@ -140,10 +140,10 @@ def count_memory(rank: int, folder: Path, port: int) -> None:
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(16)))
 
     before = own_kib("Private_Dirty", "Anonymous")
-    model = per_host.build(accelerator, seeded(make, []))
+    model = initial_weights.build_once_per_host(accelerator, seeded(make, []))
     accelerator.wait_for_everyone()
     after = own_kib("Private_Dirty", "Anonymous")
-    per_host.load(accelerator, model, None)
+    initial_weights.load_once_per_host(accelerator, model, None)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     gc.collect()
@@ -163,35 +163,35 @@ def build_others(rank: int, folder: Path, port: int) -> None:
     found: dict[str, object] = {}
     for make in (Unpicklable, Overlapping):
         calls: list[str] = []
-        model = per_host.build(accelerator, seeded(make, calls))
-        per_host.load(accelerator, model, lambda calls=calls: calls.append("read"))
+        model = initial_weights.build_once_per_host(accelerator, seeded(make, calls))
+        initial_weights.load_once_per_host(accelerator, model, lambda calls=calls: calls.append("read"))
         found[make.__name__] = [calls, same(tensors(model), tensors(seeded(make, [])()))]
 
     def refuse(*_: object) -> Any:
         raise PermissionError("hidden")
 
-    opener = per_host._open
-    per_host._open = refuse
+    opener = initial_weights._open
+    initial_weights._open = refuse
     calls = []
-    model = per_host.build(accelerator, seeded(Tied, calls))
-    per_host._open = opener
-    per_host.load(accelerator, model, lambda calls=calls: calls.append("read"))
+    model = initial_weights.build_once_per_host(accelerator, seeded(Tied, calls))
+    initial_weights._open = opener
+    initial_weights.load_once_per_host(accelerator, model, lambda calls=calls: calls.append("read"))
     found["hidden"] = [calls, same(tensors(model), tensors(seeded(Tied, [])()))]
 
     def fail() -> nn.Module:
         raise ValueError(f"no weights for {rank}")
 
     with pytest.raises(ValueError, match="no weights") as caught:
-        per_host.build(accelerator, fail)
+        initial_weights.build_once_per_host(accelerator, fail)
     found["error"] = str(caught.value)
     calls = []
-    model = per_host.build(accelerator, seeded(lambda: nn.Linear(4, 4), calls))
+    model = initial_weights.build_once_per_host(accelerator, seeded(lambda: nn.Linear(4, 4), calls))
     model.weight = nn.Parameter(torch.rand(2, 4))
-    per_host.load(accelerator, model, lambda: calls.append("read"))
+    initial_weights.load_once_per_host(accelerator, model, lambda: calls.append("read"))
     found["renewed"] = calls
-    model = per_host.build(accelerator, seeded(lambda: nn.Linear(4, 4), []))
+    model = initial_weights.build_once_per_host(accelerator, seeded(lambda: nn.Linear(4, 4), []))
     with pytest.raises(ValueError, match="no weights") as caught:
-        per_host.load(accelerator, model, fail)  # type: ignore[arg-type]
+        initial_weights.load_once_per_host(accelerator, model, fail)  # type: ignore[arg-type]
     found["reading"] = str(caught.value)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     accelerator.end_training()
@@ -201,8 +201,8 @@ def build_unsharded(rank: int, folder: Path, port: int) -> None:
     """DDP on a CPU."""
     accelerator = connected(rank, port, sharded=False)
     calls: list[str] = []
-    model = per_host.build(accelerator, seeded(lambda: nn.Linear(4, 4), calls))
-    per_host.load(accelerator, model, lambda: calls.append("read"))
+    model = initial_weights.build_once_per_host(accelerator, seeded(lambda: nn.Linear(4, 4), calls))
+    initial_weights.load_once_per_host(accelerator, model, lambda: calls.append("read"))
     (folder / f"{rank}.json").write_text(json.dumps({"calls": calls}))
     accelerator.end_training()
 

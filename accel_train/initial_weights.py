@@ -1,4 +1,4 @@
-"""Initial weights once per host: one process builds or reads them, and the others map the same memory.
+"""A model with its initial weights, once per host: one process builds or reads it, and the others map its memory.
 
 Otherwise every process of a host holds the whole model, until FSDP2 has sharded it or until it is on its device.
 """
@@ -12,19 +12,25 @@ import os
 import pickle
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_train.checkpoints.restore import load_initial_weights
 from accel_train.metrics.logs import details
 from accel_train.runtime.main_alone import failing_together, gather_on_hosts
 from accel_train.runtime.strategy import strategy_of
+from accel_train.speed.memory import fitting
+
+if TYPE_CHECKING:
+    from accel_train.train_state import Experiment
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +83,41 @@ class UnshareableError(Exception):
 
 
 _built = WeakKeyDictionary[nn.Module, Built]()
-"""Models from ``build`` until ``load``."""
+"""Models from ``build_once_per_host`` until ``load_once_per_host``."""
+
+
+def size_that_fits(opened: Experiment, build: Callable[[], nn.Module]) -> fitting.Size:
+    """Return the size of the model of ``build``. Raises ``UsageError`` with the numbers if it cannot fit."""
+    config = opened.config
+    accelerator = opened.accelerator
+    size = fitting.size_of(build, offload_frozen=config.offload_frozen)
+    fitting.refuse_what_cannot_fit(
+        size,
+        fitting.Kept(
+            config.optimizer.name,
+            training=not config.evaluate_only,
+            has_ema=config.ema.decay > 0,
+            saves_state=config.checkpoints.save_state,
+            saved_bytes=config.checkpoints.bytes_of_a_value,
+        ),
+        sharded=strategy_of(accelerator) not in ("single", "ddp"),
+        once_per_host=shares(accelerator),
+        world_size=accelerator.num_processes,
+        device=accelerator.device,
+        given=config.command_line_flags("model"),
+    )
+    return size
+
+
+def load(opened: Experiment, model: nn.Module, base: Mapping[str, Any] | None) -> None:
+    """Load weights before ``prepare``, from the checkpoint to resume or else from ``init_from``. Collective.
+
+    ``base`` refers to the files behind ``model``. Raises ``UsageError`` as ``load_initial_weights`` does.
+    """
+    read: Callable[[], None] | None = None
+    if opened.run.checkpoint is not None or opened.run.initial_weights is not None:
+        read = partial(load_initial_weights, model, opened.run, base)
+    load_once_per_host(opened.accelerator, model, read)
 
 
 def shares(accelerator: Accelerator) -> bool:
@@ -90,7 +130,7 @@ def shares(accelerator: Accelerator) -> bool:
     return moves and hasattr(os, "memfd_create")
 
 
-def build(accelerator: Accelerator, make: Callable[[], nn.Module]) -> nn.Module:
+def build_once_per_host(accelerator: Accelerator, make: Callable[[], nn.Module]) -> nn.Module:
     """Return ``make()``, called by one process of each host where ``shares``, else by every process. Collective.
 
     The others get its modules, and torch's generator on the host as it left it. What a process writes to the parameters
@@ -118,11 +158,11 @@ def build(accelerator: Accelerator, make: Callable[[], nn.Module]) -> nn.Module:
     return made[0]
 
 
-def load(accelerator: Accelerator, model: nn.Module, read: Callable[[], None] | None) -> None:
+def load_once_per_host(accelerator: Accelerator, model: nn.Module, read: Callable[[], None] | None) -> None:
     """Call ``read``, which writes to parameters and buffers of ``model``, on one process of each host. Collective.
 
-    Every process calls it if ``model`` is not from ``build``, or no longer has the parameters that it had there. None
-    is nothing to read. An error of one is raised on all.
+    Every process calls it if ``model`` is not from ``build_once_per_host``, or no longer has the parameters that it had
+    there. None: nothing is read. An error of one is raised on all.
     """
     built = _built.pop(model, None)
     if built is None:
@@ -158,6 +198,7 @@ def _share(leader: int, model: nn.Module) -> Built:
     """Move the parameters of ``model`` into a new memory file. No offer if the others could not read it there."""
     descriptor = os.memfd_create("accel-train-weights")
     try:
+        _refuse_overlaps(model)
         places, end = _places(model)
         offer = Offer(f"/proc/{os.getpid()}/fd/{descriptor}", secrets.token_bytes(NONCE_BYTES), end, 0)
         built = Built(leader, offer, places, descriptor)
@@ -171,7 +212,19 @@ def _share(leader: int, model: nn.Module) -> Built:
 
 
 def _places(model: nn.Module) -> tuple[dict[str, Place], int]:
-    """Return the place of each parameter, and the end of the last. Raises ``UnshareableError`` for overlaps."""
+    """Return the place of each parameter, and the end of the last."""
+    places: dict[str, Place] = {}
+    end = NONCE_BYTES
+    for name, parameter in model.named_parameters():
+        if _can_be_placed(parameter):
+            place = Place(-(-end // ALIGNMENT) * ALIGNMENT, parameter.shape, parameter.dtype)
+            places[name] = place
+            end = place.start + parameter.numel() * parameter.element_size()
+    return places, end
+
+
+def _refuse_overlaps(model: nn.Module) -> None:
+    """Raise ``UnshareableError`` for tensors that share memory, which copies would not, or that are on a device."""
     extents: list[tuple[int, int, str]] = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu":
@@ -182,14 +235,6 @@ def _places(model: nn.Module) -> tuple[dict[str, Place], int]:
     for (_, end, name), (start, _, other) in pairwise(sorted(extents)):
         if start < end:
             raise UnshareableError(f"{name} and {other} share memory")
-    places: dict[str, Place] = {}
-    end = NONCE_BYTES
-    for name, parameter in model.named_parameters():
-        if _can_be_placed(parameter):
-            place = Place(-(-end // ALIGNMENT) * ALIGNMENT, parameter.shape, parameter.dtype)
-            places[name] = place
-            end = place.start + parameter.numel() * parameter.element_size()
-    return places, end
 
 
 def _can_be_placed(tensor: Tensor) -> bool:
