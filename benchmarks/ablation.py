@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from accel_train.compare.comparison import Request
+from accel_train.options.strict_yaml import read_yaml
 from accel_train.options.tree import overlaid
-from accel_train.strict_yaml import read_yaml
 from benchmarks.method import ROOT, Row, largest, on_cpu, row, write_results
 
 SKIPS = {

@@ -18,7 +18,7 @@ LIBRARY = ROOT / "accel_train"
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(LIBRARY.rglob("*.py"))
 
-VALUES = {"config", "cores", "options", "precision", "rng", "simulated", "strict_yaml", "wording"}
+VALUES = {"config", "cores", "options", "precision", "rng", "simulated", "wording"}
 MECHANISM = {
     *("launch_files", "runtime", "training", "speed", "data", "store"),
     *("checkpoints", "hub", "metrics", "linting"),
@@ -55,7 +55,6 @@ ROWS = (
 
 NEIGHBOURS_ALLOWED = {
     ("options", "config"): "the values that options are made of, which every package imports",
-    ("options", "strict_yaml"): "the reading of a file, kept apart because launch files are read with it",
     ("options", "wording"): "parts of messages that every package writes",
     ("runtime", "data.sampler"): "the number of micro-batches, which is refused and derived in one place",
     ("runtime", "speed.compiler"): "what a failed compiler says, to torch.compile and to DeepSpeed alike",
@@ -243,7 +242,7 @@ def test_the_readme_names_every_package() -> None:
     tree = (ROOT / "README.md").read_text().split("## The repository")[1].split("```")[1]
     named = {word.removesuffix(".py").strip("/") for word in re.findall(r"[\w/]+(?:\.py|/)", tree)}
     missing = {name.replace(".", "/") for row in ROWS for name in row} - named - {"recipes", "__init__"}
-    assert missing == {"cores", "precision", "simulated", "strict_yaml", "wording"}  # small files of values
+    assert missing == {"cores", "precision", "simulated", "wording"}  # small files of values
 
 
 def test_imports_point_down() -> None:

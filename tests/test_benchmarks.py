@@ -18,8 +18,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from accel_train.options.strict_yaml import read_yaml
 from accel_train.options.tree import flatten
-from accel_train.strict_yaml import read_yaml
 from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
 from benchmarks import ablation, gemm, gpu, gpu_parts, gpu_saving, gpu_training, muon, performance_page
 from benchmarks.device import TINY, Machine

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train import cli
-from accel_train.strict_yaml import read_yaml
+from accel_train.options.strict_yaml import read_yaml
 
 ROOT = Path(__file__).parents[1]
 PRESETS = ROOT / "recipes" / "presets"

@@ -13,7 +13,7 @@ from pathlib import Path
 from accel_train.config import UsageError
 from accel_train.launch_files.deepspeed_keys import BOOLEAN, COUNT, COUNT_OR_AUTO, INSTEAD, SECTIONS, Only
 from accel_train.launch_files.section import Section
-from accel_train.strict_yaml import Document, YamlError, read_document
+from accel_train.options.strict_yaml import Document, YamlError, read_document
 from accel_train.wording import did_you_mean, nearest
 
 _REPLACED_BY_DEEPSPEED_FILE = (

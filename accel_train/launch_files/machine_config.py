@@ -21,7 +21,7 @@ from accel_train.launch_files.deepspeed_settings import DeepSpeedSettings, read_
 from accel_train.launch_files.processes import HIGHEST_PORT, read_processes, refuse_processes
 from accel_train.launch_files.section import Section, read_sections
 from accel_train.launch_files.sharding import FsdpSettings, read_fsdp
-from accel_train.strict_yaml import Document, Places, YamlError, read_document
+from accel_train.options.strict_yaml import Document, Places, YamlError, read_document
 from accel_train.wording import did_you_mean, nearest
 
 Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]

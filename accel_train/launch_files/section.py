@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel_train.config import UsageError
-from accel_train.strict_yaml import Document, Places, place_of
+from accel_train.options.strict_yaml import Document, Places, place_of
 from accel_train.wording import did_you_mean, nearest
 
 _GROUPS = {

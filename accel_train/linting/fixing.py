@@ -11,9 +11,9 @@ from pathlib import Path
 import yaml
 
 from accel_train.config import UsageError
+from accel_train.options.strict_yaml import YamlError, compose, parse_yaml
 from accel_train.options.tree import flatten, tree_text
 from accel_train.store.atomic_files import replace_file
-from accel_train.strict_yaml import YamlError, compose, parse_yaml
 
 BYTE_ORDER_MARK = "\ufeff"
 

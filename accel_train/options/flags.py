@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
-from accel_train.strict_yaml import read_number
+from accel_train.options.strict_yaml import read_number
 from accel_train.wording import did_you_mean, nearest
 
 WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None, "null": None}

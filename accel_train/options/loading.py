@@ -30,6 +30,7 @@ from accel_train.config import (
 from accel_train.options import completion, help_cache, help_text, other_recipes, refusals
 from accel_train.options.flags import FlagError, read_flags, refusal, stray
 from accel_train.options.keys import MAY_BE_EMPTY, NOWHERE, check_keys, invalid_keys, without_former
+from accel_train.options.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.options.tree import (
     DEFAULT,
     Tree,
@@ -42,7 +43,6 @@ from accel_train.options.tree import (
     to_tree,
 )
 from accel_train.options.words import words_of
-from accel_train.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.wording import did_you_mean, nearest
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import bundled_folder
+from accel_train.options.strict_yaml import YamlError, read_yaml
 from accel_train.options.tree import flatten
-from accel_train.strict_yaml import YamlError, read_yaml
 
 _LIBRARY = Path(__file__).parents[2]
 

@@ -59,10 +59,8 @@ def set_heuristics() -> None:
     inductor.realize_reads_threshold = max(inductor.realize_reads_threshold, READS)
     # From torch 2.13, None stands for eight.
     inductor.realize_acc_reads_threshold = max(inductor.realize_acc_reads_threshold or 0, CHAIN)
-    # torch 2.9 has no option for them.
-    if hasattr(inductor, "inductor_choices_class"):
-        if inductor.inductor_choices_class is not None:
-            return
-        inductor.inductor_choices_class = RowsInRegisters
+    if inductor.inductor_choices_class is not None:
+        return
+    inductor.inductor_choices_class = RowsInRegisters
     # A thread that has compiled before has torch's choices in hand.
     V.set_choices_handler(RowsInRegisters())

@@ -18,7 +18,7 @@ from torch import nn
 
 from accel_train.config import UsageError
 from accel_train.options.flags import WORDS
-from accel_train.strict_yaml import read_number
+from accel_train.options.strict_yaml import read_number
 from accel_train.training.parameters import ParamGroup
 from accel_train.wording import did_you_mean, nearest
 

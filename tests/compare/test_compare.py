@@ -35,8 +35,8 @@ from accel_train.config import UsageError
 from accel_train.metrics.bootstrap import LEVEL, Estimate, coverage_of_range, estimate
 from accel_train.metrics.gates import COMPARED, SIGNS, decide, gate_values, read_gate
 from accel_train.metrics.throughput import Throughput
+from accel_train.options.strict_yaml import read_yaml
 from accel_train.options.tree import flatten
-from accel_train.strict_yaml import read_yaml
 from tests import zygote
 from tests.waiting import PATIENCE_SECONDS, until
 

@@ -9,8 +9,8 @@ import pytest
 
 from accel_train.config import UsageError
 from accel_train.linting.fixing import fix_file, undo, unused_copy, with_values
+from accel_train.options.strict_yaml import parse_yaml
 from accel_train.options.tree import flatten
-from accel_train.strict_yaml import parse_yaml
 
 FILE = Path("my.yaml")
 TEXT = """\

@@ -14,7 +14,7 @@ from torch._inductor.dependencies import MemoryDep, StarDep
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
 
-from accel_train.speed import compile, inductor
+from accel_train.speed import compile
 from accel_train.speed.inductor import CHAIN, READS, ROW, RowsInRegisters, set_heuristics
 from accel_train.speed.options import CompileConfig
 from benchmarks.gpu_training import torch_heuristics
@@ -100,14 +100,6 @@ def test_a_benchmark_compiles_with_those_of_torch() -> None:
     with torch_heuristics():
         assert are_set() == (InductorChoices, None, 4, 8)
     assert are_set() == ours == (RowsInRegisters, RowsInRegisters, READS, CHAIN)
-
-
-def test_an_older_torch_has_no_option_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = SimpleNamespace(realize_reads_threshold=4, realize_acc_reads_threshold=8)
-    monkeypatch.setattr(inductor, "inductor", older)
-    set_heuristics()
-    assert type(V.choices) is RowsInRegisters
-    assert vars(older) == {"realize_reads_threshold": READS, "realize_acc_reads_threshold": CHAIN}
 
 
 def test_a_newer_torch_has_its_own_limit_by_device() -> None:

@@ -91,7 +91,7 @@ BACKENDS: tuple[Backend, ...] = (
         head_multiple=8,
         capability=(8, 0),
         requires=_VARLEN,
-        install="torch 2.10 or newer",
+        install="torch 2.11 or newer",
     ),
     Backend("sdpa_efficient", "cuda", ("float32", *_HALF), "native", head_multiple=8, capability=(5, 0)),
     Backend(
@@ -163,7 +163,7 @@ BACKENDS: tuple[Backend, ...] = (
         capability=(8, 0),
         dropout=False,
         requires=_VARLEN,
-        install="torch 2.10 or newer",
+        install="torch 2.11 or newer",
     ),
     Backend("flex", "cpu", ("float32", *_HALF), "native", dropout=False, backward=False),
     Backend(

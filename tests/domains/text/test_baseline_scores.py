@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from accel_train import strict_yaml
 from accel_train.commands.bundled import find_recipe
 from accel_train.data.heldout import heldout_pairs
 from accel_train.domains.text import baselines as text_baselines
@@ -16,6 +15,7 @@ from accel_train.domains.text.baseline_scores import baseline_metrics, metric_na
 from accel_train.domains.text.both_ways import cosine_sum, text_nll_sums
 from accel_train.domains.text.dataset import PreparedData
 from accel_train.domains.text.prepare import DataConfig, prepare_data
+from accel_train.options import strict_yaml
 from tests.domains.text.test_baselines import Texts
 
 

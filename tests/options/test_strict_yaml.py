@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_train.strict_yaml import MAX_BYTES, YamlError, place_of, read_document, read_yaml
+from accel_train.options.strict_yaml import MAX_BYTES, YamlError, place_of, read_document, read_yaml
 
 SCALARS = {
     "1e-4": 1e-4,
