@@ -134,8 +134,8 @@ def build_once_per_host(accelerator: Accelerator, make: Callable[[], nn.Module])
     """Return ``make()``, called by one process of each host where ``shares``, else by every process. Collective.
 
     The others get its modules, and torch's generator on the host as it left it. What a process writes to the parameters
-    later is its own. Every process calls ``make`` if the model cannot be pickled, or if tensors of it overlap; so does
-    one that may not open the leader's memory. An error of one is raised on all.
+    later is its own. Every process calls ``make`` if the model cannot be pickled, or if tensors of it overlap or have
+    hooks; so does one that may not open the leader's memory. An error of one is raised on all.
     """
     if not shares(accelerator):
         return make()
@@ -198,7 +198,7 @@ def _share(leader: int, model: nn.Module) -> Built:
     """Move the parameters of ``model`` into a new memory file. No offer if the others could not read it there."""
     descriptor = os.memfd_create("accel-train-weights")
     try:
-        _refuse_overlaps(model)
+        _refuse_unshareable(model)
         places, end = _places(model)
         offer = Offer(f"/proc/{os.getpid()}/fd/{descriptor}", secrets.token_bytes(NONCE_BYTES), end, 0)
         built = Built(leader, offer, places, descriptor)
@@ -223,12 +223,14 @@ def _places(model: nn.Module) -> tuple[dict[str, Place], int]:
     return places, end
 
 
-def _refuse_overlaps(model: nn.Module) -> None:
-    """Raise ``UnshareableError`` for tensors that share memory, which copies would not, or that are on a device."""
+def _refuse_unshareable(model: nn.Module) -> None:
+    """Raise ``UnshareableError`` for tensors with what a copy would lack: shared memory, a device, hooks."""
     extents: list[tuple[int, int, str]] = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu":
             raise UnshareableError(f"{name} is on {tensor.device}")
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:  # pyright: ignore[reportPrivateUsage]
+            raise UnshareableError(f"{name} has hooks, which are not pickled")
         if tensor.numel() > 0:
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             extents.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size(), name))

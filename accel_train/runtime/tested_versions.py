@@ -51,6 +51,8 @@ TESTED: Mapping[str, Tested] = {
             "torch.autograd._engine_run_backward": "simulation: casts of CUDA in recomputed forwards",
             "torch._C._current_graph_task_id": "simulation: whether a backward runs",
             "torch._C._get_dispatch_stack_at": "simulation: whether DTensor computes shapes",
+            "torch.Tensor._backward_hooks": "initial weights: hooks, which no other process would get",
+            "torch.Tensor._post_accumulate_grad_hooks": "initial weights: hooks, which no other process would get",
             "torch.Tensor._version": "whether a gradient was zeroed, and an offloaded activation changed in place",
             "torch.utils._pytree.tree_flatten": "activation_checkpointing.offload: tensors in lists of arguments",
             "torch.utils._pytree.tree_unflatten": "activation_checkpointing.offload: the arguments again",
