@@ -2,10 +2,9 @@
 
     python -m benchmarks.host_weights --output benchmarks/results/host_weights_cpu.json
 
-Four new processes for each measurement, in turns; 1 GiB of weights in linear layers. Memory is what the
-processes hold while the model is built, at most: their own and that of memory files. Time is until every process has
-its model: four that build at once on two cores wait for each other, with a core for each they would take about as long
-as one.
+Four new processes for each measurement, in turns; 1 GiB of weights in linear layers. Memory is the most that the
+processes hold while the model is built: their own and that of memory files. Time is until every process has its model.
+Four that build at once on two cores wait for each other; with a core for each they would take about as long as one.
 """
 
 from __future__ import annotations

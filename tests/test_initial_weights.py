@@ -100,11 +100,12 @@ def build_and_load(rank: int, folder: Path, port: int) -> None:
     """Compares with a model of its own, writes to the parameters, and reads others in their place."""
     accelerator = connected(rank, port)
     calls: list[str] = []
+    reads: list[str] = []
     model: Any = initial_weights.build_once_per_host(accelerator, seeded(Tied, calls))
     drawn = torch.rand(2)
     alone: Any = seeded(Tied, [])()
     found: dict[str, object] = {
-        "calls": list(calls),
+        "calls": calls,
         "same": same(tensors(model), tensors(alone)),
         "drawn": torch.equal(drawn, torch.rand(2)),
         "tied": model.head.weight is model.layers[0].weight,
@@ -122,16 +123,15 @@ def build_and_load(rank: int, folder: Path, port: int) -> None:
     kept = model.scale
 
     def read() -> None:
-        calls.append("read")
+        reads.append("read")
         torch.manual_seed(8)
         with torch.no_grad():
             for value in (*model.parameters(), *model.buffers()):
                 value.copy_(torch.rand(value.shape))
 
     initial_weights.load_once_per_host(accelerator, model, read)
-    calls, reading = [], list(calls[len(found["calls"]) :])  # type: ignore[arg-type]
+    found["reads"] = list(reads)
     mine = tensors(model)
-    found["reads"] = reading
     read()
     found["loaded"] = same(mine, tensors(model))
     found["object"] = kept is model.scale
@@ -139,22 +139,24 @@ def build_and_load(rank: int, folder: Path, port: int) -> None:
     accelerator.end_training()
 
 
-def own_kib(*fields: str) -> int:
-    rows = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE))
-    return sum(int(rows[field]) for field in fields)
+def own_bytes() -> int:
+    """Memory of this process that no other maps, pages of a private mapping that it has written to among it."""
+    kib = re.search(r"^Anonymous:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
+    assert kib is not None
+    return 1024 * int(kib[1])
 
 
 def count_memory(rank: int, folder: Path, port: int) -> None:
-    """Memory that is this process's own, before and after the build; memory shared with others, before and after."""
+    """Memory of its own that the build adds, and what is left of the memory file after ``prepare``."""
     accelerator = connected(rank, port)
 
     def make() -> nn.Module:
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(16)))
 
-    before = own_kib("Private_Dirty", "Anonymous")
+    before = own_bytes()
     model = initial_weights.build_once_per_host(accelerator, seeded(make, []))
     accelerator.wait_for_everyone()
-    after = own_kib("Private_Dirty", "Anonymous")
+    added = own_bytes() - before
     initial_weights.load_once_per_host(accelerator, model, None)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -164,7 +166,7 @@ def count_memory(rank: int, folder: Path, port: int) -> None:
         for name in os.listdir("/proc/self/fd")
     )
     maps = Path("/proc/self/maps").read_text()
-    found = {"own": 1024 * (after - before) // 2, "files": files, "mapped": maps.count(FILE)}
+    found = {"own": added, "files": files, "mapped": maps.count(FILE)}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     accelerator.end_training()
 

@@ -7,7 +7,6 @@ import shutil
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from packaging.version import Version
 
 from accel_train.cores import usable_cores
 from accel_train.launch_files.requested import misleading_variables
@@ -26,8 +25,6 @@ PACKAGES = (
     "flash-attn",
     "kernels",
 )
-# Lowest version without known security problems, and the reason.
-ADVISED = {"torch": ("2.10", "CVE-2026-24747"), "transformers": ("5.3", "several CVEs")}
 
 
 def report() -> str:
@@ -64,15 +61,7 @@ def attention_report() -> str:
 
 
 def _versions() -> list[str]:
-    lines: list[str] = []
-    for name in PACKAGES:
-        installed = _installed(name)
-        line = f"{name} {installed or 'not installed'}"
-        if installed is not None and name in ADVISED:
-            lowest, reason = ADVISED[name]
-            if Version(installed) < Version(lowest):
-                line += f"  WARNING: below {lowest} ({reason})"
-        lines.append(line)
+    lines = [f"{name} {_installed(name) or 'not installed'}" for name in PACKAGES]
     lines += [f"WARNING: newer than tested: {package}" for package in newer_than_tested()]
     return lines
 

@@ -14,7 +14,6 @@ import torch
 from packaging.version import Version
 
 from accel_train import __version__, cli, cores
-from accel_train.commands import doctor
 from accel_train.config import UsageError, refuse_impossible
 from accel_train.options.loading import load_config
 from accel_train.options.tree import flatten, to_tree
@@ -232,12 +231,6 @@ def test_doctor_tries_every_kernel_of_attention(capsys: pytest.CaptureFixture[st
     assert re.search(r" ms  error \d.+ forward, .+ backward", rows["sdpa_math"])
     if not torch.cuda.is_available():
         assert "no: it needs a cuda device, this one is cpu" in rows["flash"]
-
-
-def test_doctor_warns_of_old_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "ADVISED", {"torch": ("99.0", "a reason")})
-    assert call("doctor") == 0
-    assert "WARNING: below 99.0 (a reason)" in capsys.readouterr().out
 
 
 def test_doctor_names_a_path_at_which_compilation_breaks(

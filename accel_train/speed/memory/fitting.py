@@ -89,7 +89,7 @@ def refuse_what_cannot_fit(
     process of each host. On a CPU the snapshot of a save counts as well, which is taken at the end at the latest.
     ``given`` are the options set by the user, for the message.
     """
-    local = local_processes()
+    local = _local_processes()
     host = host_bytes()
     model = f"{', '.join(given) or 'the model'}: {size.parameters:,} parameters"
     if size.trained < size.parameters:
@@ -128,7 +128,7 @@ def refuse_what_cannot_fit(
         )
 
 
-def local_processes() -> int:
+def _local_processes() -> int:
     """Processes of this host. torchrun and accelerate launch say so."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
@@ -136,7 +136,7 @@ def local_processes() -> int:
 def _refuse_whole_weights(model: str, size: Size, once_per_host: bool) -> None:
     """Raise ``UsageError`` if the host cannot hold all copies of the weights, before they are sharded or moved."""
     host = host_bytes()
-    copies = 1 if once_per_host else local_processes()
+    copies = 1 if once_per_host else _local_processes()
     built = copies * size.weight_bytes
     if built <= host:
         return
