@@ -75,7 +75,7 @@ class _Block:
         encoded = iter(templates.encode_texts(texts, self._encoder.tokenizer))
         for row, key in kept:
             if row.text is not None:
-                self._add(row, key, next(encoded))
+                self._add(row, key, [next(encoded)])
                 continue
             try:
                 found = templates.encode(row, self._encoder.tokenizer)
@@ -84,12 +84,12 @@ class _Block:
             else:
                 self._add(row, key, found)
 
-    def _add(self, row: Row, key: bytes, encoded: templates.Encoded) -> None:
-        length = len(encoded.ids)
+    def _add(self, row: Row, key: bytes, encoded: Sequence[templates.Encoded]) -> None:
+        length = max(len(text.ids) for text in encoded)
         limit = self._encoder.max_length
         is_heldout = int.from_bytes(key[:8], "big") < self._limit
         is_plain = row.text is not None
-        pieces = packing.fit(encoded, limit, split=is_plain)
+        pieces = (piece for text in encoded for piece in packing.fit(text, limit, split=is_plain))
         # A piece without a token to learn would only take place.
         kept = [packing.marked(piece) for piece in pieces if any(piece.trained)]
         self._texts += kept
@@ -103,8 +103,11 @@ class _Block:
             return
         self._counts["heldout" if is_heldout else "train"] += 1
         self._counts["plain"] += is_plain
-        # Counted for training alone, of which the notice speaks.
-        if length > limit and not is_heldout:
+        # Counted for training alone, of which the notices speak.
+        if is_heldout:
+            return
+        self._counts["several"] += len(encoded) > 1
+        if length > limit:
             self._counts["split" if is_plain else "cut"] += 1
 
     def finish(self) -> EncodedBlock:

@@ -25,8 +25,9 @@ IDS = np.int32(2**30 - 1)
 """Bits of the token itself, where it is stored."""
 TARGET = np.int32(2**30)
 """Bit of a token counted by the loss."""
-COUNTS = ("train", "heldout", "split", "cut", "bad", "plain")
-"""Counts kept of a source: `EncodedBlock.counts`. plain: rows of plain text, of both splits."""
+COUNTS = ("train", "heldout", "split", "cut", "bad", "plain", "several")
+"""Counts kept of a source: `EncodedBlock.counts`. plain: rows of plain text, of both splits. several: training chats
+that are several texts."""
 FIRST = np.int32(-(2**31))
 """Bit of the first token of a text: the sign."""
 
@@ -51,7 +52,7 @@ class EncodedBlock(NamedTuple):
     heldout: NDArray[np.bool_]
     """True for a held-out text."""
     counts: dict[str, int]
-    """Rows of the training and of the held-out split, rows split and cut for their length, bad rows."""
+    """Rows by what became of them: `COUNTS`."""
     faults: Sequence[tuple[str, str]]
     """Place and fault of each bad row."""
 

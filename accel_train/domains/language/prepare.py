@@ -28,6 +28,10 @@ from accel_train.domains.language.tokens.shards import TokenDataset
 
 DEFAULT_VOCAB_SIZE = 2048
 SPLIT = "split="
+SEVERAL_TEXTS = (
+    "are a text for each answer, because the chat template rewrites earlier ones (it may leave out their reasoning): "
+    "each is learned after the prompt that the model will have for it"
+)
 
 
 # Compared and hashed by identity.
@@ -323,9 +327,11 @@ def _packing_notices(config: DataConfig, train: PreparedTokens, data: TokenDatas
     """Return notices of overlong texts, and of the rows."""
     split = train.counts["split"]
     cut = train.counts["cut"]
+    several = train.counts["several"]
     filled = data.tokens / (len(data) * config.max_length)
     return [
         *([f"{split:,} texts longer than {config.max_length} tokens are split"] if split else []),
+        *([f"{several:,} chats {SEVERAL_TEXTS}"] if several else []),
         *([f"{cut:,} chats or completions are cut to {config.max_length} tokens"] if cut else []),
         f"{data.tokens:,} tokens of {data.texts:,} texts in {len(data):,} rows of {config.max_length}, {filled:.0%} "
         "filled",

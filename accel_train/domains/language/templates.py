@@ -35,24 +35,24 @@ Span = tuple[int, int]
 """First character, and the one after the last."""
 
 
-def encode(row: Row, tokenizer: Any) -> Encoded:
-    """Return the tokens of a row, of any length.
+def encode(row: Row, tokenizer: Any) -> list[Encoded]:
+    """Return the texts of a row as tokens, of any length: one, or several of a chat (``_answers``).
 
     Raises ``UsageError`` for messages without a usable template, ``UnusableRowError`` for those that it refuses.
     """
     if row.text is not None:
-        return encode_texts([row], tokenizer)[0]
+        return encode_texts([row], tokenizer)
     if row.prompt is not None:
         whole = f"{row.prompt}{row.completion}"
         # The prompt is read, and the completion is learned.
         completion = (len(row.prompt), len(whole))
         ids, trained = _tokenise(tokenizer, whole, [completion], special=True)
-        return _with_end(ids, trained, tokenizer)
+        return [_with_end(ids, trained, tokenizer)]
     return _encode_messages(row, tokenizer)
 
 
 def encode_texts(rows: Sequence[Row], tokenizer: Any) -> list[Encoded]:
-    """Return ``encode`` of rows of plain text, tokenised many at a time."""
+    """Return the texts of rows of plain text, tokenised many at a time."""
     if not rows:
         return []
     found = tokenizer([row.text for row in rows])["input_ids"]
@@ -132,18 +132,16 @@ def _tokenise(tokenizer: Any, text: str, spans: Sequence[Span], *, special: bool
     return list(encoded["input_ids"]), trained
 
 
-def _encode_messages(row: Row, tokenizer: Any) -> Encoded:
+def _encode_messages(row: Row, tokenizer: Any) -> list[Encoded]:
     if tokenizer.chat_template is None:
         raise UsageError(
             f"--data.path: {row.place} has messages, and the tokenizer has no chat template to write them with. Give "
             "--data.chat_template FILE.jinja, the --data.tokenizer of a chat model, or rows with prompt and completion."
         )
     if MARK.search(_template(row, tokenizer)):
-        ids, trained = _marked_by_template(row, tokenizer)
-    else:
-        spans = _assistant_spans(row, tokenizer)
-        ids, trained = _tokenise(tokenizer, _render(row, tokenizer), spans, special=False)
-    return _without_first(ids, trained)
+        return [_without_first(*_marked_by_template(row, tokenizer))]
+    found = _answers(row, tokenizer)
+    return [_without_first(*_tokenise(tokenizer, text, spans, special=False)) for text, spans in found]
 
 
 def _template(row: Row, tokenizer: Any) -> str:
@@ -233,25 +231,35 @@ def _refusal(error: Exception, count: int | None) -> str:
     return f"the chat template refuses its messages ({raised}). Another --data.chat_template may take them"
 
 
-def _assistant_spans(row: Row, tokenizer: Any) -> list[Span]:
-    """Find the assistant's turns, as ranges of characters of the whole chat.
+def _answers(row: Row, tokenizer: Any) -> list[tuple[str, list[Span]]]:
+    """Return the texts of a chat, and in each the ranges of characters that the assistant writes.
 
-    A turn is the text of the chat up to its end, less the prompt for it. The template must write a message alike
-    whatever follows.
+    An answer is the text of the chat up to its end, less the prompt for it: what the model will be asked to write. All
+    are in one text if the template writes a message alike whatever follows. Some do not, such as Qwen3's, which leaves
+    out the reasoning of earlier answers. There an answer that is written in another way once others follow ends a text
+    of its own.
     """
     whole = _render(row, tokenizer)
-    spans: list[Span] = []
+    texts: list[tuple[str, list[Span]]] = [("", [])]
     for number, message in enumerate(row.messages):
         if message["role"] != "assistant" or number < row.first_trained:
             continue
         before = _render(row, tokenizer, number, prompt=True)
         after = _render(row, tokenizer, number + 1)
-        if not (after.startswith(before) and whole.startswith(after)):
+        if not after.startswith(before):
             raise UsageError(
-                f"--data.path: {row.place}: the chat template writes message {number + 1} in another way once others "
-                "follow, so what the assistant said cannot be found. Mark it in the template with {% generation %} "
-                "... {% endgeneration %} and give it as --data.chat_template FILE.jinja, or give one row for each "
-                "answer."
+                f"--data.path: {row.place}: the chat template does not write message {number + 1} after its own prompt "
+                "for it, so what the assistant said cannot be found. Mark it in the template with {% generation %} "
+                "... {% endgeneration %} and give it as --data.chat_template FILE.jinja."
             )
-        spans.append((len(before), len(after)))
-    return spans
+        span = (len(before), len(after))
+        text, spans = texts[-1]
+        if after.startswith(text):
+            texts[-1] = (after, [*spans, span])
+        else:
+            texts.append((after, [span]))
+    text, spans = texts[-1]
+    # With the messages after the last answer, which are read.
+    if whole.startswith(text):
+        texts[-1] = (whole, spans)
+    return texts

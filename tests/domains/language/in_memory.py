@@ -138,8 +138,11 @@ def prepare_data(config: DataConfig, model: ModelConfig, group_tokens: int = 2**
     tokenizers.set_chat_template(tokenizer, config.chat_template)
 
     def pieces(row: Row) -> list[Encoded]:
-        encoded = templates.encode(row, tokenizer)
-        fitted = packing.fit(encoded, config.max_length, split=row.text is not None)
+        fitted = (
+            piece
+            for text in templates.encode(row, tokenizer)
+            for piece in packing.fit(text, config.max_length, split=row.text is not None)
+        )
         return [piece for piece in fitted if any(piece.trained)]
 
     def dataset(texts: list[Encoded], ends: list[int]) -> InMemory:

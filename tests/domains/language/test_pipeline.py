@@ -77,10 +77,10 @@ def test_without_temperature_it_is_what_transformers_writes(run: Path, pipeline:
 
 
 def test_a_prompt_has_the_tokens_that_a_row_of_training_begins_with(pipeline: LanguagePipeline) -> None:
-    row = templates.encode(Row("here", text="Stand, ho! Who is there?"), pipeline.tokenizer)
+    [row] = templates.encode(Row("here", text="Stand, ho! Who is there?"), pipeline.tokenizer)
     assert row.ids[: len(row.ids) - 1] == templates.encode_prompt("Stand, ho! Who is there?", pipeline.tokenizer)
     chat = [*CHAT, {"role": "assistant", "content": "Friends."}]
-    whole = templates.encode(Row("here", messages=chat), pipeline.tokenizer)
+    [whole] = templates.encode(Row("here", messages=chat), pipeline.tokenizer)
     assert whole.ids[: whole.trained.index(True)] == templates.encode_prompt(CHAT, pipeline.tokenizer)
 
 

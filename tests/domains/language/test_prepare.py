@@ -310,6 +310,21 @@ def test_texts_that_are_too_long_are_split_or_cut_and_it_is_said(tmp_path: Path)
     assert not any("are split" in notice or "are cut" in notice for notice in whole.notices)
 
 
+def test_chats_with_a_text_for_each_answer_are_counted(tmp_path: Path) -> None:
+    template = tmp_path / "reasoning.jinja"
+    template.write_text(tiny.REASONING)
+    user, answer = {"role": "user", "content": "Who is there?"}, {"role": "assistant", "content": "Friends."}
+    chats = [{"messages": [{"role": "user", "content": line}, answer] * 3} for line in LINES[:2]]
+    single = {"messages": [user, answer]}
+    options: dict[str, Any] = {"heldout_fraction": 0.01, "max_length": 512, "chat_template": str(template)}
+    data = prepared(tmp_path, *LINES, *chats, single, **options)
+    assert data.train.texts + data.heldout.texts == len(LINES) + 2 * 3 + 1
+    assert any(notice.startswith("2 chats are a text for each answer") for notice in data.notices)
+    (tmp_path / "none").mkdir()
+    none = prepared(tmp_path / "none", *LINES, single, **options)
+    assert not any("a text for each answer" in notice for notice in none.notices)
+
+
 def test_a_row_of_which_nothing_is_left_to_learn_is_named(tmp_path: Path) -> None:
     pair = {"prompt": " ".join(tiny.TEXTS * 3), "completion": " Friends."}
     with pytest.raises(UsageError, match=r"rows.jsonl:101: nothing to learn: none of the first 64 tokens is trained"):

@@ -9,6 +9,7 @@ import pytest
 
 from accel_train.config import UsageError
 from accel_train.domains.language import templates
+from accel_train.domains.language.packing import Encoded
 from accel_train.domains.language.rows import Row
 from tests.domains.language import tiny
 
@@ -22,14 +23,18 @@ CHAT = [
 
 
 def learned(row: Row, tokenizer: Any) -> str:
-    ids, trained = templates.encode(row, tokenizer)
-    assert not trained[0]
-    return tokenizer.decode([token for token, flag in zip(ids, trained, strict=True) if flag])
+    [text] = templates.encode(row, tokenizer)
+    return of_text(text, tokenizer)
+
+
+def of_text(text: Encoded, tokenizer: Any) -> str:
+    assert not text.trained[0]
+    return tokenizer.decode([token for token, flag in zip(*text, strict=True) if flag])
 
 
 def test_of_plain_text_everything_is_learned_and_its_end() -> None:
     tokenizer = tiny.tokenizer()
-    ids, trained = templates.encode(Row("x", text=tiny.TEXTS[0]), tokenizer)
+    [(ids, trained)] = templates.encode(Row("x", text=tiny.TEXTS[0]), tokenizer)
     assert ids == [tokenizer.bos_token_id, *tokenizer(tiny.TEXTS[0])["input_ids"][1:], tokenizer.eos_token_id]
     assert trained == [False] + [True] * (len(ids) - 1)
 
@@ -38,7 +43,7 @@ def test_of_a_pair_the_completion_and_its_end() -> None:
     tokenizer = tiny.tokenizer()
     row = Row("x", prompt="Have you had", completion=" quiet guard?")
     assert learned(row, tokenizer) == " quiet guard?</s>"
-    ids, _ = templates.encode(row, tokenizer)
+    [(ids, _)] = templates.encode(row, tokenizer)
     assert ids[:-1] == tokenizer("Have you had quiet guard?")["input_ids"]
 
 
@@ -78,7 +83,7 @@ def test_found_and_marked_are_the_same_tokens() -> None:
 
 @pytest.mark.parametrize("mark", ["{%generation%}", "{%- generation -%}", "{%-generation %}", "{% generation -%}"])
 def test_every_spelling_of_the_marks_is_obeyed(mark: str) -> None:
-    """Without its marks this template is refused, as it writes earlier turns in another way once others follow."""
+    """Without its marks each answer of this template is a text of its own, as it depends on what follows."""
     rewriting = tiny.MARKED.replace("{{ message['content'] }}\n{% end", "{{ loop.length }}\n{% end")
     tokenizer = tiny.tokenizer(rewriting.replace("{% generation %}", mark))
     assert learned(Row("x", messages=CHAT), tokenizer).strip().split() == ["5", "5"]
@@ -121,14 +126,12 @@ def test_the_template_is_given_the_tools_of_a_row(template: str) -> None:
 def test_a_prompt_is_the_beginning_of_a_training_row() -> None:
     tokenizer = tiny.tokenizer(tiny.CHATML)
     prompt = templates.encode_prompt(CHAT[:2], tokenizer)
-    ids, trained = templates.encode(Row("x", messages=CHAT[:3]), tokenizer)
+    [(ids, trained)] = templates.encode(Row("x", messages=CHAT[:3]), tokenizer)
     assert ids[: len(prompt)] == prompt
     assert trained == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
     text = templates.encode_prompt("Have you had", tokenizer)
-    assert (
-        templates.encode(Row("x", prompt="Have you had", completion=" quiet guard?"), tokenizer).ids[:-1][: len(text)]
-        == text
-    )
+    [pair] = templates.encode(Row("x", prompt="Have you had", completion=" quiet guard?"), tokenizer)
+    assert pair.ids[: len(text)] == text
 
 
 def test_a_prompt_has_no_end_but_its_own() -> None:
@@ -154,13 +157,55 @@ def test_messages_without_a_template_are_refused() -> None:
         templates.encode(Row("f:3", messages=CHAT), tiny.tokenizer())
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_unless_marked() -> None:
-    """As those do that leave the thinking of earlier turns out."""
-    shown = "{{ message['content'] if loop.last or message['role'] != 'assistant' else '...' }}"
-    rewriting = tiny.CHATML.replace("{{ message['content'] }}", shown)
-    with pytest.raises(UsageError, match=r"f:3: the chat template writes message 3 in another way once others follow"):
-        templates.encode(Row("f:3", messages=CHAT), tiny.tokenizer(rewriting))
-    assert learned(Row("x", messages=CHAT[:3]), tiny.tokenizer(rewriting)) == "Friends to this ground.\n"
+def thinking(reasoning: str, answer: str) -> dict[str, str]:
+    return {"role": "assistant", "content": f"<think>\n{reasoning}\n</think>\n\n{answer}"}
+
+
+def test_each_answer_is_learned_as_it_will_be_written_if_later_turns_rewrite_it() -> None:
+    """After the tokens of its prompt, in which the reasoning of earlier answers is left out."""
+    tokenizer = tiny.tokenizer(tiny.REASONING)
+    user = [{"role": "user", "content": text} for text in ("Who is there?", "Stand, ho!", "Good night.")]
+    chat = [user[0], thinking("a ghost?", "Friends."), user[1], {"role": "assistant", "content": "The king."}, user[2]]
+    first, second = templates.encode(Row("x", messages=chat), tokenizer)
+    assert of_text(first, tokenizer) == "<think>\na ghost?\n</think>\n\nFriends.<|end|>\n"
+    assert of_text(second, tokenizer) == "<think>\n\n</think>\n\nThe king.<|end|>\n"
+    for text, before in ((first, chat[:1]), (second, chat[:3])):
+        prompt = templates.encode_prompt(before, tokenizer)
+        assert text.ids[: text.trained.index(True)] == prompt
+    assert "ghost" not in tokenizer.decode(second.ids)
+    # Of a prompt and completion those in the completion.
+    assert templates.encode(Row("x", messages=chat, first_trained=2), tokenizer) == [second]
+
+
+def test_answers_that_stay_as_they_are_share_a_text() -> None:
+    """A chain of calls keeps its reasoning until the user speaks again."""
+    tokenizer = tiny.tokenizer(tiny.REASONING)
+    chat = [
+        {"role": "user", "content": "Who is there?"},
+        thinking("look", "call look()"),
+        {"role": "tool", "content": "a ghost"},
+        thinking("so", "A ghost."),
+        {"role": "user", "content": "Stand, ho!"},
+        thinking("greet", "Friends."),
+    ]
+    chain, last = templates.encode(Row("x", messages=chat), tokenizer)
+    learned_of_chain = ("<think>\nlook\n</think>\n\ncall look()<|end|>\n", "<think>\nso\n</think>\n\nA ghost.<|end|>\n")
+    assert of_text(chain, tokenizer) == "".join(learned_of_chain)
+    assert of_text(last, tokenizer) == "<think>\ngreet\n</think>\n\nFriends.<|end|>\n"
+
+
+def test_messages_after_the_last_answer_are_read() -> None:
+    tokenizer = tiny.tokenizer(tiny.CHATML)
+    [text] = templates.encode(Row("x", messages=[*CHAT, CHAT[1]]), tokenizer)
+    assert tokenizer.decode(text.ids).endswith("<|user|>Who is there?\n")
+    assert of_text(text, tokenizer) == "Friends to this ground.\nLong live the king.\n"
+
+
+def test_an_answer_that_does_not_follow_its_own_prompt_is_refused() -> None:
+    """As where a template opens the reasoning for the model, and writes none in a chat."""
+    opening = tiny.CHATML.replace("%}<|assistant|>{%", "%}<|assistant|><think>{%")
+    with pytest.raises(UsageError, match=r"f:3: the chat template does not write message 3 after its own prompt"):
+        templates.encode(Row("f:3", messages=CHAT), tiny.tokenizer(opening))
 
 
 @pytest.mark.parametrize("row", [Row("x", text=""), Row("x", messages=CHAT)], ids=["text", "chat"])
@@ -169,7 +214,7 @@ def test_a_row_without_a_token_has_nothing_to_learn(row: Row) -> None:
     tokenizer = tiny.tokenizer("{{ '' }}")
     tokenizer.backend_tokenizer.post_processor = None
     tokenizer.eos_token = None
-    assert templates.encode(row, tokenizer) == ([], [])
+    assert templates.encode(row, tokenizer) == [([], [])]
 
 
 def test_a_template_that_raises_names_the_row() -> None:

@@ -29,6 +29,21 @@ MARKED = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 """The same text, with marks."""
+REASONING = """{%- set ns = namespace(asked=-1) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+  {%- set content = message.content.split('</think>')[-1].lstrip('\n') %}
+  {%- set reasoning = message.content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+  {%- if '</think>' not in message.content %}{% set reasoning = '' %}{% endif %}
+  {{- '<|' + message.role + '|>\n' }}
+  {%- if message.role == 'assistant' and loop.index0 > ns.asked and (loop.last or reasoning) %}
+    {{- '<think>\n' + reasoning + '\n</think>\n\n' }}
+  {%- endif %}
+  {{- content + '<|end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
+"""The rule of Qwen3's template: reasoning is written for answers to the last message of the user, empty if the last
+answer has none, and left out of all earlier ones."""
 LLAMA = ModelConfig(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
 )
