@@ -75,14 +75,15 @@ def _length_option(config: ExperimentConfig) -> str:
 def _decay_steps(config: ExperimentConfig, earlier: Mapping[str, Any], max_steps: int) -> int:
     """Return the length of the schedule. ``earlier`` holds the values that the first start resolved."""
     steps = earlier.get("schedule.decay_steps") or max_steps
-    return schedules.resolve_decay_steps(_schedule(config, earlier, steps), steps)
+    length = None if config.max_epochs is None else f"max_epochs={config.max_epochs:g} ({steps} steps)"
+    return schedules.resolve_decay_steps(_schedule(config, earlier, steps), steps, length)
 
 
 def _schedule(config: ExperimentConfig, earlier: Mapping[str, Any], steps: int) -> ScheduleConfig:
     """Return the schedule for a run of ``steps``, with a warm-up and a first cycle that fit.
 
-    They are shortened only if a preset or file sets them and the command line sets a length that is too short. Two
-    contradicting numbers from one source stay as they are and are refused later.
+    They are shortened only if a preset or file sets them, and the command line or ``max_epochs`` a length that is too
+    short. Two contradicting numbers from one source stay as they are and are refused later.
     """
     schedule = config.schedule
     origins = {name: origin_of(config, f"schedule.{name}") for name in SHORTENED.values()}
@@ -94,8 +95,8 @@ def _schedule(config: ExperimentConfig, earlier: Mapping[str, Any], steps: int) 
     # A schedule with a length of its own does not follow that of the run.
     if schedule.decay_steps is not None:
         return schedule
-    length_origin = origin_of(config, _length_option(config))
-    if length_origin != "command line":
+    # How many steps an epoch has is known once the data are, so a file with max_epochs does not contradict itself.
+    if config.max_steps is not None and origin_of(config, "max_steps") != "command line":
         return schedule
     free = [name for name, origin in origins.items() if origin not in ("default", "command line")]
     return schedules.shortened(schedule, steps, free)

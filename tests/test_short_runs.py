@@ -108,6 +108,20 @@ def test_a_resume_keeps_the_shortened_warm_up(
     assert again.kept_flags == ""
 
 
+def test_a_warm_up_of_the_file_that_sets_the_epochs_fits_few_data(accelerator: Accelerator, tmp_path: Path) -> None:
+    """Its author cannot know how many steps they are; who gives the warm-up on the command line can."""
+    config = loaded(causal_lm, "causal_lm_tune", "", tmp_path)
+    found = experiment._resolve_length(config, accelerator, 60)
+    assert (config.max_epochs, found.max_steps, found.schedule.warmup_steps) == (2, 4, 0)
+    (said,) = [notice for notice in found.notices if "warmup_steps" in notice]
+    assert (
+        "schedule.warmup_steps: 20 is more than fits into the 4 steps of this run's schedule: shortened to 0;" in said
+    )
+    asked = loaded(causal_lm, "causal_lm_tune", "--schedule.warmup_steps 20", tmp_path)
+    with pytest.raises(UsageError, match=r"schedule.warmup_steps=20: must not be more than max_epochs=2 \(4 steps\)"):
+        experiment._resolve_length(asked, accelerator, 60)
+
+
 @pytest.mark.parametrize("length", [SHORT, *OTHERS])
 def test_the_linter_reports_no_warm_up_that_the_start_shortens(length: str) -> None:
     origins = {"schedule.warmup_steps": "demo", length.removeprefix("--").split()[0]: "command line"}
@@ -116,4 +130,5 @@ def test_the_linter_reports_no_warm_up_that_the_start_shortens(length: str) -> N
     short = Facts(options | {option: float(value)}, dataset_size=SAMPLES, origins=origins)
     assert warmup_beyond_the_run(short) is None
     by_file = Facts(options | {option: float(value)}, dataset_size=SAMPLES, origins={})
-    assert warmup_beyond_the_run(by_file) is not None
+    # max_epochs counts steps of data that the file does not know.
+    assert (warmup_beyond_the_run(by_file) is None) == (option == "max_epochs")

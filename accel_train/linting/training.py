@@ -19,14 +19,14 @@ DECAYED_SHARE = 0.1
 
 
 def warmup_beyond_the_run(facts: Facts) -> Finding | None:
-    """A warm-up longer than the run never reaches the peak. A start refuses it, or shortens one from a preset
-    if the command line has shortened the run.
+    """A warm-up longer than the run never reaches the peak. A start refuses it, or shortens one from a preset or file
+    if the command line has shortened the run, or its length is that of `max_epochs` over few data.
     """
     warmup = int(facts.number("schedule.warmup_steps"))
     if facts.steps is None or facts.option("schedule.decay_steps") is not None or warmup <= facts.steps:
         return None
     # A start shortens the warm-up of a preset by itself then.
-    shortened = "command line" in (facts.origins.get("max_steps"), facts.origins.get("max_epochs"))
+    shortened = facts.option("max_epochs") is not None or facts.origins.get("max_steps") == "command line"
     if shortened and facts.origins.get("schedule.warmup_steps") != "command line":
         return None
     better = max(1, facts.steps // 10)

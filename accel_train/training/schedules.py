@@ -83,7 +83,7 @@ class ScheduleConfig:
                 "Give a warm-up, 1000 to 10000 steps is usual."
             )
         if self.decay_steps is not None:
-            check_lengths(self, self.decay_steps, "schedule.decay_steps")
+            check_lengths(self, self.decay_steps, f"schedule.decay_steps={self.decay_steps}")
 
     @property
     def has_end(self) -> bool:
@@ -108,15 +108,17 @@ class ScheduleConfig:
             )
 
 
-def resolve_decay_steps(config: ScheduleConfig, max_steps: int) -> int:
+def resolve_decay_steps(config: ScheduleConfig, max_steps: int, length: str | None = None) -> int:
     """Return the number to save with the experiment and to pass to `learning_rate_factor` from then on.
+
+    ``length`` is ``max_steps`` in the words of an error, for a run whose length another option sets.
 
     Call it once, at the first start, before any model is built. It refuses a warm-up, first cycle or wsd decay
     longer than the run. For constant and inverse_sqrt the number is max_steps and has no effect.
     """
     if config.decay_steps is not None:
         return config.decay_steps
-    check_lengths(config, max_steps, "max_steps")
+    check_lengths(config, max_steps, length or f"max_steps={max_steps}")
     return max_steps
 
 
@@ -142,7 +144,7 @@ def shortened(config: ScheduleConfig, decay_steps: int, free: Collection[str]) -
 
 def _fits(config: ScheduleConfig, decay_steps: int) -> bool:
     try:
-        check_lengths(config, decay_steps, "max_steps")
+        check_lengths(config, decay_steps, "")
     except UsageError:
         return False
     return True
@@ -284,29 +286,29 @@ def _wsd_fraction(config: ScheduleConfig) -> float:
     return 0.2 if config.wsd_decay_fraction is None else config.wsd_decay_fraction
 
 
-def check_lengths(config: ScheduleConfig, decay_steps: int, option: str) -> None:
-    """Refuse a warm-up, cycles or a wsd decay that do not fit into ``decay_steps``, the value of ``option``."""
+def check_lengths(config: ScheduleConfig, decay_steps: int, length: str) -> None:
+    """Refuse a warm-up, cycles or a wsd decay that do not fit into ``decay_steps``, which errors call ``length``."""
     warmup = config.warmup_steps
     if warmup > decay_steps:
         raise UsageError(
-            f"schedule.warmup_steps={warmup}: must not be more than {option}={decay_steps}, "
+            f"schedule.warmup_steps={warmup}: must not be more than {length}, "
             "the peak would never be reached. Lower the one or raise the other."
         )
     if config.cycle_steps is not None and warmup + config.cycle_steps > decay_steps:
         raise UsageError(
             f"schedule.cycle_steps={config.cycle_steps}: with warmup_steps={warmup} one cycle ends at step "
-            f"{warmup + config.cycle_steps}, after {option}={decay_steps}. Shorten it to "
+            f"{warmup + config.cycle_steps}, after {length}. Shorten it to "
             f"{decay_steps - warmup} or less, or give cycles instead."
         )
     if config.cycles is not None and _are_too_many(config.cycles, config.cycle_multiplier or 1, decay_steps):
         raise UsageError(
             f"schedule.cycles={config.cycles}, schedule.cycle_multiplier={config.cycle_multiplier or 1}: the first "
-            f"cycle would be shorter than a step, with {option}={decay_steps} to divide. Give fewer cycles, each of "
+            f"cycle would be shorter than a step, with {length} to divide. Give fewer cycles, each of "
             f"{SHORTEST_CYCLE} steps or more."
         )
     if config.kind == "wsd" and warmup + _wsd_steps(config, decay_steps) > decay_steps:
         raise UsageError(
             f"schedule.wsd_decay_fraction={_wsd_fraction(config)}: a decay of "
             f"{_wsd_steps(config, decay_steps)} steps and warmup_steps={warmup} are more than "
-            f"{option}={decay_steps}. Shorten the warm-up or the decay."
+            f"{length}. Shorten the warm-up or the decay."
         )

@@ -192,7 +192,7 @@ def _refuse_short_stages(start: int, schedule: ScheduleConfig, max_steps: int, d
         )
     for length in (start, end - start):
         try:
-            schedules.check_lengths(schedule, length, "the length of a stage")
+            schedules.check_lengths(schedule, length, f"the {length} steps of a stage")
         except UsageError as error:
             raise UsageError(
                 f"objective.residual_from {start}: the schedule begins again there, with {start} steps before and "
