@@ -38,6 +38,7 @@ from accel_train.domains.language import (
     sources,
     tokenizers,
 )
+from accel_train.domains.language.generation import ends
 from accel_train.domains.models.lora import LoraConfig, describe_lora
 from accel_train.frozen_weights import pinned
 from accel_train.metrics import evaluation, logs
@@ -184,6 +185,7 @@ def main(argv: Sequence[str]) -> int:
     build = partial(pretrained.build, model_config, hf_config, load_source=fresh, adapters=config.lora)
     plain = preparation.build_model(opened, build, precision=config.precision, device=accelerator.device)
     logs.info(logger, *describe_lora(plain, config.lora), *row_checks.check_rows(plain, packing=config.data.packing))
+    logs.info(logger, *ends.end_answers(plain, data.answer_end, data.tokenizer))
     flops_per_token = flops.training_flops_per_token(plain, config.data.max_length)
     example = partial(row_checks.attention_example, packing=config.data.packing)
     prepared = preparation.prepare(opened, plain, base=sources.base_of(model_config, config.lora), example=example)
@@ -212,9 +214,9 @@ def main(argv: Sequence[str]) -> int:
             training.save_if_due(result)
             if config.evaluation.due(batches.done, opened.max_steps):
                 training.evaluate(partial(run_evaluation, batches.done))
-    code = loop.finish(training)
-    logs.info(logger, *OWN_ROWS)
-    return code
+    if config.data.path == "demo":
+        logs.info(logger, *OWN_ROWS)
+    return loop.finish(training)
 
 
 if __name__ == "__main__":

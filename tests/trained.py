@@ -16,6 +16,7 @@ from accel_train.domains.diffusion.masked_text import TextDiffusionConfig
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig, TextSamplingConfig
 from accel_train.domains.language import pipeline as language_pipeline
 from accel_train.domains.language import pretrained
+from accel_train.domains.language.generation import ends
 from accel_train.domains.language.pretrained import ModelConfig as LanguageModelConfig
 from accel_train.domains.language.samples import EvaluationConfig as LanguageEvaluation
 from accel_train.domains.language.sources import find_base
@@ -215,7 +216,14 @@ def language_run(run: Path, options: LanguageModelConfig = tiny.LLAMA, *, ema: b
 
 
 def adapter_run(
-    run: Path, base: Path, *, seed: int = 1, embedded: bool = False, ema: bool = False, **options: Any
+    run: Path,
+    base: Path,
+    *,
+    seed: int = 1,
+    embedded: bool = False,
+    ema: bool = False,
+    answer_end: int | None = None,
+    **options: Any,
 ) -> Path:
     """Write a run of recipes/causal_lm.py with trained adapters on the model in ``base``. ``options`` are of lora."""
     adapters = LoraConfig(rank=4, **options)
@@ -223,6 +231,7 @@ def adapter_run(
     config = pretrained.resolve_config(source, tiny.tokenizer(), 64)
     torch.manual_seed(seed)
     model = pretrained.build(source, config, load_source=True, adapters=adapters).eval()
+    ends.end_answers(model, answer_end, tiny.tokenizer())
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for parameter in trained.values():
         parameter.data += 0.2 * torch.randn(parameter.shape)

@@ -21,7 +21,7 @@ from accel_train.config import (
     expand_path,
 )
 from accel_train.domains.images.pipeline import PictureOptions
-from accel_train.domains.language.pipeline import LanguageOptions
+from accel_train.domains.language.generation.asked import LanguageOptions
 from accel_train.options.keys import without_former
 from accel_train.options.loading import Loaded, load_config, read_options
 from accel_train.options.tree import config_text, flatten, option_names, to_tree

@@ -144,6 +144,11 @@ def content_key(text: str) -> bytes:
     return hashlib.sha256(words.encode("utf-8", "surrogatepass")).digest()
 
 
+def text_key(text: str) -> bytes:
+    """Hash a text but for its spaces. Texts that differ in a sign, as formulas and code do, have other keys."""
+    return hashlib.sha256(" ".join(text.split()).encode("utf-8", "surrogatepass")).digest()
+
+
 def texts_hash(texts: Iterable[str]) -> str:
     """Hash all texts in order with sha256."""
     digest = hashlib.sha256()

@@ -12,6 +12,7 @@ from torch import nn
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.language import pretrained
+from accel_train.domains.language.generation.ends import add_saved_ends
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.sources import find_base
 from accel_train.domains.models import quantised
@@ -84,6 +85,7 @@ def load_adapted(directory: Path, device: torch.device = CPU, *, plain: bool = F
         weights.load_weights(directory, "model", model)
         if weights.has_ema(directory):
             weights.load_weights(directory, "ema", model, required=())
+        add_saved_ends(model, directory)
         return model.eval()
     model = _referenced_base(directory)
     precision = base_precision(directory)
@@ -94,6 +96,7 @@ def load_adapted(directory: Path, device: torch.device = CPU, *, plain: bool = F
     # What bf16 and fp16 left of the values, for a computation in fp32.
     model.float()
     add_adapter(model, ADAPTER, directory)
+    add_saved_ends(model, directory)
     return model.eval()
 
 
@@ -152,6 +155,7 @@ def attach(model: nn.Module, adapters: Mapping[str, Path], owner: Path, referenc
         refuse_whole_model(name, directory)
         compare_bases(base_reference(directory), reference, directory, owner)
         add_adapter(model, name, directory)
+        add_saved_ends(model, directory)
 
 
 def save_whole(model: nn.Module, directory: Path, precision: Precision) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from accel_train.data.tables.row_blocks import RowBlocks
-from accel_train.data.tables.text_sources import content_key
+from accel_train.data.tables.text_sources import content_key, text_key
 from accel_train.domains.language import packing, templates
-from accel_train.domains.language.packing import COUNTS, EncodedBlock, Tokens
+from accel_train.domains.language.packing import EncodedBlock, Tokens
 from accel_train.domains.language.rows import Fault, Row, parsed
 
+UNWRITTEN = "unwritten "
+"""Before the name of a part in the count of training chats whose template does not write it."""
 KEY_BYTES = 16
 """Of the hash of a row's words, kept to bring held-out rows into order: two different rows share them never."""
 TEXTS_AT_ONCE = 256
@@ -33,7 +36,7 @@ class BlockEncoder:
     fraction: float
     """Share of rows held out, by the hash of their words."""
     excluded: frozenset[bytes] = frozenset()
-    """Hashes of rows to leave out, because they are held out elsewhere."""
+    """Hashes of the texts of rows to leave out, because they are held out elsewhere."""
 
     def __call__(self, number: int) -> EncodedBlock:
         """Return the tokens of a block. Raises ``UsageError`` for rows without a template in the tokenizer."""
@@ -66,16 +69,22 @@ class _Block:
         self._texts: list[Tokens] = []
         self._keys: list[bytes] = []
         self._heldout: list[bool] = []
-        self._counts = dict.fromkeys(COUNTS, 0)
+        self._counts: Counter[str] = Counter()
+        """Rows by split (``train``, ``heldout``), by form (``plain``, ``chats``), ``bad`` and ``excluded`` ones.
+
+        Of the training split: rows ``split`` or ``cut`` for their length, chats of ``several`` texts, the tokens
+        ``repeated`` in all of these but the last, and chats with parts that are `UNWRITTEN`.
+        """
 
     def add_all(self, rows: Sequence[Row]) -> None:
-        keys = [content_key(row.content) for row in rows]
-        kept = [(row, key) for row, key in zip(rows, keys, strict=True) if key not in self._encoder.excluded]
+        excluded = self._encoder.excluded
+        kept = [(row, content_key(row.content)) for row in rows if not (excluded and text_key(row.content) in excluded)]
+        self._counts["excluded"] += len(rows) - len(kept)
         texts = [row for row, _ in kept if row.text is not None]
         encoded = iter(templates.encode_texts(texts, self._encoder.tokenizer))
         for row, key in kept:
             if row.text is not None:
-                self._add(row, key, [next(encoded)])
+                self._add(row, key, templates.EncodedRow([next(encoded)]))
                 continue
             try:
                 found = templates.encode(row, self._encoder.tokenizer)
@@ -84,12 +93,13 @@ class _Block:
             else:
                 self._add(row, key, found)
 
-    def _add(self, row: Row, key: bytes, encoded: Sequence[templates.Encoded]) -> None:
-        length = max(len(text.ids) for text in encoded)
+    def _add(self, row: Row, key: bytes, encoded: templates.EncodedRow) -> None:
+        texts = encoded.texts
+        length = max(len(text.ids) for text in texts)
         limit = self._encoder.max_length
         is_heldout = int.from_bytes(key[:8], "big") < self._limit
         is_plain = row.text is not None
-        pieces = (piece for text in encoded for piece in packing.fit(text, limit, split=is_plain))
+        pieces = (piece for text in texts for piece in packing.fit(text, limit, split=is_plain))
         # A piece without a token to learn would only take place.
         kept = [packing.marked(piece) for piece in pieces if any(piece.trained)]
         self._texts += kept
@@ -103,10 +113,15 @@ class _Block:
             return
         self._counts["heldout" if is_heldout else "train"] += 1
         self._counts["plain"] += is_plain
+        self._counts["chats"] += len(row.messages) > 0
         # Counted for training alone, of which the notices speak.
         if is_heldout:
             return
-        self._counts["several"] += len(encoded) > 1
+        self._counts["several"] += len(texts) > 1
+        # The last text has nearly the whole chat.
+        self._counts["repeated"] += sum(min(len(text.ids), limit) for text in texts[:-1])
+        for part in encoded.unwritten:
+            self._counts[UNWRITTEN + part] += 1
         if length > limit:
             self._counts["split" if is_plain else "cut"] += 1
 
@@ -120,7 +135,7 @@ class _Block:
             lengths=np.array([len(text) for text in self._texts], np.int64),
             keys=np.where(heldout[:, None], signed, 0),
             heldout=heldout,
-            counts=self._counts | {"bad": len(self.faults)},
+            counts=self._counts + Counter(bad=len(self.faults)),
             faults=self.faults,
         )
 

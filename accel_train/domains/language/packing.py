@@ -7,6 +7,7 @@ texts in every layer, windows included, or calls the kernels for varying lengths
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -25,9 +26,6 @@ IDS = np.int32(2**30 - 1)
 """Bits of the token itself, where it is stored."""
 TARGET = np.int32(2**30)
 """Bit of a token counted by the loss."""
-COUNTS = ("train", "heldout", "split", "cut", "bad", "plain", "several")
-"""Counts kept of a source: `EncodedBlock.counts`. plain: rows of plain text, of both splits. several: training chats
-that are several texts."""
 FIRST = np.int32(-(2**31))
 """Bit of the first token of a text: the sign."""
 
@@ -51,8 +49,8 @@ class EncodedBlock(NamedTuple):
     """(n, 2): of a held-out text the order of its row, else 0."""
     heldout: NDArray[np.bool_]
     """True for a held-out text."""
-    counts: dict[str, int]
-    """Rows by what became of them: `COUNTS`."""
+    counts: Counter[str]
+    """Rows by what became of them: ``encoding``."""
     faults: Sequence[tuple[str, str]]
     """Place and fault of each bad row."""
 

@@ -6,18 +6,15 @@ import hashlib
 import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from annotated_types import Interval
 from torch import nn
 
-from accel_train import rng
-from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, expand_path
+from accel_train.config import UsageError, expand_path
 from accel_train.domains.language import (
     adapted,
     pretrained,
@@ -27,7 +24,7 @@ from accel_train.domains.language import (
 )
 from accel_train.domains.language.exported import llama as exported_llama
 from accel_train.domains.language.exported import model as exported_model
-from accel_train.domains.language.generation import TEMPERATURE, Drawing, continue_tokens
+from accel_train.domains.language.generation import asked, continuing
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.models import lora
 from accel_train.domains.models.adapters import (
@@ -45,54 +42,13 @@ from accel_train.store import atomic_files, weights
 if TYPE_CHECKING:
     from accel_train.domains.language.samples import EvaluationConfig
 
-Message = Mapping[str, Any]
-Prompt = str | Sequence[Message]
+Prompt = str | Sequence[asked.Message]
 """A text, or the messages of a chat, each with ``role`` and ``content``."""
-TopP = Annotated[float, Interval(gt=0, le=1)]
 
 MAX_NEW_TOKENS = 128
 EXAMPLE_SHAPE = (2, 8)
 """Rows and tokens of an example, whose logits would otherwise fill more space than the weights."""
 UNITS = {"logits": "of the next token, natural logarithm up to a constant"}
-
-
-@dataclass(frozen=True)
-class LanguageOptions:
-    """Continue texts, or answer chats.
-
-    One prompt with one seed gives one answer, whatever else is asked for with it.
-    """
-
-    text: tuple[str, ...] = ()
-    """Texts to continue."""
-    text_file: str | None = None
-    """File with a text to continue per line, beside or instead of --text."""
-    messages: tuple[str, ...] = ()
-    """Chats to answer, each as JSON: '[{"role": "user", "content": "Who is there?"}]'."""
-    max_new_tokens: PositiveInt | None = None
-    """Maximum number of tokens per answer. None: 128, or as many as the model has positions left."""
-    temperature: NonNegativeFloat | None = None
-    """Sampling temperature. 0: always the most likely token. None: that of the evaluation in training."""
-    top_p: TopP = 1.0
-    """Draw from the most likely tokens whose probabilities add up to it."""
-    adapters: tuple[str, ...] = ()
-    """Further adapters of the same base, each as NAME=PLACE with a run, a checkpoint or an export."""
-    adapter: str | None = None
-    """Name of the adapter to answer with; base: none. None: that of the model itself, or else the first of
-    --adapters."""
-    seed: Seed = 0
-    """Another seed gives another answer to the same prompt."""
-    device: str = "cpu"
-    """Device of torch."""
-    output: str | None = None
-    """File .jsonl to write, with prompt and answer in each line. None: answers are printed."""
-
-    def __post_init__(self) -> None:
-        if not (self.text or self.text_file or self.messages):
-            raise UsageError(
-                "nothing to continue: give --text 'KING HENRY:', --text_file texts.txt or "
-                '--messages \'[{"role": "user", "content": "Who is there?"}]\''
-            )
 
 
 class LanguagePipeline:
@@ -104,7 +60,7 @@ class LanguagePipeline:
     recipe: ClassVar[str] = "causal_lm"
     tag: ClassVar[str | None] = "text-generation"
     usage: ClassVar[str] = 'print(pipeline("A text to continue"))'
-    options: ClassVar[type] = LanguageOptions
+    options: ClassVar[type] = asked.LanguageOptions
 
     def __init__(self, model: nn.Module, tokenizer: Any, temperature: float, directory: Path | None = None) -> None:
         self.model = model
@@ -147,7 +103,7 @@ class LanguagePipeline:
             model = _whole_model(directory)
         tokenizer = tokenizers.load_tokenizer(str(directory), None)
         sampler: Mapping[str, Any] = {} if described is None else described["sampler"]
-        return cls(model.to(device), tokenizer, float(sampler.get("temperature", TEMPERATURE)), directory)
+        return cls(model.to(device), tokenizer, float(sampler.get("temperature", continuing.TEMPERATURE)), directory)
 
     def attach(self, adapters: Mapping[str, Path]) -> None:
         """Put further adapters on the model, by name: directories of checkpoints or exports, verified already.
@@ -219,9 +175,12 @@ class LanguagePipeline:
         top_p: float = 1.0,
         seed: int = 0,
         adapter: str | None = None,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Continue a text, or answer a chat, and return what the model wrote.
 
+        ``tools`` and ``chat_template_kwargs`` are given to the chat template, as those of a training row are.
         ``temperature`` 0 takes the most likely token each time. ``top_p`` draws from the most likely tokens whose
         probabilities add up to it. ``adapter`` is one of ``adapters``, by default the one in use, or ``base`` for none.
         Raises ``UsageError`` for an empty prompt, messages without a usable chat template, more tokens than the model
@@ -233,12 +192,12 @@ class LanguagePipeline:
                 f"temperature {temperature:g}, top_p {top_p:g}: a temperature of 0 or more and a top_p above 0, at "
                 "most 1, are required"
             )
-        ids = templates.encode_prompt(prompt, self.tokenizer)
+        ids = templates.encode_prompt(prompt, self.tokenizer, tools, chat_template_kwargs)
         length = self._new_tokens(len(ids), max_new_tokens)
         # Keyed by the tokens: two texts that the tokenizer cannot tell apart get the same answer.
-        drawing = Drawing(seed, "prompt", _number(ids), temperature, top_p)
+        drawing = continuing.Drawing(seed, "prompt", _number(ids), temperature, top_p)
         with self.using(adapter):
-            new = continue_tokens(self.model, ids, drawing, length, pad_id=self.tokenizer.pad_token_id)
+            new = continuing.continue_tokens(self.model, ids, drawing, length, pad_id=self.tokenizer.pad_token_id)
         return self._written(ids, new)
 
     def answers(
@@ -250,16 +209,25 @@ class LanguagePipeline:
         top_p: float = 1.0,
         seed: int = 0,
         adapter: str | None = None,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Return for each prompt what a call with it alone returns."""
         answer = partial(
-            self, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, adapter=adapter
+            self,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            adapter=adapter,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
         )
         return [answer(prompt) for prompt in prompts]
 
-    def sample(self, options: LanguageOptions) -> list[str]:
+    def sample(self, options: asked.LanguageOptions) -> list[str]:
         """Answer as ``accel-train sample`` is asked to, and return the lines to print."""
-        prompts: list[Prompt] = [*options.text, *read_lines(options.text_file), *map(_chat, options.messages)]
+        prompts: list[Prompt] = [*options.text, *read_lines(options.text_file), *map(asked.chat, options.messages)]
         answers = self.answers(
             prompts,
             max_new_tokens=options.max_new_tokens,
@@ -267,6 +235,8 @@ class LanguagePipeline:
             top_p=options.top_p,
             seed=options.seed,
             adapter=options.adapter,
+            tools=asked.tools(options.tools),
+            chat_template_kwargs=asked.template_options(options.chat_template_kwargs),
         )
         if options.output is None:
             return answers
@@ -278,9 +248,7 @@ class LanguagePipeline:
     def examples(self) -> list[Example]:
         """Return a forward of drawn tokens. Its logits depend on all weights used by these tokens."""
         config: Any = self.model.config
-        count, length = EXAMPLE_SHAPE
-        draws = rng.uniform(rng.sample_keys(0, "example", 0, torch.arange(count)), (length,))
-        tokens = (draws * config.get_text_config().vocab_size).long()
+        tokens = continuing.example_tokens(EXAMPLE_SHAPE, config.get_text_config().vocab_size)
         return [Example("logits of the next token", {"input_ids": tokens}, exported_model.logits)]
 
     # ------------------------------------------------------------------------------------------------------------ parts
@@ -327,18 +295,6 @@ def _number(ids: Sequence[int]) -> int:
     # Not Python's hash, which differs from process to process.
     digest = hashlib.blake2b(" ".join(map(str, ids)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _chat(text: str) -> Sequence[Message]:
-    try:
-        found: Any = json.loads(text)
-        # An escape may be half of a character, which no tokenizer takes.
-        json.dumps(found, ensure_ascii=False).encode()
-    except ValueError as error:
-        raise UsageError(f"messages {text[:60]!r}: no JSON ({error}); a list of messages is required") from None
-    if not isinstance(found, list):
-        raise UsageError(f"messages {text[:60]!r}: a list of messages is required, as in '[{{\"role\": ...}}]'")
-    return cast("Sequence[Message]", found)
 
 
 def write_files(

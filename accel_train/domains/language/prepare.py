@@ -18,7 +18,7 @@ from accel_train.data.tables.ledger import Ledger, earlier_ledger
 from accel_train.data.tables.row_blocks import FileRows, RowBlocks
 from accel_train.data.tables.run_files import listed, run_file_notices
 from accel_train.data.tables.shards import warn_of_changes
-from accel_train.data.tables.text_sources import BadRows, content_key
+from accel_train.data.tables.text_sources import BadRows, content_key, text_key
 from accel_train.domains.language import encoding, rows, templates, tokenizers
 from accel_train.domains.language.encoding import BlockEncoder
 from accel_train.domains.language.pretrained import ModelConfig
@@ -28,9 +28,9 @@ from accel_train.domains.language.tokens.shards import TokenDataset
 
 DEFAULT_VOCAB_SIZE = 2048
 SPLIT = "split="
-SEVERAL_TEXTS = (
-    "are a text for each answer, because the chat template rewrites earlier ones (it may leave out their reasoning): "
-    "each is learned after the prompt that the model will have for it"
+UNENDED = (
+    "the chat template ends an answer with no special token of the tokenizer, so what the trained model generates ends "
+    "by its length alone"
 )
 
 
@@ -48,6 +48,8 @@ class LanguageData:
     """sha256 of both splits and the tokenizer."""
     notices: tuple[str, ...]
     """Lines for the main process to log."""
+    answer_end: int | None = None
+    """Special token with which the chat template ends an answer. None: no row is a chat, or the template has none."""
     ledger: Ledger = ()
     """Data seen before by the resumed run, if they may change."""
 
@@ -90,6 +92,7 @@ def prepare_data(
     # Every process has what it reads, or the error of another one.
     barrier()
     form_notices = _form_notices(config, tokenizer, [train] if heldout is None else [train, heldout])
+    answer_end = templates.end_of_answer(tokenizer) if train.counts["chats"] else None
     _refuse_one_side(sources, train, heldout)
     pad_id = tokenizer.pad_token_id
     train_data = TokenDataset(train.train, config.max_length, pad_id, train.lease)
@@ -107,9 +110,10 @@ def prepare_data(
         *form_notices,
         *notices,
         *_packing_notices(config, train, train_data),
+        *_chat_notices(train, answer_end),
     ]
     unigram = _unigram(train.targets)
-    return LanguageData(train_data, heldout_data, tokenizer, unigram, fingerprint, tuple(notices), ledger)
+    return LanguageData(train_data, heldout_data, tokenizer, unigram, fingerprint, tuple(notices), answer_end, ledger)
 
 
 def _unigram(targets: Tensor) -> Tensor:
@@ -200,7 +204,7 @@ class _Sources:
         if self.heldout is None:
             return frozenset()
         found = encoding.contents(self.heldout, self.config.text_column)
-        return frozenset(content_key(text) for text in found)
+        return frozenset(text_key(text) for text in found)
 
     def facts(self, source: RowBlocks) -> list[Any]:
         """Return everything the texts of a source depend on, besides the tokenizer."""
@@ -210,7 +214,9 @@ class _Sources:
         if source is self.heldout:
             # Held-out rows of their own are all of their source, whatever the fraction.
             return [source.key, *rule]
-        return [source.key, self.fraction, None if self.heldout is None else self.heldout.key, *rule]
+        # Versions differ in what they take for the same text.
+        excluded = None if self.heldout is None else ["exact text", self.heldout.key]
+        return [source.key, self.fraction, excluded, *rule]
 
     def training_texts(self) -> Iterator[str]:
         """Yield the words of the training rows. Reads everything."""
@@ -218,7 +224,7 @@ class _Sources:
         limit = self.fraction * 2**64
         for text in encoding.contents(self.train, self.config.text_column):
             key = content_key(text)
-            if int.from_bytes(key[:8], "big") >= limit and key not in self.excluded:
+            if int.from_bytes(key[:8], "big") >= limit and text_key(text) not in self.excluded:
                 yield text
 
 
@@ -318,8 +324,32 @@ def _notices(train: PreparedTokens, heldout: PreparedTokens | None, bad: BadRows
     notices = [f"{train.counts['train']:,} training rows of data, {held_out:,} held out", *train.notices]
     if heldout is not None:
         notices += heldout.notices
+    if excluded := train.counts["excluded"]:
+        notices.append(f"{excluded:,} rows of --data.path left out of training, because held-out rows have their text")
     if bad.count:
         notices.append(f"{bad.count:,} bad rows left out")
+    return notices
+
+
+def _chat_notices(train: PreparedTokens, answer_end: int | None) -> list[str]:
+    """Return notices of chats that are several texts, of what the template does not write, and of no end."""
+    counts = train.counts
+    notices: list[str] = []
+    if several := counts["several"]:
+        notices.append(
+            f"{several:,} chats are a text for each answer, because the chat template rewrites earlier ones (it may "
+            "leave out their reasoning): each is learned after the prompt that the model will have for it. This "
+            f"repeats {counts['repeated']:,} tokens of earlier turns"
+        )
+    unwritten = {part: counts[encoding.UNWRITTEN + part] for part in templates.PARTS}
+    lost = "that the chat template does not write: the model neither reads nor learns it"
+    notices += [
+        f"{count:,} chats have {part} {lost} (another template: --data.chat_template FILE.jinja)"
+        for part, count in unwritten.items()
+        if count
+    ]
+    if counts["chats"] and answer_end is None:
+        notices.append(UNENDED)
     return notices
 
 
@@ -327,11 +357,9 @@ def _packing_notices(config: DataConfig, train: PreparedTokens, data: TokenDatas
     """Return notices of overlong texts, and of the rows."""
     split = train.counts["split"]
     cut = train.counts["cut"]
-    several = train.counts["several"]
     filled = data.tokens / (len(data) * config.max_length)
     return [
         *([f"{split:,} texts longer than {config.max_length} tokens are split"] if split else []),
-        *([f"{several:,} chats {SEVERAL_TEXTS}"] if several else []),
         *([f"{cut:,} chats or completions are cut to {config.max_length} tokens"] if cut else []),
         f"{data.tokens:,} tokens of {data.texts:,} texts in {len(data):,} rows of {config.max_length}, {filled:.0%} "
         "filled",

@@ -372,9 +372,12 @@ def save_files(model: nn.Module, tokenizer: Any, directory: Path, source: ModelC
     """
     plain: Any = model
     tokenizer.save_pretrained(directory)
-    if hasattr(plain, "peft_config"):
-        write_json(directory / CONFIG_FILE, adapter_config(plain, source.location, source.revision))
-        return
-    plain.config.save_pretrained(directory)
+    # Adapters have it for the end of an answer, which their base may not know.
     if plain.can_generate():
         plain.generation_config.save_pretrained(directory)
+    if hasattr(plain, "peft_config"):
+        described = adapter_config(plain, source.location, source.revision)
+        # By it peft finds the class of the base (`AutoPeftModelForCausalLM`).
+        write_json(directory / CONFIG_FILE, described | {"task_type": "CAUSAL_LM"})
+        return
+    plain.config.save_pretrained(directory)

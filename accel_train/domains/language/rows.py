@@ -5,8 +5,10 @@ Every error names its place: file:line, or the row's index in a dataset.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from accel_train.config import UsageError
@@ -16,11 +18,17 @@ from accel_train.wording import did_you_mean, nearest
 
 FILES = tuple(KINDS)
 DEFAULT_COLUMN = "text"
-FIELDS = ("messages", "prompt", "completion", "tools")
+SHAREGPT = "conversations"
+"""ShareGPT's field of messages, which have ``from`` and ``value``. Some data have it with ``role`` and ``content``."""
+SPEAKERS = {"human": "user", "gpt": "assistant"}
+"""Roles by ShareGPT's names, where they differ."""
+FIELDS = ("messages", SHAREGPT, "prompt", "completion", "tools", "chat_template_kwargs")
 """Optional fields of a row besides its text."""
 FOREIGN = {
-    "conversations": "write ShareGPT's conversations as 'messages', with role and content in place of from and value",
-    "instruction": "write Alpaca's instruction and input as 'prompt', and its output as 'completion'",
+    "chosen": "rows of preferences are not trained on; write the prompt and the chosen answer as 'messages', or as "
+    "'prompt' and 'completion'",
+    "instruction": "write Alpaca's instruction and input as the user's message and its output as the assistant's, in "
+    "'messages'; or as 'prompt' and 'completion' for a model without a chat template",
 }
 """Remedy for a row of another format, by a field that it has."""
 
@@ -45,6 +53,13 @@ class Row:
     first_trained: int = 0
     """Messages before this one are never trained: the prompt, if prompt and completion are lists of messages."""
     tools: Sequence[Any] | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further names for the chat template, such as ``enable_thinking``: the row's ``chat_template_kwargs``."""
+
+    def is_trained(self, number: int) -> bool:
+        """Return True if the message is an answer to learn: the assistant's, not of the prompt, its weight not 0."""
+        message = self.messages[number]
+        return message["role"] == "assistant" and number >= self.first_trained and message.get("weight", 1) != 0
 
     @property
     def content(self) -> str:
@@ -59,8 +74,9 @@ class Row:
 def parsed(found: Iterable[tuple[str, Mapping[str, Any] | str]], text_column: str) -> Iterator[Row | Fault]:
     """Yield the rows of places and fields, and a fault in place of an unusable one.
 
-    A row with a ``text_column`` other than the default is that text. Any other is chat if it has ``messages``, a pair
-    if it has ``prompt`` and ``completion`` (texts or lists of messages), else its text is in ``text_column``.
+    A row with a ``text_column`` other than the default is that text. Any other is a chat if it has ``messages`` or
+    ShareGPT's ``conversations``, a pair if it has ``prompt`` and ``completion`` (texts or lists of messages), else its
+    text is in ``text_column``.
     """
     for place, fields in found:
         row = fields if isinstance(fields, str) else _row(place, fields, text_column)
@@ -72,16 +88,15 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
     # Tables fill the columns that a row does not have with None.
     null = [name for name, value in fields.items() if value is None]
     fields = _without_nulls(fields)
-    tools = fields.get("tools")
     # Named by the user, so that it comes before the forms found by themselves.
     if text_column != DEFAULT_COLUMN and text_column in fields:
         return _plain(place, fields[text_column], text_column)
     # A chat first: such rows often have a plain text of the same chat beside it.
-    if "messages" in fields:
-        fault = _messages_fault(fields["messages"]) or _unpaired_fault("tools", tools)
-        return fault or Row(place, messages=fields["messages"], tools=tools)
+    name = SHAREGPT if SHAREGPT in fields and "messages" not in fields else "messages"
+    if name in fields:
+        return _chat(place, fields[name], fields, name)
     if "prompt" in fields and "completion" in fields:
-        return _pair(place, fields["prompt"], fields["completion"], tools)
+        return _pair(place, fields["prompt"], fields["completion"], fields)
     if text_column in null or (null and not fields):
         return f"null in {null}; text in {text_column!r}, or 'messages', or 'prompt' and 'completion', is required"
     if text_column not in fields and "completion" in fields and "prompt" in null:
@@ -120,7 +135,18 @@ def _plain(place: str, text: Any, column: str) -> Row | str:
     return _text_fault(column, text) or Row(place, text=text.strip())
 
 
-def _pair(place: str, prompt: Any, completion: Any, tools: Any) -> Row | str:
+def _chat(place: str, messages: Any, fields: Mapping[str, Any], name: str, first_trained: int = 0) -> Row | str:
+    """Return the row of messages, which have the ``name`` in errors, with what else the template is given."""
+    messages = plain_messages(messages)
+    tools = parsed_json(fields.get("tools"))
+    options = parsed_json(fields.get("chat_template_kwargs", {}))
+    fault = _messages_fault(messages, name) or _tools_fault(tools)
+    if not isinstance(options, Mapping):
+        fault = fault or f"'chat_template_kwargs' is {type(options).__name__}; an object is required"
+    return fault or Row(place, messages=messages, first_trained=first_trained, tools=tools, template_options=options)
+
+
+def _pair(place: str, prompt: Any, completion: Any, fields: Mapping[str, Any]) -> Row | str:
     if isinstance(prompt, str) and isinstance(completion, str):
         # A prompt may be empty, and the space between the two belongs to one of them.
         fault = _text_fault("completion", completion) or _unpaired_fault("prompt", prompt)
@@ -130,9 +156,7 @@ def _pair(place: str, prompt: Any, completion: Any, tools: Any) -> Row | str:
             f"'prompt' is {type(prompt).__name__} and 'completion' is {type(completion).__name__}; two texts or two "
             "lists of messages are required"
         )
-    messages = [*prompt, *completion]
-    fault = _messages_fault(messages) or _unpaired_fault("tools", tools)
-    return fault or Row(place, messages=messages, first_trained=len(prompt), tools=tools)
+    return _chat(place, [*prompt, *completion], fields, "messages", len(prompt))
 
 
 def _text_fault(name: str, text: object) -> str | None:
@@ -166,15 +190,88 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _messages_fault(messages: Any) -> str | None:
+def plain_messages(messages: Any) -> Any:
+    """Return messages as chat templates take them. What is no list of messages is returned unchanged.
+
+    Texts in parts are joined, ShareGPT's names replaced, fields that are null left out, and the arguments of tool
+    calls, which OpenAI's format has as JSON in a string, are the object that transformers' templates write.
+    """
+    if not isinstance(messages, (list, tuple)):
+        return messages
+    return [_plain_message(_without_nulls(message)) for message in messages]
+
+
+def _plain_message(message: Any) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    found = dict(message)
+    if "role" not in found and {"from", "value"} <= set(found):
+        speaker = found.pop("from")
+        found = {"role": SPEAKERS.get(speaker, speaker), "content": found.pop("value"), **found}
+    content = found.get("content")
+    if isinstance(content, list) and all(_is_text_part(part) for part in content):
+        found["content"] = "".join(part["text"] for part in content)
+    calls = found.get("tool_calls")
+    if isinstance(calls, list):
+        found["tool_calls"] = [_plain_call(call) for call in calls]
+    return found
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _plain_call(call: Any) -> Any:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    function = call["function"]
+    if "arguments" not in function:
+        return call
+    return {**call, "function": {**function, "arguments": parsed_json(function["arguments"])}}
+
+
+def parsed_json(value: Any) -> Any:
+    """Return the value of a string of JSON, and anything else unchanged."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
+def _tools_fault(tools: Any) -> str | None:
+    if tools is not None and not isinstance(tools, list):
+        return f"'tools' is {type(tools).__name__}; a list of JSON schemas, or such a list as JSON, is required"
+    return _unpaired_fault("tools", tools)
+
+
+def _messages_fault(messages: Any, name: str = "messages") -> str | None:
     if not isinstance(messages, list) or not messages:
-        return f"'messages' is {messages!r}; a list of messages is required"
+        return f"{name!r} is {messages!r}; a list of messages is required"
     for number, message in enumerate(messages, 1):
         if not isinstance(message, Mapping) or "role" not in message:
             return f"message {number} is {message!r}; an object with 'role' and 'content' is required"
+        fault = _content_fault(message)
+        if fault is not None:
+            return f"message {number} {fault}"
     if not any(message["role"] == "assistant" for message in messages):
         return "no message has the role 'assistant', so there is nothing to learn"
-    return _unpaired_fault("messages", messages)
+    return _unpaired_fault(name, messages)
+
+
+def _content_fault(message: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a message whose role is known, as the rest of a sentence."""
+    if message.get("weight", 1) not in (0, 1):
+        return f"has weight {message['weight']!r}; 0 (not learned) or 1 is required"
+    if "content" not in message:
+        # What a template would write as empty, or refuse in words of its own.
+        return None if message.get("tool_calls") else f"({message['role']}) has no 'content'; text is required"
+    content = message["content"]
+    if isinstance(content, list):
+        kinds = {part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content}
+        return f"({message['role']}) has parts of {sorted(map(str, kinds))}; text, or parts of text, is required"
+    if not isinstance(content, str):
+        return f"({message['role']}) has {type(content).__name__} as 'content'; text is required"
+    return None
 
 
 def refuse_missing_column(column: str, path: str, schemas: Iterable[Sequence[str] | None]) -> None:

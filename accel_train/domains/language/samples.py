@@ -10,7 +10,8 @@ from typing import NamedTuple
 from torch import nn
 
 from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveInt
-from accel_train.domains.language import generation, pretrained
+from accel_train.domains.language import pretrained
+from accel_train.domains.language.generation import continuing
 from accel_train.domains.language.prepare import LanguageData
 from accel_train.domains.language.tokens.shards import TokenDataset
 from accel_train.metrics import evaluation
@@ -33,7 +34,7 @@ class EvaluationConfig:
     """Prompt length of a plain text, in tokens. The prompt of a chat or a pair is the part that is not trained."""
     max_new_tokens: PositiveInt = 48
     """Maximum number of sampled tokens, or fewer where the model has no more positions."""
-    temperature: NonNegativeFloat = generation.TEMPERATURE
+    temperature: NonNegativeFloat = continuing.TEMPERATURE
     """Sampling temperature. 0: always the most likely token."""
 
     def due(self, done: int, max_steps: int) -> bool:
@@ -62,13 +63,13 @@ def write(
     for number in range(min(options.shown, data.heldout.texts)):
         evaluation.stopping_point()
         prompt, rest = _divide(data.heldout, number, options.prompt_tokens)
-        drawing = generation.Drawing(seed, "generate", number, options.temperature)
+        drawing = continuing.Drawing(seed, "generate", number, options.temperature)
         length = options.max_new_tokens
         if positions is not None:
             # One is left at least: a row fits, and the prompt is not all of it.
             length = min(length, positions - len(prompt))
         # A process of a sharded model that ended before the others would leave them waiting.
-        new = generation.continue_tokens(
+        new = continuing.continue_tokens(
             model, prompt, drawing, length, pad_id=tokenizer.pad_token_id, synced=processes > 1
         )
         texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (prompt, new, rest)]

@@ -24,6 +24,7 @@ def at_commit(options: ModelConfig) -> ModelConfig:
     source = options.source
     if source is None:
         return options
+    _refuse_run(source)
     if not Path(source).is_dir() and not COMMIT.fullmatch(options.revision or ""):
         try:
             found = cached_file(
@@ -40,6 +41,13 @@ def at_commit(options: ModelConfig) -> ModelConfig:
             "--merged), or give that base."
         )
     return options
+
+
+def _refuse_run(source: str) -> None:
+    """Raise ``UsageError`` for a directory of a run, whose model is in its checkpoints."""
+    found = sorted((Path(source) / "checkpoints").glob("checkpoint_*"))
+    if found and not (Path(source) / "config.json").is_file():
+        raise UsageError(f"--model.source {source!r} is the directory of a run; give a checkpoint of it: {found[-1]}")
 
 
 def base_of(options: ModelConfig, adapters: LoraConfig) -> PretrainedBase | TrainedBase | None:

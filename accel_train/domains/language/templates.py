@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_train.config import UsageError
 from accel_train.domains.language.packing import Encoded
-from accel_train.domains.language.rows import Row
+from accel_train.domains.language.rows import Row, plain_messages
 
 
 class UnusableRowError(UsageError):
@@ -33,21 +33,33 @@ templates write where they cannot ask for it."""
 CODES = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdDeFhHIjmMpRSTxXyY"))
 Span = tuple[int, int]
 """First character, and the one after the last."""
+PARTS = ("content", "reasoning_content", "tool_calls", "tools")
+"""Parts of a chat that a template may leave out."""
+SHORT_CHAT = ({"role": "user", "content": "Who is there?"}, {"role": "assistant", "content": "Friends."})
 
 
-def encode(row: Row, tokenizer: Any) -> list[Encoded]:
-    """Return the texts of a row as tokens, of any length: one, or several of a chat (``_answers``).
+class EncodedRow(NamedTuple):
+    """Tokens of a row, of any length."""
 
-    Raises ``UsageError`` for messages without a usable template, ``UnusableRowError`` for those that it refuses.
+    texts: Sequence[Encoded]
+    """One, or several of a chat (``_answers``)."""
+    unwritten: Sequence[str] = ()
+    """Which of `PARTS` the chat has and the template does not write."""
+
+
+def encode(row: Row, tokenizer: Any) -> EncodedRow:
+    """Return the tokens of a row.
+
+    Raises ``UsageError`` for messages without a template, ``UnusableRowError`` for those that it refuses.
     """
     if row.text is not None:
-        return encode_texts([row], tokenizer)
+        return EncodedRow(encode_texts([row], tokenizer))
     if row.prompt is not None:
         whole = f"{row.prompt}{row.completion}"
         # The prompt is read, and the completion is learned.
         completion = (len(row.prompt), len(whole))
         ids, trained = _tokenise(tokenizer, whole, [completion], special=True)
-        return [_with_end(ids, trained, tokenizer)]
+        return EncodedRow([_with_end(ids, trained, tokenizer)])
     return _encode_messages(row, tokenizer)
 
 
@@ -56,18 +68,36 @@ def encode_texts(rows: Sequence[Row], tokenizer: Any) -> list[Encoded]:
     if not rows:
         return []
     found = tokenizer([row.text for row in rows])["input_ids"]
-    return [_with_end(ids, [True] * len(ids), tokenizer) for ids in found]
+    kept = [ids[_second_beginning(ids, tokenizer) :] for ids in found]
+    return [_with_end(ids, [True] * len(ids), tokenizer) for ids in kept]
 
 
-def encode_prompt(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+def _second_beginning(ids: Sequence[int], tokenizer: Any) -> int:
+    """Return 1 if the text begins twice, else 0: one that a template wrote before may have a beginning of its own."""
+    begin = tokenizer.bos_token_id
+    return int(begin is not None and list(ids[:2]) == [begin, begin])
+
+
+def encode_prompt(
+    prompt: str | Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    tools: Sequence[Any] | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Return the tokens of a text to continue, or of a chat up to where the assistant begins to write.
 
-    A training row begins with the same tokens. Raises ``UsageError`` for a text without tokens, and for messages
-    refused by the chat template.
+    A training row begins with the same tokens. ``tools`` and further names are those of the chat template. Raises
+    ``UsageError`` for a text without tokens, messages refused by the chat template, and options of it with a text.
     """
     if not isinstance(prompt, str):
-        return _encode_chat_prompt(prompt, tokenizer)
-    ids: list[int] = list(tokenizer(prompt)["input_ids"])
+        return _encode_chat_prompt(prompt, tokenizer, tools, template_options or {})
+    if tools or template_options:
+        raise UsageError(
+            f"tools and chat_template_kwargs are for the template of chats, and {prompt[:60]!r} is a text; give "
+            "messages, or leave them out"
+        )
+    found: list[int] = tokenizer(prompt)["input_ids"]
+    ids = found[_second_beginning(found, tokenizer) :]
     # Some tokenizers end every text, which this one does not.
     ends = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
     if ends and not prompt.endswith(tokenizer.eos_token):
@@ -77,7 +107,9 @@ def encode_prompt(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> 
     return ids
 
 
-def _encode_chat_prompt(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+def _encode_chat_prompt(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]
+) -> list[int]:
     required = 'a list such as [{"role": "user", "content": "Who is there?"}] is required'
     found: Sequence[Any] = messages  # may be the JSON of a command line
     if not found or not all(isinstance(message, Mapping) and "role" in message for message in found):
@@ -90,7 +122,9 @@ def _encode_chat_prompt(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -
             "of plain text continues it"
         )
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            plain_messages(messages), tools=tools, tokenize=False, add_generation_prompt=True, **options
+        )
     except Exception as error:  # a template may raise anything: roles out of order, a field that is missing
         raise UsageError(
             f"messages: the chat template refuses them ({type(error).__name__}: {error}); give them as it wants them"
@@ -129,19 +163,49 @@ def _tokenise(tokenizer: Any, text: str, spans: Sequence[Span], *, special: bool
     for start, end in encoded["offset_mapping"]:
         overlaps = [end > first and start < last for first, last in spans]
         trained.append(any(overlaps))
-    return list(encoded["input_ids"]), trained
+    ids = list(encoded["input_ids"])
+    # A chat has what its template writes.
+    first = _second_beginning(ids, tokenizer) if special else 0
+    return ids[first:], trained[first:]
 
 
-def _encode_messages(row: Row, tokenizer: Any) -> list[Encoded]:
+def _encode_messages(row: Row, tokenizer: Any) -> EncodedRow:
     if tokenizer.chat_template is None:
         raise UsageError(
             f"--data.path: {row.place} has messages, and the tokenizer has no chat template to write them with. Give "
             "--data.chat_template FILE.jinja, the --data.tokenizer of a chat model, or rows with prompt and completion."
         )
     if MARK.search(_template(row, tokenizer)):
-        return [_without_first(*_marked_by_template(row, tokenizer))]
+        marked = _without_first(*_marked_by_template(row, tokenizer))
+        return EncodedRow([marked], _unwritten(row, [_render(row, tokenizer)]))
     found = _answers(row, tokenizer)
-    return [_without_first(*_tokenise(tokenizer, text, spans, special=False)) for text, spans in found]
+    texts = [_without_first(*_tokenise(tokenizer, text, spans, special=False)) for text, spans in found]
+    return EncodedRow(texts, _unwritten(row, [text for text, _ in found]))
+
+
+def _unwritten(row: Row, texts: Sequence[str]) -> list[str]:
+    """Return which of `PARTS` the row has and none of its ``texts`` shows."""
+    wanted: dict[str, list[str]] = {part: [] for part in PARTS}
+    wanted["tools"] = _names(row.tools or ())
+    for message in row.messages:
+        # A template may write what is thought within the content in another place, or leave it out.
+        _, _, content = str(message.get("content") or "").rpartition("</think>")
+        wanted["content"].append(content)
+        wanted["tool_calls"] += _names(message.get("tool_calls") or ())
+    reasoning = [message.get("reasoning_content") for message in row.messages]
+    # That of earlier answers is left out on purpose.
+    wanted["reasoning_content"] = [text for text in reasoning if isinstance(text, str)][-1:]
+    return [part for part, found in wanted.items() if not all(_is_within(text, texts) for text in found)]
+
+
+def _is_within(part: str, texts: Sequence[str]) -> bool:
+    return any(part.strip() in text for text in texts)
+
+
+def _names(calls: Sequence[Any]) -> list[str]:
+    """Return the names of functions that are called or offered."""
+    inner = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
+    return [str(function["name"]) for function in inner if isinstance(function, Mapping) and "name" in function]
 
 
 def _template(row: Row, tokenizer: Any) -> str:
@@ -175,6 +239,9 @@ def _asks_for_the_date(template: str) -> bool:
 
 def _marked_by_template(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Use the template's own marks of the assistant's turns, behind the prompt."""
+    if any(message.get("weight", 1) == 0 for message in row.messages):
+        reason = "a message has weight 0, and the chat template marks all answers ({% generation %}); leave weight out"
+        raise UnusableRowError(row.place, reason)
     try:
         found = tokenizer.apply_chat_template(
             list(row.messages),
@@ -183,6 +250,7 @@ def _marked_by_template(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]
             return_dict=True,
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"return_offsets_mapping": True},
+            **row.template_options,
         )
     except Exception as error:  # as in `_render`
         raise UnusableRowError(row.place, _refusal(error, None)) from None
@@ -199,10 +267,11 @@ def _length_of_prompt(row: Row, tokenizer: Any) -> int:
         return 0
     prompt = _render(row, tokenizer, count)
     if not _render(row, tokenizer).startswith(prompt):
-        raise UsageError(
-            f"--data.path: {row.place}: the chat template writes the prompt in another way once the completion "
-            "follows, so where the completion begins cannot be found. Give one list of messages, of which all answers "
-            "are learned, or another --data.chat_template."
+        raise UnusableRowError(
+            row.place,
+            "the chat template writes the prompt in another way once the completion follows, so where the completion "
+            "begins cannot be found. Give one list of messages, of which all answers are learned, or another "
+            "--data.chat_template",
         )
     return len(prompt)
 
@@ -213,7 +282,12 @@ def _render(row: Row, tokenizer: Any, count: int | None = None, *, prompt: bool 
     template = _template(row, tokenizer)
     try:
         return tokenizer.apply_chat_template(
-            messages, tools=row.tools, chat_template=template, tokenize=False, add_generation_prompt=prompt
+            messages,
+            tools=row.tools,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **row.template_options,
         )
     except Exception as error:  # a template may raise anything: roles out of order, a field that is missing
         raise UnusableRowError(row.place, _refusal(error, count)) from None
@@ -241,18 +315,11 @@ def _answers(row: Row, tokenizer: Any) -> list[tuple[str, list[Span]]]:
     """
     whole = _render(row, tokenizer)
     texts: list[tuple[str, list[Span]]] = [("", [])]
-    for number, message in enumerate(row.messages):
-        if message["role"] != "assistant" or number < row.first_trained:
+    for number in range(len(row.messages)):
+        if not row.is_trained(number):
             continue
-        before = _render(row, tokenizer, number, prompt=True)
         after = _render(row, tokenizer, number + 1)
-        if not after.startswith(before):
-            raise UsageError(
-                f"--data.path: {row.place}: the chat template does not write message {number + 1} after its own prompt "
-                "for it, so what the assistant said cannot be found. Mark it in the template with {% generation %} "
-                "... {% endgeneration %} and give it as --data.chat_template FILE.jinja."
-            )
-        span = (len(before), len(after))
+        span = (_begin_of_answer(row, tokenizer, number, after), len(after))
         text, spans = texts[-1]
         if after.startswith(text):
             texts[-1] = (after, [*spans, span])
@@ -263,3 +330,33 @@ def _answers(row: Row, tokenizer: Any) -> list[tuple[str, list[Span]]]:
     if whole.startswith(text):
         texts[-1] = (whole, spans)
     return texts
+
+
+def _begin_of_answer(row: Row, tokenizer: Any, number: int, text: str) -> int:
+    """Return the first character of an answer in ``text``, the chat up to its end: where its prompt ends."""
+    prompt = _render(row, tokenizer, number, prompt=True)
+    if text.startswith(prompt):
+        return len(prompt)
+    # Another message before it may be written in another way once the answer follows, such as an answer before it.
+    opening = prompt.removeprefix(_render(row, tokenizer, number))
+    head, found, answer = text.rpartition(opening) if opening else ("", "", "")
+    content = str(row.messages[number].get("content") or "")
+    if found and content.strip() in answer:
+        return len(head) + len(found)
+    raise UnusableRowError(
+        row.place,
+        f"the chat template ends the prompt for message {number + 1} with {prompt[-30:]!r}, and writes the chat in "
+        "another way once the answer follows, so what the assistant said cannot be found. Mark it in the template with "
+        "{% generation %} ... {% endgeneration %} and give it as --data.chat_template FILE.jinja",
+    )
+
+
+def end_of_answer(tokenizer: Any) -> int | None:
+    """Return the special token with which the chat template ends an answer. None: it ends it with none."""
+    try:
+        text = tokenizer.apply_chat_template(list(SHORT_CHAT), tokenize=False)
+    except Exception:  # as in `_render`: a template may want something else of a chat
+        return None
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    _, _, rest = text.rpartition(SHORT_CHAT[1]["content"])
+    return next((token for token in tokenizer(rest, add_special_tokens=False)["input_ids"] if token in special), None)

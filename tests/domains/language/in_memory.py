@@ -20,7 +20,7 @@ from torch import Tensor
 
 from accel_train.data.artifacts import cache_directory
 from accel_train.data.datasets import Batch
-from accel_train.data.tables.text_sources import content_key
+from accel_train.data.tables.text_sources import content_key, text_key
 from accel_train.data.tensor_cache import TensorCache
 from accel_train.domains.language import packing, row_sources, rows, templates, tokenizers
 from accel_train.domains.language.packing import IGNORED, Encoded
@@ -118,8 +118,8 @@ def prepare_data(config: DataConfig, model: ModelConfig, group_tokens: int = 2**
     keys = [content_key(row.content) for row in everything]
     if config.heldout_path is not None:
         heldout = rows_of(config.heldout_path, config.sample_by)
-        excluded = {content_key(row.content) for row in heldout}
-        stream = [(row, False) for row, key in zip(everything, keys, strict=True) if key not in excluded]
+        excluded = {text_key(row.content) for row in heldout}
+        stream = [(row, False) for row in everything if text_key(row.content) not in excluded]
     else:
         limit = config.heldout_fraction * 2**64
         sides = [int.from_bytes(key[:8], "big") < limit for key in keys]
@@ -140,7 +140,7 @@ def prepare_data(config: DataConfig, model: ModelConfig, group_tokens: int = 2**
     def pieces(row: Row) -> list[Encoded]:
         fitted = (
             piece
-            for text in templates.encode(row, tokenizer)
+            for text in templates.encode(row, tokenizer).texts
             for piece in packing.fit(text, config.max_length, split=row.text is not None)
         )
         return [piece for piece in fitted if any(piece.trained)]

@@ -90,6 +90,20 @@ def test_the_base_is_named_as_others_find_it(
     assert config.revision == revision
 
 
+def test_peft_and_our_loader_know_the_class_and_where_an_answer_ends(base: Path, tmp_path: Path) -> None:
+    """Of a base that ends texts in another way than a chat template its answers."""
+    run = adapter_run(tmp_path / "run", base, answer_end=7)
+    outs = {"adapters": tmp_path / "out", "merged": tmp_path / "merged"}
+    assert cli._main(["export", str(run), str(outs["adapters"])]) == 0
+    assert cli._main(["export", str(run), str(outs["merged"]), "--merged"]) == 0
+    before = tiny.model().generation_config.eos_token_id
+    for place in (run, *outs.values()):
+        assert load(place).model.generation_config.eos_token_id == [before, 7]
+    assert load(base, adapters={"mine": run}).model.generation_config.eos_token_id == [before, 7]
+    whole = peft.AutoPeftModelForCausalLM.from_pretrained(str(outs["adapters"]))
+    assert torch.equal(logits(whole.eval()), logits(load(run).model))
+
+
 # -------------------------------------------------------------------------------------------------------------- using
 def test_calls_inside_using_answer_with_its_adapter(run: Path, other_run: Path) -> None:
     pipeline = load(run, adapters={"other": other_run})

@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attenti
 def encoded() -> list[Encoded]:
     rows = [Row(str(number), text=text) for number, text in enumerate(tiny.TEXTS)]
     rows += [Row(str(number), prompt=text, completion=f" {text}") for number, text in enumerate(tiny.TEXTS)]
-    return [text for row in rows for text in templates.encode(row, tiny.tokenizer())]
+    return [text for row in rows for text in templates.encode(row, tiny.tokenizer()).texts]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 import accel_train
 from accel_train import cli, rng
 from accel_train.config import UsageError
-from accel_train.domains.language import generation, templates
 from accel_train.domains.language import pipeline as language_pipeline
-from accel_train.domains.language.generation import Drawing
+from accel_train.domains.language import templates
+from accel_train.domains.language.generation import continuing
+from accel_train.domains.language.generation.continuing import Drawing
 from accel_train.domains.language.pipeline import LanguagePipeline
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.rows import Row
@@ -77,10 +78,10 @@ def test_without_temperature_it_is_what_transformers_writes(run: Path, pipeline:
 
 
 def test_a_prompt_has_the_tokens_that_a_row_of_training_begins_with(pipeline: LanguagePipeline) -> None:
-    [row] = templates.encode(Row("here", text="Stand, ho! Who is there?"), pipeline.tokenizer)
+    [row] = templates.encode(Row("here", text="Stand, ho! Who is there?"), pipeline.tokenizer).texts
     assert row.ids[: len(row.ids) - 1] == templates.encode_prompt("Stand, ho! Who is there?", pipeline.tokenizer)
     chat = [*CHAT, {"role": "assistant", "content": "Friends."}]
-    [whole] = templates.encode(Row("here", messages=chat), pipeline.tokenizer)
+    [whole] = templates.encode(Row("here", messages=chat), pipeline.tokenizer).texts
     assert whole.ids[: whole.trained.index(True)] == templates.encode_prompt(CHAT, pipeline.tokenizer)
 
 
@@ -93,7 +94,7 @@ def test_draws_follow_the_probabilities_of_temperature_and_top_p() -> None:
         probabilities[kept:] = 0
         counts = torch.zeros(5)
         for sample in range(1000):
-            processors = generation._processors(Drawing(0, "test", sample, temperature, top_p), 3)
+            processors = continuing._processors(Drawing(0, "test", sample, temperature, top_p), 3)
             counts[int(processors(ids, scores).argmax())] += 1
         # Three standard deviations of a frequency of 1/2 are 0.047.
         torch.testing.assert_close(counts / 1000, probabilities / probabilities.sum(), rtol=0, atol=0.047)
@@ -101,7 +102,7 @@ def test_draws_follow_the_probabilities_of_temperature_and_top_p() -> None:
 
 def test_each_position_has_its_own_draw() -> None:
     scores = torch.zeros(1, 1000)
-    draw = generation.KeyedDraw(Drawing(3, "test", 7, 1.0), 2)
+    draw = continuing.KeyedDraw(Drawing(3, "test", 7, 1.0), 2)
     found = [int(draw(torch.zeros(1, 2 + position, dtype=torch.int64), scores).argmax()) for position in range(20)]
     assert len(set(found)) > 15
     keys = [rng.sample_keys(3, "test", position, torch.tensor([7])) for position in range(20)]
@@ -125,7 +126,7 @@ def test_an_answer_follows_the_prompt_and_ends_where_the_text_ends(pipeline: Lan
         model.lm_head.weight.zero_()
         model.lm_head.weight[tokenizer.eos_token_id] = model.model(torch.tensor([ids])).last_hidden_state[0, -1]
     assert LanguagePipeline(model, tokenizer, 0.0)("Stand,") == ""
-    assert generation.continue_tokens(model, ids, Drawing(0, "test", 0, 0.0), 9, pad_id=2) == [tokenizer.eos_token_id]
+    assert continuing.continue_tokens(model, ids, Drawing(0, "test", 0, 0.0), 9, pad_id=2) == [tokenizer.eos_token_id]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,9 @@ def test_without_a_number_the_answer_fills_the_positions_that_are_left() -> None
 
 
 # ---------------------------------------------------------------------------------------------------------- command
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+
+
 def sample(*words: str | Path) -> int:
     return cli._main(["sample", *map(str, words)])
 
@@ -187,10 +191,17 @@ def test_the_command_answers_as_the_pipeline_does(
     out = tmp_path / "out.jsonl"
     assert sample(run, "--messages", json.dumps(CHAT), *drawn, "--output", out) == 0
     assert json.loads(out.read_text("utf-8")) == {"prompt": CHAT, "answer": expected[3]}
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    named = {"tools": TOOLS, "chat_template_kwargs": {"mood": "grave"}}
+    for tools in (json.dumps(TOOLS), str(tmp_path / "tools.json")):
+        offered = ["--tools", tools, "--chat_template_kwargs", '{"mood": "grave"}']
+        assert sample(run, "--messages", json.dumps(CHAT), *drawn, "--output", out, *offered) == 0
+        answer = pipeline(CHAT, max_new_tokens=7, temperature=0.7, top_p=0.9, seed=4, **named)
+        assert json.loads(out.read_text("utf-8"))["answer"] == answer
+    capsys.readouterr()
     # Without --temperature it is that of the run.
     assert sample(run, "--text", "Stand,", "--max_new_tokens", "7") == 0
-    shown = capsys.readouterr().out.splitlines(keepends=True)
-    assert "".join(shown[1:]) == pipeline("Stand,", temperature=1.0, max_new_tokens=7) + "\n"
+    assert capsys.readouterr().out == pipeline("Stand,", temperature=1.0, max_new_tokens=7) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +212,11 @@ def test_the_command_answers_as_the_pipeline_does(
         (["--messages", '{"role": "user"}'], "a list of messages is required"),
         (["--text_file", "none.txt"], "text_file none.txt: cannot be read"),
         (["--text", "a", "--top_p", "0"], "top_p"),
+        (["--text", "a", "--tools", "[{"], r"tools '\[{': no JSON"),
+        (["--text", "a", "--tools", "none.json"], "tools 'none.json' cannot be read"),
+        (["--text", "a", "--tools", "{}"], "tools '{}': a list is required, this is dict"),
+        (["--text", "a", "--chat_template_kwargs", "[]"], r"chat_template_kwargs '\[\]': an object is required"),
+        (["--text", "a", "--tools", "[{}]"], "are for the template of chats, and 'a' is a text"),
     ],
 )
 def test_wrong_flags_are_refused(words: list[str], reason: str, run: Path) -> None:

@@ -319,10 +319,40 @@ def test_chats_with_a_text_for_each_answer_are_counted(tmp_path: Path) -> None:
     options: dict[str, Any] = {"heldout_fraction": 0.01, "max_length": 512, "chat_template": str(template)}
     data = prepared(tmp_path, *LINES, *chats, single, **options)
     assert data.train.texts + data.heldout.texts == len(LINES) + 2 * 3 + 1
-    assert any(notice.startswith("2 chats are a text for each answer") for notice in data.notices)
+    (notice,) = [notice for notice in data.notices if notice.startswith("2 chats are a text for each answer")]
+    tokens = [data.train.text(number)[0].tolist() for number in range(data.train.texts)]
+    answers = [text for text in tokens if data.tokenizer.decode(text[-12:]).endswith("<|end|>\n")]
+    repeated = sorted(map(len, answers))[1:5]  # of six texts and the single one, without the two longest
+    assert f"This repeats {sum(repeated):,} tokens of earlier turns" in notice
     (tmp_path / "none").mkdir()
     none = prepared(tmp_path / "none", *LINES, single, **options)
     assert not any("a text for each answer" in notice for notice in none.notices)
+
+
+def test_only_rows_with_the_text_of_heldout_ones_are_left_out(tmp_path: Path) -> None:
+    """Not those with its words: formulas differ in signs."""
+    sums, products = ([f"What is {n} {sign} {n}?" for n in range(50)] for sign in "+*")
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text("".join(json.dumps({"text": text}) + "\n" for text in sums))
+    mine = [*products, *(f" {text} " for text in sums[:7])]
+    data = prepared(tmp_path, *mine, heldout_path=str(heldout), heldout_fraction=0)
+    assert data.train.texts == 50
+    left_out = "7 rows of --data.path left out of training, because held-out rows have their text"
+    assert left_out in data.notices
+
+
+def test_what_the_template_does_not_write_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "plain.jinja").write_text(tiny.CHATML)
+    user, answer = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Friends."}
+    thought = {"messages": [user, {**answer, "reasoning_content": "A ghost?"}]}
+    options: dict[str, Any] = {"heldout_fraction": 0.01, "chat_template": str(tmp_path / "plain.jinja")}
+    data = prepared(tmp_path, *LINES, thought, **options)
+    assert any("1 chats have reasoning_content that the chat template does not write" in n for n in data.notices)
+    assert data.answer_end is None
+    assert any("ends an answer with no special token" in notice for notice in data.notices)
+    (tmp_path / "texts").mkdir()
+    texts = prepared(tmp_path / "texts", *LINES, **options)
+    assert not any("special token" in notice for notice in texts.notices)
 
 
 def test_a_row_of_which_nothing_is_left_to_learn_is_named(tmp_path: Path) -> None:

@@ -116,6 +116,52 @@ def test_an_empty_cell_of_csv_is_an_empty_text(tmp_path: Path) -> None:
         read(tmp_path / "x.csv")
 
 
+def call(arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
+
+
+TOOL = {"type": "function", "function": {"name": "look"}}
+OTHER_FORMATS = {
+    "parts": (
+        {
+            "messages": [
+                {**USER, "content": [{"type": "text", "text": "Who is "}, {"type": "text", "text": "there?"}]},
+                ANSWER,
+            ]
+        },
+        {"messages": [USER, ANSWER]},
+    ),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "Who is there?"}, {"from": "gpt", "value": "Friends."}]},
+        {"messages": [USER, ANSWER]},
+    ),
+    "conversations": ({"conversations": [USER, ANSWER]}, {"messages": [USER, ANSWER]}),
+    "openai": (
+        {"messages": [USER, {**call('{"where": "gate", "how": null}'), "content": None}], "tools": json.dumps([TOOL])},
+        {"messages": [USER, call({"where": "gate", "how": None})], "tools": [TOOL]},
+    ),
+    "options": (
+        {"messages": [USER, ANSWER], "chat_template_kwargs": '{"enable_thinking": false}'},
+        {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": False}},
+    ),
+    "completion": (
+        {"prompt": [{"from": "human", "value": "Who is there?"}], "completion": [{"from": "gpt", "value": "Friends."}]},
+        {"prompt": [USER], "completion": [ANSWER]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMATS)
+def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
+    given, expected = OTHER_FORMATS[name]
+    (found,) = rows.parsed([("x", given)], "text")
+    assert isinstance(found, Row)
+    messages = expected.get("messages") or [*expected["prompt"], *expected["completion"]]
+    assert (found.messages, found.tools) == (messages, expected.get("tools"))
+    assert found.template_options == expected.get("chat_template_kwargs", {})
+    assert found.first_trained == len(expected.get("prompt", ()))
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -124,8 +170,23 @@ def test_an_empty_cell_of_csv_is_an_empty_text(tmp_path: Path) -> None:
             "no field 'text', 'messages', or 'prompt' and 'completion' among .*set --data.text_column body",
         ),
         ({"n": 1, "body": "x"}, "set --data.text_column body"),
-        ({"conversations": [{"from": "human", "value": "x"}]}, "write ShareGPT's conversations as 'messages'"),
-        ({"instruction": "a", "input": "b", "output": "c"}, "write Alpaca's instruction and input as 'prompt'"),
+        ({"conversations": [{"from": "human", "value": "x"}]}, "no message has the role 'assistant'"),
+        ({"conversations": "x"}, "'conversations' is 'x'; a list of messages is required"),
+        (
+            {"instruction": "a", "input": "b", "output": "c"},
+            "write Alpaca's instruction and input as the user's message",
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "rows of preferences are not trained on; write the prompt"),
+        ({"messages": [USER, {"role": "assistant", "value": "x"}]}, r"message 2 \(assistant\) has no 'content'"),
+        ({"messages": [{"role": "user", "content": None}, ANSWER]}, r"message 1 \(user\) has no 'content'"),
+        ({"messages": [USER, {**ANSWER, "content": 3}]}, r"message 2 \(assistant\) has int as 'content'"),
+        (
+            {"messages": [{**USER, "content": [{"type": "text", "text": "x"}, {"type": "image"}]}, ANSWER]},
+            r"message 1 \(user\) has parts of \['image', 'text'\]; text, or parts of text, is required",
+        ),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, r"message 2 has weight 0.5; 0 \(not learned\) or 1"),
+        ({"messages": [USER, ANSWER], "tools": "look"}, "'tools' is str; a list of JSON schemas"),
+        ({"messages": [USER, ANSWER], "chat_template_kwargs": [1]}, "'chat_template_kwargs' is list; an object"),
         ({"text": 3}, "'text' is int, text is required"),
         ({"text": "  "}, "'text' is empty"),
         ({"prompt": "x", "completion": ""}, "'completion' is empty"),

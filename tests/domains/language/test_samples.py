@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel_train.domains.language import prepare, samples
-from accel_train.domains.language.generation import Drawing, KeyedDraw, continue_tokens
+from accel_train.domains.language.generation.continuing import Drawing, KeyedDraw, continue_tokens
 from accel_train.domains.language.prepare import DataConfig, LanguageData
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.samples import EvaluationConfig, Sample

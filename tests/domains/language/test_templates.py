@@ -23,7 +23,7 @@ CHAT = [
 
 
 def learned(row: Row, tokenizer: Any) -> str:
-    [text] = templates.encode(row, tokenizer)
+    [text] = templates.encode(row, tokenizer).texts
     return of_text(text, tokenizer)
 
 
@@ -34,7 +34,7 @@ def of_text(text: Encoded, tokenizer: Any) -> str:
 
 def test_of_plain_text_everything_is_learned_and_its_end() -> None:
     tokenizer = tiny.tokenizer()
-    [(ids, trained)] = templates.encode(Row("x", text=tiny.TEXTS[0]), tokenizer)
+    [(ids, trained)] = templates.encode(Row("x", text=tiny.TEXTS[0]), tokenizer).texts
     assert ids == [tokenizer.bos_token_id, *tokenizer(tiny.TEXTS[0])["input_ids"][1:], tokenizer.eos_token_id]
     assert trained == [False] + [True] * (len(ids) - 1)
 
@@ -43,7 +43,7 @@ def test_of_a_pair_the_completion_and_its_end() -> None:
     tokenizer = tiny.tokenizer()
     row = Row("x", prompt="Have you had", completion=" quiet guard?")
     assert learned(row, tokenizer) == " quiet guard?</s>"
-    [(ids, _)] = templates.encode(row, tokenizer)
+    [(ids, _)] = templates.encode(row, tokenizer).texts
     assert ids[:-1] == tokenizer("Have you had quiet guard?")["input_ids"]
 
 
@@ -126,11 +126,11 @@ def test_the_template_is_given_the_tools_of_a_row(template: str) -> None:
 def test_a_prompt_is_the_beginning_of_a_training_row() -> None:
     tokenizer = tiny.tokenizer(tiny.CHATML)
     prompt = templates.encode_prompt(CHAT[:2], tokenizer)
-    [(ids, trained)] = templates.encode(Row("x", messages=CHAT[:3]), tokenizer)
+    [(ids, trained)] = templates.encode(Row("x", messages=CHAT[:3]), tokenizer).texts
     assert ids[: len(prompt)] == prompt
     assert trained == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
     text = templates.encode_prompt("Have you had", tokenizer)
-    [pair] = templates.encode(Row("x", prompt="Have you had", completion=" quiet guard?"), tokenizer)
+    [pair] = templates.encode(Row("x", prompt="Have you had", completion=" quiet guard?"), tokenizer).texts
     assert pair.ids[: len(text)] == text
 
 
@@ -166,7 +166,7 @@ def test_each_answer_is_learned_as_it_will_be_written_if_later_turns_rewrite_it(
     tokenizer = tiny.tokenizer(tiny.REASONING)
     user = [{"role": "user", "content": text} for text in ("Who is there?", "Stand, ho!", "Good night.")]
     chat = [user[0], thinking("a ghost?", "Friends."), user[1], {"role": "assistant", "content": "The king."}, user[2]]
-    first, second = templates.encode(Row("x", messages=chat), tokenizer)
+    first, second = templates.encode(Row("x", messages=chat), tokenizer).texts
     assert of_text(first, tokenizer) == "<think>\na ghost?\n</think>\n\nFriends.<|end|>\n"
     assert of_text(second, tokenizer) == "<think>\n\n</think>\n\nThe king.<|end|>\n"
     for text, before in ((first, chat[:1]), (second, chat[:3])):
@@ -174,7 +174,7 @@ def test_each_answer_is_learned_as_it_will_be_written_if_later_turns_rewrite_it(
         assert text.ids[: text.trained.index(True)] == prompt
     assert "ghost" not in tokenizer.decode(second.ids)
     # Of a prompt and completion those in the completion.
-    assert templates.encode(Row("x", messages=chat, first_trained=2), tokenizer) == [second]
+    assert templates.encode(Row("x", messages=chat, first_trained=2), tokenizer).texts == [second]
 
 
 def test_answers_that_stay_as_they_are_share_a_text() -> None:
@@ -188,7 +188,7 @@ def test_answers_that_stay_as_they_are_share_a_text() -> None:
         {"role": "user", "content": "Stand, ho!"},
         thinking("greet", "Friends."),
     ]
-    chain, last = templates.encode(Row("x", messages=chat), tokenizer)
+    chain, last = templates.encode(Row("x", messages=chat), tokenizer).texts
     learned_of_chain = ("<think>\nlook\n</think>\n\ncall look()<|end|>\n", "<think>\nso\n</think>\n\nA ghost.<|end|>\n")
     assert of_text(chain, tokenizer) == "".join(learned_of_chain)
     assert of_text(last, tokenizer) == "<think>\ngreet\n</think>\n\nFriends.<|end|>\n"
@@ -196,16 +196,101 @@ def test_answers_that_stay_as_they_are_share_a_text() -> None:
 
 def test_messages_after_the_last_answer_are_read() -> None:
     tokenizer = tiny.tokenizer(tiny.CHATML)
-    [text] = templates.encode(Row("x", messages=[*CHAT, CHAT[1]]), tokenizer)
+    [text] = templates.encode(Row("x", messages=[*CHAT, CHAT[1]]), tokenizer).texts
     assert tokenizer.decode(text.ids).endswith("<|user|>Who is there?\n")
     assert of_text(text, tokenizer) == "Friends to this ground.\nLong live the king.\n"
 
 
-def test_an_answer_that_does_not_follow_its_own_prompt_is_refused() -> None:
+def test_an_answer_that_does_not_follow_its_own_prompt_is_a_bad_row() -> None:
     """As where a template opens the reasoning for the model, and writes none in a chat."""
     opening = tiny.CHATML.replace("%}<|assistant|>{%", "%}<|assistant|><think>{%")
-    with pytest.raises(UsageError, match=r"f:3: the chat template does not write message 3 after its own prompt"):
+    ends = r"f:3: the chat template ends the prompt for message 3 with '.*<\|assistant\|><think>'"
+    with pytest.raises(templates.UnusableRowError, match=ends):
         templates.encode(Row("f:3", messages=CHAT), tiny.tokenizer(opening))
+
+
+def test_two_answers_one_after_the_other_are_both_learned() -> None:
+    """The first is written in another way once the second follows, which the prompt for that does not know."""
+    tokenizer = tiny.tokenizer(tiny.REASONING)
+    chat = [CHAT[1], CHAT[2], {"role": "assistant", "content": "Long live the king."}]
+    first, second = templates.encode(Row("x", messages=chat), tokenizer).texts
+    assert of_text(first, tokenizer) == "<think>\n\n</think>\n\nFriends to this ground.<|end|>\n"
+    assert of_text(second, tokenizer) == "<think>\n\n</think>\n\nLong live the king.<|end|>\n"
+    assert "ground.<|end|>\n<|assistant|>" in tokenizer.decode(second.ids)
+
+
+def test_an_answer_of_weight_0_is_read_and_not_learned() -> None:
+    """As in the format of OpenAI's fine-tuning."""
+    chat = [*CHAT[:2], {**CHAT[2], "weight": 0}, CHAT[3], {**CHAT[4], "weight": 1}]
+    plain, weighed = (templates.encode(Row("x", messages=m), tiny.tokenizer(tiny.CHATML)).texts for m in (CHAT, chat))
+    assert weighed[0].ids == plain[0].ids
+    assert of_text(weighed[0], tiny.tokenizer()) == "Long live the king.\n"
+    with pytest.raises(templates.UnusableRowError, match=r"f:3: a message has weight 0, and the chat template marks"):
+        templates.encode(Row("f:3", messages=chat), tiny.tokenizer(tiny.MARKED))
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+WITH_CALLS = tiny.CHATML.replace(
+    "{{ message['content'] }}",
+    "{{ message['content'] }}{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "template", "unwritten"),
+    [
+        (CHAT, None, tiny.CHATML, []),
+        ([CHAT[1], CALL], None, tiny.CHATML, ["tool_calls"]),
+        ([CHAT[1], CALL], None, WITH_CALLS, []),
+        (CHAT, [{"type": "function", "function": {"name": "look"}}], tiny.MARKED, ["tools"]),
+        ([CHAT[1], {**CHAT[2], "reasoning_content": "A ghost?"}], None, tiny.CHATML, ["reasoning_content"]),
+        (CHAT, None, "{% for m in messages[1:] %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}", ["content"]),
+        (
+            [CHAT[1], {"role": "assistant", "content": "<think>\nA ghost?\n</think>\n\nFriends."}, *CHAT[1:3]],
+            None,
+            tiny.REASONING,
+            [],
+        ),
+    ],
+    ids=["all", "no calls", "calls", "no tools", "no reasoning", "no system", "earlier reasoning"],
+)
+def test_what_a_template_does_not_write_is_named(
+    messages: list[Any], tools: Any, template: str, unwritten: list[str]
+) -> None:
+    marked = template.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+    found = templates.encode(Row("x", messages=messages, tools=tools), tiny.tokenizer(marked))
+    assert found.unwritten == unwritten
+
+
+def test_a_text_that_has_its_own_beginning_gets_no_other() -> None:
+    """As a chat that was written out by a template before."""
+    tokenizer = tiny.tokenizer()
+    for row in (Row("x", text="<s>" + tiny.TEXTS[0]), Row("x", prompt="<s>Have you had", completion=" quiet guard?")):
+        [text] = templates.encode(row, tokenizer).texts
+        assert text.ids.count(tokenizer.bos_token_id) == 1
+        assert text.trained[:2] == [False, row.text is not None]
+    assert templates.encode_prompt("<s>Stand", tokenizer).count(tokenizer.bos_token_id) == 1
+
+
+def test_the_end_of_an_answer_is_a_special_token_of_the_template() -> None:
+    tokenizer = tiny.tokenizer(tiny.REASONING)
+    assert templates.end_of_answer(tokenizer) is None  # there <|end|> is text
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|user|>"]})
+    assert templates.end_of_answer(tokenizer) == tokenizer.convert_tokens_to_ids("<|end|>")
+    tokenizer.chat_template = "{{ raise_exception('begins with the system') }}"
+    assert templates.end_of_answer(tokenizer) is None
+
+
+def test_a_prompt_is_given_tools_and_options_as_a_row_is() -> None:
+    template = "{{ tools[0].function.name if tools }} {{ mood }}\n" + tiny.CHATML
+    tokenizer = tiny.tokenizer(template)
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    row = Row("x", messages=CHAT[:3], tools=tools, template_options={"mood": "grave"})
+    prompt = templates.encode_prompt(CHAT[:2], tokenizer, tools, {"mood": "grave"})
+    assert tokenizer.decode(prompt).startswith(" look grave\n")
+    assert templates.encode(row, tokenizer).texts[0].ids[: len(prompt)] == prompt
+    with pytest.raises(UsageError, match="tools and chat_template_kwargs are for the template of chats, and 'Stand'"):
+        templates.encode_prompt("Stand", tokenizer, tools)
 
 
 @pytest.mark.parametrize("row", [Row("x", text=""), Row("x", messages=CHAT)], ids=["text", "chat"])
@@ -214,7 +299,7 @@ def test_a_row_without_a_token_has_nothing_to_learn(row: Row) -> None:
     tokenizer = tiny.tokenizer("{{ '' }}")
     tokenizer.backend_tokenizer.post_processor = None
     tokenizer.eos_token = None
-    assert templates.encode(row, tokenizer) == [([], [])]
+    assert templates.encode(row, tokenizer).texts == [([], [])]
 
 
 def test_a_template_that_raises_names_the_row() -> None:

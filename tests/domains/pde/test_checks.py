@@ -70,7 +70,11 @@ def test_a_constant_learning_rate_has_no_end_before_the_stage() -> None:
             r"290 steps before and 110 after: .*wsd_decay_fraction=.*the 110 steps of a stage",
         ),
         ({"kind": "wsd", "warmup_steps": 100}, 110, r"110 steps before and 290 after: .*the 110 steps of a stage"),
-        ({"kind": "cosine_restarts", "cycle_steps": 300}, 300, r"cycle_steps=300: .*step 300, after the 100 steps of a stage"),
+        (
+            {"kind": "cosine_restarts", "cycle_steps": 300},
+            300,
+            r"cycle_steps=300: .*step 300, after the 100 steps of a stage",
+        ),
     ],
 )
 def test_a_schedule_that_fits_the_run_must_fit_each_stage(schedule: dict[str, Any], start: int, says: str) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from accel_train.data.tables.row_blocks import RowBlocks
 from accel_train.data.tables.text_sources import BadRows
 from accel_train.data.tensor_cache import Lease, TensorCache, is_intact
 from accel_train.domains.language import packing
-from accel_train.domains.language.packing import COUNTS, EncodedBlock, Ints, Tokens
+from accel_train.domains.language.packing import EncodedBlock, Ints, Tokens
 from accel_train.domains.language.tokens.shards import OpenShards, Shard, ShardFile, shard_tensors
 from accel_train.store import atomic_files
 
@@ -55,8 +56,8 @@ class PreparedTokens(NamedTuple):
     heldout: list[Shard]
     fingerprints: tuple[str, str]
     """Of the texts of the two, and of their rows."""
-    counts: dict[str, int]
-    """`encoding.COUNTS` over all blocks."""
+    counts: Counter[str]
+    """`EncodedBlock.counts` over all blocks."""
     lease: Lease
     """Keeps the files from being deleted."""
     targets: torch.Tensor
@@ -186,9 +187,11 @@ def _combined(shards: Sequence[dict[str, Any]]) -> str:
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 
-def _total(blocks: dict[str, dict[str, int]]) -> dict[str, int]:
-    # Records of earlier versions lack what is counted since.
-    return {name: sum(counts.get(name, 0) for counts in blocks.values()) for name in COUNTS}
+def _total(blocks: Mapping[str, Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for counts in blocks.values():
+        total.update(counts)
+    return total
 
 
 class _Texts(NamedTuple):

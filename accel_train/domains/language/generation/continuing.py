@@ -79,6 +79,13 @@ def continue_tokens(
     return written[0, len(prompt) :].tolist()
 
 
+def example_tokens(shape: tuple[int, int], vocabulary: int) -> Tensor:
+    """Return drawn tokens, the same in every process. ``shape`` is (B, S)."""
+    rows, length = shape
+    draws = rng.uniform(rng.sample_keys(0, "example", 0, torch.arange(rows)), (length,))
+    return (draws * vocabulary).long()
+
+
 def _processors(drawing: Drawing, prompt_length: int) -> Any:
     from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 

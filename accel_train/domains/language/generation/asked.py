@@ -1,0 +1,102 @@
+"""Options of ``accel-train sample``, and the JSON in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
+
+from annotated_types import Interval
+
+from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, expand_path
+
+Message = Mapping[str, Any]
+TopP = Annotated[float, Interval(gt=0, le=1)]
+
+
+@dataclass(frozen=True)
+class LanguageOptions:
+    """Continue texts, or answer chats.
+
+    One prompt with one seed gives one answer, whatever else is asked for with it.
+    """
+
+    text: tuple[str, ...] = ()
+    """Texts to continue."""
+    text_file: str | None = None
+    """File with a text to continue per line, beside or instead of --text."""
+    messages: tuple[str, ...] = ()
+    """Chats to answer, each as JSON: '[{"role": "user", "content": "Who is there?"}]'."""
+    tools: str | None = None
+    """Tools offered to the chats, as the JSON of rows, or a file .json of it."""
+    chat_template_kwargs: str | None = None
+    """Further names for the chat template, as JSON: '{"enable_thinking": false}'."""
+    max_new_tokens: PositiveInt | None = None
+    """Maximum number of tokens per answer. None: 128, or as many as the model has positions left."""
+    temperature: NonNegativeFloat | None = None
+    """Sampling temperature. 0: always the most likely token. None: that of the evaluation in training."""
+    top_p: TopP = 1.0
+    """Draw from the most likely tokens whose probabilities add up to it."""
+    adapters: tuple[str, ...] = ()
+    """Further adapters of the same base, each as NAME=PLACE with a run, a checkpoint or an export."""
+    adapter: str | None = None
+    """Name of the adapter to answer with; base: none. None: that of the model itself, or else the first of
+    --adapters."""
+    seed: Seed = 0
+    """Another seed gives another answer to the same prompt."""
+    device: str = "cpu"
+    """Device of torch."""
+    output: str | None = None
+    """File .jsonl to write, with prompt and answer in each line. None: answers are printed."""
+
+    def __post_init__(self) -> None:
+        if not (self.text or self.text_file or self.messages):
+            raise UsageError(
+                "nothing to continue: give --text 'KING HENRY:', --text_file texts.txt or "
+                '--messages \'[{"role": "user", "content": "Who is there?"}]\''
+            )
+
+
+def template_options(text: str | None) -> Any:
+    """Return the names and values of ``chat_template_kwargs``, None for None. Raises ``UsageError``."""
+    return _json("chat_template_kwargs", text, dict)
+
+
+def tools(given: str | None) -> Any:
+    """Return the list of tools in JSON, or in a file of it, None for None. Raises ``UsageError``."""
+    if given is not None and given.endswith(".json"):
+        try:
+            given = expand_path(given).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"tools {given!r} cannot be read ({error}); a file with a list of tools is required"
+            ) from None
+    return _json("tools", given, list)
+
+
+def _json(option: str, text: str | None, kind: type) -> Any:
+    """Return the value of JSON. None for None."""
+    if text is None:
+        return None
+    try:
+        found: Any = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{option} {text[:60]!r}: no JSON ({error})") from None
+    if not isinstance(found, kind):
+        wanted = "an object" if kind is dict else "a list"
+        raise UsageError(f"{option} {text[:60]!r}: {wanted} is required, this is {type(found).__name__}")
+    return found
+
+
+def chat(text: str) -> Sequence[Message]:
+    """Return the messages in JSON. Raises ``UsageError``."""
+    try:
+        found: Any = json.loads(text)
+        # An escape may be half of a character, which no tokenizer takes.
+        json.dumps(found, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise UsageError(f"messages {text[:60]!r}: no JSON ({error}); a list of messages is required") from None
+    if not isinstance(found, list):
+        raise UsageError(f"messages {text[:60]!r}: a list of messages is required, as in '[{{\"role\": ...}}]'")
+    return cast("Sequence[Message]", found)
