@@ -107,7 +107,7 @@ class _Block:
         self._heldout += [is_heldout] * len(kept)
         if not kept:
             which = f"the first {limit} tokens" if length > limit else f"its {length} tokens"
-            why = f"nothing to learn: none of {which} is trained (--data.max_length, the chat template)"
+            why = f"nothing to learn: none of {which} is trained (--data.max_length, the chat template, weights of 0)"
             self.faults.append(Fault(row.place, why))
             # A bad row, and none of either split.
             return
