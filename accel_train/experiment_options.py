@@ -181,7 +181,7 @@ class ExperimentConfig:
     init_from: str | None = None
     """Run, checkpoint, or directory with model.safetensors to load the weights from. Loads nothing else."""
     evaluate_only: bool = False
-    """Evaluate and sample from the newest checkpoint in output_dir; train nothing."""
+    """Evaluate and sample from the newest checkpoint in output_dir, or (resume never) initial weights. No training."""
     collective_timeout_seconds: TimeoutSeconds = 1800
     """How long a process waits for the others before the run stops with an error. At most a year."""
     without_samples: tuple[NonNegativeInt, ...] = ()

@@ -380,6 +380,7 @@ RESUMING = [
     Row("I34-must", "--resume must", r"resume: must, but .*run holds no run; give the --output_dir"),
     Row("I34-must-no-checkpoint", "--resume must", r"holds no checkpoint yet; train first", prepare=used_run),
     Row("I34-evaluate-only", "--evaluate_only", r"evaluate_only: .*run holds no run"),
+    Row("I34-evaluate-initial", "--evaluate_only --resume never", r"fresh start in .*run", None),
     Row("I34-auto-says", "", r"fresh start in .*run", None),
     Row("I34-never-fresh", "--resume never", r"fresh start", None),
     Row("I34-never", "--resume never", r"resume: never, but .*run is already used; .*--overwrite", prepare=used_run),

@@ -146,7 +146,8 @@ def _prepare_directory(directory: Path, overwrite: bool) -> locks.Lock:
 
 def _demand(options: RunOptions) -> str | None:
     """Return the option requiring an existing checkpoint, for error messages, or None."""
-    if options.evaluate_only:
+    # Before any step there is none.
+    if options.evaluate_only and options.resume != "never":
         return "evaluate_only: true"
     if options.resume == "must":
         return "resume: must"
@@ -225,7 +226,10 @@ def _start(options: RunOptions, directory: Path, experiment: Json, resolved: Jso
     """Start in an unused directory, from step 0 or from the checkpoint named by ``resume``."""
     demand = _demand(options)
     if demand is not None:
-        raise UsageError(f"{demand}, but {directory} holds no run; give the --output_dir of one that has a checkpoint")
+        initial = "; or give --resume never as well, to evaluate the initial weights" if options.evaluate_only else ""
+        raise UsageError(
+            f"{demand}, but {directory} holds no run; give the --output_dir of one that has a checkpoint{initial}"
+        )
     checkpoint = None
     origin = None
     parent = None

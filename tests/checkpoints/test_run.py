@@ -489,6 +489,22 @@ def test_an_evaluation_takes_a_checkpoint_without_state(accelerator: Accelerator
     assert run.start_step == 3
 
 
+def test_an_evaluation_of_initial_weights_is_asked_for_by_resume_never(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    """And not by a misspelt directory alone. The directory can then be trained in."""
+    config = Config(str(tmp_path / "run"), resume="never")
+    with pytest.raises(UsageError, match=r"holds no run; .* or give --resume never as well, to evaluate the initial"):
+        open_run(replace(options_of(config), evaluate_only=True, resume="auto"), accelerator, "d" * 8)
+    run = open_run(replace(options_of(config), evaluate_only=True), accelerator, "d" * 8)
+    run.close()
+    assert (run.start_step, run.checkpoint) == (0, None)
+    trained = start(accelerator, config)
+    make(trained.checkpoints, 3)
+    with pytest.raises(UsageError, match=r"resume: never, but .* is already used"):
+        open_run(replace(options_of(config), evaluate_only=True), accelerator, "d" * 8)
+
+
 def test_the_newest_checkpoint_of_the_run_may_be_named(accelerator: Accelerator, tmp_path: Path) -> None:
     config = Config(str(tmp_path / "run"))
     run = start(accelerator, config)

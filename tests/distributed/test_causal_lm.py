@@ -158,17 +158,22 @@ def test_pretrained_weights_are_tuned_on_chats_and_resume_without_their_source(t
         "evaluation: {shown: 1, max_new_tokens: 4}\n"
     )
 
-    def run(steps: int) -> str:
-        argv = [str(settings), "--output_dir", str(tmp_path / "run"), "--max_steps", str(steps)]
+    def run(steps: int, *flags: str, name: str = "run") -> str:
+        argv = [str(settings), "--output_dir", str(tmp_path / name), "--max_steps", str(steps), *flags]
         done = fork(ONE, command(ONE, argv, tmp_path))
         assert done.returncode == 0, done.stdout[-4000:]
         return done.stdout
 
     shown = run(2)
     assert "packing: proven" in shown
-    assert "train it on your own rows" in shown
+    # That is for who has tried the demo.
+    assert "train it on your own rows" not in shown
     lines = Finished(tmp_path / "run", shown, 0).train_lines()
     assert lines[1]["loss"] == pytest.approx(torch.log(torch.tensor(320.0)).item(), rel=0.05)  # of random weights
+    run(2, "--evaluate_only", "--resume", "never", name="before")
+    before = json.loads((tmp_path / "before" / "report" / "evaluation.json").read_text())
+    assert before["step"] == 0
+    assert before["nll"] == pytest.approx(torch.log(torch.tensor(320.0)).item(), rel=0.05)
     (folder / "model.safetensors").unlink()
     assert "at step 2" in run(3)
 
