@@ -156,6 +156,11 @@ def save_extras(
     pipeline.write_files(plain, tokenizer, model_config, config.evaluation, config.data.path, precision, directory)
 
 
+def next_steps(config: Config) -> Sequence[str]:
+    """Return what to try after the demo."""
+    return OWN_ROWS if config.data.path == "demo" else ()
+
+
 @one_run
 def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
@@ -214,9 +219,9 @@ def main(argv: Sequence[str]) -> int:
             training.save_if_due(result)
             if config.evaluation.due(batches.done, opened.max_steps):
                 training.evaluate(partial(run_evaluation, batches.done))
-    if config.data.path == "demo":
-        logs.info(logger, *OWN_ROWS)
-    return loop.finish(training)
+    code = loop.finish(training)
+    logs.info(logger, *next_steps(config))
+    return code
 
 
 if __name__ == "__main__":

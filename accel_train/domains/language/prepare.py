@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,7 +89,7 @@ def prepare_data(
     if sources.heldout is not None:
         # Before the training rows, from which equal ones are left out.
         heldout = _prepare(sources, sources.heldout, tokenizer, layout, bad)
-    train = _prepare(sources, sources.train, tokenizer, layout, bad)
+    train = _prepare_train(sources, tokenizer, layout, bad)
     # Every process has what it reads, or the error of another one.
     barrier()
     form_notices = _form_notices(config, tokenizer, [train] if heldout is None else [train, heldout])
@@ -128,6 +129,8 @@ class _Sources:
     def __init__(self, config: DataConfig, cache: Path) -> None:
         self.config = config
         self.cache = cache
+        self.raised: float | None = None
+        """Share to hold out in place of one under which no row falls."""
         self.train = self._open(config.path, "--data.path", config.split)
         self.heldout: RowBlocks | None = None
         if config.heldout_path is not None:
@@ -196,7 +199,22 @@ class _Sources:
     @property
     def fraction(self) -> float:
         """Share of the training source to hold out."""
-        return self.config.heldout_fraction if self.heldout is None else 0.0
+        if self.heldout is not None:
+            return 0.0
+        return self.config.heldout_fraction if self.raised is None else self.raised
+
+    def hold_out_one(self, train: PreparedTokens) -> bool:
+        """Raise ``fraction`` until one row is held out, where so few rows have none under it. Returns False otherwise.
+
+        It is a function of the rows alone: the one with the lowest hash, and its copies.
+        """
+        if self.heldout is not None or train.heldout or train.counts["train"] < 2:
+            return False
+        texts = encoding.contents(self.train, self.config.text_column)
+        lowest = min(int.from_bytes(content_key(text)[:8], "big") for text in texts)
+        # The next float above the hash, which may have more digits than a float.
+        self.raised = math.nextafter((lowest + 1) / 2**64, 1.0)
+        return True
 
     @cached_property
     def excluded(self) -> frozenset[bytes]:
@@ -259,6 +277,21 @@ def _prepare(sources: _Sources, source: RowBlocks, tokenizer: Any, layout: Layou
         return BlockEncoder(source, tokenizer, config.text_column, config.max_length, fraction, excluded)
 
     return cache.prepared(source, encoder, bad)
+
+
+def _prepare_train(sources: _Sources, tokenizer: Any, layout: Layout, bad: BadRows) -> PreparedTokens:
+    """Return the tokens of the training rows, and of those held out of them: one at least, if there are two."""
+    bad_before = bad.count
+    train = _prepare(sources, sources.train, tokenizer, layout, bad)
+    if not sources.hold_out_one(train):
+        return train
+    # The same rows are read again.
+    bad.count = bad_before
+    train = _prepare(sources, sources.train, tokenizer, layout, bad)
+    share = f"--data.heldout_fraction {sources.config.heldout_fraction:g}"
+    return train._replace(
+        notices=[*train.notices, f"no row falls under {share}, so the one with the lowest hash is held out"]
+    )
 
 
 def _form_notices(config: DataConfig, tokenizer: Any, found: list[PreparedTokens]) -> list[str]:

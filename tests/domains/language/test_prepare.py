@@ -329,6 +329,25 @@ def test_chats_with_a_text_for_each_answer_are_counted(tmp_path: Path) -> None:
     assert not any("a text for each answer" in notice for notice in none.notices)
 
 
+def test_of_a_few_rows_one_is_held_out(tmp_path: Path) -> None:
+    """A share of 4 % is less than one of them, and by chance none may fall under it."""
+    for count in (2, 3, 20):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        data = prepared(folder, *LINES[:count], heldout_fraction=1e-9)
+        assert (data.train.texts, data.heldout.texts) == (count - 1, 1)
+        assert f"{count - 1} training rows of data, 1 held out" in data.notices
+        assert any("no row falls under --data.heldout_fraction 1e-09" in notice for notice in data.notices)
+        again = prepared(folder, *LINES[:count], heldout_fraction=1e-9)
+        assert again.fingerprint == data.fingerprint
+    (tmp_path / "bad").mkdir()
+    bad = prepared(tmp_path / "bad", *LINES[:3], {"text": ""}, heldout_fraction=1e-9, max_bad_rows=1)
+    assert "1 bad rows left out" in bad.notices
+    (tmp_path / "same").mkdir()
+    with pytest.raises(UsageError, match=r"0\s+training and 2 held-out rows; at least 1 of each is required"):
+        prepared(tmp_path / "same", "Stand, ho!", "Stand, ho!", heldout_fraction=1e-9)
+
+
 def test_only_rows_with_the_text_of_heldout_ones_are_left_out(tmp_path: Path) -> None:
     """Not those with its words: formulas differ in signs."""
     sums, products = ([f"What is {n} {sign} {n}?" for n in range(50)] for sign in "+*")
