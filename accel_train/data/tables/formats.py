@@ -18,7 +18,8 @@ from accel_train.data.tables.json_rows import parse_row
 
 SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 """Files with random access to their blocks."""
-KINDS = {**SUFFIXES, ".txt": "text", ".csv": "csv"}
+KINDS = {**SUFFIXES, ".txt": "text", ".csv": "csv", ".json": "json"}
+"""All files of rows. A .json file is one list of rows, and not taken from a folder: other things are kept in them."""
 UNITS = {"parquet": "row group", "arrow": "record batch", "jsonl": "block of lines"}
 PLURALS = {"parquet": "row groups", "arrow": "record batches", "jsonl": "blocks of lines"}
 LINES_PER_BLOCK = 4096

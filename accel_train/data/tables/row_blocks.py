@@ -1,7 +1,7 @@
 """Rows of files and datasets in blocks, each read by itself, so no more than one is in memory.
 
 A block is a row group of parquet, a record batch of Arrow, up to 4,096 lines (8 MiB) of JSONL or text, paragraphs of
-about 8 MiB, a whole document, a whole CSV file, or 1,024 rows of a dataset. Every row has a place for messages.
+about 8 MiB, a whole document, a whole CSV or JSON file, or 1,024 rows of a dataset. Every row has a place for messages.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from accel_train.data.tables.formats import (
     parse_line,
     read_batch,
 )
+from accel_train.data.tables.json_rows import parse_json
 from accel_train.data.tables.text_sources import table
 from accel_train.wording import shortened
 
@@ -132,7 +133,7 @@ class FileRows:
 
     def _index(self, file: Path) -> list[tuple[int, ...]]:
         kind = KINDS[file.suffix]
-        if kind == "csv" or (kind == "text" and self.sample_by == "document"):
+        if kind in ("csv", "json") or (kind == "text" and self.sample_by == "document"):
             return [(0, 1, 0, file.stat().st_size)]
         if kind == "text" and self.sample_by == "paragraph":
             return list(_paragraph_blocks(file))
@@ -149,6 +150,8 @@ class FileRows:
             yield from _json_rows(file, block)
         elif kind == "text":
             yield from self._text_rows(file, block)
+        elif kind == "json":
+            yield from _json_list(self.option, file)
         elif kind == "csv":
             for index, fields in enumerate(table(file, self.columns, self.option)):
                 yield f"row {index} of {file}", fields
@@ -234,6 +237,22 @@ def _json_rows(file: Path, block: Block) -> Iterator[PlacedRow]:
         # A blank line is no row.
         if parsed != "":
             yield f"{file}:{number}", parsed
+
+
+def _json_list(option: str, file: Path) -> Iterator[PlacedRow]:
+    try:
+        rows = parse_json(file.read_text("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{option}: {file} cannot be read as JSON ({error}). Write it again as JSONL.") from None
+    if not isinstance(rows, list):
+        raise UsageError(
+            f"{option}: {file} holds a JSON {type(rows).__name__}; a list of objects is required, or JSONL (.jsonl) "
+            "with an object a line."
+        )
+    found: list[Any] = rows
+    for index, row in enumerate(found):
+        fault = f"a JSON {type(row).__name__}, not an object; a list of objects is required"
+        yield f"row {index} of {file}", row if isinstance(row, dict) else fault
 
 
 def _batches(file: Path, kind: str, block: Block, columns: Sequence[str]) -> Iterator[Any]:

@@ -17,11 +17,13 @@ def files_of(option: str, path: str, source: Path) -> list[Path]:
     # One that is named is meant.
     found = found if found == [source] else without_run_files(found)[0]
     if not found[:1] or found[0].exists():
-        known = [file for file in found if file.suffix in KINDS and file.is_file()]
+        kinds = KINDS.keys() - {".json"} if source.is_dir() else KINDS.keys()
+        known = [file for file in found if file.suffix in kinds and file.is_file()]
         if known:
             return known
         raise UsageError(
             f"{option} {path!r} is no source of rows: required is 'demo', a file, folder or glob of files ending in "
-            f"{', '.join(KINDS)}, a folder made by dataset.save_to_disk, or a Hub id. Convert the data to JSONL."
+            f"{', '.join(KINDS)} (the last by its own name or by a glob), a folder made by dataset.save_to_disk, or a "
+            "Hub id. Convert the data to JSONL."
         )
     raise UsageError(f"{option} {path!r}: {source} does not exist. Give a file, folder or glob that exists.")

@@ -29,9 +29,10 @@ class DataConfig:
     """Source of rows, their tokenizer, and how they are packed."""
 
     path: str = "demo"
-    """'demo' (bundled Shakespeare), a .jsonl, .txt, .parquet, .arrow or .csv file, a folder or glob of them, a folder
-    written by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration). A row has messages (a chat),
-    prompt and completion (texts, or lists of messages), or plain text. Data may be larger than memory."""
+    """'demo' (bundled Shakespeare), a .jsonl, .json, .txt, .parquet, .arrow or .csv file, a folder (without .json) or
+    glob of them, a folder written by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration). A row
+    has messages (a chat), prompt and completion (texts, or lists of messages), or plain text. Data may be larger than
+    memory."""
     split: str = "train"
     """Split of a saved or Hub dataset. Files have none."""
     text_column: str = rows.DEFAULT_COLUMN

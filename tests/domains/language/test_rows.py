@@ -109,6 +109,23 @@ def test_cells_of_csv_are_texts_with_their_line_breaks(tmp_path: Path) -> None:
     assert [row.text for row in read(tmp_path / "x.csv", text_column="number")] == [str(n) for n in range(3000)]
 
 
+def test_a_list_of_json_is_rows(tmp_path: Path) -> None:
+    """Named itself or by a glob. In a folder a .json file may be anything."""
+    (tmp_path / "x.json").write_text("\ufeff" + json.dumps([{"text": "Stand, ho!"}, {"text": "Friends."}, 3]))
+    for path in (tmp_path / "x.json", tmp_path / "*.json"):
+        assert [row.text for row in read(path, bad=1)] == ["Stand, ho!", "Friends."]
+    with pytest.raises(
+        UsageError, match=r"row 2 of .*x.json: a JSON int, not an object; a list of objects is required"
+    ):
+        read(tmp_path / "x.json")
+    write(tmp_path, {"text": "Long live the king!"})
+    assert [row.text for row in read(tmp_path)] == ["Long live the king!"]
+    for content, says in (('{"data": []}', "holds a JSON dict; a list of objects"), ("[1,", "cannot be read as JSON")):
+        (tmp_path / "x.json").write_text(content)
+        with pytest.raises(UsageError, match=f"x.json {says}"):
+            read(tmp_path / "x.json")
+
+
 def test_an_empty_cell_of_csv_is_an_empty_text(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("text,n\n2024-01-01,1\n,2\n007,3\n")
     assert [row.text for row in read(tmp_path / "x.csv", bad=1)] == ["2024-01-01", "007"]
