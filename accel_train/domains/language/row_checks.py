@@ -37,7 +37,15 @@ def check_rows(model: nn.Module, *, packing: bool) -> list[str]:
 
     Raises ``UsageError`` for a model whose tokens see later ones, or, with ``packing``, another text of the row.
     """
-    return [check_causality(model), *([check_packing(model)] if packing else [])]
+    return [check_causality(model), *([check_packing(model)] if packing else []), *_router_notices(model)]
+
+
+def _router_notices(model: nn.Module) -> list[str]:
+    """Return a line on a config.json that asks for the auxiliary loss of a mixture of experts."""
+    plain: Any = model
+    if not getattr(plain.config.get_text_config(), "output_router_logits", False):
+        return []
+    return ["output_router_logits of config.json has no effect: the auxiliary loss of the experts' router is not added"]
 
 
 @torch.no_grad()

@@ -44,6 +44,14 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(config: str, name: str) 
         row_checks.check_rows(model, packing=False)
 
 
+def test_an_auxiliary_loss_that_is_asked_for_is_said_to_have_no_effect() -> None:
+    model = tiny.model()
+    assert len(row_checks.check_rows(model, packing=True)) == 2
+    model.config.output_router_logits = True
+    *_, notice = row_checks.check_rows(model, packing=True)
+    assert notice.startswith("output_router_logits of config.json has no effect")
+
+
 def test_a_model_whose_logits_are_no_numbers_is_not_proven() -> None:
     model: Any = tiny.model()
     with torch.no_grad():
