@@ -192,7 +192,8 @@ def _unwritten(row: Row, texts: Sequence[str]) -> list[str]:
         _, _, content = str(message.get("content") or "").rpartition("</think>")
         wanted["content"].append(content)
         wanted["tool_calls"] += _names(message.get("tool_calls") or ())
-    reasoning = [message.get("reasoning_content") for message in row.messages]
+    answers = [message for number, message in enumerate(row.messages) if row.is_trained(number)]
+    reasoning = [message.get("reasoning_content") for message in answers]
     # That of earlier answers is left out on purpose.
     wanted["reasoning_content"] = [text for text in reasoning if isinstance(text, str)][-1:]
     return [part for part, found in wanted.items() if not all(_is_within(text, texts) for text in found)]

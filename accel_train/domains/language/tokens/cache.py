@@ -33,7 +33,7 @@ from accel_train.store import atomic_files
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Of the cached tokens. Change it with what is made of the same rows."""
 Encode = Callable[[int], EncodedBlock]
 """Encodes a block of the source. Can be pickled."""
