@@ -240,6 +240,11 @@ def refuse_missing_folder(
     to resume from.
     """
     wanted = expand_path(source)
+    if wanted.is_file():
+        raise UsageError(
+            f"{option} {source!r}: is a file, and a folder as save_pretrained writes it, or a Hub id, is required. A "
+            "checkpoint in a single file is converted by from_single_file of diffusers' pipelines and save_pretrained."
+        )
     # A folder is recorded with its absolute path, a Hub id as it is.
     was_folder = recorded is not None and recorded["source"] == str(wanted)
     if Path(source).is_dir() or not (looks_like_path(source) or was_folder):

@@ -144,6 +144,14 @@ def test_a_path_without_a_folder_is_refused_as_one(
     refuse_missing_folder("--model.source", source)
 
 
+def test_a_single_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(
+        UsageError, match=r"--base.source '.*model.safetensors': is a file, and a folder .*from_single_file"
+    ):
+        refuse_missing_folder("--base.source", str(tmp_path / "model.safetensors"))
+
+
 @pytest.mark.parametrize("source", ["gpt2", "Qwen/Qwen3-0.6B", "org/runs"])
 def test_a_hub_id_is_no_missing_folder(source: str, tmp_path: Path) -> None:
     elsewhere = {"source": str(tmp_path / "gone"), "revision": None, "files": {}}

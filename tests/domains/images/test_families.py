@@ -50,6 +50,9 @@ def test_the_denoiser_is_called_as_the_pipeline_calls_it(name: str, bases: dict[
     base = bases[name]
     side = tiny.SIDES.get(name, tiny.SIDE)
     pipeline = base.components(torch.device("cpu"))
+    if name == "sdxl":
+        # As Playground's: a mean and a deviation for each channel, which diffusers' XL pipelines undo.
+        pipeline.vae.register_to_config(latents_mean=[-1.6, 1.1, 0.3, -0.7], latents_std=[8.4, 5.9, 3.0, 5.2])
     model: Any = base.denoiser("fp32").eval()
     setattr(pipeline, base.family.denoiser, model)
     # Padded by the longer caption, where prompts have a mask.
@@ -289,3 +292,10 @@ def test_long_captions_are_named_and_not_printed(name: str, bases: dict[str, Bas
     notices = encoding.describe_cut(pipeline, base, captions.items())
     assert notices
     assert all("1 captions are longer than" in notice and notice.endswith(": book.png") for notice in notices)
+
+
+def test_a_pipeline_with_positions_has_a_largest_picture(bases: dict[str, Base]) -> None:
+    """SD3 has them for 8 x 8 patches here, of 2 latents of 2 pixels a side. Others draw any."""
+    largest = {name: base.largest for name, base in bases.items()}
+    assert largest.pop("sd3") == (32, 32)
+    assert set(largest.values()) == {None}

@@ -16,9 +16,11 @@ import torch
 
 from accel_train.config import UsageError
 from accel_train.domains.models.pretrained import UNREAD, refuse_missing, without_notices_of_imports
+from accel_train.store import strict_json
 
 LIBRARIES = ("diffusers", "transformers")
 """Libraries allowed for the class of a component. A pipeline with code of its own is not loaded."""
+CONFIG = "config.json"
 REMEDY = "download the base again, or give another --base.source"
 PROBE = "a red flag, two dogs"
 KNOWN_AT_LEAST = 2
@@ -44,6 +46,23 @@ def quiet() -> Generator[None]:
         of_diffusers.set_verbosity(level)
         of_diffusers.enable_progress_bar()
         of_transformers.enable_progress_bar()
+
+
+def largest_picture(directory: Path, denoiser: str) -> tuple[int, int] | None:
+    """Return height and width in pixels of the largest picture that a pipeline has positions for. None: any."""
+    config, vae = (_config(directory / component) for component in (denoiser, "vae"))
+    positions = config.get("pos_embed_max_size")
+    if not isinstance(positions, int):
+        return None
+    side = positions * int(config.get("patch_size", 1)) * 2 ** (len(vae["block_out_channels"]) - 1)
+    return side, side
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        return strict_json.read_object(folder / CONFIG)
+    except (OSError, ValueError):  # its loader says what is wrong
+        return {}
 
 
 @contextmanager

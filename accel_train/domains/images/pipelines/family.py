@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 Conditioning = Mapping[str, Tensor]
@@ -45,6 +46,11 @@ class Predicting(NamedTuple):
 def _scale(vae: Any, latents: Tensor) -> Tensor:
     shift = getattr(vae.config, "shift_factor", None) or 0.0
     return (latents - shift) * vae.config.scaling_factor
+
+
+def per_channel(values: Sequence[float], latents: Tensor) -> Tensor:
+    """Return a value for each channel in the shape of latents (B, C, H, W)."""
+    return torch.tensor(values, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1)
 
 
 def _all_empty(given: Conditioning, empty: Conditioning) -> dict[str, Tensor]:

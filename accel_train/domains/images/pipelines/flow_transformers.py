@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_train.domains.images.pipelines.family import Family, Predicting
+from accel_train.domains.images.pipelines.family import Family, Predicting, per_channel
 from accel_train.domains.images.pipelines.unets import ATTENTION, sample_pooled
 
 TIMES = 1000
@@ -252,10 +252,7 @@ def _encode_qwen(pipeline: Any, captions: Sequence[str], length: int | None) -> 
 
 
 def _normalise_qwen(vae: Any, latents: Tensor) -> Tensor:
-    mean = torch.tensor(vae.config.latents_mean, device=latents.device)
-    deviation = torch.tensor(vae.config.latents_std, device=latents.device)
-    per_channel = (1, -1, 1, 1)
-    return (latents - mean.view(per_channel)) / deviation.view(per_channel)
+    return (latents - per_channel(vae.config.latents_mean, latents)) / per_channel(vae.config.latents_std, latents)
 
 
 def _predict_qwen(model: nn.Module, inputs: Predicting) -> Tensor:

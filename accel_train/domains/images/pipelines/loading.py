@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from accel_train.domains.images.trained_mmdit.run_base import MMDiTBase
 
 MAX_INDEX_BYTES = 1 << 20
-CONFIG = "config.json"
 WEIGHTS = "diffusion_pytorch_model"
 FAMILIES = (
     unets.STABLE_DIFFUSION,
@@ -98,7 +97,7 @@ class DiffusersBase:
     @property
     def largest(self) -> tuple[int, int] | None:
         """Height and width of the largest picture in pixels. None: any."""
-        return None
+        return components.largest_picture(self.directory, self.family.denoiser)
 
     def components(self, device: torch.device) -> Any:
         """Load everything but the denoiser, as a pipeline in eval mode on ``device``. The VAE is fp32."""
@@ -131,8 +130,8 @@ class DiffusersBase:
             return self._model(component, precision).train()
         kind = self._class(component)
         folder = self.directory / component
-        components.require_config(self.source, folder, CONFIG)
-        with components.reading(self.source, folder, CONFIG):
+        components.require_config(self.source, folder, components.CONFIG)
+        with components.reading(self.source, folder, components.CONFIG):
             if hasattr(kind, "load_config"):
                 return kind.from_config(kind.load_config(folder)).train()
             return kind(kind.config_class.from_pretrained(folder)).train()
@@ -253,7 +252,7 @@ class DiffusersBase:
         encoders = self.text_encoders()
         for name in (self.family.denoiser, "vae", *encoders):
             self._class(name)
-            components.require_config(self.source, self.directory / name, CONFIG)
+            components.require_config(self.source, self.directory / name, components.CONFIG)
             if name not in parts:
                 parts[name] = self._model(name, self.config.encoder_precision if name in encoders else "fp32")
         for name, kind in _index(self.directory).items():

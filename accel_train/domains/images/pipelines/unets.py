@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_train.domains.images.pipelines.family import Family, Predicting
+from accel_train.domains.images.pipelines.family import Family, Predicting, per_channel
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -25,6 +25,14 @@ def _encode_xl(pipeline: Any, captions: Sequence[str], length: int | None) -> di
         list(captions), device=pipeline.device, do_classifier_free_guidance=False
     )
     return {"prompt": prompt, "pooled": pooled}
+
+
+def _scale_xl(vae: Any, latents: Tensor) -> Tensor:
+    """Scale as diffusers' XL pipelines do: some VAEs, such as Playground's, have a mean and a deviation per channel."""
+    mean, deviation = (getattr(vae.config, name, None) for name in ("latents_mean", "latents_std"))
+    if mean is not None and deviation is not None:
+        latents = (latents - per_channel(mean, latents)) / per_channel(deviation, latents)
+    return latents * vae.config.scaling_factor
 
 
 def _predict(model: nn.Module, inputs: Predicting) -> Tensor:
@@ -88,5 +96,6 @@ STABLE_DIFFUSION_XL = Family(
     guidance_scale=5.0,
     patch=1,
     drawn_step=8,
+    normalise=_scale_xl,
     empty=empty_as_zeros,
 )
