@@ -21,7 +21,7 @@ from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.images.kohya.metadata import kohya_facts
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import adapter_files
-from accel_train.domains.images.pipelines.drawing import draw_picture, refuse_side
+from accel_train.domains.images.pipelines.drawing import draw_picture, prompt_arguments, refuse_side
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
 from accel_train.domains.images.recorded_base import (
     base_config,
@@ -43,6 +43,7 @@ from accel_train.domains.models.adapters import (
     refuse_out_of_range,
     refuse_unknown,
     refuse_whole_model,
+    scaled_adapter,
 )
 from accel_train.pipeline import Example, describe, file_stem, read_lines
 from accel_train.precision import Precision, dtype_of
@@ -70,12 +71,16 @@ class PictureOptions:
     """Denoising steps. None: those of the evaluation in training."""
     guidance: NonNegativeFloat | None = None
     """Scale of guidance. None: the default of the base."""
+    negative_prompt: str | None = None
+    """What guidance leads away from."""
     side: PositiveInt | None = None
     """Height and width in pixels. None: those of the evaluation in training."""
     adapters: tuple[str, ...] = ()
     """Further adapters of the same base, each as NAME=PLACE with a run, a checkpoint or an export."""
     adapter: str | None = None
     """Name of the adapter to draw with; base: none. None: that of the model itself."""
+    scale: NonNegativeFloat = 1.0
+    """Strength of the adapter: 0 draws as the base, 1 as trained."""
     seed: Seed = 0
     """Another seed gives another picture of the same prompt."""
     device: str = "cpu"
@@ -233,11 +238,22 @@ class PicturePipeline:
         side: int | None = None,
         seed: int = 0,
         adapter: str | None = None,
+        scale: float = 1.0,
+        negative_prompt: str | None = None,
     ) -> Image.Image:
-        """Return the picture of a prompt. ``adapter`` is one of ``adapters``, by default the one in use."""
+        """Return the picture of a prompt. ``draw`` has the arguments."""
         from accel_train.domains.images.buckets import to_image
 
-        drawn = self.draw(prompt, steps=steps, guidance=guidance, side=side, seed=seed, adapter=adapter)
+        drawn = self.draw(
+            prompt,
+            steps=steps,
+            guidance=guidance,
+            side=side,
+            seed=seed,
+            adapter=adapter,
+            scale=scale,
+            negative_prompt=negative_prompt,
+        )
         return to_image(drawn)
 
     def draw(
@@ -249,33 +265,33 @@ class PicturePipeline:
         side: int | None = None,
         seed: int = 0,
         adapter: str | None = None,
+        scale: float = 1.0,
+        negative_prompt: str | None = None,
     ) -> torch.Tensor:
         """Return the picture of a prompt, (3, H, W) from -1 to 1.
 
-        Raises ``UsageError`` for a ``side`` not drawn, and for values out of range.
+        ``adapter`` is one of ``adapters``, by default the one in use, and ``scale`` its strength: 0 draws as the base,
+        1 as trained. Guidance leads away from ``negative_prompt``. Raises ``UsageError`` for a ``side`` not drawn,
+        values out of range, and those without effect.
         """
         _refuse_out_of_range(steps, guidance, side)
         pixels = int(self.sampler.get("side", SIDE)) if side is None else side
         count = int(self.sampler.get("steps", STEPS)) if steps is None else steps
+        strength = self.sampler.get("guidance") if guidance is None else guidance
         refuse_side(f"side {pixels}", pixels, self.pipeline, self.base)
-        with self.using(adapter):
-            return draw_picture(
-                self.pipeline,
-                self.base.family,
-                self._prompts(prompt),
-                seed,
-                pixels,
-                count,
-                self.sampler.get("guidance") if guidance is None else guidance,
-            )
+        with self.using(adapter), self._scaled(scale):
+            prompts = prompt_arguments(self.pipeline, self.base, prompt, negative_prompt, strength)
+            return draw_picture(self.pipeline, self.base.family, prompts, seed, pixels, count, strength)
 
-    def _prompts(self, prompt: str) -> dict[str, Any]:
-        family = self.base.family
-        length = self.base.prompt_tokens
-        with torch.no_grad():
-            given = family.encode(self.pipeline, [prompt], length)
-            empty = family.encode(self.pipeline, [""], length)
-        return family.sample(given, family.empty(self.pipeline, empty))
+    @contextmanager
+    def _scaled(self, scale: float) -> Generator[None]:
+        if not 0 <= scale < float("inf"):
+            raise UsageError(f"scale {scale}: a finite number of 0 or more is required")
+        if scale != 1 and self._chosen == BASE:
+            raise UsageError(f"scale {scale:g}: is of an adapter, and the base is drawn alone; leave it out")
+        parts = [part for part in self.pipeline.components.values() if isinstance(part, nn.Module)]
+        with scaled_adapter(parts, self._chosen, scale):
+            yield
 
     def sample(self, options: PictureOptions) -> list[str]:
         """Draw as ``accel-train sample`` is asked to, and return the lines to print."""
@@ -291,6 +307,8 @@ class PicturePipeline:
                 side=options.side,
                 seed=options.seed,
                 adapter=options.adapter,
+                scale=options.scale,
+                negative_prompt=options.negative_prompt,
             )
             file = folder / f"{file_stem(prompt, options.seed, image.tobytes())}.png"
             image.save(file)

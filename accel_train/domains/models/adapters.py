@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,22 @@ def choose_adapter(model: nn.Module, name: str | None) -> None:
         layer.enable_adapters(name is not None)
         if name is not None:
             layer.set_adapter(name)
+
+
+@contextmanager
+def scaled_adapter(parts: Iterable[nn.Module], name: str, scale: float) -> Generator[None]:
+    """Compute with ``scale`` times an adapter in the body: 0 as the base, 1 as it was trained."""
+    layers: list[Any] = [layer for part in parts for layer in _adapted_layers(part)]
+    # By layer: an adapter may have its own alpha in each.
+    before = [dict(layer.scaling) for layer in layers]
+    for layer in layers:
+        if name in layer.scaling:
+            layer.scaling[name] *= scale
+    try:
+        yield
+    finally:
+        for layer, scaling in zip(layers, before, strict=True):
+            layer.scaling.update(scaling)
 
 
 def merge_adapter(model: nn.Module, name: str) -> None:

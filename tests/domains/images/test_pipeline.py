@@ -18,6 +18,7 @@ from accel_train.config import UsageError
 from accel_train.domains.images import pipeline as subject
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipeline import PicturePipeline
+from accel_train.domains.images.pipelines.drawing import draw_picture, prompt_arguments
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
 from accel_train.domains.images.pipelines.validation import EvaluationConfig
 from accel_train.domains.models.lora import LoraConfig, apply_lora
@@ -78,6 +79,45 @@ def test_calls_inside_using_draw_with_its_adapter(pipeline: PicturePipeline) -> 
             assert torch.equal(pipeline.draw(PROMPT), drawn["base"])
         assert torch.equal(pipeline.draw(PROMPT), drawn["ink"])
     assert torch.equal(pipeline.draw(PROMPT), drawn["default"])
+
+
+def test_an_adapter_is_drawn_with_a_share_of_its_strength(pipeline: PicturePipeline) -> None:
+    """As diffusers' ``set_adapters`` with a weight."""
+    drawn = {scale: pipeline.draw(PROMPT, scale=scale) for scale in (0.0, 0.5, 1.0)}
+    torch.testing.assert_close(drawn[0.0], pipeline.draw(PROMPT, adapter="base"), rtol=0, atol=1e-6)
+    assert torch.equal(drawn[1.0], pipeline.draw(PROMPT))
+    pipeline.pipeline.set_adapters(["default"], adapter_weights=[0.5])
+    assert torch.equal(pipeline.draw(PROMPT, scale=1.0, adapter=None), drawn[1.0])  # a call chooses anew
+    pipeline.pipeline.set_adapters(["default"], adapter_weights=[0.5])
+    prompts = prompt_arguments(pipeline.pipeline, pipeline.base, PROMPT, None, None)
+    theirs = draw_picture(pipeline.pipeline, pipeline.base.family, prompts, 0, tiny.SIDE, 2, None)
+    pipeline.pipeline.set_adapters(["default"])
+    torch.testing.assert_close(theirs, drawn[0.5], rtol=0, atol=1e-6)
+    with pytest.raises(UsageError, match=r"scale 0.5: is of an adapter, and the base is drawn alone"):
+        pipeline.draw(PROMPT, adapter="base", scale=0.5)
+    with pytest.raises(UsageError, match=r"scale nan: a finite number of 0 or more is required"):
+        pipeline.draw(PROMPT, scale=float("nan"))
+
+
+def test_guidance_leads_away_from_a_negative_prompt(pipeline: PicturePipeline) -> None:
+    """Against diffusers, which is given both as texts."""
+    drawn = pipeline.draw(PROMPT, negative_prompt="a dog", guidance=3.0)
+    generator = torch.Generator().manual_seed(0)
+    images = pipeline.pipeline(
+        prompt=PROMPT,
+        negative_prompt="a dog",
+        guidance_scale=3.0,
+        height=tiny.SIDE,
+        width=tiny.SIDE,
+        num_inference_steps=2,
+        generator=generator,
+        output_type="np",
+    ).images
+    expected = torch.from_numpy(images)[0].permute(2, 0, 1) * 2 - 1
+    torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-5)
+    assert not torch.equal(drawn, pipeline.draw(PROMPT, guidance=3.0))
+    with pytest.raises(UsageError, match=r"negative_prompt 'a dog': has no effect with guidance 1 of Stable Diffusion"):
+        pipeline.draw(PROMPT, negative_prompt="a dog", guidance=1.0)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,29 @@ def refuse_side(given: str, side: int, pipeline: Any, base: Base) -> None:
     )
 
 
+def prompt_arguments(
+    pipeline: Any, base: Base, prompt: str, negative: str | None, guidance: float | None
+) -> dict[str, Any]:
+    """Return the arguments of a pipeline's call for one prompt. ``guidance`` None is the default of the family.
+
+    Raises ``UsageError`` for a ``negative`` prompt that has no effect.
+    """
+    family = base.family
+    with torch.no_grad():
+        given = family.encode(pipeline, [prompt], base.prompt_tokens)
+        away = family.encode(pipeline, [negative or ""], base.prompt_tokens)
+    if negative is None:
+        return family.sample(given, family.empty(pipeline, away))
+    arguments = family.sample(given, away)
+    scale = family.guidance_scale if guidance is None else guidance
+    if scale <= family.unguided or not any(name.startswith("negative_") for name in arguments):
+        raise UsageError(
+            f"negative_prompt {negative!r}: has no effect with guidance {scale:g} of {family.name}; leave it out, or "
+            f"give a base without distilled guidance and --guidance above {family.unguided:g}"
+        )
+    return arguments
+
+
 def draw_picture(
     pipeline: Any,
     family: Family,

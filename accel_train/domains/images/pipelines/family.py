@@ -88,6 +88,8 @@ class Family:
     guidance_scale: float
     """Default of the pipeline."""
     guidance_argument: str = "guidance_scale"
+    unguided: float = 1.0
+    """Scale up to which the pipeline draws without guidance, and so without a negative prompt."""
     prompt_tokens: int | None = None
     """Default of the longest prompt. None: the text encoders have a fixed length."""
     patch: int = 2

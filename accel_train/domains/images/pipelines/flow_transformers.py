@@ -337,5 +337,6 @@ Z_IMAGE = Family(
     predict=_predict_z_image,
     sample=_sample_z_image,
     guidance_scale=5.0,
+    unguided=0.0,
     prompt_tokens=512,
 )
