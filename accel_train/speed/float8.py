@@ -30,7 +30,7 @@ CAPABILITY: dict[str, tuple[int, int]] = {"tensorwise": (8, 9), "rowwise": (9, 0
 STRATEGIES = ("single", "ddp", "fsdp2")
 """Strategies run by the tests, on CPU processes with emulated products."""
 
-TORCHAO = Version("0.14")
+TORCHAO = Version("0.16")
 """First tested version."""
 
 MULTIPLE = 16

@@ -196,12 +196,12 @@ def test_an_amd_gpu_is_refused(gpu: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "says"), [(missing, "it is not installed"), (lambda _: "0.13.0", r"0\.13\.0 is installed")]
+    ("version", "says"), [(missing, "it is not installed"), (lambda _: "0.15.0", r"0\.15\.0 is installed")]
 )
 def test_a_missing_package_is_refused(version: Callable[[str], str], says: str, gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(float8, "version", version)
     with pytest.raises(
-        UsageError, match=rf"needs torchao 0\.14 or newer, and {says}; run pip install \"accel-train\[fl"
+        UsageError, match=rf"needs torchao 0\.16 or newer, and {says}; run pip install \"accel-train\[fl"
     ):
         refuse_float8("tensorwise", CUDA, "bf16", "single")
 
