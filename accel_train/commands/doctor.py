@@ -61,7 +61,9 @@ def attention_report() -> str:
 
 
 def _versions() -> list[str]:
-    lines = [f"{name} {_installed(name) or 'not installed'}" for name in PACKAGES]
+    # torch's own word tells its build, such as +cu130, which the name of its package may leave out.
+    versions = {name: _installed(name) for name in PACKAGES} | {"torch": str(torch.__version__)}
+    lines = [f"{name} {installed or 'not installed'}" for name, installed in versions.items()]
     lines += [f"WARNING: newer than tested: {package}" for package in newer_than_tested()]
     return lines
 
