@@ -71,6 +71,28 @@ def test_one_operator_each_way_keeps_the_input_and_a_number_for_each_row(dtype: 
     assert both.moved - forward.moved == size + (3 * size + 2 * gain + numbers)
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_a_weight_of_another_type_is_composed_as_torch_does() -> None:
+    """On a GPU too: the kernel takes one type."""
+    x, weight = made(ROWS, WIDTH, dtype=torch.bfloat16), made(WIDTH, dtype=torch.float32)
+
+    def kept() -> list[tuple[torch.Size, torch.dtype]]:
+        found: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            F.rms_norm(x, (WIDTH,), weight)
+        return [(tensor.shape, tensor.dtype) for tensor in found]
+
+    composed = kept()
+    with cuda_casts():
+        assert kept() == composed
+    assert (x.shape, torch.float32) in composed
+
+
 def test_strided_rows_are_copied_for_the_kernel_and_kept_as_they_are() -> None:
     """Queries and keys are views of one product."""
     both = made(ROWS, 2 * WIDTH, dtype=torch.float32)

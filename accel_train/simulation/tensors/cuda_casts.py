@@ -1,7 +1,8 @@
 """What CUDA computes otherwise than a CPU, on tensors of the CPU: casts of autocast, and RMSNorm in one kernel.
 
 A simulation computes on the CPU, whose autocast leaves norms and softmax in bf16. In bf16 a GPU keeps the inputs and
-outputs of these operators in fp32, so a diffusers model takes more memory there than the CPU's autocast shows.
+outputs of these operators in fp32, so a diffusers model takes more memory there than the CPU's autocast shows. It is
+CUDA with the installed torch: before 2.12 its autocast leaves RMSNorm in bf16.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from accel_train.simulation.tensors.fused_norm import rms_norm
 
-NORMS = {"layer_norm", "group_norm", "rms_norm"}
+NORMS = {"layer_norm", "group_norm"}
+if Version(torch.__version__).release >= (2, 12):
+    NORMS.add("rms_norm")
 OTHERS = {"mse_loss", "l1_loss", "norm", "pow", "__pow__", "square", "rsqrt", "reciprocal", "exp", "log", "softplus"}
 WITH_DTYPE = {"softmax", "log_softmax", "sum", "prod", "cumsum"}
 """Given a dtype for their result, in place of a copy of their input."""
@@ -47,9 +51,15 @@ class _Casts(TorchFunctionMode):
                 kwargs = {key: _widened(value) for key, value in kwargs.items()}
             elif _is_narrow(args[0] if args else kwargs["input"]) and kwargs.get("dtype") is None:
                 kwargs["dtype"] = torch.float32
-        if name == "rms_norm":
+        if name == "rms_norm" and _in_one_type(args, kwargs):
             func = rms_norm
         return func(*args, **kwargs)
+
+
+def _in_one_type(args: Any, kwargs: Any) -> bool:
+    """Whether torch has a kernel for RMSNorm: it composes one whose weight is of another type, as a CPU does."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    return len({tensor.dtype for tensor in tensors}) == 1
 
 
 def _is_narrow(value: Any) -> bool:
