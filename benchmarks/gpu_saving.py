@@ -47,6 +47,8 @@ SHARED = Path("/dev/shm")
 WHOLE = "G3, 24.3 GB of state"
 BYTES_A_VALUE = 12
 """Weight and two running means in fp32. The moving average is off: the published figures have none."""
+ONE_STAGING = torch.__version__ < (2, 13)
+"""A stager of torch before 2.13 drops its host memory and cannot be used again, so each save has a new one."""
 PEERS = {"save_state": "Accelerator.save_state", "dcp_async_save": "DCP async_save"}
 
 
@@ -58,7 +60,8 @@ def dcp_async_save(state: Any, folder: Path) -> checkpoint.Saving:
 
     checkpoint.process_group(state, folder)
     on_device = bool(state.small.is_cuda)
-    stager = DefaultStager(StagingOptions(on_device, use_shared_memory=False, use_non_blocking_copy=on_device))
+    options = StagingOptions(on_device, use_shared_memory=False, use_non_blocking_copy=on_device)
+    stagers = [DefaultStager(options)]
     saving, responses = checkpoint.Saving(), list[Any]()
 
     def directory(number: int) -> Path:
@@ -66,7 +69,10 @@ def dcp_async_save(state: Any, folder: Path) -> checkpoint.Saving:
 
     def begin() -> None:
         number = len(responses)
-        responses.append(dcp.async_save(state.tensors(), checkpoint_id=str(directory(number)), async_stager=stager))
+        if number and ONE_STAGING:
+            stagers.pop().close()
+            stagers.append(DefaultStager(options))
+        responses.append(dcp.async_save(state.tensors(), checkpoint_id=str(directory(number)), async_stager=stagers[0]))
 
     def poll() -> bool:
         if not responses[-1].upload_completion.done():
@@ -75,7 +81,7 @@ def dcp_async_save(state: Any, folder: Path) -> checkpoint.Saving:
         shutil.rmtree(directory(len(responses) - 2), ignore_errors=True)
         return True
 
-    saving.begin, saving.poll, saving.close = begin, poll, stager.close
+    saving.begin, saving.poll, saving.close = begin, poll, lambda: stagers[0].close()
     saving.before_update = lambda: responses and responses[-1].staging_completion.result()
     return saving
 
