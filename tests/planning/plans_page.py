@@ -296,8 +296,9 @@ def section(counts: Counts) -> str:
 
 def page() -> str:
     """The whole page, from the counts in the files."""
-    sections = [section(Counts(table)) for table in TABLES]
-    return "\n".join([HEAD.format(torch=installed()["torch"]), *sections])
+    counts = [Counts(table) for table in TABLES]
+    simulated = sorted({each.versions["torch"] for each in counts})
+    return "\n".join([HEAD.format(torch=" and ".join(simulated)), *map(section, counts)])
 
 
 def read(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
