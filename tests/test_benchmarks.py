@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
@@ -258,7 +259,7 @@ def check(path: Path, id: str) -> list[dict[str, Any]]:
     rows = [r for r in content["rows"] if r["id"] == id]
     assert rows
     assert all(isfinite(r["value"]) for r in rows)
-    assert content["environment"]["versions"]["torch"] == str(torch.__version__)
+    assert content["environment"]["versions"]["torch"] == version("torch")
     performance_page.page(path.parent)
     return rows
 

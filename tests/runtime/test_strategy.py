@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -262,6 +263,8 @@ REFUSED = {
     "scalar": "extra has no dimension, at least one is required",
     "strides": "head.weight of shape (4, 4) has the strides (1, 4), contiguous memory is required",
 }
+TIED = ("blocks", "frozen blocks", "embedding and block", "block and head", "nested units")
+"""Of these: torch looks for a weight of two units from 2.12 on, and trained with it before. We refuse it everywhere."""
 TAKEN = (
     "plain",
     "tied head",
@@ -295,7 +298,8 @@ def test_fsdp2_is_given_exactly_the_parameters_that_it_takes(kind: str, one_proc
     if kind in REFUSED:
         assert message is not None
         assert message.startswith(f"fsdp2: {REFUSED[kind]}")
-        with pytest.raises((ValueError, TypeError, RuntimeError)):
+        known = kind not in TIED or torch.__version__ >= (2, 12)
+        with pytest.raises((ValueError, TypeError, RuntimeError)) if known else nullcontext():
             with embeddings_optional(model):
                 prepared = fsdp2_prepare_model(accelerator, model)
             prepared(torch.ones(2, 4))

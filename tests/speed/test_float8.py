@@ -403,6 +403,7 @@ def test_compiled_blocks_are_one_graph_and_train_alike(mode: Any) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 on a CPU has no product with scales of rows")
 @pytest.mark.usefixtures("ao")
 def test_any_number_of_rows_is_padded_for_the_kernels() -> None:
     """On a GPU the inner side of a product is a multiple of 16; in the weights' gradient it is the number of rows."""
