@@ -1,8 +1,7 @@
 """What CUDA computes otherwise than a CPU, on tensors of the CPU: casts of autocast, and RMSNorm in one kernel.
 
 A simulation computes on the CPU, whose autocast leaves norms and softmax in bf16. In bf16 a GPU keeps the inputs and
-outputs of these operators in fp32, so a diffusers model takes more memory there than the CPU's autocast shows. It is
-CUDA with the installed torch: before 2.12 its autocast leaves RMSNorm in bf16.
+outputs of these operators in fp32, so a diffusers model takes more memory there than the CPU's autocast shows.
 """
 
 from __future__ import annotations
@@ -13,15 +12,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from accel_train.simulation.tensors.fused_norm import rms_norm
 
-NORMS = {"layer_norm", "group_norm"}
-if Version(torch.__version__).release >= (2, 12):
-    NORMS.add("rms_norm")
+NORMS = {"layer_norm", "group_norm", "rms_norm"}
 OTHERS = {"mse_loss", "l1_loss", "norm", "pow", "__pow__", "square", "rsqrt", "reciprocal", "exp", "log", "softplus"}
 WITH_DTYPE = {"softmax", "log_softmax", "sum", "prod", "cumsum"}
 """Given a dtype for their result, in place of a copy of their input."""

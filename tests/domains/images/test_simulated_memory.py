@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -113,6 +114,8 @@ def test_casts_are_those_of_cuda(name: str) -> None:
     """torch computes shapes and dtypes of a GPU's tensors without one."""
     if "weight" in name and not torch.backends.cuda.is_built():
         pytest.skip("a torch without CUDA does not take two tensors of a GPU")
+    if name.startswith("rms_norm") and Version(torch.__version__).release < (2, 12):
+        pytest.skip("torch 2.11 casts no RMSNorm of tensors without values; peaks of an H200 with it had the cast")
     expected = dtype_on("cuda", name)
     with cuda_casts():
         assert dtype_on("cpu", name) == expected
