@@ -28,6 +28,7 @@ from accel_train.checkpoints.run import earlier_assets
 from accel_train.data.loader import StepBatches
 from accel_train.data.sampler import StepSampler
 from accel_train.domains.language import (
+    adapted,
     flops,
     perplexity,
     pipeline,
@@ -36,7 +37,6 @@ from accel_train.domains.language import (
     row_checks,
     samples,
     sources,
-    tokenizers,
 )
 from accel_train.domains.language.generation import ends
 from accel_train.domains.models.lora import LoraConfig, describe_lora
@@ -183,7 +183,7 @@ def main(argv: Sequence[str]) -> int:
     if opened.finished:
         return experiment.nothing_to_do(opened)
 
-    tokenizers.refuse_other_pieces(data.tokenizer, opened.run.initial_weights)
+    adapted.refuse_other_meaning(opened.run.initial_weights, data.tokenizer, config.lora)
     pretrained.refuse_other_config(model_config, hf_config, opened.run.checkpoint)
     # Other weights than those of the source come later, from a checkpoint or from init_from.
     fresh = opened.run.checkpoint is None and opened.run.initial_weights is None

@@ -196,7 +196,7 @@ def main(argv: Sequence[str]) -> int:
     if opened.finished:
         return experiment.nothing_to_do(opened)
 
-    build = partial(adapters.build, base, config.lora, config.text_encoders)
+    build = partial(adapters.build, base, config.lora, config.text_encoders, initial_weights=opened.run.initial_weights)
     plain = preparation.build_model(opened, build, config.precision, accelerator.device)
     described = adapters.describe_adapters(plain, config.lora, config.text_encoders)
     logs.info(logger, objective.describe_objective(levels, base.family), *described)

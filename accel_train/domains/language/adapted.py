@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cache_if_usable
-from accel_train.domains.language import pretrained
+from accel_train.domains.language import pretrained, tokenizers
 from accel_train.domains.language.generation.ends import add_saved_ends
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.sources import find_base
@@ -20,10 +20,11 @@ from accel_train.domains.models.adapters import (
     add_adapter,
     compare_bases,
     embeds_base,
+    refuse_other_scale,
     refuse_out_of_range,
     refuse_whole_model,
 )
-from accel_train.domains.models.lora import ADAPTER, CPU, BasePrecision, freeze_base
+from accel_train.domains.models.lora import ADAPTER, CPU, BasePrecision, LoraConfig, freeze_base
 from accel_train.pipeline import ADAPTER_DESCRIPTION
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import manifest, planning, strict_json, weights
@@ -144,6 +145,15 @@ def _read_base(folder: Path) -> nn.Module:
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder}: no config.json of a base ({' '.join(str(error).split())[:200]})") from None
     return pretrained.build(ModelConfig(source=str(folder)), config, load_source=True)
+
+
+def refuse_other_meaning(initial_weights: Path | None, tokenizer: Any, adapters: LoraConfig) -> None:
+    """Raise ``UsageError`` for weights to start from that fit, but were trained with other pieces or scales.
+
+    ``initial_weights`` is a checkpoint, or None.
+    """
+    tokenizers.refuse_other_pieces(tokenizer, initial_weights)
+    refuse_other_scale(initial_weights, adapters)
 
 
 def attach(model: nn.Module, adapters: Mapping[str, Path], owner: Path, reference: Mapping[str, Any] | None) -> None:

@@ -7,13 +7,22 @@ import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.domains.models.lora import CONFIG_FILE, WEIGHTS_STEM, adapter_key, by_key_of_peft, import_peft, inject
+from accel_train.domains.models.lora import (
+    CONFIG_FILE,
+    WEIGHTS_STEM,
+    LoraConfig,
+    PartOfModel,
+    adapter_key,
+    by_key_of_peft,
+    import_peft,
+    inject,
+)
 from accel_train.precision import Precision
 from accel_train.store import strict_json, weights
 from accel_train.store.pretrained_base import refuse_other_base
@@ -128,6 +137,59 @@ def _refuse_misfits(directory: Path, tensors: Mapping[str, TensorInfo], expected
             f"{directory}: its adapter does not fit this base ({shortened(problems, 3, '; ')}); give the base that it "
             "was trained on"
         )
+
+
+def refuse_other_scale(initial_weights: Path | None, config: LoraConfig, parts: Sequence[PartOfModel] = ()) -> None:
+    """Raise ``UsageError`` for adapters to start from that another rank, alpha or variant was trained with.
+
+    The weights of another alpha or of rsLoRA fit, and would be multiplied by another number than in their training.
+    ``initial_weights`` is a checkpoint, or None. A part of rank 0 has no adapters.
+    """
+    if initial_weights is None or not is_adapter(initial_weights):
+        return
+    pairs = _scales(config, parts, _settings(initial_weights))
+    other = {name: pair for name, pair in pairs.items() if pair.ours != pair.theirs}
+    if other:
+        given = " and ".join(pair.given for pair in other.values())
+        required = " ".join(f"--{name} {_shown(pair.theirs)}" for name, pair in other.items())
+        raise UsageError(
+            f"{given}: the adapters of --init_from, {initial_weights}, were trained with {required}, and would compute "
+            f"something else; give {required}"
+        )
+
+
+class _Pair(NamedTuple):
+    """An option of adapters, in this run and in the training of other adapters."""
+
+    ours: Any
+    theirs: Any
+    given: str
+    """As the options of this run say it, for an error."""
+
+
+def _scales(config: LoraConfig, parts: Sequence[PartOfModel], trained: Any) -> dict[str, _Pair]:
+    """Return the options that scale adapters, with those of peft's ``trained`` settings, by name."""
+    found = _ranks_and_alphas("lora", config.rank, config.alpha, trained.r, trained.lora_alpha)
+    for part in parts:
+        rank = trained.rank_pattern.get(part.pattern, 0)
+        alpha = trained.alpha_pattern.get(part.pattern, trained.lora_alpha)
+        found |= _ranks_and_alphas(part.options, part.rank, part.alpha, rank, alpha)
+    variant = "dora" if trained.use_dora else "rslora" if trained.use_rslora else "lora"
+    return found | {"lora.variant": _Pair(config.variant, variant, f"--lora.variant {config.variant}")}
+
+
+def _ranks_and_alphas(
+    group: str, rank: int, alpha: float | None, trained_rank: int, trained_alpha: float
+) -> dict[str, _Pair]:
+    found = {f"{group}.rank": _Pair(rank, trained_rank, f"--{group}.rank {rank}")}
+    if trained_rank > 0:
+        given = f"{group}.alpha null (the rank, {rank})" if alpha is None else f"--{group}.alpha {_shown(alpha)}"
+        found[f"{group}.alpha"] = _Pair(rank if alpha is None else alpha, trained_alpha, given)
+    return found
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def choose_adapter(model: nn.Module, name: str | None) -> None:

@@ -79,6 +79,8 @@ class PartOfModel(NamedTuple):
     rank: int
     alpha: float | None
     """None: the rank."""
+    options: str = "lora"
+    """Group of the options of both."""
 
     @property
     def pattern(self) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -377,3 +379,16 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace("CLIPTextModel", "T5EncoderModel"))
     with pytest.raises(UsageError, match="its text_encoder is T5EncoderModel"):
         with_trained_text(base, TEXT)
+
+
+def test_adapters_to_start_from_have_the_scale_of_their_options(tmp_path: Path) -> None:
+    """Refused before a model is built."""
+    base = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save("sdxl", tmp_path / "base")))))
+    values = lora.adapter_config(built(base), "some/base")
+    (tmp_path / lora.CONFIG_FILE).write_text(json.dumps(values))
+    config = LoraConfig(rank=RANK, alpha=ALPHA)
+    adapters.build(base, config, TEXT, "fp32", CPU, tmp_path)
+    with pytest.raises(UsageError, match=r"^--text_encoders\.alpha 2: .*; give --text_encoders\.alpha 5$"):
+        adapters.build(base, config, replace(TEXT, alpha=2.0), "fp32", CPU, tmp_path)
+    with pytest.raises(UsageError, match=r"^--text_encoders\.rank 0 and .*; give --text_encoders\.rank 2 --text_enc"):
+        adapters.build(with_frozen_text(base), config, TextEncoderConfig(), "fp32", CPU, tmp_path)

@@ -170,3 +170,16 @@ def test_of_a_branch_on_the_hub_the_commit_is_recorded(tmp_path: Path, monkeypat
         assert at_recorded_revision(options, {**recorded, "revision": None}) is options
     for other in (ModelConfig(source="me/other", revision="main"), ModelConfig()):
         assert at_recorded_revision(other, recorded) is other
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "trained"), [("rank", "0", "2"), ("alpha", "4", "2"), ("variant", "rslora", "lora")]
+)
+def test_adapters_to_start_from_have_the_scale_of_their_training(
+    name: str, value: str, trained: str, begun: Path, base: Path
+) -> None:
+    flags = ("--model.source", str(base), "--init_from", str(begun / "adapters"), "--output_dir", str(begun / "other"))
+    with pytest.raises(
+        UsageError, match=rf"^--lora\.{name} {value}.* give --lora\.{name} {trained}( --lora.alpha 2)?$"
+    ):
+        causal_lm.main([str(begun / "tiny.yaml"), *flags, "--lora.rank", "2", f"--lora.{name}", value])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from accel_train import frozen_weights
 from accel_train.config import UsageError
-from accel_train.domains.models import lora, quantised
+from accel_train.domains.models import adapters, lora, quantised
 from accel_train.domains.models.float8 import Float8Linear
 from accel_train.domains.models.lora import LoraConfig, PartOfModel, apply_lora
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
@@ -323,3 +323,71 @@ def test_without_bitsandbytes_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 def test_a_model_without_linear_layers_is_not_quantised() -> None:
     with pytest.raises(UsageError, match=r"has no nn.Linear but its head"):
         apply_lora(MODELS["gpt"](), LoraConfig(rank=2, base_precision="int8"))
+
+
+PARTS = [PartOfModel("encoder", 2, 6.0, "text")]
+
+
+def saved_adapters(folder: Path, config: LoraConfig, parts: list[PartOfModel]) -> Path:
+    """A folder with the adapter_config.json that a checkpoint has."""
+    model = nn.ModuleDict({"q_proj": nn.Linear(4, 4), "encoder": nn.ModuleDict({"q_proj": nn.Linear(4, 4)})})
+    apply_lora(model, config, parts=parts)
+    folder.mkdir()
+    (folder / lora.CONFIG_FILE).write_text(json.dumps(lora.adapter_config(model, "some/base")))
+    return folder
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora", "rslora"])
+@pytest.mark.parametrize("alpha", [None, 8.0])
+def test_adapters_to_start_from_of_the_same_scale_are_taken(variant: Any, alpha: float | None, tmp_path: Path) -> None:
+    config = LoraConfig(rank=4, alpha=alpha, variant=variant)
+    folder = saved_adapters(tmp_path / "run", config, PARTS)
+    adapters.refuse_other_scale(folder, config, PARTS)
+    adapters.refuse_other_scale(folder, LoraConfig(rank=4, alpha=alpha or 4, variant=variant))
+    adapters.refuse_other_scale(None, LoraConfig(rank=2))
+    adapters.refuse_other_scale(tmp_path, LoraConfig(rank=2))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            LoraConfig(rank=4),
+            r"^lora\.alpha null \(the rank, 4\): .*run, were trained with --lora\.alpha 8, .*; give --lora\.alpha 8$",
+        ),
+        (LoraConfig(rank=4, alpha=2.5), r"^--lora\.alpha 2\.5: .*; give --lora\.alpha 8$"),
+        (LoraConfig(rank=4, alpha=8.0, variant="rslora"), r"^--lora\.variant rslora: .*; give --lora\.variant lora$"),
+        (LoraConfig(rank=4, alpha=8.0, variant="dora"), r"^--lora\.variant dora: .*; give --lora\.variant lora$"),
+        (LoraConfig(rank=8, alpha=8.0), r"^--lora\.rank 8: .*; give --lora\.rank 4$"),
+        (LoraConfig(), r"^--lora\.rank 0 and lora\.alpha null .*; give --lora\.rank 4 --lora\.alpha 8$"),
+    ],
+)
+def test_adapters_to_start_from_of_another_scale_are_refused(given: LoraConfig, says: str, tmp_path: Path) -> None:
+    folder = saved_adapters(tmp_path / "run", LoraConfig(rank=4, alpha=8.0), [])
+    with pytest.raises(UsageError, match=says):
+        adapters.refuse_other_scale(folder, given)
+
+
+def test_a_part_to_start_from_has_a_scale_of_its_own(tmp_path: Path) -> None:
+    config = LoraConfig(rank=4, alpha=8.0)
+    folder = saved_adapters(tmp_path / "run", config, PARTS)
+    with pytest.raises(UsageError, match=r"^text\.alpha null \(the rank, 2\): .*; give --text\.alpha 6$"):
+        adapters.refuse_other_scale(folder, config, [PARTS[0]._replace(alpha=None)])
+    with pytest.raises(UsageError, match=r"^--text\.rank 3: .*; give --text\.rank 2$"):
+        adapters.refuse_other_scale(folder, config, [PARTS[0]._replace(rank=3)])
+    none = PartOfModel("encoder", 0, None, "text")
+    with pytest.raises(
+        UsageError, match=r"^--text\.rank 0 and text\.alpha null .*; give --text\.rank 2 --text\.alpha 6$"
+    ):
+        adapters.refuse_other_scale(folder, config, [none])
+    without = saved_adapters(tmp_path / "without", config, [])
+    adapters.refuse_other_scale(without, config, [none])
+    with pytest.raises(UsageError, match=r"^--text\.rank 2: .*; give --text\.rank 0$"):
+        adapters.refuse_other_scale(without, config, PARTS)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("rslora", "lora"), ("dora", "lora"), ("dora", "rslora")])
+def test_another_variant_to_start_from_is_refused(theirs: Any, ours: Any, tmp_path: Path) -> None:
+    folder = saved_adapters(tmp_path / "run", LoraConfig(rank=4, variant=theirs), [])
+    with pytest.raises(UsageError, match=rf"^--lora\.variant {ours}: .*; give --lora\.variant {theirs}$"):
+        adapters.refuse_other_scale(folder, LoraConfig(rank=4, variant=ours))

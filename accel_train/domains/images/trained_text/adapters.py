@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from accel_train.config import NonNegativeInt, PositiveFloat, UsageError
 from accel_train.domains.images.pipelines.loading import FAMILIES, Base, DiffusersBase
 from accel_train.domains.images.trained_text import joint
 from accel_train.domains.images.trained_text.joint import DenoiserWithText
+from accel_train.domains.models.adapters import refuse_other_scale
 from accel_train.domains.models.lora import (
     LoraConfig,
     PartOfModel,
@@ -28,7 +30,7 @@ from accel_train.store import strict_json
 from accel_train.training.optimizers import HasParameterGroups
 
 PART = "text_encoders"
-"""Name of their groups in the optimizer."""
+"""Name of their options, and of their groups in the optimizer."""
 CLIP = ("CLIPTextModel", "CLIPTextModelWithProjection")
 DEFAULT_TARGETS = ("attention",)
 REASONS = {
@@ -130,12 +132,21 @@ def _embed(pipeline: Any, tokens: joint.Conditioning) -> dict[str, torch.Tensor]
 
 
 def build(
-    base: Base, adapters: LoraConfig, text: TextEncoderConfig, precision: Precision, device: torch.device
+    base: Base,
+    adapters: LoraConfig,
+    text: TextEncoderConfig,
+    precision: Precision,
+    device: torch.device,
+    initial_weights: Path | None = None,
 ) -> nn.Module:
     """Load the denoiser of the base, with its text encoders if they are trained, freeze it, and give it adapters.
 
-    With ``lora.base_precision`` of 8 or 4 bits its linear layers go to ``device``.
+    With ``lora.base_precision`` of 8 or 4 bits its linear layers go to ``device``. Raises ``UsageError`` if the
+    checkpoint ``initial_weights``, whose adapters are loaded later, was trained with another scale of them.
     """
+    # Those that may have been trained there, if none is here.
+    names = base.trained_text or tuple(joint.TOKENIZERS)
+    refuse_other_scale(initial_weights, adapters, [_part(name, text) for name in names])
     model = base.denoiser(loading_precision(adapters, precision))
     apply_adapters(model, base, adapters, text, precision, device)
     return model
@@ -162,8 +173,12 @@ def apply_adapters(
     for number, (name, encoder) in enumerate(model.encoders.items()):
         layers = _layers(encoder, text.targets or DEFAULT_TARGETS, model.way.skips_last and number == 0)
         paths += [f"{name}.{path}" for path in layers]
-        parts.append(PartOfModel(name, text.rank, text.alpha))
+        parts.append(_part(name, text))
     apply_lora(model, replace(adapters, targets=tuple(paths)), precision, device, parts)
+
+
+def _part(name: str, text: TextEncoderConfig) -> PartOfModel:
+    return PartOfModel(name, text.rank, text.alpha, options=PART)
 
 
 def _layers(encoder: nn.Module, targets: tuple[str, ...], skips_last: bool) -> list[str]:
