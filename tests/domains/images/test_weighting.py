@@ -206,6 +206,32 @@ def test_masks_that_cannot_be_used(tmp_path: Path) -> None:
         masks.find_masks(MaskConfig("files"), [found._replace(bytes=row)], 4)
 
 
+def test_copies_of_a_picture_have_one_mask(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    with_alpha(folder)
+    (folder / "b.png").write_bytes((folder / "a.png").read_bytes())
+    black, white = (Image.new("L", (16, 16), colour) for colour in ("black", "white"))
+    black.save(folder / "a.mask.png")
+    copies = read_pictures(Source(str(folder)), tmp_path / "cache").pictures
+    same = r"a\.png and b\.png are the same picture.*with different masks"
+    with pytest.raises(UsageError, match=rf"{same} \(a\.mask\.png; none\).*Save one of the two again"):
+        masks.find_masks(MaskConfig("files"), copies, 4)
+    white.save(folder / "b.mask.png")
+    with pytest.raises(UsageError, match=rf"{same} \(a\.mask\.png; b\.mask\.png\)"):
+        masks.find_masks(MaskConfig("files"), copies, 4)
+    black.save(folder / "b.mask.png")
+    equal = masks.find_masks(MaskConfig("files"), copies, 4)
+    assert equal is not None
+    assert len(equal.files) == 1
+    # Saved again, they are two pictures.
+    white.save(folder / "b.mask.png")
+    with Image.open(folder / "a.png") as opened:
+        opened.save(folder / "b.png", compress_level=1)
+    apart = masks.find_masks(MaskConfig("files"), read_pictures(Source(str(folder)), tmp_path / "cache").pictures, 4)
+    assert apart is not None
+    assert len(apart.files) == 2
+
+
 @pytest.mark.parametrize(
     ("group", "options"),
     [(PriorConfig, {"weight": 2.0}), (PriorConfig, {"caption": "a dog"}), (MaskConfig, {"outside": 0.5})],

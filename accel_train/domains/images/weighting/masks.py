@@ -84,16 +84,23 @@ class Masks:
 def find_masks(config: MaskConfig, pictures: Sequence[Picture], reduction: int) -> Masks | None:
     """Find the masks of all pictures of a run, None without masks. Reads and decodes each file once.
 
-    Raises ``UsageError`` for pictures that are no files, for a mask of another size, and if no picture has one.
+    Raises ``UsageError`` for pictures that are no files, for a mask of another size, for copies of a picture with
+    different masks, and if no picture has one.
     """
     if config.source == "none":
         return None
     files: dict[str, tuple[Path, str]] = {}
     if config.source == "files":
+        # By content, as latents and the split are: copies of a picture are one picture.
+        found: dict[str, tuple[Picture, tuple[Path, str] | None]] = {}
         for picture in pictures:
             path = _file_beside(picture)
-            if path is not None:
-                files[picture.content] = (path, _checked(path, picture))
+            mask = None if path is None else (path, _checked(path, picture))
+            first, other = found.setdefault(picture.content, (picture, mask))
+            if (mask and mask[1]) != (other and other[1]):
+                raise _different_masks((first, other), (picture, mask))
+            if mask is not None:
+                files[picture.content] = mask
         if not files:
             raise UsageError(
                 "data.mask.source files: no picture has a mask; NAME.mask.png beside NAME.png is required, or leave it "
@@ -128,6 +135,16 @@ def _file_beside(picture: Picture) -> Path | None:
     found = [path.with_name(f"{path.stem}.mask{suffix}") for suffix in SUFFIXES]
     # A mask may be of another format than its picture: JPEG has no sharp edges.
     return next((file for file in found if is_mask(file) and file.exists()), None)
+
+
+def _different_masks(*copies: tuple[Picture, tuple[Path, str] | None]) -> UsageError:
+    masks = ["none" if mask is None else mask[0].name for _, mask in copies]
+    names = [picture.name for picture, _ in copies]
+    return UsageError(
+        f"data.mask.source files: {names[0]} and {names[1]} are the same picture, byte for byte, with different masks "
+        f"({masks[0]}; {masks[1]}), and a picture has one mask. Save one of the two again, in another format or with "
+        "another compression, so that the files differ; or give both the same mask, or delete one picture."
+    )
 
 
 def _checked(path: Path, picture: Picture) -> str:
