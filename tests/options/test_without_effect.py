@@ -422,6 +422,8 @@ def test_options_of_rows_are_read_by_one_source_at_least(
         ("emoji:flags", {"caption_column": "text"}, r"caption_column 'text' has no effect"),
         ("a.parquet", {"split": "test"}, r"split 'test' has no effect"),
         ("a.parquet", {"image_column": "jpg", "caption_column": "text"}, None),
+        ("parts", {"caption_column": "prompt", "caption_extension": ".caption"}, None),
+        ("parts/train", {"caption_extension": ".caption"}, r"caption_extension '.caption' has no effect"),
         ("saved", {"split": "test"}, r"split 'test' has no effect"),
         ("splits", {"split": "test"}, None),
         ("owner/name", {"split": "test", "image_column": "jpg"}, None),
@@ -434,6 +436,8 @@ def test_options_of_pictures_are_read_by_one_source_at_least(
     for name in ("plain/a.png", "listed/metadata.jsonl", "saved/state.json", "splits/dataset_dict.json"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
+    (tmp_path / "parts" / "train").mkdir(parents=True)
+    (tmp_path / "parts" / "train" / "metadata.csv").touch()
     prior = PriorConfig(options.pop("prior", None))
     config = PictureDataConfig(path, **options, prior=prior)
     if says is None:

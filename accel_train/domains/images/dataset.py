@@ -134,8 +134,8 @@ class PictureData:
 READ_BY = {
     "split": "a saved dataset with splits, or one of the Hub",
     "image_column": "a table or dataset",
-    "caption_column": "a table, a dataset or a metadata.jsonl",
-    "caption_extension": "a folder of pictures without metadata.jsonl",
+    "caption_column": "a table, a dataset, or a metadata.jsonl or .csv",
+    "caption_extension": "a folder of pictures without metadata.jsonl or .csv",
 }
 """Options of a source, and what reads them."""
 

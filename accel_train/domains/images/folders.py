@@ -1,4 +1,4 @@
-"""Folders of pictures: captions in text files of the same name, or in ``metadata.jsonl``.
+"""Folders of pictures: captions in text files of the same name, or in rows of ``metadata.jsonl`` or ``metadata.csv``.
 
 Folders below are read too. Hidden files and folders, directories of runs and the cache are skipped.
 """
@@ -6,14 +6,12 @@ Folders below are read too. Hidden files and folders, directories of runs and th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
-from unicodedata import normalize
 
 from accel_train.config import UsageError
-from accel_train.data.tables.json_rows import RepeatedKeyError, parse_json
 from accel_train.data.tables.run_files import RUN_FOLDERS
 from accel_train.domains.images.sources import (
     SHOWN_NAMES,
@@ -22,8 +20,6 @@ from accel_train.domains.images.sources import (
     LeftOut,
     Listing,
     Source,
-    caption_of_row,
-    choice_notices,
     read_regular,
 )
 from accel_train.store.names import CONFIG_FILE, RUN_FILE
@@ -33,6 +29,12 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif", ".bmp", ".tif", "
 OTHER_PICTURES = (".heic", ".heif", ".jxl", ".jp2", ".psd", ".svg", ".eps", ".ico", ".tga", ".exr", ".hdr", ".dng")
 """Pictures that are not read. They are counted, and not taken for other files."""
 METADATA = "metadata.jsonl"
+METADATA_FILES = (METADATA, "metadata.csv")
+"""Files of rows. The first one in a folder is read."""
+UNREAD_METADATA = (*METADATA_FILES, "metadata.parquet")
+"""Files of rows that may be in a folder whose captions are read from elsewhere."""
+CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap", ".text", ".tags")
+"""Of text files that hold a caption if they lie beside a picture of their name."""
 
 
 def is_mask(file: Path) -> bool:
@@ -52,9 +54,10 @@ def _pictures_among(files: Sequence[Path]) -> list[Path]:
 def list_folder(folder: Path, source: Source, cache: Path) -> Listing:
     """List the pictures of a folder with their captions.
 
-    With a ``metadata.jsonl`` in the folder its rows are the pictures: ``file_name`` and a caption. Otherwise the
-    caption of ``a.png`` is the text of ``a`` + `source.caption_extension`. Files such as ``a.mask.png`` are masks and
-    no pictures. Directories of runs and ``cache`` are left out. Raises ``UsageError`` for a folder without pictures.
+    Below the folder of a ``metadata.jsonl`` or ``metadata.csv`` its rows are the pictures: ``file_name`` and a caption.
+    Elsewhere the caption of ``a.png`` is the text of ``a`` + `source.caption_extension`. Files such as ``a.mask.png``
+    are masks and no pictures. Directories of runs and ``cache`` are left out. Raises ``UsageError`` for a folder
+    without pictures, and for a picture whose only caption is in a file that is not read.
     """
     tree = _walk(folder, cache)
     files = tree.files
@@ -70,16 +73,128 @@ def list_folder(folder: Path, source: Source, cache: Path) -> Listing:
         for file in files
         if file.suffix.lower() in OTHER_PICTURES
     ]
-    if os.path.lexists(folder / METADATA):
-        listed = _by_metadata(folder, pictures, source)
-    else:
+    listed = _captioned(folder, files, pictures, source)
+    return Listing(listed.entries, [*listed.left_out, *unread, *tree.unreadable], [*listed.notices, *tree.notices()])
+
+
+def _captioned(folder: Path, files: Sequence[Path], pictures: Sequence[Path], source: Source) -> Listing:
+    """List pictures with the captions of rows, or of text files where no folder above has rows."""
+    from accel_train.domains.images.metadata_files import list_rows
+
+    metadata = _metadata_files(files)
+    if not metadata:
         _refuse_columns(folder, source)
-        captions = [file for file in files if file.suffix.lower() == source.caption_extension.lower()]
-        # Last, and so taken, the ones written as the option is: a.txt before a.TXT.
-        captions.sort(key=lambda file: file.suffix == source.caption_extension)
-        listed = _by_name(folder, pictures, captions)
-    notices = [*listed.notices, *tree.notices()]
-    return Listing(listed.entries, [*listed.left_out, *unread, *tree.unreadable], notices)
+    holders = {file.parent for file in metadata}
+    in_rows = [picture for picture in pictures if not holders.isdisjoint(picture.parents)]
+    elsewhere = [file for file in files if holders.isdisjoint(file.parents)]
+    rows, texts = list_rows(folder, metadata, in_rows, source), _by_name(folder, elsewhere, source.caption_extension)
+    entries = [*rows.entries, *texts.entries]
+    together = [_several(folder, metadata)] if metadata and (texts.entries or len(metadata) > 1) else []
+    unread = _about_unread(folder, _unread_captions(folder, files, entries, metadata, source), len(entries), source)
+    return Listing(entries, [*rows.left_out, *texts.left_out], [*rows.notices, *together, *unread])
+
+
+def _metadata_files(files: Sequence[Path]) -> list[Path]:
+    """Return the files of rows among all files of a tree: at most one of a folder, outer folders first."""
+    found: dict[Path, Path] = {}
+    for name in METADATA_FILES:
+        for file in files:
+            if file.name == name:
+                found.setdefault(file.parent, file)
+    return sorted(found.values(), key=lambda file: (len(file.parts), file))
+
+
+def has_rows(folder: Path, *, below: bool) -> bool:
+    """Return True for a folder with captions in rows, or with ``below`` for one that has such a folder below."""
+    if not below:
+        return any(os.path.lexists(folder / name) for name in METADATA_FILES)
+    return bool(_metadata_files(_walk(folder, None).files))
+
+
+def _several(folder: Path, metadata: Sequence[Path]) -> str:
+    """Say that folders below are read together: they may be splits, of which one was meant."""
+    names = shortened([_name(file, folder) for file in metadata], SHOWN_NAMES)
+    alone = metadata[-1].parent
+    return f"captions of {names} and of other folders are read together; to read one alone, give its path: {alone}"
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A file that is not read, beside a picture or in a folder above it, with a caption of the picture."""
+
+    picture: Entry
+    file: Path
+    holder: Path | None
+    """The file of rows that is read for the picture."""
+
+    @property
+    def kind(self) -> str:
+        """Such files in words."""
+        return self.file.name if self.file.name in UNREAD_METADATA else f"{self.file.suffix} files"
+
+
+def _unread_captions(
+    folder: Path, files: Sequence[Path], entries: Sequence[Entry], metadata: Sequence[Path], source: Source
+) -> list[_Unread]:
+    """Find captions that are not read: of another extension, or beside pictures whose captions are in rows."""
+    extension = source.caption_extension.lower()
+    own = _by_stem(files, {extension})
+    other = _by_stem(files, {*CAPTION_SUFFIXES} - {extension})
+    holders = {file.parent: file for file in metadata}
+    rows = {file.parent: file for file in files if file.name in UNREAD_METADATA and file not in metadata}
+    found: list[_Unread] = []
+    for entry in entries:
+        picture = folder / entry.name
+        stem = picture.with_suffix("")
+        holder = _above(picture, holders)
+        beside = other.get(stem) if holder is None else own.get(stem, other.get(stem))
+        unread = beside or _above(picture, rows)
+        if unread is not None:
+            found.append(_Unread(entry, unread, holder))
+    return found
+
+
+def _by_stem(files: Sequence[Path], suffixes: Collection[str]) -> dict[Path, Path]:
+    return {file.with_suffix(""): file for file in files if file.suffix.lower() in suffixes}
+
+
+def _above(picture: Path, by_folder: Mapping[Path, Path]) -> Path | None:
+    """Return the file of the nearest folder above a picture that has one."""
+    return next((by_folder[parent] for parent in picture.parents if parent in by_folder), None)
+
+
+def _about_unread(folder: Path, unread: Sequence[_Unread], pictures: int, source: Source) -> list[str]:
+    """Return a line for each kind of captions that are not read.
+
+    Raises ``UsageError`` if a picture has no other: it would be left out, or learned with `data.default_caption`.
+    """
+    lacking = [item for item in unread if not item.picture.caption]
+    if lacking:
+        first = lacking[0]
+        raise UsageError(
+            f"{source.named}: {len(lacking):,} of {pictures:,} pictures have a caption only in a file that is not "
+            f"read, such as {_name(first.file, folder)} for {first.picture.name}; {_how_to_read(first, source)}. Or "
+            "remove such files, if they hold no captions."
+        )
+    names = {item.kind: _name(item.file, folder) for item in reversed(unread)}
+    return [
+        f"captions in {kind} are not read, as their {count:,} pictures have others: {names[kind]}"
+        for kind, count in Counter(item.kind for item in unread).items()
+    ]
+
+
+def _how_to_read(unread: _Unread, source: Source) -> str:
+    if unread.holder is not None:
+        return f"captions are those of {unread.holder.name} there. Write them into it, or remove it"
+    if unread.file.name in UNREAD_METADATA:
+        return f"convert it to {METADATA}"
+    if source.group is None:
+        return f"captions are read from {source.caption_extension} files. Rename them"
+    given = f"{source.group}caption_extension"
+    return (
+        f"{given} is {source.caption_extension}. Give {given} {unread.file.suffix}, or rename the files to end in "
+        f"{source.caption_extension}"
+    )
 
 
 def _refuse_columns(folder: Path, source: Source) -> None:
@@ -88,7 +203,7 @@ def _refuse_columns(folder: Path, source: Source) -> None:
         if value is not None:
             raise UsageError(
                 f"{source.group}{name} {value!r} has no effect with {source.named}: {folder} has no columns and no "
-                f"{METADATA}. Leave it out."
+                f"{' or '.join(METADATA_FILES)}. Leave it out."
             )
 
 
@@ -178,12 +293,13 @@ def _name(file: Path, folder: Path) -> str:
     return file.relative_to(folder).as_posix()
 
 
-def _by_name(folder: Path, pictures: Sequence[Path], captions: Sequence[Path]) -> Listing:
+def _by_name(folder: Path, files: Sequence[Path], extension: str) -> Listing:
     """Pair pictures and text files of the same name."""
     by_stem: dict[Path, list[Path]] = {}
-    for picture in pictures:
+    for picture in _pictures_among(files):
         by_stem.setdefault(picture.with_suffix(""), []).append(picture)
-    texts = {caption.with_suffix(""): caption for caption in captions}
+    # Last, and so taken, the ones written as the option is: a.txt before a.TXT.
+    texts = _by_stem(sorted(files, key=lambda file: file.suffix == extension), {extension.lower()})
     entries: list[Entry] = []
     left_out: list[LeftOut] = []
     for stem, same_name in by_stem.items():
@@ -210,76 +326,3 @@ def _by_name(folder: Path, pictures: Sequence[Path], captions: Sequence[Path]) -
 def _read_caption(file: Path) -> str:
     # utf-8-sig takes the byte-order mark of some editors away.
     return " ".join(read_regular(file).decode("utf-8-sig").split())
-
-
-def _by_metadata(folder: Path, pictures: Sequence[Path], source: Source) -> Listing:
-    """Read the rows of ``metadata.jsonl``."""
-    known = {_name(picture, folder): picture for picture in pictures}
-    # macOS writes an accent as a character of its own, and most programs do not.
-    composed = {normalize("NFC", name): name for name in known}
-    entries: list[Entry] = []
-    left_out: list[LeftOut] = []
-    used: set[str] = set()
-    fields: set[str] = set()
-    try:
-        content = read_regular(folder / METADATA)
-    except OSError as error:
-        raise UsageError(
-            f"{source.named}: {folder / METADATA} cannot be read: {error}. Correct or remove it."
-        ) from None
-    for place, row in _rows(content, left_out):
-        fields |= row.keys()
-        name = _file_name(row, place, source)
-        if name not in known:
-            name = composed.get(normalize("NFC", name), name)
-        if not _is_inside(name):
-            left_out.append(LeftOut(place, "file_name leaves the folder", repr(name)[:80]))
-        elif name not in known:
-            left_out.append(LeftOut(place, "caption without a picture", f"no {name[:80]}"))
-        else:
-            used.add(name)
-            caption = caption_of_row(row, source.caption_column, place, source.group)
-            if isinstance(caption, LeftOut):
-                left_out.append(caption)
-            else:
-                entries.append(Entry(name, caption, FileBytes(known[name])))
-    unnamed = [name for name in known if name not in used]
-    left_out += [LeftOut(name, f"not named in {METADATA}") for name in unnamed]
-    return Listing(entries, left_out, choice_notices(fields, source))
-
-
-def _rows(content: bytes, left_out: list[LeftOut]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (file:line, row). Lines other than JSON objects are left out."""
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
-        if not line.strip():
-            continue
-        place = f"{METADATA}:{number}"
-        try:
-            row: Any = parse_json(line.decode("utf-8", "surrogatepass"))
-        except RepeatedKeyError as error:
-            left_out.append(LeftOut(place, "a key given twice", str(error)[:80]))
-            continue
-        # Also UnicodeDecodeError, which is a ValueError. A long line of brackets exhausts the stack.
-        except (ValueError, RecursionError) as error:
-            left_out.append(LeftOut(place, "not JSON", str(error)[:80]))
-            continue
-        if isinstance(row, dict):
-            yield place, cast("dict[str, Any]", row)
-        else:
-            left_out.append(LeftOut(place, "not a JSON object"))
-
-
-def _file_name(row: Mapping[str, Any], place: str, source: Source) -> str:
-    name = row.get("file_name")
-    if not isinstance(name, str):
-        raise UsageError(
-            f"{source.named}: {place} has no text in 'file_name', its fields are {sorted(row)}. Each row must name its "
-            "picture below the folder."
-        )
-    # As `find` and some tools write names.
-    return name.removeprefix("./")
-
-
-def _is_inside(name: str) -> bool:
-    path = Path(name)
-    return not path.is_absolute() and ".." not in path.parts

@@ -93,9 +93,9 @@ class PictureDataConfig:
     """Source of pictures and captions, and how they are scaled and cropped."""
 
     path: str = "pictures"
-    """A folder of pictures (captions in text files beside them, or in metadata.jsonl), parquet files, a folder written
-    by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration). emoji or emoji:GROUP: the bundled
-    ones, such as emoji:flags."""
+    """A folder of pictures (captions in text files beside them, or in metadata.jsonl or metadata.csv), parquet files, a
+    folder written by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration). emoji or emoji:GROUP:
+    the bundled ones, such as emoji:flags."""
     changed: Changed = "refuse"
     """Pictures or captions that changed since the run began, such as added ones. refuse: do not resume. allow: continue
     with them; assets/ledger.json of a checkpoint records which data were used from which step."""
@@ -104,7 +104,7 @@ class PictureDataConfig:
     image_column: str | None = None
     """Column of pictures in a table. null: the only one."""
     caption_column: str | None = None
-    """Column of captions in a table or metadata.jsonl. null: text or caption."""
+    """Column of captions in a table, metadata.jsonl or metadata.csv. null: text or caption."""
     caption_extension: str = ".txt"
     """Extension of the text file beside a picture."""
     default_caption: str | None = None

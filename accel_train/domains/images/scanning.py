@@ -160,7 +160,7 @@ def list_pictures(source: Source, cache: Path) -> Listing:
 def options_read(source: Source) -> set[str]:
     """Return the names of the options that a source of this kind reads. All of them for one that is not there."""
     from accel_train.domains.images.demo import emoji
-    from accel_train.domains.images.folders import METADATA
+    from accel_train.domains.images.folders import has_rows
 
     columns = {"image_column", "caption_column"}
     path = expand_path(source.path)
@@ -172,10 +172,10 @@ def options_read(source: Source) -> set[str]:
         return columns
     if is_saved_dataset(path):
         return {*columns, "split"}
-    if (path / METADATA).is_file():
+    if has_rows(path, below=False):
         return {"caption_column"}
     if path.is_dir():
-        return {"caption_extension"}
+        return {"caption_extension", "caption_column"} if has_rows(path, below=True) else {"caption_extension"}
     return {*columns, "split", "caption_extension"}
 
 

@@ -44,7 +44,7 @@ class Source:
     image_column: str | None = None
     """Of a table. None: the only column of pictures."""
     caption_column: str | None = None
-    """Of a table or ``metadata.jsonl``. None: ``text`` or ``caption``."""
+    """Of a table, ``metadata.jsonl`` or ``metadata.csv``. None: ``text`` or ``caption``."""
     caption_extension: str = ".txt"
     """Of the text file beside a picture."""
     option: str = "--data.path"

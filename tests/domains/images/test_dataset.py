@@ -185,6 +185,13 @@ def test_pictures_without_captions(tmp_path: Path) -> None:
     assert prepared(folder, tmp_path / "cache", default_caption="").notices
 
 
+def test_a_default_caption_takes_the_place_of_no_caption_that_is_not_read(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    (folder / "000.txt").rename(folder / "000.caption")
+    with pytest.raises(UsageError, match=r"such as 000\.caption for 000\.png; --data\.caption_extension is \.txt"):
+        prepared(folder, tmp_path / "cache", default_caption="a dog")
+
+
 def test_an_edit_during_the_run_is_an_error(folder: Path, tmp_path: Path) -> None:
     data = prepared(folder, tmp_path / "cache")
     sample = data.train.samples[0]

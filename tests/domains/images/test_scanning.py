@@ -225,6 +225,12 @@ def metadata(folder: Path, *rows: Any) -> Path:
     return folder
 
 
+def without_texts(folder: Path) -> Path:
+    for text in folder.glob("*.txt"):
+        text.unlink()
+    return folder
+
+
 def test_metadata_jsonl(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data", (48, 32), (32, 48), (16, 16))
     metadata(
@@ -280,6 +286,107 @@ def test_columns_of_metadata(tmp_path: Path) -> None:
         read(folder, tmp_path / "cache", caption_column="promt")
     with pytest.raises(UsageError, match=r"no text in 'file_name'.*\['image'\]"):
         read(metadata(folder, {"image": "000.png"}), tmp_path / "cache")
+
+
+def metadata_csv(folder: Path, *lines: str) -> Path:
+    (folder / "metadata.csv").write_text("\n".join(lines))
+    return without_texts(folder)
+
+
+# datasets leaves the file open.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+def test_metadata_csv_equals_the_image_folder_of_datasets(tmp_path: Path) -> None:
+    import datasets
+
+    folder = metadata_csv(folder_of(tmp_path / "data", (48, 32), (32, 48)), "file_name,text", '000.png,"one, two"')
+    (folder / "001.png").unlink()
+    theirs = datasets.load_dataset("imagefolder", data_dir=str(folder), split="train", cache_dir=str(tmp_path / "hf"))
+    expected = {Path(row["image"].filename).name: row["text"] for row in theirs}
+    assert captions(read(folder, tmp_path / "cache")) == expected == {"000.png": "one, two"}
+
+
+def test_rows_of_metadata_csv(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48), (16, 16))
+    rows = ("file_name,text,prompt", "000.png,a,b", "001.png,", "gone.png,x,y", "", '002.png,"c",')
+    found = read(metadata_csv(folder, *rows), tmp_path / "cache")
+    assert captions(found) == {"000.png": "a", "002.png": "c"}
+    assert reasons(found) == {
+        "metadata.csv:3": "another number of values than columns",
+        "metadata.csv:4": "caption without a picture",
+        "001.png": "not named in metadata.csv",
+    }
+    assert captions(read(folder, tmp_path / "cache", caption_column="prompt")) == {"000.png": "b", "002.png": ""}
+    for line, says in (("file_name;text", "no text in 'file_name'"), ("text,text", "two columns of one name")):
+        with pytest.raises(UsageError, match=says):
+            read(metadata_csv(folder, line, "000.png" + line[4:5]), tmp_path / "cache")
+
+
+def test_rows_of_folders_below_name_pictures_there(tmp_path: Path) -> None:
+    """As in the ImageFolder of ``datasets`` with splits."""
+    data = tmp_path / "data"
+    train = without_texts(folder_of(data / "train", (48, 32), (32, 48)))
+    metadata(train, {"file_name": "000.png", "text": "a"}, {"file_name": "001.png", "text": "b"})
+    found = read(data, tmp_path / "cache")
+    assert captions(found) == {"train/000.png": "a", "train/001.png": "b"}
+    assert not found.notices
+    metadata_csv(folder_of(data / "test", (16, 16)), "file_name,text", "000.png,c", "gone.png,d")
+    folder_of(data / "more", (20, 20))
+    found = read(data, tmp_path / "cache")
+    expected = {"test/000.png": "c", "train/000.png": "a", "train/001.png": "b", "more/000.png": "picture number 0"}
+    assert captions(found) == expected
+    assert reasons(found) == {"test/metadata.csv:3": "caption without a picture"}
+    assert found.notices[-1] == (
+        "captions of test/metadata.csv, train/metadata.jsonl and of other folders are read together; to read one "
+        f"alone, give its path: {train}"
+    )
+    # The outermost file that names a picture is read.
+    metadata(data, {"file_name": "train/001.png", "text": "outer"})
+    found = read(data, tmp_path / "cache")
+    assert captions(found) == {"train/001.png": "outer", "test/000.png": "c", "train/000.png": "a"}
+    assert any("1 rows name pictures that a file of a folder above names" in notice for notice in found.notices)
+
+
+# ------------------------------------------------------------------------------------------- captions that are not read
+def renamed(folder: Path, number: int, suffix: str) -> None:
+    (folder / f"{number:03d}.txt").rename(folder / f"{number:03d}{suffix}")
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({}, r"--data\.caption_extension is \.txt. Give --data\.caption_extension \.caption, or rename"),
+        ({"group": "--"}, r"--caption_extension is \.txt. Give --caption_extension \.caption, or rename"),
+        ({"group": None}, r"captions are read from \.txt files\. Rename them"),
+    ],
+)
+def test_captions_of_another_extension_are_refused(columns: dict[str, Any], says: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48), (16, 16))
+    for number in (1, 2):
+        renamed(folder, number, ".caption")
+    with pytest.raises(UsageError, match=rf"2 of 3 pictures .* such as 001\.caption for 001\.png; {says}"):
+        read(folder, tmp_path / "cache", **columns)
+
+
+def test_captions_that_are_not_read_are_said_where_there_are_others(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48))
+    (folder / "000.caption").write_text("another")
+    found = read(folder, tmp_path / "cache")
+    assert captions(found)["000.png"] == "picture number 0"
+    assert found.notices == ["captions in .caption files are not read, as their 1 pictures have others: 000.caption"]
+
+
+def test_captions_beside_rows_are_not_read(tmp_path: Path) -> None:
+    folder = metadata(folder_of(tmp_path / "data", (48, 32)), {"file_name": "000.png", "text": "a"})
+    (folder / "metadata.csv").write_text("file_name,text\n000.png,b")
+    found = read(folder, tmp_path / "cache")
+    assert captions(found) == {"000.png": "a"}
+    assert found.notices == ["captions in .txt files are not read, as their 1 pictures have others: 000.txt"]
+    metadata(folder, {"file_name": "000.png"})
+    with pytest.raises(UsageError, match=r"such as 000\.txt for 000\.png; captions are those of metadata\.jsonl there"):
+        read(folder, tmp_path / "cache")
+    (folder / "000.txt").unlink()
+    with pytest.raises(UsageError, match=r"such as metadata\.csv for 000\.png"):
+        read(folder, tmp_path / "cache")
 
 
 # ---------------------------------------------------------------------------------------------------------- tables
@@ -427,7 +534,10 @@ def test_what_was_decoded_need_not_be_remembered(tmp_path: Path) -> None:
 def test_captions_that_are_no_text_are_left_out_by_name(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data", *[(16 + 4 * number, 16) for number in range(8)])
     values = ["ok", None, 5, ["a", "b"], {"x": 1}, True, float("nan"), 0.5]
-    metadata(folder, *({"file_name": f"{number:03d}.png", "text": value} for number, value in enumerate(values)))
+    metadata(
+        without_texts(folder),
+        *({"file_name": f"{number:03d}.png", "text": value} for number, value in enumerate(values)),
+    )
     found = read(folder, tmp_path / "cache")
     # NaN is a missing text in the tables of pandas.
     assert captions(found) == {"000.png": "ok", "001.png": None, "006.png": None}
@@ -503,7 +613,7 @@ def test_the_choice_between_two_columns_of_captions_is_said(tmp_path: Path) -> N
     made = datasets.Dataset.from_dict(columns)
     made.cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
     rows = [{"file_name": name, "text": text, "caption": "b"} for name, text in zip(names, texts, strict=True)]
-    metadata(folder, *rows)
+    metadata(without_texts(folder), *rows)
     for source in (folder, tmp_path / "saved"):
         found = read(source, tmp_path / "cache")
         assert found.notices == [f"captions are those of 'text', and in rows without one those of 'caption'{chooses}"]

@@ -43,7 +43,7 @@ class CheckConfig:
     image_column: str | None = None
     """Column of pictures in a table. null: the only one."""
     caption_column: str | None = None
-    """Column of captions in a table or metadata.jsonl. null: text or caption."""
+    """Column of captions in a table, metadata.jsonl or metadata.csv. null: text or caption."""
     caption_extension: str = ".txt"
     """Extension of the text file beside a picture."""
     min_side: PositiveInt = 16

@@ -18,7 +18,7 @@ from accel_train import rng
 from accel_train.config import UsageError, expand_path
 from accel_train.data.progress import Progress
 from accel_train.domains.images.buckets import to_image
-from accel_train.domains.images.folders import METADATA, picture_files
+from accel_train.domains.images.folders import METADATA_FILES, picture_files
 from accel_train.domains.images.latent_cache import EncodeTexts, Filling
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines.drawing import draw_picture, refuse_side
@@ -92,9 +92,10 @@ def _refuse_others(folder: Path, drawn_from: Mapping[str, Any], is_added_to: boo
     option = f"data.prior.path {str(folder)!r}"
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{option}: is a file, and data.prior.count draws into a folder; give a folder")
-    if is_added_to and (folder / METADATA).is_file():
+    rows = [name for name in METADATA_FILES if (folder / name).is_file()]
+    if is_added_to and rows:
         raise UsageError(
-            f"{option}: its captions are in {METADATA}, and pictures that are drawn have theirs in text files; give "
+            f"{option}: its captions are in {rows[0]}, and pictures that are drawn have theirs in text files; give "
             "an empty folder, or leave data.prior.count out"
         )
     record = folder / RECORD
