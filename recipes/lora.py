@@ -41,8 +41,8 @@ from accel_train.domains.models.lora import LoraConfig
 from accel_train.frozen_weights import pinned
 from accel_train.metrics import evaluation, logs
 from accel_train.metrics.progress import Labels
+from accel_train.options.flags import words_of
 from accel_train.options.loading import load_config
-from accel_train.options.words import words_of
 from accel_train.runtime.strategy import strategy_of
 from accel_train.train_state import TrainState
 from accel_train.training.accumulation import Batch

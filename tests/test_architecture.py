@@ -298,7 +298,7 @@ DOMAIN_WORDS = re.compile(
 )
 NAMED_AS_EXAMPLES = {
     "accel_train/launch_files/sharding.py": "MMDiTBlock",
-    "accel_train/options/flags.py": '"cache_latents',
+    "accel_train/options/other_scripts.py": "",  # every line: what scripts of each domain call their options
     "accel_train/rng.py": "latent/noise",
     "accel_train/linting/variables.py": "tokenizers",
     "accel_train/data/__init__.py": "latents",

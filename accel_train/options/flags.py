@@ -6,10 +6,14 @@ text. ``refusal`` checks the values of files and flags alike against the type of
 
 from __future__ import annotations
 
+import numbers
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
+from accel_train.config import UsageError
+from accel_train.options.other_scripts import NAMES_OF_OTHER_SCRIPTS, in_this_recipe
 from accel_train.options.strict_yaml import read_number
 from accel_train.wording import did_you_mean, nearest
 
@@ -17,100 +21,31 @@ WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None, 
 BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off")
 """Words read as the value of a boolean option. All but the first two are then refused, as in a file."""
 
-NAMES_OF_OTHER_SCRIPTS = {
-    "train_batch_size": "--micro_batch_size (samples per process per forward) and --global_batch_size",
-    "per_device_train_batch_size": "--micro_batch_size (samples per process per forward)",
-    "gradient_accumulation_steps": "--global_batch_size and --micro_batch_size: accumulation is derived from them",
-    "accumulation_steps": "--global_batch_size and --micro_batch_size: accumulation is derived from them",
-    "learning_rate": "--optimizer.lr",
-    "max_train_steps": "--max_steps",
-    "num_train_epochs": "--max_epochs",
-    "checkpointing_steps": "--checkpoints.save_every",
-    "save_steps": "--checkpoints.save_every",
-    "checkpoints_total_limit": "--checkpoints.keep_last",
-    "save_total_limit": "--checkpoints.keep_last",
-    "resume_from_checkpoint": "--resume auto|must|never|PATH (it resumes by itself)",
-    "report_to": "--log.trackers",
-    "log_with": "--log.trackers",
-    "fp16": "--precision fp16",
-    "bf16": "--precision bf16",
-    "use_ema": "--ema.decay, 0 for none",
-    "use_8bit_adam": "--optimizer.name adamw8bit",
-    "config": "no flag: name a preset or a YAML file before the flags",
-    "mixed_precision": "--precision fp32|bf16|fp16",
-    "lr_scheduler": "--schedule.kind",
-    "lr_scheduler_type": "--schedule.kind",
-    "lr_warmup_steps": "--schedule.warmup_steps",
-    "warmup_steps": "--schedule.warmup_steps",
-    "gradient_checkpointing": "--activation_checkpointing.mode full",
-    "activation_offloading": "--activation_checkpointing.mode full --activation_checkpointing.offload",
-    "dataloader_num_workers": "--loader.num_workers",
-    "max_grad_norm": "--optimizer.max_grad_norm",
-    "weight_decay": "--optimizer.weight_decay",
-    "pretrained_model_name_or_path": "--model.source for a language model, --base.source for a pipeline",
-    "instance_data_dir": "--data.path",
-    "train_data_dir": "--data.path",
-    "image_column": "--data.image_column",
-    "caption_column": "--data.caption_column",
-    "caption_extension": "--data.caption_extension",
-    "resolution": "--data.resolutions",
-    "max_resolution": "--data.resolutions",
-    "center_crop": "--data.crop centre",
-    "random_flip": "--data.flip",
-    "flip_aug": "--data.flip",
-    "cache_latents": "none: what encoders compute is always cached, in --data.cache_dir",
-    "cache_latents_to_disk": "none: what encoders compute is always cached, in --data.cache_dir",
-    "enable_bucket": "--data.resolutions and --data.bucket_step: pictures always go into buckets",
-    "network_dim": "--lora.rank",
-    "network_alpha": "--lora.alpha",
-    "lora_alpha": "--lora.alpha",
-    "lora_layers": "--lora.targets",
-    "rank": "--lora.rank",
-    "unet_lr": "--optimizer.lr",
-    "min_snr_gamma": "--objective.snr_weighting min_snr and --objective.snr_gamma",
-    "snr_gamma": "--objective.snr_weighting min_snr and --objective.snr_gamma",
-    "debiased_estimation_loss": "--objective.snr_weighting debiased",
-    "noise_offset": "--objective.offset_noise",
-    "multires_noise_iterations": "--objective.multires_iterations",
-    "multires_noise_discount": "--objective.multires_discount",
-    "caption_dropout_rate": "--objective.caption_dropout",
-    "proportion_empty_prompts": "--objective.caption_dropout",
-    "weighting_scheme": "--times.density, and --times.weighting for sigma_sqrt and cosmap",
-    "logit_mean": "--times.logit_mean",
-    "logit_std": "--times.logit_std",
-    "mode_scale": "--times.mode_scale",
-    "discrete_flow_shift": "--times.shift",
-    "prompt": "--text of a language model, --evaluation.prompts in training",
-    "text": "--prompt of a model of pictures",
-    "validation_prompt": "--evaluation.prompts",
-    "sample_prompts": "--evaluation.prompts",
-    "sample_every_n_steps": "--evaluation.every",
-    "save_every_n_steps": "--checkpoints.save_every",
-    "save_last_n_steps": "--checkpoints.keep_last",
-    "train_text_encoder": "--text_encoders.rank",
-    "text_encoder_lr": "--text_encoders.lr_factor, a multiple of --optimizer.lr",
-    "network_train_unet_only": "--text_encoders.rank 0, the default",
-    "network_train_text_encoder_only": "none: the denoiser is always trained",
-    "cache_text_encoder_outputs": "none: captions are encoded once, before training, without --text_encoders.rank",
-    "with_prior_preservation": "--data.prior.path",
-    "class_data_dir": "--data.prior.path",
-    "reg_data_dir": "--data.prior.path",
-    "class_prompt": "--data.prior.caption",
-    "num_class_images": "--data.prior.count",
-    "prior_loss_weight": "--data.prior.weight",
-    "masked_loss": "--data.mask.source files",
-    "alpha_mask": "--data.mask.source alpha",
-    "attn_implementation": "--attention (eager, sdpa, flash for flash_attention_2, flex for flex_attention)",
-    "blocks_to_swap": "--offload_frozen (all frozen blocks, two at a time on the device)",
-    "enable_model_cpu_offload": "--offload_frozen",
-    "enable_group_offload": "--offload_frozen",
-    "hub_token": "the HF_TOKEN environment variable (a flag is readable by every user of the machine)",
-}
-"""Options of the diffusers, transformers and kohya scripts, refused with the name used here and not with a guess."""
-
 
 class FlagError(ValueError):
     """The command line cannot be read. The text names the word and its correction."""
+
+
+def words_of(argv: Sequence[object]) -> list[str]:
+    """Return the words of a command line that a notebook may have written with numbers and paths among them.
+
+    Raises ``UsageError`` for anything else.
+    """
+    if isinstance(argv, str):
+        raise UsageError(f"{argv!r}: one text, a list of words is required, as in main(['--max_steps', '5'])")
+    words: list[str] = []
+    for place, given in enumerate(argv):
+        word = given
+        if isinstance(given, os.PathLike):
+            word = os.fspath(cast("os.PathLike[str]", given))
+        if not isinstance(word, (str, numbers.Real)):
+            before = "".join(f" behind {each}" for each in words[-1:])
+            raise UsageError(
+                f"argument {place + 1}{before} is {word!r} of type {type(word).__name__}: text, a number, True, False "
+                "or a path is required, as in main(['--max_steps', 5])"
+            )
+        words.append(str(word))
+    return words
 
 
 def read_flags(
@@ -361,16 +296,6 @@ def _unknown(name: str, known: Sequence[str]) -> str:
     if meant:
         return ": unknown option" + did_you_mean(f"--{meant}")
     return ": unknown option; --help all lists all"
-
-
-def in_this_recipe(remedy: str, known: Sequence[str]) -> str:
-    """Return the remedy for a name of other scripts, or say that the recipe has no such option."""
-    if remedy.startswith("none: "):
-        return f"there is {remedy}"
-    named = [word.strip(",:").removeprefix("--") for word in remedy.split() if word.startswith("--")]
-    if named and not set(named) & set(known):
-        return f"no option stands for it (other recipes have {remedy})"
-    return f"use {remedy}"
 
 
 NEAR = 0.8

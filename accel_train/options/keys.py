@@ -7,7 +7,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from accel_train.config import UsageError
-from accel_train.options.flags import NAMES_OF_OTHER_SCRIPTS, in_this_recipe, nearest_option
+from accel_train.options.flags import nearest_option
+from accel_train.options.other_scripts import NAMES_OF_OTHER_SCRIPTS, in_this_recipe
 from accel_train.options.strict_yaml import Places, place_of
 from accel_train.options.tree import field_types, flatten, is_group, option_names
 from accel_train.wording import did_you_mean

@@ -28,7 +28,7 @@ from accel_train.config import (
     set_requested_output_dir,
 )
 from accel_train.options import completion, help_cache, help_text, other_recipes, refusals
-from accel_train.options.flags import FlagError, read_flags, refusal, stray
+from accel_train.options.flags import FlagError, read_flags, refusal, stray, words_of
 from accel_train.options.keys import MAY_BE_EMPTY, NOWHERE, check_keys, invalid_keys, without_former
 from accel_train.options.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.options.tree import (
@@ -42,7 +42,6 @@ from accel_train.options.tree import (
     overlaid,
     to_tree,
 )
-from accel_train.options.words import words_of
 from accel_train.wording import did_you_mean, nearest
 
 if TYPE_CHECKING:
