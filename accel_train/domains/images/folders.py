@@ -6,6 +6,7 @@ Folders below are read too. Hidden files and folders, directories of runs and th
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,9 @@ UNREAD_METADATA = (*METADATA_FILES, "metadata.parquet")
 """Files of rows that may be in a folder whose captions are read from elsewhere."""
 CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap", ".text", ".tags")
 """Of text files that hold a caption if they lie beside a picture of their name."""
+
+REPEATS = re.compile(r"\d+_.*[^\W\d_].*")
+"""Folders of kohya's scripts: repeats of their pictures, and a caption for those without."""
 
 
 def is_mask(file: Path) -> bool:
@@ -74,7 +78,8 @@ def list_folder(folder: Path, source: Source, cache: Path) -> Listing:
         if file.suffix.lower() in OTHER_PICTURES
     ]
     listed = _captioned(folder, files, pictures, source)
-    return Listing(listed.entries, [*listed.left_out, *unread, *tree.unreadable], [*listed.notices, *tree.notices()])
+    notices = [*listed.notices, *_about_repeats(folder, listed.entries), *tree.notices()]
+    return Listing(listed.entries, [*listed.left_out, *unread, *tree.unreadable], notices)
 
 
 def _captioned(folder: Path, files: Sequence[Path], pictures: Sequence[Path], source: Source) -> Listing:
@@ -92,6 +97,20 @@ def _captioned(folder: Path, files: Sequence[Path], pictures: Sequence[Path], so
     together = [_several(folder, metadata)] if metadata and (texts.entries or len(metadata) > 1) else []
     unread = _about_unread(folder, _unread_captions(folder, files, entries, metadata, source), len(entries), source)
     return Listing(entries, [*rows.left_out, *texts.left_out], [*rows.notices, *together, *unread])
+
+
+def _about_repeats(folder: Path, entries: Sequence[Entry]) -> list[str]:
+    """Say that names of folders such as ``10_dog`` are not read."""
+    parents = (part for entry in entries for part in (folder / entry.name).relative_to(folder.parent).parts[:-1])
+    names = [name for name in dict.fromkeys(parents) if REPEATS.fullmatch(name)]
+    if not names:
+        return []
+    shown = shortened(names, SHOWN_NAMES)
+    return [
+        f"names of folders are not read as repeats and captions, as kohya's scripts do: {shown}. Each picture counts "
+        "once per epoch; for one to count more often, copy it and its caption under another name, or give it several "
+        f"rows in {METADATA}"
+    ]
 
 
 def _metadata_files(files: Sequence[Path]) -> list[Path]:

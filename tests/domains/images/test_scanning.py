@@ -346,6 +346,25 @@ def test_rows_of_folders_below_name_pictures_there(tmp_path: Path) -> None:
     assert any("1 rows name pictures that a file of a folder above names" in notice for notice in found.notices)
 
 
+def test_repeats_in_the_names_of_folders_are_not_read(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for name in ("10_sks dog", "2_cat", "2024_01_31", "3d_dog"):
+        folder_of(data / name, (48, 32))
+    found = read(data, tmp_path / "cache")
+    assert len(found) == 4
+    (notice,) = found.notices
+    assert ": 10_sks dog, 2_cat. Each picture counts once per epoch" in notice
+    (alone,) = read(data / "2_cat", tmp_path / "cache").notices
+    assert ": 2_cat. Each" in alone
+    # What the notice advises.
+    for suffix in (".png", ".txt"):
+        (data / "2_cat" / f"again{suffix}").write_bytes((data / "2_cat" / f"000{suffix}").read_bytes())
+    assert len(read(data / "2_cat", tmp_path / "cache")) == 2
+    cat = metadata(without_texts(data / "2_cat"), *[{"file_name": "000.png", "text": "a"}] * 3)
+    (cat / "again.png").unlink()
+    assert [picture.caption for picture in read(cat, tmp_path / "cache").pictures] == ["a"] * 3
+
+
 # ------------------------------------------------------------------------------------------- captions that are not read
 def renamed(folder: Path, number: int, suffix: str) -> None:
     (folder / f"{number:03d}.txt").rename(folder / f"{number:03d}{suffix}")
