@@ -39,8 +39,6 @@ def _add_ends(model: nn.Module, tokens: Sequence[int]) -> bool:
     new = [token for token in tokens if token not in ends]
     if new:
         config.eos_token_id = [*ends, *new]
-        # Or transformers may take the ends of config.json again, once it loads the file.
-        config._from_model_config = False
     return bool(new)
 
 
