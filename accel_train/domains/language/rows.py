@@ -22,13 +22,13 @@ SHAREGPT = "conversations"
 """ShareGPT's field of messages, which have ``from`` and ``value``. Some data have it with ``role`` and ``content``."""
 SPEAKERS = {"human": "user", "gpt": "assistant"}
 """Roles by ShareGPT's names, where they differ."""
-FIELDS = ("messages", SHAREGPT, "prompt", "completion", "tools", "chat_template_kwargs")
+ALPACA = ("instruction", "input", "output")
+"""Alpaca's fields: what the user asks, what it is about, which may be missing or empty, and the answer."""
+FIELDS = ("messages", SHAREGPT, "prompt", "completion", *ALPACA, "tools", "chat_template_kwargs")
 """Optional fields of a row besides its text."""
 FOREIGN = {
     "chosen": "rows of preferences are not trained on; write the prompt and the chosen answer as 'messages', or as "
     "'prompt' and 'completion'",
-    "instruction": "write Alpaca's instruction and input as the user's message and its output as the assistant's, in "
-    "'messages'; or as 'prompt' and 'completion' for a model without a chat template",
 }
 """Remedy for a row of another format, by a field that it has."""
 
@@ -76,7 +76,7 @@ def parsed(found: Iterable[tuple[str, Mapping[str, Any] | str]], text_column: st
 
     A row with a ``text_column`` other than the default is that text. Any other is a chat if it has ``messages`` or
     ShareGPT's ``conversations``, a pair if it has ``prompt`` and ``completion`` (texts or lists of messages), else its
-    text is in ``text_column``.
+    text is in ``text_column``, and without one Alpaca's ``instruction`` and ``output`` are a chat.
     """
     for place, fields in found:
         row = fields if isinstance(fields, str) else _row(place, fields, text_column)
@@ -97,6 +97,8 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
         return _chat(place, fields[name], fields, name)
     if "prompt" in fields and "completion" in fields:
         return _pair(place, fields["prompt"], fields["completion"], fields)
+    if "instruction" in fields and "output" in fields and text_column not in fields:
+        return _chat(place, _alpaca_messages(fields), fields, "instruction, input and output")
     if text_column in null or (null and not fields):
         return f"null in {null}; text in {text_column!r}, or 'messages', or 'prompt' and 'completion', is required"
     if text_column not in fields and "completion" in fields and "prompt" in null:
@@ -144,6 +146,15 @@ def _chat(place: str, messages: Any, fields: Mapping[str, Any], name: str, first
     if not isinstance(options, Mapping):
         fault = fault or f"'chat_template_kwargs' is {type(options).__name__}; an object is required"
     return fault or Row(place, messages=messages, first_trained=first_trained, tools=tools, template_options=options)
+
+
+def _alpaca_messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return Alpaca's fields as a chat of one answer."""
+    asked = fields["instruction"]
+    about = fields.get("input")
+    if about and isinstance(asked, str) and isinstance(about, str):
+        asked = f"{asked}\n\n{about}"
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": fields["output"]}]
 
 
 def _pair(place: str, prompt: Any, completion: Any, fields: Mapping[str, Any]) -> Row | str:

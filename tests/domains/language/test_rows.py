@@ -157,6 +157,14 @@ OTHER_FORMATS = {
         {"messages": [USER, {**call('{"where": "gate", "how": null}'), "content": None}], "tools": json.dumps([TOOL])},
         {"messages": [USER, call({"where": "gate", "how": None})], "tools": [TOOL]},
     ),
+    "alpaca": (
+        {"instruction": "Who is there?", "input": "", "output": "Friends."},
+        {"messages": [USER, ANSWER]},
+    ),
+    "alpaca with input": (
+        {"instruction": "Who is", "input": "there?", "output": "Friends."},
+        {"messages": [{"role": "user", "content": "Who is\n\nthere?"}, ANSWER]},
+    ),
     "options": (
         {"messages": [USER, ANSWER], "chat_template_kwargs": '{"enable_thinking": false}'},
         {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": False}},
@@ -189,10 +197,8 @@ def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
         ({"n": 1, "body": "x"}, "set --data.text_column body"),
         ({"conversations": [{"from": "human", "value": "x"}]}, "no message has the role 'assistant'"),
         ({"conversations": "x"}, "'conversations' is 'x'; a list of messages is required"),
-        (
-            {"instruction": "a", "input": "b", "output": "c"},
-            "write Alpaca's instruction and input as the user's message",
-        ),
+        ({"instruction": "a", "output": 3}, r"message 2 \(assistant\) has int as 'content'"),
+        ({"instruction": "a", "input": "b"}, "no field 'text', 'messages', or 'prompt' and 'completion'"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "rows of preferences are not trained on; write the prompt"),
         ({"messages": [USER, {"role": "assistant", "value": "x"}]}, r"message 2 \(assistant\) has no 'content'"),
         ({"messages": [{"role": "user", "content": None}, ANSWER]}, r"message 1 \(user\) has no 'content'"),
