@@ -213,7 +213,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "keep_tokens": AS_WRITTEN,
     "keep_tokens_separator": AS_WRITTEN,
     "caption_tag_dropout_rate": AS_WRITTEN,
-    "caption_prefix": AS_WRITTEN,
+    "trigger_word": "--data.caption_prefix",
     "caption_suffix": AS_WRITTEN,
     "weighted_captions": AS_WRITTEN,
     "with_prior_preservation": "--data.prior.path",

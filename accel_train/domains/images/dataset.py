@@ -227,7 +227,7 @@ def _samples(found: Pictures, config: PictureDataConfig, named: str) -> tuple[li
         if not sizes:
             detail = f"{picture.width}x{picture.height}"
             left_out.append(LeftOut(picture.name, "smaller than its bucket (--data.enlarge false)", detail))
-        samples += [Sample(picture, caption, size) for size in sizes]
+        samples += [Sample(picture, f"{config.caption_prefix}{caption}", size) for size in sizes]
     total = len(found) + len(found.left_out)
     if not samples or len(left_out) > config.max_left_out * total:
         reasons = "; ".join(left_out_notices(left_out)) or "the source is empty"

@@ -109,6 +109,8 @@ class PictureDataConfig:
     """Extension of the text file beside a picture."""
     default_caption: str | None = None
     """Caption of pictures that have none; may be empty. null: they are left out."""
+    caption_prefix: str = ""
+    """Text before every caption, such as a trigger word: 'sks, '. Not before those of the prior."""
     resolutions: tuple[PositiveInt, ...] = (512,)
     """Square roots of the largest areas in pixels. Several make one run of several resolutions."""
     resolution_choice: Literal["largest", "each"] = "largest"

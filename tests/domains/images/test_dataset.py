@@ -19,7 +19,8 @@ from accel_train.data.sampler import BatchShard, StepSampler
 from accel_train.domains.images.buckets import to_image
 from accel_train.domains.images.checking.check import CheckConfig
 from accel_train.domains.images.dataset import PictureData, prepare_pictures, split_heldout
-from accel_train.domains.images.options import PictureDataConfig
+from accel_train.domains.images.options import PictureDataConfig, PriorConfig
+from accel_train.domains.images.weighting.prior import prepare_prior
 from tests.domains.images.drawn import drawn, encoded, folder_of
 
 SIZES = [(48, 32), (32, 48), (40, 40), (64, 33), (33, 64), (100, 80)] * 5
@@ -183,6 +184,22 @@ def test_pictures_without_captions(tmp_path: Path) -> None:
     filled = prepared(folder, tmp_path / "cache", default_caption="a dog", heldout_fraction=0)
     assert filled.train.captions(torch.arange(3)) == ["a dog", "a dog", "picture number 2"]
     assert prepared(folder, tmp_path / "cache", default_caption="").notices
+
+
+def test_a_prefix_is_before_every_caption_and_not_those_of_the_prior(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", (48, 32), (32, 48), (40, 40))
+    options: dict[str, Any] = {"heldout_fraction": 0.3, "caption_prefix": "sks, ", "prior": PriorConfig(str(folder))}
+    data = prepared(folder, tmp_path / "cache", **options)
+    found = sorted(caption for part in (data.train, data.heldout) for caption in part.captions(torch.arange(len(part))))
+    assert found == [f"sks, picture number {number}" for number in range(3)]
+    assert prepared(folder, tmp_path / "cache", heldout_fraction=0.3).fingerprint != data.fingerprint
+    given = PictureDataConfig(
+        str(folder), resolutions=(32,), bucket_step=8, cache_dir=str(tmp_path / "cache"), **options
+    )
+    found_prior = prepare_prior(given, data.train)
+    assert found_prior is not None
+    beside = found_prior[0].captions(torch.arange(len(found_prior[0])))
+    assert set(beside) <= {f"picture number {number}" for number in range(3)}
 
 
 def test_a_default_caption_takes_the_place_of_no_caption_that_is_not_read(tmp_path: Path) -> None:

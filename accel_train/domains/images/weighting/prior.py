@@ -81,6 +81,7 @@ def prepare_prior(
         config,
         path=prior.path,
         default_caption=prior.caption or config.default_caption,
+        caption_prefix="",
         split="train",
         image_column=None,
         caption_column=None,
