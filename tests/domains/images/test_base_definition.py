@@ -240,7 +240,14 @@ def test_a_base_on_the_hub_stays_at_the_commit_that_its_run_began_with(
     shutil.copytree(tmp_path / old, tmp_path / new)
     edit(tmp_path / new, SCHEDULER, beta_end=0.02)
     branch = {"main": old}
-    monkeypatch.setattr(loading, "_download", lambda config: tmp_path / (config.revision or branch["main"]))
+
+    def snapshot(revision: str | None) -> Path:
+        return tmp_path / (revision or branch["main"])
+
+    monkeypatch.setattr(loading, "_download", lambda config: snapshot(config.revision))
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download", lambda _, name, revision=None: str(snapshot(revision) / name)
+    )
     pictures(tmp_path / "photos")
     settings(tmp_path, "sd1")
 
