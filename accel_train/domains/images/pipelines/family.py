@@ -43,7 +43,8 @@ class Predicting(NamedTuple):
     """Guidance scale, an input of denoisers distilled from guidance."""
 
 
-def _scale(vae: Any, latents: Tensor) -> Tensor:
+def scale(vae: Any, latents: Tensor) -> Tensor:
+    """Return latents (B, C, H, W) by the VAE's shift and scale, each a number."""
     shift = getattr(vae.config, "shift_factor", None) or 0.0
     return (latents - shift) * vae.config.scaling_factor
 
@@ -96,7 +97,7 @@ class Family:
     """Latents along a side must be a multiple of it."""
     drawn_step: int = 1
     """Sides of a drawn picture must be a multiple of this many pixels, whatever the VAE."""
-    normalise: Callable[[Any, Tensor], Tensor] = _scale
+    normalise: Callable[[Any, Tensor], Tensor] = scale
     """(vae, latents as it encodes) -> latents as the denoiser counts them."""
     empty: Callable[[Any, Conditioning], dict[str, Tensor]] = _keep_empty
     """(pipeline, embeddings of an empty prompt) -> their replacement in guidance."""

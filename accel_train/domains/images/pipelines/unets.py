@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_train.domains.images.pipelines.family import Family, Predicting, per_channel
+from accel_train.domains.images.pipelines.family import Family, Predicting, per_channel, scale
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -30,9 +30,9 @@ def _encode_xl(pipeline: Any, captions: Sequence[str], length: int | None) -> di
 def _scale_xl(vae: Any, latents: Tensor) -> Tensor:
     """Scale as diffusers' XL pipelines do: some VAEs, such as Playground's, have a mean and a deviation per channel."""
     mean, deviation = (getattr(vae.config, name, None) for name in ("latents_mean", "latents_std"))
-    if mean is not None and deviation is not None:
-        latents = (latents - per_channel(mean, latents)) / per_channel(deviation, latents)
-    return latents * vae.config.scaling_factor
+    if mean is None or deviation is None:
+        return scale(vae, latents)
+    return scale(vae, latents - per_channel(mean, latents)) / per_channel(deviation, latents)
 
 
 def _predict(model: nn.Module, inputs: Predicting) -> Tensor:
