@@ -38,7 +38,6 @@ from accel_train.domains.language import (
     samples,
     sources,
 )
-from accel_train.domains.language.generation import ends
 from accel_train.domains.models.lora import LoraConfig, describe_lora
 from accel_train.frozen_weights import pinned
 from accel_train.metrics import evaluation, logs
@@ -186,11 +185,11 @@ def main(argv: Sequence[str]) -> int:
     adapted.refuse_other_meaning(opened.run.initial_weights, data.tokenizer, config.lora)
     pretrained.refuse_other_config(model_config, hf_config, opened.run.checkpoint)
     # Other weights than those of the source come later, from a checkpoint or from init_from.
-    fresh = opened.run.checkpoint is None and opened.run.initial_weights is None
+    fresh = opened.run.has_no_weights
     build = partial(pretrained.build, model_config, hf_config, load_source=fresh, adapters=config.lora)
     plain = preparation.build_model(opened, build, precision=config.precision, device=accelerator.device)
     logs.info(logger, *describe_lora(plain, config.lora), *row_checks.check_rows(plain, packing=config.data.packing))
-    logs.info(logger, *ends.end_answers(plain, data.answer_end, data.tokenizer))
+    logs.info(logger, *data.end_answers(plain))
     flops_per_token = flops.training_flops_per_token(plain, config.data.max_length)
     example = partial(row_checks.attention_example, packing=config.data.packing)
     prepared = preparation.prepare(opened, plain, base=sources.base_of(model_config, config.lora), example=example)

@@ -189,6 +189,11 @@ class Run:
         return self.checkpoint is not None and self.saved.get(OWED) == self.start_step
 
     @property
+    def has_no_weights(self) -> bool:
+        """True if neither a checkpoint nor ``init_from`` brings weights: the model keeps its initial ones."""
+        return self.checkpoint is None and self.initial_weights is None
+
+    @property
     def start_step(self) -> int:
         """Number of optimizer steps already done."""
         if self.checkpoint is None:

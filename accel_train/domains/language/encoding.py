@@ -20,6 +20,10 @@ from accel_train.domains.language.rows import Fault, Row, parsed
 
 UNWRITTEN = "unwritten "
 """Before the name of a part in the count of training chats whose template does not write it."""
+UNENDED = (
+    "the chat template ends an answer with no special token of the tokenizer, so what the trained model generates ends "
+    "by its length alone"
+)
 KEY_BYTES = 16
 """Of the hash of a row's words, kept to bring held-out rows into order: two different rows share them never."""
 TEXTS_AT_ONCE = 256
@@ -146,3 +150,24 @@ def contents(source: RowBlocks, text_column: str) -> Iterator[str]:
         for row in parsed(source.read(number), text_column):
             if isinstance(row, Row):
                 yield row.content
+
+
+def chat_notices(counts: Counter[str], answer_end: int | None) -> list[str]:
+    """Return notices of chats that are several texts, of what the template does not write, and of no end."""
+    notices: list[str] = []
+    if several := counts["several"]:
+        notices.append(
+            f"{several:,} chats are a text for each answer, because the chat template rewrites earlier ones (it may "
+            "leave out their reasoning): each is learned after the prompt that the model will have for it. This "
+            f"repeats {counts['repeated']:,} tokens of earlier turns"
+        )
+    unwritten = {part: counts[UNWRITTEN + part] for part in templates.PARTS}
+    lost = "that the chat template does not write: the model neither reads nor learns it"
+    notices += [
+        f"{count:,} chats have {part} {lost} (another template: --data.chat_template FILE.jinja)"
+        for part, count in unwritten.items()
+        if count
+    ]
+    if counts["chats"] and answer_end is None:
+        notices.append(UNENDED)
+    return notices

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import open_cache
@@ -22,6 +22,7 @@ from accel_train.data.tables.shards import warn_of_changes
 from accel_train.data.tables.text_sources import BadRows, content_key, text_key
 from accel_train.domains.language import encoding, rows, templates, tokenizers
 from accel_train.domains.language.encoding import BlockEncoder
+from accel_train.domains.language.generation.ends import end_answers
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.row_sources import DataConfig, open_rows
 from accel_train.domains.language.tokens.cache import Layout, PreparedTokens, TokenCache
@@ -29,10 +30,6 @@ from accel_train.domains.language.tokens.shards import TokenDataset
 
 DEFAULT_VOCAB_SIZE = 2048
 SPLIT = "split="
-UNENDED = (
-    "the chat template ends an answer with no special token of the tokenizer, so what the trained model generates ends "
-    "by its length alone"
-)
 
 
 # Compared and hashed by identity.
@@ -53,6 +50,10 @@ class LanguageData:
     """Special token with which the chat template ends an answer. None: no row is a chat, or the template has none."""
     ledger: Ledger = ()
     """Data seen before by the resumed run, if they may change."""
+
+    def end_answers(self, model: nn.Module) -> list[str]:
+        """Let generation with the model end where the chat template ends an answer, and return a notice."""
+        return end_answers(model, self.answer_end, self.tokenizer)
 
 
 def prepare_data(
@@ -111,7 +112,7 @@ def prepare_data(
         *form_notices,
         *notices,
         *_packing_notices(config, train, train_data),
-        *_chat_notices(train, answer_end),
+        *encoding.chat_notices(train.counts, answer_end),
     ]
     unigram = _unigram(train.targets)
     return LanguageData(train_data, heldout_data, tokenizer, unigram, fingerprint, tuple(notices), answer_end, ledger)
@@ -361,28 +362,6 @@ def _notices(train: PreparedTokens, heldout: PreparedTokens | None, bad: BadRows
         notices.append(f"{excluded:,} rows of --data.path left out of training, because held-out rows have their text")
     if bad.count:
         notices.append(f"{bad.count:,} bad rows left out")
-    return notices
-
-
-def _chat_notices(train: PreparedTokens, answer_end: int | None) -> list[str]:
-    """Return notices of chats that are several texts, of what the template does not write, and of no end."""
-    counts = train.counts
-    notices: list[str] = []
-    if several := counts["several"]:
-        notices.append(
-            f"{several:,} chats are a text for each answer, because the chat template rewrites earlier ones (it may "
-            "leave out their reasoning): each is learned after the prompt that the model will have for it. This "
-            f"repeats {counts['repeated']:,} tokens of earlier turns"
-        )
-    unwritten = {part: counts[encoding.UNWRITTEN + part] for part in templates.PARTS}
-    lost = "that the chat template does not write: the model neither reads nor learns it"
-    notices += [
-        f"{count:,} chats have {part} {lost} (another template: --data.chat_template FILE.jinja)"
-        for part, count in unwritten.items()
-        if count
-    ]
-    if counts["chats"] and answer_end is None:
-        notices.append(UNENDED)
     return notices
 
 
