@@ -143,7 +143,9 @@ def test_evaluation_is_the_same_on_two_processes_and_any_batch(trained: Finished
 
 def test_pretrained_weights_are_tuned_on_chats_and_resume_without_their_source(tmp_path: Path) -> None:
     """The first loss is that of the weights of the folder. A resume needs its config and tokenizer, not its weights."""
-    folder = tiny.save(tmp_path / "pretrained", template=tiny.CHATML)
+    # Answers end with another special token than texts.
+    ending = tiny.CHATML.replace("{{ message['content'] }}", "{{ message['content'] }}<pad>")
+    folder = tiny.save(tmp_path / "pretrained", template=ending)
     rows = [
         {"messages": [{"role": "user", "content": f"{n} {text}"}, {"role": "assistant", "content": SHORT}]}
         for n in range(20)
@@ -166,6 +168,11 @@ def test_pretrained_weights_are_tuned_on_chats_and_resume_without_their_source(t
 
     shown = run(2)
     assert "packing: proven" in shown
+    assert "generation ends at '<pad>' as well" in shown
+    saved = json.loads(
+        (tmp_path / "run" / "checkpoints" / "checkpoint_00000002" / "generation_config.json").read_text()
+    )
+    assert saved["eos_token_id"] == [1, 2]
     # That is for who has tried the demo.
     assert "train it on your own rows" not in shown
     lines = Finished(tmp_path / "run", shown, 0).train_lines()
