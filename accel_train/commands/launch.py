@@ -298,7 +298,10 @@ class _SignalRelay:
         self.stopped = False
         self._early: Early = early
         self._has_said = False
+        self._is_starting = False
         self._child: subprocess.Popen[bytes] | None = None
+        self._waiting: list[signal.Signals] = []
+        """Signals that came while the child was being started."""
 
     def __enter__(self) -> _SignalRelay:
         numbers = set(FORWARDED)
@@ -312,13 +315,16 @@ class _SignalRelay:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def wait_for(self, child: subprocess.Popen[bytes]) -> int:
-        """Return the exit code of the child."""
-        self._child = child
-        if self.stopped:
-            # Python drops the exit below if the signal came within a callback, such as those around a fork.
-            child.send_signal(signal.SIGTERM)
-        return child.wait()
+    def run(self, command: Sequence[str], environment: dict[str, str]) -> int:
+        """Start the child and return its exit code."""
+        self._is_starting = True
+        # The child must end with this process, even if SIGKILL ends it.
+        self._child = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
+        self._is_starting = False
+        for number in self._waiting:
+            self._child.send_signal(number)
+        self._waiting.clear()
+        return self._child.wait()
 
     def end_early(self) -> int:
         """Print once that the launch ends before its program answers a signal, and return the exit code."""
@@ -333,10 +339,14 @@ class _SignalRelay:
 
     def _on_signal(self, number: int, _: object) -> None:
         self.stopped = True
-        # A child being started right now dies with this process.
-        if self._child is None:
+        forwarded = FORWARDED[signal.Signals(number)]
+        if self._is_starting:
+            # The child may run already, and a terminal's Ctrl-C has reached it: this process waits for its save.
+            self._waiting.append(forwarded)
+        elif self._child is None:
             raise SystemExit(self.end_early())
-        self._child.send_signal(FORWARDED[signal.Signals(number)])
+        else:
+            self._child.send_signal(forwarded)
 
 
 def _run(command: Sequence[str], environment: dict[str, str], relay: _SignalRelay) -> int:
@@ -344,9 +354,7 @@ def _run(command: Sequence[str], environment: dict[str, str], relay: _SignalRela
     with tempfile.TemporaryDirectory(prefix="accel-train-") as folder:
         report = Path(folder) / "exit_codes"
         environment = environment | {EXIT_CODE_VARIABLE: str(report)}
-        # The child must end with this process, even if SIGKILL ends it.
-        child = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
-        code = relay.wait_for(child)
+        code = relay.run(command, environment)
         reported = reported_exit_code(report, stopped=relay.stopped)
     if code == 0:
         return 0
