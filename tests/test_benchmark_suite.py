@@ -170,11 +170,13 @@ def test_the_durable_write_has_the_target() -> None:
     from benchmarks import checkpoint
 
     job = {"loop_speed_kept_rounds": [1.0], "longest_iteration_ms_rounds": [1.0], "blocked_ms": 1.0}
-    job |= {"beside_a_hash_rounds": [1.0], "copy_of_the_same_tensors_ms": 1.0}
+    job |= {"beside_a_hash_rounds": [1.0], "copy_of_the_same_tensors_ms": 1.0, "speed_over_copy_rounds": [0.8, 0.95]}
     writing = {"durable_over_torch_save_durable": [1.0, 1.1, 1.2], "unhashed_over_torch_save": [2.0, 2.1, 2.2]}
     jobs: dict[str, Any] = dict.fromkeys(checkpoint.CONTENDERS, job) | {"writing": writing}
-    jobs |= {"snapshot_over_copy_of_the_same_tensors": 1.0, "reload_is_identical": True}
+    jobs["reload_is_identical"] = True
     found = {r.name: r for r in checkpoint.rows_of("C4", "1 MB", jobs)}
     durable, plain = (found[f"1 MB: {name}"] for name in (checkpoint.DURABLE, checkpoint.UNHASHED))
     assert (durable.target, durable.verdict, durable.rounds) == (">= 1.3", "FAILED", 3)
     assert (plain.target, plain.verdict) == (None, "reported")
+    # One of two rounds reaches it.
+    assert found["1 MB: speed of the snapshot over a copy of its tensors"].verdict == "not decided"
