@@ -152,7 +152,7 @@ def save_extras(
 ) -> None:
     """Write the files for generation from the checkpoint, beside its weights."""
     precision = config.lora.base_precision
-    pipeline.write_files(plain, tokenizer, model_config, config.evaluation, config.data.path, precision, directory)
+    pipeline.write_files(plain, tokenizer, model_config, config.evaluation, config.data.paths, precision, directory)
 
 
 def next_steps(config: Config) -> Sequence[str]:

@@ -203,7 +203,7 @@ def language_run(run: Path, options: LanguageModelConfig = tiny.LLAMA, *, ema: b
         directory = assets.parent
         tokenizer = tiny.tokenizer(tiny.CHATML)
         language_pipeline.write_files(
-            model, tokenizer, options, LanguageEvaluation(temperature=1.0), "org/texts:plain", "fp32", directory
+            model, tokenizer, options, LanguageEvaluation(temperature=1.0), ["org/texts:plain"], "fp32", directory
         )
         # Tied embeddings are saved once, as the saver does.
         parameters = dict(model.named_parameters())
@@ -239,7 +239,7 @@ def adapter_run(
 
     def save(assets: Path) -> None:
         directory = assets.parent
-        about = (source, LanguageEvaluation(temperature=1.0), "org/texts:plain")
+        about = (source, LanguageEvaluation(temperature=1.0), ["org/texts:plain"])
         language_pipeline.write_files(model, tiny.tokenizer(tiny.CHATML), *about, adapters.base_precision, directory)
         save_file(saved, directory / "model.safetensors", {"format": "pt"})
         if ema:

@@ -178,6 +178,8 @@ NAMES_OF_OTHER_SCRIPTS = {
     "train_file": "--data.path",
     "dataset_name": "--data.path",
     "dataset": "--data.path",
+    "dataset_mixture": "--data.path, --data.more_paths and --data.repeats",
+    "datasets": "--data.path, --data.more_paths and --data.repeats",
     "dataset_config_name": "--data.path (owner/name:configuration)",
     "dataset_config": "--data.path and other options of data, which a YAML file may hold",
     "in_json": "--data.path, where a folder may have captions in metadata.jsonl",

@@ -303,6 +303,8 @@ lora.variant
 lora.base_precision
 lora.targets
 data.path
+data.more_paths
+data.repeats
 data.split
 data.text_column
 data.sample_by

@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from accel_train.data.tables.row_blocks import RowBlocks
 from accel_train.data.tables.text_sources import content_key, text_key
 from accel_train.domains.language import packing, templates
 from accel_train.domains.language.packing import EncodedBlock, Tokens
+from accel_train.domains.language.row_sources import has_come_before
 from accel_train.domains.language.rows import Fault, Row, parsed
 
 UNWRITTEN = "unwritten "
@@ -47,7 +48,7 @@ class BlockEncoder:
         if multiprocessing.parent_process() is not None:
             # One worker a core already.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        block = _Block(self)
+        block = _Block(self, is_copy=has_come_before(self.source, number))
         found: list[Row] = []
         for row in parsed(self.source.read(number), self.text_column):
             if isinstance(row, Fault):
@@ -65,9 +66,11 @@ class BlockEncoder:
 class _Block:
     """The encoded part of a block."""
 
-    def __init__(self, encoder: BlockEncoder) -> None:
+    def __init__(self, encoder: BlockEncoder, *, is_copy: bool) -> None:
         self.faults: list[Fault] = []
         self._encoder = encoder
+        self._is_copy = is_copy
+        """Its rows were those of an earlier block, which counts the held-out and the bad ones."""
         # A hash below it is held out: the side of a row depends on its words and on nothing else.
         self._limit = math.ceil(encoder.fraction * 2**64)
         self._texts: list[Tokens] = []
@@ -102,6 +105,8 @@ class _Block:
         length = max(len(text.ids) for text in texts)
         limit = self._encoder.max_length
         is_heldout = int.from_bytes(key[:8], "big") < self._limit
+        if is_heldout and self._is_copy:
+            return
         is_plain = row.text is not None
         pieces = (piece for text in texts for piece in packing.fit(text, limit, split=is_plain))
         # A piece without a token to learn would only take place.
@@ -131,6 +136,7 @@ class _Block:
 
     def finish(self) -> EncodedBlock:
         heldout = np.array(self._heldout, np.bool_)
+        faults = [] if self._is_copy else self.faults
         # Big-endian, so that numbers are in the order of the bytes; halved in range to fit into the sign.
         keys = np.frombuffer(b"".join(self._keys), ">u8").reshape(-1, 2)
         signed = (keys ^ np.uint64(2**63)).astype(np.uint64).view(np.int64)
@@ -139,17 +145,9 @@ class _Block:
             lengths=np.array([len(text) for text in self._texts], np.int64),
             keys=np.where(heldout[:, None], signed, 0),
             heldout=heldout,
-            counts=self._counts + Counter(bad=len(self.faults)),
-            faults=self.faults,
+            counts=self._counts + Counter(bad=len(faults)),
+            faults=faults,
         )
-
-
-def contents(source: RowBlocks, text_column: str) -> Iterator[str]:
-    """Yield the words of each usable row, one string a row. Reads everything."""
-    for number in range(len(source.rows)):
-        for row in parsed(source.read(number), text_column):
-            if isinstance(row, Row):
-                yield row.content
 
 
 def chat_notices(counts: Counter[str], answer_end: int | None) -> list[str]:

@@ -302,11 +302,11 @@ def write_files(
     tokenizer: Any,
     options: ModelConfig,
     evaluation: EvaluationConfig,
-    path: str,
+    paths: Sequence[str],
     base_precision: lora.BasePrecision,
     directory: Path,
 ) -> None:
-    """Write the files beside the weights of a checkpoint. ``path`` is ``data.path``.
+    """Write the files beside the weights of a checkpoint. ``paths`` are the sources of training rows.
 
     config.json is transformers' own plus the description of the pipeline, ignored by ``from_pretrained``. Adapters have
     it in pipeline.json, with the architecture and the precision of their base.
@@ -331,8 +331,8 @@ def write_files(
         units=UNITS,
         card={
             "base_model": options.source if options.source and rows.is_hub_id(options.source) else None,
-            "datasets": [path.split(":")[0]] if path != "demo" and rows.is_hub_id(path) else [],
-            "measured_on": f"held-out texts of {path}",
+            "datasets": [path.split(":")[0] for path in paths if path != "demo" and rows.is_hub_id(path)],
+            "measured_on": f"held-out texts of {', '.join(paths)}",
         },
     )
     atomic_files.write_json(file, described | adapters)

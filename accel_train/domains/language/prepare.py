@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError
 from accel_train.data.artifacts import open_cache
 from accel_train.data.tables.ledger import Ledger, earlier_ledger
-from accel_train.data.tables.row_blocks import FileRows, RowBlocks
-from accel_train.data.tables.run_files import listed, run_file_notices
-from accel_train.data.tables.shards import warn_of_changes
-from accel_train.data.tables.text_sources import BadRows, content_key, text_key
+from accel_train.data.tables.row_blocks import RowBlocks
+from accel_train.data.tables.text_sources import BadRows
 from accel_train.domains.language import encoding, rows, templates, tokenizers
 from accel_train.domains.language.encoding import BlockEncoder
 from accel_train.domains.language.generation.ends import end_answers
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.domains.language.row_sources import DataConfig, open_rows
+from accel_train.domains.language.row_sources import DataConfig, contents
+from accel_train.domains.language.splits import SplitSources
 from accel_train.domains.language.tokens.cache import Layout, PreparedTokens, TokenCache
 from accel_train.domains.language.tokens.shards import TokenDataset
 
 DEFAULT_VOCAB_SIZE = 2048
-SPLIT = "split="
 
 
 # Compared and hashed by identity.
@@ -73,7 +69,7 @@ def prepare_data(
     """
     ledger = earlier_ledger(config.changed, earlier)
     cache = open_cache(config.cache_dir, rank, world_size)
-    sources = _Sources(config, cache)
+    sources = SplitSources(config, cache)
     # One process logs it. It reads no row, so the others need not wait.
     if rank == 0:
         sources.name_changed_files()
@@ -107,7 +103,7 @@ def prepare_data(
     digest = f"{hashes[0]} {hashes[1]} {tokenizer.backend_tokenizer.to_str()}"
     fingerprint = hashlib.sha256(digest.encode("utf-8", "surrogatepass")).hexdigest()
     notices = [
-        *sources.run_file_notices(),
+        *sources.notices(),
         *_notices(train, heldout, bad),
         *form_notices,
         *notices,
@@ -124,130 +120,7 @@ def _unigram(targets: Tensor) -> Tensor:
     return (counts / counts.sum()).log()
 
 
-class _Sources:
-    """The rows of both splits, not yet read."""
-
-    def __init__(self, config: DataConfig, cache: Path) -> None:
-        self.config = config
-        self.cache = cache
-        self.raised: float | None = None
-        """Share to hold out in place of one under which no row falls."""
-        self.train = self._open(config.path, "--data.path", config.split)
-        self.heldout: RowBlocks | None = None
-        if config.heldout_path is not None:
-            self.heldout = self._open_heldout(config.heldout_path)
-        self._refuse_unread()
-
-    def _open_heldout(self, path: str) -> RowBlocks:
-        config = self.config
-        if not path.startswith(SPLIT):
-            return self._open(path, "--data.heldout_path", config.split)
-        if isinstance(self.train, FileRows):
-            raise UsageError(
-                f"--data.heldout_path {path!r}: --data.path {config.path!r} has no splits, as files have none. Give "
-                "the held-out file."
-            )
-        return self._open(config.path, "--data.heldout_path", path.removeprefix(SPLIT))
-
-    def _refuse_unread(self) -> None:
-        """Raise ``UsageError`` for options of lines of text, of columns, or of splits, where no source has them."""
-        config = self.config
-        sources = [source for source in (self.train, self.heldout) if source is not None]
-        kinds: set[str] = set()
-        for source in sources:
-            # A dataset has columns, as tables do.
-            kinds |= {file.suffix for file in source.files} if isinstance(source, FileRows) else {"dataset"}
-        read = {"sample_by": ".txt" in kinds, "text_column": kinds != {".txt"}, "split": "dataset" in kinds}
-        wanted = {"sample_by": "a .txt file, which it divides", "text_column": "JSONL, a table or a dataset"}
-        wanted["split"] = "a saved dataset or one of the Hub, as files have no splits"
-        for name, is_read in read.items():
-            value = getattr(config, name)
-            if not is_read and value != getattr(DataConfig, name):
-                raise UsageError(
-                    f"--data.{name} {value!r} has no effect with --data.path {config.path!r}: required is "
-                    f"{wanted[name]}. Leave it out, or give such a source."
-                )
-        schemas = (names for source in sources for names in source.schemas(config.text_column))
-        rows.refuse_missing_column(config.text_column, config.path, schemas)
-
-    def _open(self, path: str, option: str, split: str) -> RowBlocks:
-        config = self.config
-        return open_rows(
-            path,
-            option=option,
-            split=split,
-            text_column=config.text_column,
-            sample_by=config.sample_by,
-            cache=self.cache,
-        )
-
-    def name_changed_files(self) -> None:
-        """Log which files came, went or changed since the last start: the fingerprint of the data tells that some did.
-
-        One process calls it.
-        """
-        named = (("--data.path", self.config.path, self.train), ("--data.heldout_path", "", self.heldout))
-        for option, path, source in named:
-            if isinstance(source, FileRows):
-                identities = {str(file): facts for file, facts in zip(source.files, source.identities, strict=True)}
-                warn_of_changes(option, path or str(self.config.heldout_path), self.cache, identities)
-
-    def run_file_notices(self) -> list[str]:
-        """Name the files of runs that lie among the data."""
-        paths = [path for path in (self.config.path, self.config.heldout_path) if path not in (None, "demo")]
-        return [line for path in paths for line in run_file_notices(listed(expand_path(str(path))))]
-
-    @property
-    def fraction(self) -> float:
-        """Share of the training source to hold out."""
-        if self.heldout is not None:
-            return 0.0
-        return self.config.heldout_fraction if self.raised is None else self.raised
-
-    def hold_out_one(self, train: PreparedTokens) -> bool:
-        """Raise ``fraction`` until one row is held out, where so few rows have none under it. Returns False otherwise.
-
-        It is a function of the rows alone: the one with the lowest hash, and its copies.
-        """
-        if self.heldout is not None or train.heldout or train.counts["train"] < 2:
-            return False
-        texts = encoding.contents(self.train, self.config.text_column)
-        lowest = min(int.from_bytes(content_key(text)[:8], "big") for text in texts)
-        # The next float above the hash, which may have more digits than a float.
-        self.raised = math.nextafter((lowest + 1) / 2**64, 1.0)
-        return True
-
-    @cached_property
-    def excluded(self) -> frozenset[bytes]:
-        """Hashes of the held-out rows, where they have a source of their own. Reads it."""
-        if self.heldout is None:
-            return frozenset()
-        found = encoding.contents(self.heldout, self.config.text_column)
-        return frozenset(text_key(text) for text in found)
-
-    def facts(self, source: RowBlocks) -> list[Any]:
-        """Return everything the texts of a source depend on, besides the tokenizer."""
-        column = self.config.text_column
-        # By which the forms of rows are told apart. The default left out, as runs of earlier versions have it.
-        rule = [] if column == rows.DEFAULT_COLUMN else ["text_column", column]
-        if source is self.heldout:
-            # Held-out rows of their own are all of their source, whatever the fraction.
-            return [source.key, *rule]
-        # Versions differ in what they take for the same text.
-        excluded = None if self.heldout is None else ["exact text", self.heldout.key]
-        return [source.key, self.fraction, excluded, *rule]
-
-    def training_texts(self) -> Iterator[str]:
-        """Yield the words of the training rows. Reads everything."""
-        # The rule of `BlockEncoder`, for rows that are not tokens yet: a tokenizer must not learn held-out words.
-        limit = self.fraction * 2**64
-        for text in encoding.contents(self.train, self.config.text_column):
-            key = content_key(text)
-            if int.from_bytes(key[:8], "big") >= limit and text_key(text) not in self.excluded:
-                yield text
-
-
-def _tokenizer(config: DataConfig, model: ModelConfig, sources: _Sources, cache: Path) -> tuple[Any, list[str]]:
+def _tokenizer(config: DataConfig, model: ModelConfig, sources: SplitSources, cache: Path) -> tuple[Any, list[str]]:
     """Return the tokenizer with its chat template, and notices."""
     name = config.tokenizer or model.source or tokenizers.TRAINED
     if name == tokenizers.TRAINED:
@@ -263,7 +136,7 @@ def _tokenizer(config: DataConfig, model: ModelConfig, sources: _Sources, cache:
     return tokenizer, notices
 
 
-def _prepare(sources: _Sources, source: RowBlocks, tokenizer: Any, layout: Layout, bad: BadRows) -> PreparedTokens:
+def _prepare(sources: SplitSources, source: RowBlocks, tokenizer: Any, layout: Layout, bad: BadRows) -> PreparedTokens:
     """Return the tokens of a source, computed if they are not in the cache."""
     config = sources.config
     # How many bad rows are left decides where an error stops the pass, and so belongs to what is cached.
@@ -280,11 +153,11 @@ def _prepare(sources: _Sources, source: RowBlocks, tokenizer: Any, layout: Layou
     return cache.prepared(source, encoder, bad)
 
 
-def _prepare_train(sources: _Sources, tokenizer: Any, layout: Layout, bad: BadRows) -> PreparedTokens:
+def _prepare_train(sources: SplitSources, tokenizer: Any, layout: Layout, bad: BadRows) -> PreparedTokens:
     """Return the tokens of the training rows, and of those held out of them: one at least, if there are two."""
     bad_before = bad.count
     train = _prepare(sources, sources.train, tokenizer, layout, bad)
-    if not sources.hold_out_one(train):
+    if not sources.hold_out_one(train.counts):
         return train
     # The same rows are read again.
     bad.count = bad_before
@@ -310,7 +183,7 @@ def _form_notices(config: DataConfig, tokenizer: Any, found: list[PreparedTokens
         return notices
     if not plain:
         raise UsageError(
-            f"--data.text_column {column!r}: no row of --data.path {config.path!r} has it; all {others:,} have "
+            f"--data.text_column {column!r}: no row of {config.named} has it; all {others:,} have "
             "messages, or prompt and completion. Name a column that the rows have, or leave the option out to train on "
             "these."
         )
@@ -318,7 +191,7 @@ def _form_notices(config: DataConfig, tokenizer: Any, found: list[PreparedTokens
     return [f"{others:,} rows without {column!r} (--data.text_column) {read_by}", *notices]
 
 
-def _refuse_one_side(sources: _Sources, train: PreparedTokens, heldout: PreparedTokens | None) -> None:
+def _refuse_one_side(sources: SplitSources, train: PreparedTokens, heldout: PreparedTokens | None) -> None:
     """Refuse data that leave nothing to train or to evaluate on."""
     config = sources.config
     held_out = train.heldout if heldout is None else heldout.train
@@ -329,17 +202,17 @@ def _refuse_one_side(sources: _Sources, train: PreparedTokens, heldout: Prepared
     rows_read = train.counts["train"] + train.counts["heldout"]
     if not rows_read:
         # Rows of the held-out source are left out before they are counted.
-        if held_out and any(True for _ in encoding.contents(sources.train, config.text_column)):
+        if held_out and any(True for _ in contents(sources.train, config.text_column)):
             raise UsageError(
-                f"--data.path {config.path!r}: all of its rows are held out, as --data.heldout_path "
+                f"{config.named}: all of its rows are held out, as --data.heldout_path "
                 f"{config.heldout_path!r} has them too. Rows that are not held out are required: give another file to "
                 "one of the two, or leave --data.heldout_path out to hold out a share of the rows "
                 "(--data.heldout_fraction)."
             )
-        _refuse_no_row(f"--data.path {config.path!r}", config, train.counts["bad"])
+        _refuse_no_row(config.named, config, train.counts["bad"])
     held_out_rows = train.counts["heldout"] if heldout is None else heldout.counts["train"]
     raise UsageError(
-        f"--data.path {config.path!r}, --data.heldout_fraction {config.heldout_fraction:g}: {train.counts['train']} "
+        f"{config.named}, --data.heldout_fraction {config.heldout_fraction:g}: {train.counts['train']} "
         f"training and {held_out_rows} held-out rows; at least 1 of each is required, with a token to learn. Bring "
         "more rows (--data.sample_by paragraph makes more of a .txt file than document), raise the fraction, or give "
         "--data.heldout_path."

@@ -1,9 +1,13 @@
-"""Options of the `data` group, and sources of rows: the bundled demo, files, saved datasets and the Hub."""
+"""Options of the `data` group, and sources of rows: the bundled demo, files, saved datasets, the Hub, and mixtures."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 
 from accel_train.config import (
@@ -15,7 +19,7 @@ from accel_train.config import (
     expand_path,
 )
 from accel_train.data.tables.ledger import Changed
-from accel_train.data.tables.row_blocks import RowBlocks, SampleBy, dataset_rows, file_rows
+from accel_train.data.tables.row_blocks import PlacedRow, RowBlocks, SampleBy, dataset_rows, file_rows
 from accel_train.data.tables.row_files import files_of
 from accel_train.data.tables.text_sources import hub_dataset, is_saved_dataset, saved_dataset
 from accel_train.domains.language import rows, tokenizers
@@ -33,6 +37,11 @@ class DataConfig:
     glob of them, a folder written by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration). A row
     has messages (a chat), prompt and completion (texts, or lists of messages), or plain text. Data may be larger than
     memory."""
+    more_paths: tuple[str, ...] = ()
+    """More sources of training rows, for a mixture: any that `path` accepts."""
+    repeats: tuple[PositiveInt, ...] = ()
+    """Times that an epoch has the rows of `path`, and of each of more_paths. Empty: once each. Held-out rows are
+    evaluated once."""
     split: str = "train"
     """Split of a saved or Hub dataset. Files have none."""
     text_column: str = rows.DEFAULT_COLUMN
@@ -65,6 +74,16 @@ class DataConfig:
     ~/.cache/accel_train."""
 
     def __post_init__(self) -> None:
+        if len(set(self.paths)) < len(self.paths):
+            raise UsageError(
+                f"{self.named}: a source twice. Name each once, and set --data.repeats to the times that an epoch "
+                "has it."
+            )
+        if self.repeats and len(self.repeats) != 1 + len(self.more_paths):
+            raise UsageError(
+                f"--data.repeats {' '.join(map(str, self.repeats))}: {len(self.repeats)} numbers, and "
+                f"{1 + len(self.more_paths)} are required: one for --data.path and one for each of --data.more_paths."
+            )
         if self.max_length < 2:
             raise UsageError(f"--data.max_length {self.max_length}: a row needs 2 tokens, the second to be predicted.")
         if self.heldout_path is None and self.heldout_fraction == 0:
@@ -83,6 +102,17 @@ class DataConfig:
                 f"--data.vocab_size {self.vocab_size} has no effect with --data.tokenizer {self.tokenizer!r}. Leave it "
                 "out, or set the tokenizer to 'trained'."
             )
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All sources of training rows."""
+        return self.path, *self.more_paths
+
+    @property
+    def named(self) -> str:
+        """The sources of training rows, for messages."""
+        more = " ".join(map(repr, self.more_paths))
+        return f"--data.path {self.path!r}" + (f" --data.more_paths {more}" if more else "")
 
     def refuse_beside(self, source: str | None) -> None:
         """Raise ``UsageError`` for options of a trained tokenizer with a model that has its own."""
@@ -107,3 +137,86 @@ def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by
         return dataset_rows(option, saved_dataset(source, split, option), path, split, columns, sha256)
     files = [source] if path == "demo" else files_of(option, path, source)
     return file_rows(option, files, columns, sample_by, sha256)
+
+
+@dataclass(frozen=True)
+class MixedRows:
+    """Blocks of each source in turn, all of them as often as its repeats. Can be pickled, as its sources can."""
+
+    sources: tuple[RowBlocks, ...]
+    repeats: tuple[int, ...]
+    """Of each source, 1 or more."""
+
+    @property
+    def option(self) -> str:
+        """Option naming the first source, for messages."""
+        return self.sources[0].option
+
+    @property
+    def key(self) -> str:
+        """Hash of all that decides the rows."""
+        described = json.dumps(["mixture", [source.key for source in self.sources], self.repeats])
+        return hashlib.sha256(described.encode()).hexdigest()
+
+    @cached_property
+    def _blocks(self) -> list[tuple[int, int, bool]]:
+        """Source, number in it, and whether it has come before."""
+        found: list[tuple[int, int, bool]] = []
+        for index, (source, repeats) in enumerate(zip(self.sources, self.repeats, strict=True)):
+            count = len(source.rows)
+            found += [(index, number, time > 0) for time in range(repeats) for number in range(count)]
+        return found
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Rows of each block, or about as many. Reads the files where the format needs it."""
+        return self._rows
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        of_sources = [source.rows for source in self.sources]
+        return [of_sources[index][number] for index, number, _ in self._blocks]
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines for the log."""
+        return [line for source in self.sources for line in source.notices]
+
+    def schemas(self, column: str) -> Iterator[Sequence[str] | None]:
+        """Yield the columns of each table. None stands for a file with rows of their own fields, maybe ``column``."""
+        return chain.from_iterable(source.schemas(column) for source in self.sources)
+
+    def read(self, number: int) -> Iterator[PlacedRow]:
+        """Yield the rows of a block. Raises ``UsageError`` for a file that is damaged or was written meanwhile."""
+        index, block, _ = self._blocks[number]
+        return self.sources[index].read(block)
+
+    def has_come_before(self, number: int) -> bool:
+        """True for a block whose rows are those of an earlier one."""
+        return self._blocks[number][2]
+
+
+def mixed(sources: Sequence[RowBlocks], repeats: Sequence[int]) -> RowBlocks:
+    """Return the rows of all sources. ``repeats`` counts for each of them; empty: once each."""
+    if len(sources) == 1 and sum(repeats) <= 1:
+        return sources[0]
+    return MixedRows(tuple(sources), tuple(repeats) or (1,) * len(sources))
+
+
+def has_come_before(source: RowBlocks, number: int) -> bool:
+    """True for a block whose rows are those of an earlier one, because its source is repeated."""
+    return isinstance(source, MixedRows) and source.has_come_before(number)
+
+
+def parts_of(source: RowBlocks) -> tuple[RowBlocks, ...]:
+    """Return the sources of a mixture, or the source."""
+    return source.sources if isinstance(source, MixedRows) else (source,)
+
+
+def contents(source: RowBlocks, text_column: str) -> Iterator[str]:
+    """Yield the words of each usable row, one string a row, and of repeated sources once. Reads everything."""
+    numbers = [number for number in range(len(source.rows)) if not has_come_before(source, number)]
+    for number in numbers:
+        for row in rows.parsed(source.read(number), text_column):
+            if isinstance(row, rows.Row):
+                yield row.content

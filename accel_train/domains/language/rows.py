@@ -285,10 +285,11 @@ def _content_fault(message: Mapping[str, Any]) -> str | None:
     return None
 
 
-def refuse_missing_column(column: str, path: str, schemas: Iterable[Sequence[str] | None]) -> None:
+def refuse_missing_column(column: str, named: str, schemas: Iterable[Sequence[str] | None]) -> None:
     """Raise ``UsageError`` if the columns of all tables show that no row has the ``column``.
 
-    None in ``schemas`` stands for other files, whose fields are only known once all rows are read.
+    ``named`` has the options of the sources. None in ``schemas`` stands for other files, whose fields are only known
+    once all rows are read.
     """
     if column == DEFAULT_COLUMN:
         return
@@ -302,7 +303,7 @@ def refuse_missing_column(column: str, path: str, schemas: Iterable[Sequence[str
         return
     hint = did_you_mean(nearest(column, sorted(seen)))
     raise UsageError(
-        f"--data.text_column {column!r}: no column of --data.path {path!r}, which has {sorted(seen)}{hint}. Name one "
+        f"--data.text_column {column!r}: no column of {named}, which has {sorted(seen)}{hint}. Name one "
         "of these, or leave the option out to train on 'text', on messages, or on prompt and completion."
     )
 

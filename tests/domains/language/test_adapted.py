@@ -83,7 +83,7 @@ def test_the_base_is_named_as_others_find_it(
     monkeypatch.chdir(base.parent)
     model = tiny.model()
     lora.apply_lora(model, lora.LoraConfig(rank=2))
-    about = (ModelConfig(source=source, revision=revision), EvaluationConfig(), "demo", "fp32")
+    about = (ModelConfig(source=source, revision=revision), EvaluationConfig(), ["demo"], "fp32")
     write_files(model, tiny.tokenizer(), *about, tmp_path)
     config: Any = peft.PeftConfig.from_pretrained(str(tmp_path))
     assert config.base_model_name_or_path == expected.format(folder=base.parent)

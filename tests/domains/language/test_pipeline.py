@@ -257,7 +257,7 @@ def test_a_model_tuned_from_one_of_these_has_its_own_description(tmp_path: Path)
     tuned = tiny.model(options)
     (tmp_path / "tuned").mkdir()
     evaluation = EvaluationConfig(temperature=0.3)
-    language_pipeline.write_files(tuned, tiny.tokenizer(), options, evaluation, "demo", "fp32", tmp_path / "tuned")
+    language_pipeline.write_files(tuned, tiny.tokenizer(), options, evaluation, ["demo"], "fp32", tmp_path / "tuned")
     described = json.loads((tmp_path / "tuned" / "config.json").read_text())
     assert described["sampler"] == {"temperature": 0.3}
     assert described["card"]["base_model"] is None  # a folder
@@ -296,11 +296,17 @@ def test_the_card_names_base_model_and_task(tmp_path: Path) -> None:
     run = language_run(tmp_path / "run")
     options = ModelConfig(source="org/base")
     language_pipeline.write_files(
-        tiny.model(), tiny.tokenizer(), options, EvaluationConfig(), "org/texts:plain", "fp32", tmp_path
+        tiny.model(),
+        tiny.tokenizer(),
+        options,
+        EvaluationConfig(),
+        ["org/texts:plain", "mine.jsonl", "org/more"],
+        "fp32",
+        tmp_path,
     )
     description = json.loads((tmp_path / "config.json").read_text())
     card = build_card(commit.verify(checkpoint_of(run)), {}, CardFacts("me/mine", "main"), description)
-    for line in ("pipeline_tag: text-generation", "base_model: org/base", "datasets:\n- org/texts\n"):
+    for line in ("pipeline_tag: text-generation", "base_model: org/base", "datasets:\n- org/texts\n- org/more\n"):
         assert line in card, line
     assert 'print(pipeline("A text to continue"))' in card
 

@@ -287,6 +287,50 @@ def test_a_model_without_a_pad_token_is_padded_and_it_is_said(tmp_path: Path) ->
     assert (batch["labels"][0, int(batch["length"]) :] == IGNORED).all()
 
 
+def mixture(folder: Path, *repeats: int, **options: Any) -> LanguageData:
+    """The data of 50 rows in a table and of 30 in a text."""
+    table, text = folder / "table.jsonl", folder / "text.txt"
+    table.write_text("\n".join(json.dumps({"text": line}) for line in LINES[:50]))
+    text.write_text("\n".join(LINES[50:80]))
+    paths = {"path": str(table), "more_paths": (str(text),)}
+    source = ModelConfig(source=str(tiny.save(folder / "model", template=tiny.CHATML)))
+    return prepared(folder, model=source, **(paths | {"repeats": repeats} | options))
+
+
+def test_a_mixture_is_its_sources_in_turn_as_often_as_asked(tmp_path: Path) -> None:
+    """The same tokens as of one file that has the rows as often."""
+    (tmp_path / "held.txt").write_text("\n".join(LINES[80:90]))
+    (tmp_path / "one.txt").write_text("\n".join(2 * LINES[:50] + 3 * LINES[50:80]))
+    held: dict[str, Any] = {"heldout_path": str(tmp_path / "held.txt"), "heldout_fraction": 0}
+    found = mixture(tmp_path, 2, 3, **held)
+    expected = mixture(tmp_path, path=str(tmp_path / "one.txt"), more_paths=(), **held)
+    assert found.fingerprint == expected.fingerprint
+    assert (found.train.texts, found.heldout.texts) == (2 * 50 + 3 * 30, 10)
+    assert found.notices[0] == f"an epoch has 2 x {tmp_path / 'table.jsonl'}, 3 x {tmp_path / 'text.txt'}"
+    assert mixture(tmp_path, **held).fingerprint != found.fingerprint
+
+
+def test_of_repeated_rows_the_held_out_and_the_bad_ones_count_once(tmp_path: Path) -> None:
+    once, often = mixture(tmp_path), mixture(tmp_path, 2, 3)
+    assert 0 < once.heldout.texts == often.heldout.texts
+    assert once.train.texts + once.heldout.texts == 80
+    held_of_text = mixture(tmp_path, 1, 2).train.texts - once.train.texts  # what a second time of the text adds
+    assert often.train.texts == 2 * (once.train.texts - held_of_text) + 3 * held_of_text
+    heldout = [data.heldout.batch(list(range(len(data.heldout)))) for data in (once, often)]
+    torch.testing.assert_close(*heldout, rtol=0, atol=0)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("\n".join(json.dumps({"text": text}) for text in (*LINES[80:90], None)))
+    assert "1 bad rows left out" in mixture(tmp_path, 1, 3, more_paths=(str(bad),), max_bad_rows=1).notices
+
+
+def test_each_source_of_a_mixture_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--data.more_paths '.*missing.jsonl': .* does not exist"):
+        mixture(tmp_path, more_paths=(str(tmp_path / "missing.jsonl"),))
+    with pytest.raises(UsageError, match=r"no column of --data.path '.*table.jsonl' --data.more_paths '.*more.jsonl'"):
+        (tmp_path / "more.jsonl").write_text('{"text": "a b"}')
+        mixture(tmp_path, more_paths=(str(tmp_path / "more.jsonl"),), text_column="body")
+
+
 def test_a_row_with_nothing_to_learn_is_counted_as_bad_alone(tmp_path: Path) -> None:
     nothing = {"prompt": " ".join(tiny.TEXTS * 3), "completion": " x"}
     data = prepared(tmp_path, *LINES, nothing, heldout_fraction=0.01, max_bad_rows=1)
@@ -424,6 +468,11 @@ def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
     [
         ({"max_length": 1}, "--data.max_length 1: a row needs 2 tokens"),
         ({"heldout_fraction": 0.0}, "leaves nothing to evaluate on"),
+        (
+            {"more_paths": ("b",), "repeats": (1, 2, 3)},
+            "repeats 1 2 3: 3 numbers, and 2 are required: one for --data.path",
+        ),
+        ({"path": "a", "more_paths": ("b", "a")}, "--data.path 'a' --data.more_paths 'b' 'a': a source twice"),
         ({"tokenizer": "x", "vocab_size": 300}, "--data.vocab_size 300 has no effect with --data.tokenizer 'x'"),
     ],
 )

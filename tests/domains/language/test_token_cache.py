@@ -19,7 +19,7 @@ import torch
 from accel_train.config import MendedError, UsageError
 from accel_train.data.tables import formats, row_blocks
 from accel_train.data.tensor_cache import DamagedEntryError, is_intact
-from accel_train.domains.language import encoding, prepare
+from accel_train.domains.language import encoding, prepare, splits
 from accel_train.domains.language.prepare import DataConfig, LanguageData
 from accel_train.domains.language.tokens import cache as token_cache
 from accel_train.domains.language.tokens.shards import TokenDataset
@@ -389,7 +389,7 @@ def test_a_spoiled_shard_is_named_and_one_without_rows_left_out(config: DataConf
 
 @pytest.mark.fault("R8", injected="causal_lm: a file written or removed meanwhile", outcome="the file is named")
 def test_a_file_that_is_written_or_removed_meanwhile_is_named(config: DataConfig, tmp_path: Path) -> None:
-    source = prepare._Sources(config, tmp_path / "cache").train
+    source = splits.SplitSources(config, tmp_path / "cache").train
     assert list(source.read(0))
     file = tmp_path / "rows" / "0.jsonl"
     file.write_text("{}")

@@ -1,0 +1,151 @@
+"""The training and the held-out rows of a run before they are read: their sources, and which side a row is on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from accel_train.config import UsageError, expand_path
+from accel_train.data.tables.row_blocks import FileRows, RowBlocks
+from accel_train.data.tables.run_files import listed, run_file_notices
+from accel_train.data.tables.shards import warn_of_changes
+from accel_train.data.tables.text_sources import content_key, text_key
+from accel_train.domains.language import rows
+from accel_train.domains.language.row_sources import DataConfig, MixedRows, contents, mixed, open_rows, parts_of
+
+SPLIT = "split="
+
+
+class SplitSources:
+    """The rows of both splits, not yet read."""
+
+    def __init__(self, config: DataConfig, cache: Path) -> None:
+        self.config = config
+        self.cache = cache
+        self.raised: float | None = None
+        """Share to hold out in place of one under which no row falls."""
+        options = ("--data.path", *["--data.more_paths"] * len(config.more_paths))
+        parts = [self._open(path, option, config.split) for path, option in zip(config.paths, options, strict=True)]
+        self.train = mixed(parts, config.repeats)
+        self.heldout: RowBlocks | None = None
+        if config.heldout_path is not None:
+            self.heldout = self._open_heldout(config.heldout_path)
+        self._refuse_unread()
+
+    def _open_heldout(self, path: str) -> RowBlocks:
+        config = self.config
+        if not path.startswith(SPLIT):
+            return self._open(path, "--data.heldout_path", config.split)
+        if isinstance(parts_of(self.train)[0], FileRows):
+            raise UsageError(
+                f"--data.heldout_path {path!r}: --data.path {config.path!r} has no splits, as files have none. Give "
+                "the held-out file."
+            )
+        return self._open(config.path, "--data.heldout_path", path.removeprefix(SPLIT))
+
+    def _refuse_unread(self) -> None:
+        """Raise ``UsageError`` for options of lines of text, of columns, or of splits, where no source has them."""
+        config = self.config
+        sources = [*parts_of(self.train), *([] if self.heldout is None else [self.heldout])]
+        kinds: set[str] = set()
+        for source in sources:
+            # A dataset has columns, as tables do.
+            kinds |= {file.suffix for file in source.files} if isinstance(source, FileRows) else {"dataset"}
+        read = {"sample_by": ".txt" in kinds, "text_column": kinds != {".txt"}, "split": "dataset" in kinds}
+        wanted = {"sample_by": "a .txt file, which it divides", "text_column": "JSONL, a table or a dataset"}
+        wanted["split"] = "a saved dataset or one of the Hub, as files have no splits"
+        for name, is_read in read.items():
+            value = getattr(config, name)
+            if not is_read and value != getattr(DataConfig, name):
+                raise UsageError(
+                    f"--data.{name} {value!r} has no effect with {config.named}: required is "
+                    f"{wanted[name]}. Leave it out, or give such a source."
+                )
+        schemas = (names for source in sources for names in source.schemas(config.text_column))
+        rows.refuse_missing_column(config.text_column, config.named, schemas)
+
+    def _open(self, path: str, option: str, split: str) -> RowBlocks:
+        config = self.config
+        return open_rows(
+            path,
+            option=option,
+            split=split,
+            text_column=config.text_column,
+            sample_by=config.sample_by,
+            cache=self.cache,
+        )
+
+    def name_changed_files(self) -> None:
+        """Log which files came, went or changed since the last start: the fingerprint of the data tells that some did.
+
+        One process calls it.
+        """
+        named = list(zip(self.config.paths, parts_of(self.train), strict=True))
+        if self.heldout is not None:
+            named.append((str(self.config.heldout_path), self.heldout))
+        for path, source in named:
+            if isinstance(source, FileRows):
+                identities = {str(file): facts for file, facts in zip(source.files, source.identities, strict=True)}
+                warn_of_changes(source.option, path, self.cache, identities)
+
+    def notices(self) -> list[str]:
+        """Say how often an epoch has the rows of each source of several, and name files of runs among the data."""
+        mixture: list[str] = []
+        if isinstance(self.train, MixedRows):
+            shares = zip(self.config.paths, self.train.repeats, strict=True)
+            mixture = [f"an epoch has {', '.join(f'{repeats} x {path}' for path, repeats in shares)}"]
+        paths = [path for path in (*self.config.paths, self.config.heldout_path) if path not in (None, "demo")]
+        return mixture + [line for path in paths for line in run_file_notices(listed(expand_path(str(path))))]
+
+    @property
+    def fraction(self) -> float:
+        """Share of the training source to hold out."""
+        if self.heldout is not None:
+            return 0.0
+        return self.config.heldout_fraction if self.raised is None else self.raised
+
+    def hold_out_one(self, counts: Mapping[str, int]) -> bool:
+        """Raise ``fraction`` until one row is held out, where so few rows have none under it. Returns False otherwise.
+
+        ``counts`` has the rows of both splits. The choice is a function of the rows alone: the one with the lowest
+        hash, and its copies.
+        """
+        if self.heldout is not None or counts["heldout"] or counts["train"] < 2:
+            return False
+        texts = contents(self.train, self.config.text_column)
+        lowest = min(int.from_bytes(content_key(text)[:8], "big") for text in texts)
+        # The next float above the hash, which may have more digits than a float.
+        self.raised = math.nextafter((lowest + 1) / 2**64, 1.0)
+        return True
+
+    @cached_property
+    def excluded(self) -> frozenset[bytes]:
+        """Hashes of the held-out rows, where they have a source of their own. Reads it."""
+        if self.heldout is None:
+            return frozenset()
+        found = contents(self.heldout, self.config.text_column)
+        return frozenset(text_key(text) for text in found)
+
+    def facts(self, source: RowBlocks) -> list[Any]:
+        """Return everything the texts of a source depend on, besides the tokenizer."""
+        column = self.config.text_column
+        # By which the forms of rows are told apart. The default left out, as runs of earlier versions have it.
+        rule = [] if column == rows.DEFAULT_COLUMN else ["text_column", column]
+        if source is self.heldout:
+            # Held-out rows of their own are all of their source, whatever the fraction.
+            return [source.key, *rule]
+        # Versions differ in what they take for the same text.
+        excluded = None if self.heldout is None else ["exact text", self.heldout.key]
+        return [source.key, self.fraction, excluded, *rule]
+
+    def training_texts(self) -> Iterator[str]:
+        """Yield the words of the training rows. Reads everything."""
+        # The rule of `BlockEncoder`, for rows that are not tokens yet: a tokenizer must not learn held-out words.
+        limit = self.fraction * 2**64
+        for text in contents(self.train, self.config.text_column):
+            key = content_key(text)
+            if int.from_bytes(key[:8], "big") >= limit and text_key(text) not in self.excluded:
+                yield text
