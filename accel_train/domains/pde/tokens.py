@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from accel_train.config import UsageError
 from accel_train.domains.models.layers import NORM_EPS, FeedForward
 from accel_train.speed.attention.kernels import TORCH_CHOICE
+from accel_train.wording import shortened
 
 KERNEL = 3
 CELL_OCTAVES = 3
@@ -75,7 +76,7 @@ def divide(task: str, points: tuple[int, int], side: int, max_tokens: int, perio
     if height % patch[0] or width % patch[1]:
         raise UsageError(
             f"{option} {side}: the {height} x {width} points of task {task} must be a whole number of patches. Set "
-            f"{option} to a divisor of the sides."
+            f"{option} to a divisor of the sides: {_divisors(math.gcd(height, width) if height > 1 else width)}."
         )
     while math.prod(cells) > max_tokens:
         axis = 1 if cells[1] >= cells[0] else 0  # the longer one
@@ -87,6 +88,10 @@ def divide(task: str, points: tuple[int, int], side: int, max_tokens: int, perio
         cells[axis] //= 2
         merged[axis] *= 2
     return FieldGrid(points, patch, (merged[0], merged[1]), periodic)
+
+
+def _divisors(number: int) -> str:
+    return shortened([str(n) for n in range(1, number + 1) if number % n == 0], 8)
 
 
 def coordinates(sides: Sequence[int], device: torch.device | None = None) -> Tensor:

@@ -56,8 +56,8 @@ class PdeDataConfig:
     """Held-out trajectories or problems of each task. null: 128 generated, all of a held-out file, a tenth of
     PDEBench's."""
     resolution_1d: PositiveInt | None = None
-    """Points of 1-D fields. Of files, every n-th point is read, so it must divide their points. null: 128 generated,
-    all of a file."""
+    """Points of 1-D fields. Of files, every n-th point is read: of periodic fields it must divide their points, of
+    others 421 give 211, 141, 106 or 85, and so on. null: 128 generated, all of a file."""
     resolution_2d: PositiveInt | None = None
     """Points of 2-D fields along the width, the last axis. The height has as many if generated; of files, every n-th
     point is read along both axes, with the n of the width. null: 32 generated, all of a file."""

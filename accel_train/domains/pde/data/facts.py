@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
 from accel_train.domains.pde.data.files import Array, FieldPart, Fields
-from accel_train.domains.pde.data.on_disk import size_and_date, source_files
+from accel_train.domains.pde.data.on_disk import source_files, state_of
 
 FACTS_FORMAT = 3
 
@@ -92,12 +92,13 @@ def _refuse_not_finite(part: FieldPart, start: int, block: Array) -> None:
     finite = np.isfinite(block)
     if finite.all():
         return
+    # float32 has no larger numbers, and a stored one beyond them is read as infinity.
     wrong_rows = (~finite).any(axis=(1, 2, 3, 4))
     # Its number in the file, which is what the user can look at.
     wrong = part.first + start + int(wrong_rows.argmax())
     raise UsageError(
-        f"--data.path: sample {wrong} of {part.file} holds NaN or infinity in {' or '.join(part.datasets)}. "
-        "Finite fields are required: write the file again, or leave the sample out."
+        f"--data.path: sample {wrong} of {part.file} holds NaN, infinity or a number beyond 3.4e38 (float32) in "
+        f"{' or '.join(part.datasets)}. Finite fields are required: write the file again, or leave the sample out."
     )
 
 
@@ -114,11 +115,11 @@ def cached_facts(both: Mapping[str, Fields], cache: Path, rank: int, barrier: Ca
 
 
 def _identity(both: Mapping[str, Fields]) -> str:
-    """Hash the selected samples with the size and date of their files, and of those that virtual datasets name."""
+    """Hash the selected samples with the state of their files, and of those that virtual datasets name."""
     used = {part.file: part.datasets for fields in both.values() for part in fields.parts}
     sources = itertools.chain.from_iterable(source_files(*item) for item in used.items())
     # A hash of the contents would need the very pass that the cache saves.
-    dates = [(str(file), *size_and_date(file)) for file in dict.fromkeys([*used, *sources])]
+    dates = [(str(file), *state_of(file)) for file in dict.fromkeys([*used, *sources])]
     parts = [[split, *map(str, fields.parts)] for split, fields in both.items()]
     text = json.dumps([FACTS_FORMAT, dates, parts])
     return hashlib.sha256(text.encode()).hexdigest()

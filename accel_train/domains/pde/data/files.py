@@ -106,23 +106,33 @@ class StoredFields(NamedTuple):
                 f"{max(0, end - first)} of its {len(self.parameters)} samples are left for that split. At least 1 and "
                 "no more than that are required: lower the number, or bring more data."
             )
-        _, _, height, width = Fields((self.part,)).shape
-        space, divided = 2, math.gcd(height, width)
-        if height == 1:
-            space, divided = 1, width
-        points = resolution[space] or width
-        # Every n-th point and no averages: a value of the solution stays one.
-        choices = [width // stride for stride in range(1, divided + 1) if divided % stride == 0]
-        if points not in choices:
-            raise UsageError(
-                f"--data.resolution_{space}d {points}: {self.part.file} has {height} x {width} points, height x width, "
-                f"of which every n-th along each axis can be taken, with one n that divides {divided}. Choose "
-                f"{shortened(list(map(str, choices)), 8)} for the points along the width."
-            )
-        part = self.part._replace(first=first, samples=count, stride=width // points)
+        part = self.part._replace(first=first, samples=count, stride=self._stride(resolution))
         parameters = self.parameters[first : first + count]
         finite_parameters(self.part.file, self.header, parameters, first)
         return self._replace(part=part, parameters=parameters)
+
+    def _stride(self, resolution: dict[int, int | None]) -> int:
+        """Return the n of every n-th point along each axis. Points are taken and no averages: they stay a solution."""
+        _, _, height, width = Fields((self.part,)).shape
+        axes = [width] if height == 1 else [height, width]
+        points = resolution[len(axes)] or width
+        strides: Sequence[int] = range(1, min(axes) + 1)
+        rule = "with one n"
+        if self.header.boundary == "periodic":
+            # The distance from the last point to the first, around the end, must be n as well.
+            divided = math.gcd(*axes)
+            strides = [stride for stride in strides if divided % stride == 0]
+            rule = f"with one n that divides {divided}, as the fields are periodic"
+        # Of several n with as many points the smallest.
+        choices = {math.ceil(width / stride): stride for stride in reversed(strides)}
+        if points in choices:
+            return choices[points]
+        names = [str(choice) for choice in sorted(choices, reverse=True)]
+        raise UsageError(
+            f"--data.resolution_{len(axes)}d {points}: {self.part.file} has {height} x {width} points, height x width, "
+            f"of which every n-th along each axis can be taken, {rule}. Choose {shortened(names, 8)} for the points "
+            "along the width."
+        )
 
 
 def write_fields(
@@ -135,7 +145,8 @@ def write_fields(
     """Write the first `samples` of `blocks` of fields (n, T, C, H, W) and parameters (n, P).
 
     One block is in memory at a time. `written` receives the number of samples after each block. Nothing has the name
-    of the file before all samples are in it. Raises `UsageError` for blocks with fewer.
+    of the file before all samples are in it. Raises `UsageError` for blocks with fewer, for one of another shape than
+    the first, and for a header that contradicts them.
     """
     done = 0
     with whole_hdf5(file) as content:
@@ -146,12 +157,14 @@ def write_fields(
                     "parameters; as many of both are required: correct the block."
                 )
             if not done:
-                content.attrs["schema"] = SCHEMA
-                content.attrs["grid"] = fields.shape[-2:]
-                content.attrs.update(_attributes(header))
-                # Without chunks or compression, so that readers can map it.
-                content.create_dataset("fields", (samples, *fields.shape[1:]), np.float32)
-                content.create_dataset("parameters", (samples, *parameters.shape[1:]), np.float32)
+                _create(file, content, header, (samples, *fields.shape[1:]), (samples, *parameters.shape[1:]))
+            found = (fields.shape[1:], parameters.shape[1:])
+            first = (content["fields"].shape[1:], content["parameters"].shape[1:])
+            if found != first:
+                raise UsageError(
+                    f"write_fields: a block for {file} has samples of fields {found[0]} and parameters {found[1]}; "
+                    f"{first[0]} and {first[1]} are required, as in the first block: correct the block."
+                )
             # Blocks are whole, and the last one may have more samples than are wanted.
             count = min(samples - done, len(fields))
             stop = done + count
@@ -164,6 +177,19 @@ def write_fields(
                 f"write_fields: the blocks for {file} have {done} samples; {samples} are required, because the others "
                 "would be read as zeros: give more blocks, or a lower number of samples."
             )
+
+
+def _create(
+    file: Path, content: Any, header: FieldHeader, fields: tuple[int, ...], parameters: tuple[int, ...]
+) -> None:
+    """Write the header, checked as it will be read, and make room for arrays of these shapes."""
+    content.attrs["schema"] = SCHEMA
+    content.attrs["grid"] = fields[-2:]
+    content.attrs.update(_attributes(header))
+    read_header(file, dict(content.attrs), fields, parameters)
+    # Without chunks or compression, so that readers can map it.
+    content.create_dataset("fields", fields, np.float32)
+    content.create_dataset("parameters", parameters, np.float32)
 
 
 def _attributes(header: FieldHeader) -> dict[str, Any]:
@@ -242,7 +268,10 @@ class Fields:
             for start in range(0, part.samples, size):
                 samples = slice(start, start + size)
                 views = [view.read(samples, slice(None)) for view in self._views(number)]
-                yield part, start, np.concatenate(views, axis=2, dtype=np.float32, casting="same_kind")
+                # A number beyond float32 becomes infinity, which the caller refuses with its place.
+                with np.errstate(over="ignore"):
+                    block = np.concatenate(views, axis=2, dtype=np.float32, casting="same_kind")
+                yield part, start, block
 
     def _views(self, number: int) -> list[FieldView]:
         # By process: a forked worker must not read through its parent's HDF5 handles.

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.config import UsageError
+from accel_train.wording import nearest
 
 SCHEMA = "accel_train/fields-1"
 BOUNDARIES = ("periodic", "dirichlet")
@@ -26,7 +27,7 @@ class FieldHeader:
     parameters: tuple[str, ...]
     """Names of the P parameters."""
     input_channels: int
-    """Leading channels of the input. Without time, the others are the target. With time it is not read."""
+    """Leading channels of the input. Without time, the others are the target. With time all C are both."""
     dt: float
     """Time from one snapshot to the next. All channels advance. 0: no time, and T = 1."""
     boundary: str
@@ -60,6 +61,11 @@ def read_header(
         raise UsageError(
             f"--data.path: {file} has fields {fields} and parameters {parameters}; (N, T, C, H, W) and "
             f"(N, {len(header.parameters)}) are required. Write it again."
+        )
+    if fields[4] == 1 and fields[3] > 1:
+        raise UsageError(
+            f"--data.path: {file} has fields {fields}, (N, T, C, H, W), with W = 1; fields of one dimension have H = 1 "
+            f"and {fields[3]} points along W. Write it again with the last two axes exchanged."
         )
     _check_time(file, header, fields)
     _check_boundary(file, header)
@@ -117,6 +123,13 @@ def _check_time(file: Path, header: FieldHeader, fields: tuple[int, ...]) -> Non
             f"{channels} channels; 1 to {channels - 1} inputs are required, because the other channels are the target. "
             "Correct input_channels, or dt if the fields have a time step."
         )
+    if header.dt and header.input_channels != channels:
+        raise UsageError(
+            f"--data.path: {file} has the attributes dt {header.dt:g} and input_channels {header.input_channels} of "
+            f"{channels} channels; with time all channels are input and target, the field before and after a step, so "
+            f"{channels} is required. Correct input_channels in the files of both splits. A coefficient that is "
+            "constant in time would be predicted as well; if it is a number, write it to parameters."
+        )
     targets = channels - header.input_channels
     if header.dt == 0 and header.conserved and targets != header.input_channels:
         raise UsageError(
@@ -127,9 +140,9 @@ def _check_time(file: Path, header: FieldHeader, fields: tuple[int, ...]) -> Non
 
 
 def _check_boundary(file: Path, header: FieldHeader) -> None:
-    """Refuse another spelling of a boundary with an effect."""
-    meant = header.boundary.strip().lower()
-    if meant in BOUNDARIES and meant != header.boundary:
+    """Refuse another spelling of a boundary with an effect, or one like it."""
+    meant = nearest(header.boundary.strip(), BOUNDARIES, cutoff=0.8)
+    if meant and meant != header.boundary:
         raise UsageError(
             f"--data.path: {file} has the attribute boundary {header.boundary!r}, without effect; {meant!r} is "
             "required for one with it. Correct it in the files of both splits, or name another boundary."

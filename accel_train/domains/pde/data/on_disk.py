@@ -51,9 +51,8 @@ def require(file: Path, content: Any, names: Sequence[str]) -> None:
     The error lists what there is.
     """
     if missing := [name for name in names if name not in content]:
-        existing = ", ".join(f"{name} {_kind_of(content.get(name))}" for name in content)
         raise UsageError(
-            f"--data.path: {file} has no dataset {missing[0]!r}; it holds {existing or 'nothing'}. "
+            f"--data.path: {file} has no dataset {missing[0]!r}; it holds {contents_of(content)}. "
             f"{' and '.join(names)} are required: check what the file is."
         )
     for name in names:
@@ -69,6 +68,11 @@ def require(file: Path, content: Any, names: Sequence[str]) -> None:
                 "it as float32."
             )
         refuse_absent_chunks(file, name, stored)
+
+
+def contents_of(content: Any) -> str:
+    """List the datasets of an open file with their shapes."""
+    return ", ".join(f"{name} {_kind_of(content.get(name))}" for name in content) or "nothing"
 
 
 def _kind_of(item: Any) -> str:
@@ -177,14 +181,18 @@ def source_files(file: Path, datasets: Sequence[str]) -> list[Path]:
     return list(found)
 
 
-def size_and_date(file: Path) -> tuple[int, int]:
-    """Return the bytes and the last date of a file, or of all files in a zarr folder."""
+def state_of(file: Path) -> tuple[int, ...]:
+    """Return what changes with a write: size, last date, last change and inode; of a zarr folder over all its files.
+
+    A copy may keep the date of its source, as those of tar and rsync do, but not the time of change.
+    """
     stats = [file.stat()]
     if file.is_dir():
-        stats = [entry.stat() for entry in file.rglob("*") if entry.is_file()]
+        stats += [entry.stat() for entry in file.rglob("*") if entry.is_file()]
     size = sum(stat.st_size for stat in stats)
-    newest = max((stat.st_mtime_ns for stat in stats), default=0)
-    return size, newest
+    date = max(stat.st_mtime_ns for stat in stats)
+    change = max(stat.st_ctime_ns for stat in stats)
+    return size, date, change, stats[0].st_ino
 
 
 def _refuse_unwritten_storage(file: Path, dataset: str, stored: Any) -> None:

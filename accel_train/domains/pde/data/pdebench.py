@@ -62,9 +62,17 @@ def parameter_of(file: Path, content: Any, name: str) -> float:
                 f"--data.path: {file} has the attribute {name} {value!r}; one number is required, because it is an "
                 "input of the model: correct the attribute."
             ) from None
-    if found := re.search(rf"{name}(\d+(?:\.\d+)?(?:e-?\d+)?)", file.name, re.IGNORECASE):
-        return float(found[1])
+    written = re.search(rf"{name}(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?P<rest>.*)", file.name, re.IGNORECASE)
+    if written and not _goes_on(**written.groupdict()):
+        return float(written["number"])
     raise UsageError(
         f"--data.path: {file} has no attribute {name!r} (it has {sorted(content.attrs) or 'none'}) and no such number "
         f"in its name. The parameter is an input of the model: name the file as PDEBench does, ..._{name}0.4.hdf5."
     )
+
+
+def _goes_on(number: str, rest: str) -> bool:
+    """Return True for a number that another mark than a point divides, as in 0p4, 0,4 and 0_4."""
+    # Behind a point, _2 is the second file of the same number.
+    divided = r"[p,]?\d" + (r"|_\d" * ("." not in number))
+    return re.match(divided, rest, re.IGNORECASE) is not None

@@ -26,7 +26,7 @@ from accel_train.domains.pde.data.files import (
     StoredFields,
     read_stored,
 )
-from accel_train.domains.pde.data.on_disk import require
+from accel_train.domains.pde.data.on_disk import contents_of, require
 from accel_train.domains.pde.data.pdebench import check_layout, parameter_of, spacing_of
 from accel_train.domains.pde.data.rows import FieldData, build_field_data
 from accel_train.domains.pde.data.stored_arrays import ZARR, open_fields
@@ -70,6 +70,13 @@ def _pdebench_splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str
     points = config.points_of_files()
     files = [_open(file, task) for file in _pdebench_files(config, task, folder)]
     sizes = [len(stored.parameters) for stored in files]
+    if config.heldout_samples is None and min(sizes) < 10:
+        small = files[sizes.index(min(sizes))]
+        raise UsageError(
+            f"--data.heldout_samples null holds out a tenth of the samples of each file, and {small.part.file} has "
+            f"{min(sizes)}; 10 or more are required for that. Give a number over all files: --data.heldout_samples "
+            f"{len(files)} is one of each."
+        )
     heldout = split_evenly(config.heldout_samples, [size // 10 for size in sizes])
     remaining = [size - count for size, count in zip(sizes, heldout, strict=True)]
     train = split_evenly(config.train_samples, remaining)
@@ -83,16 +90,21 @@ def _pdebench_splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str
 
 
 def _pdebench_files(config: PdeDataConfig, task: str, folder: Path) -> list[Path]:
-    pattern = KINDS[task].pdebench if task in KINDS else f"{task}_*.h5"
-    if files := sorted(folder.rglob(pattern)):
-        return files
-    content = "no such folder"
-    if folder.is_dir():
-        names = sorted(file.name for file in folder.glob("*"))
-        content = ", ".join(names[:8]) or "nothing"
+    if not folder.is_dir():
+        raise UsageError(
+            f"--data.path {config.path!r}: {folder} is no folder, or does not exist. One with {task}_train.h5 and "
+            f"{task}_heldout.h5 is required: correct the path."
+        )
+    others = f" (of PDEBench's, {', '.join(KINDS)} are read)"
+    if task in KINDS:
+        pattern = KINDS[task].pdebench
+        if files := sorted(folder.rglob(pattern)):
+            return files
+        others = f", or PDEBench's {pattern},"
+    names = sorted(file.name for file in folder.glob("*"))
     raise UsageError(
-        f"--data.path {config.path!r}: {folder} has no data of task {task!r}; it holds: {content}. Files "
-        f"{task}_train.h5 and {task}_heldout.h5, or PDEBench's {pattern}, are required: correct path or --data.tasks."
+        f"--data.path {config.path!r}: {folder} has no data of task {task!r}; it holds: {shortened(names, 8)}. Files "
+        f"{task}_train.h5 and {task}_heldout.h5{others} are required: correct path or --data.tasks."
     )
 
 
@@ -121,8 +133,9 @@ def _read_pdebench(file: Path, content: Any, task: str) -> StoredFields:
     """
     if task not in KINDS:
         raise UsageError(
-            f"--data.path: {file} is not of our schema, and of PDEBench {', '.join(KINDS)} are read, not {task!r}. "
-            "Write it with the schema of accel_train.domains.pde.data.files."
+            f"--data.path: {file} has no dataset 'fields'; it holds {contents_of(content)}. A file of task {task!r} "
+            "needs fields (N, T, C, H, W), parameters (N, P) and the attributes of docs/pde.md, as "
+            f"accel_train.domains.pde.data.files.write_fields writes them; of PDEBench's, {', '.join(KINDS)} are read."
         )
     kind = KINDS[task]
     steady = kind.space == 2

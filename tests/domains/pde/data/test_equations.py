@@ -24,7 +24,7 @@ from accel_train.domains.pde.data import equations as pde
 from accel_train.domains.pde.data import prepare
 from accel_train.domains.pde.data.assets import load_field_assets
 from accel_train.domains.pde.data.equations import PdeDataConfig
-from accel_train.domains.pde.data.pdebench import spacing_of
+from accel_train.domains.pde.data.pdebench import parameter_of, spacing_of
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.rows import FieldData
 from accel_train.domains.pde.data.solvers import solve_burgers, solve_darcy
@@ -463,6 +463,41 @@ def test_files_of_its_own_beside_those_of_pdebench_are_refused(tmp_path: Path, o
         files(tmp_path, "advection")
 
 
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("beta0.4.hdf5", 0.4),
+        ("Beta1e+01.hdf5", 10),
+        ("beta2.5e-3.hdf5", 0.0025),
+        ("beta4_Train.hdf5", 4),
+        ("beta0.4_2.hdf5", 0.4),
+        ("beta0p4.hdf5", None),
+        ("beta0,4.hdf5", None),
+        ("beta0_4.hdf5", None),
+        ("beta-0.4.hdf5", None),
+    ],
+)
+def test_a_parameter_in_the_name_is_read_whole_or_refused(written: str, expected: float | None, tmp_path: Path) -> None:
+    file = tmp_path / f"1D_Advection_Sols_{written}"
+    write_pdebench(file, {}, {})
+    with h5py.File(file) as content:
+        if expected is not None:
+            assert parameter_of(file, content, "beta") == expected
+            return
+        with pytest.raises(UsageError, match=r"no attribute 'beta' .* and no such number in its name.*_beta0.4.hdf5"):
+            parameter_of(file, content, "beta")
+
+
+def test_a_file_without_a_tenth_to_hold_out_needs_a_number(tmp_path: Path) -> None:
+    axes = {"t-coordinate": np.arange(8) * np.float32(0.01), "x-coordinate": (np.arange(16) + 0.5) / 16}
+    for beta in (1, 2):
+        tensor = GENERATOR.normal(size=(5 * beta, 7, 16)).astype(np.float32)
+        write_pdebench(tmp_path / f"1D_Advection_Sols_beta{beta}.hdf5", {"tensor": tensor, **axes}, {})
+    with pytest.raises(UsageError, match=r"a tenth .*beta1.hdf5 has 5; .* --data.heldout_samples 2 is one of each"):
+        files(tmp_path, "advection")
+    assert files(tmp_path, "advection", heldout_samples=2).heldout["advection"].samples == 2
+
+
 def test_sizes_of_pdebench_splits(tmp_path: Path) -> None:
     advection_files(tmp_path)
     data = files(tmp_path, "advection", train_samples=7, heldout_samples=6)
@@ -625,7 +660,9 @@ def test_a_parameter_is_required(tmp_path: Path) -> None:
 def test_resolution_and_stride_that_do_not_fit(tmp_path: Path) -> None:
     advection_files(tmp_path)
     for points in (5, 32):
-        with pytest.raises(UsageError, match=rf"resolution_1d {points}: .* has 1 x 16 .*divides 16. Choose 16, 8, 4"):
+        with pytest.raises(
+            UsageError, match=rf"resolution_1d {points}: .* has 1 x 16 .*divides 16, as .* Choose 16, 8, 4"
+        ):
             files(tmp_path, "advection", resolution_1d=points)
     with pytest.raises(UsageError, match=r"time_stride 7: .* has 7 snapshots of task advection"):
         files(tmp_path, "advection", time_stride=7)
@@ -635,7 +672,7 @@ def test_a_folder_without_the_task(tmp_path: Path) -> None:
     (tmp_path / "readme.txt").write_text("")
     with pytest.raises(UsageError, match=r"no data of task 'darcy'; it holds: cache, readme.txt.*darcy_train.h5"):
         files(tmp_path, "darcy")
-    with pytest.raises(UsageError, match="no such folder"):
+    with pytest.raises(UsageError, match=r"nowhere is no folder, or does not exist. One with advection_train.h5 and"):
         prepare_pde(PdeDataConfig(path=str(tmp_path / "nowhere"), cache_dir=str(tmp_path)))
     (tmp_path / "1D_Burgers_Sols_Nu1.hdf5").write_bytes(b"no HDF5")
     with pytest.raises(UsageError, match=r"Nu1.hdf5 cannot be read"):

@@ -1,3 +1,4 @@
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -13,12 +14,12 @@ from accel_train.config import UsageError
 from accel_train.data.tables.block_cache import BlockCache
 from accel_train.domains.pde.data import files, stored_arrays
 from accel_train.domains.pde.data.equations import PdeDataConfig
-from accel_train.domains.pde.data.facts import field_facts
+from accel_train.domains.pde.data.facts import cached_facts, field_facts
 from accel_train.domains.pde.data.files import FieldHeader, FieldPart, Fields, read_stored, write_fields
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.stored_arrays import MappedArray
 
-HEADER = FieldHeader("heat", ("a", "b"), 1, 0.5, "periodic", True)
+HEADER = FieldHeader("heat", ("a", "b"), 2, 0.5, "periodic", True)
 VALUES = np.random.default_rng(0).normal(size=(11, 3, 2, 4, 6)).astype(np.float32)
 PARAMETERS = np.random.default_rng(1).normal(size=(11, 2)).astype(np.float32)
 
@@ -46,7 +47,7 @@ def test_blocks_are_written_as_the_schema_says(tmp_path: Path, samples: int) -> 
         assert attributes.pop("grid").tolist() == [4, 6]
         assert attributes.pop("parameters").tolist() == ["a", "b"]
         assert attributes == {
-            "schema": "accel_train/fields-1", "task": "heat", "input_channels": 1, "dt": 0.5, "boundary": "periodic",
+            "schema": "accel_train/fields-1", "task": "heat", "input_channels": 2, "dt": 0.5, "boundary": "periodic",
             "conserved": True,
         }  # fmt: skip
     stored = read(file)
@@ -206,6 +207,21 @@ def test_layouts_of_other_files(tmp_path: Path, shape: tuple[int, ...], space: i
     assert np.array_equal(found, np.concatenate([values, -values], axis=2))
 
 
+def test_facts_of_a_file_that_keeps_size_and_date_are_new(tmp_path: Path) -> None:
+    """As after `tar` or `rsync`, which set the date of what they write."""
+    file = write(tmp_path / "x.h5")
+    before = file.stat()
+    both = dict.fromkeys(("train", "heldout"), Fields((read(file).part,)))
+    first = cached_facts(both, tmp_path / "cache", 0, lambda: None)
+    with h5py.File(file, "a") as content:
+        content["fields"][...] *= 10
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    both = dict.fromkeys(("train", "heldout"), Fields((read(file).part,)))
+    second = cached_facts(both, tmp_path / "cache", 0, lambda: None)
+    assert file.stat().st_size == before.st_size
+    assert second.of_split["train"].std == pytest.approx([10 * std for std in first.of_split["train"].std])
+
+
 def test_facts_are_those_of_all_samples(two_files: Fields, monkeypatch: pytest.MonkeyPatch) -> None:
     facts, samples = field_facts(two_files)
     assert facts.mean == pytest.approx(TOGETHER.astype(float).mean((0, 1, 3, 4)), rel=1e-6)
@@ -225,7 +241,7 @@ def test_the_sample_that_is_not_finite_is_named(tmp_path: Path, wrong: float) ->
     values = VALUES.copy()
     values[7, 2, 1, 3, 5] = wrong
     fields = Fields((FieldPart(write(tmp_path / "x.h5", values=values), ("fields",), 0, 2, 9),))
-    with pytest.raises(UsageError, match=r"sample 7 of .*x.h5 holds NaN or infinity in fields"):
+    with pytest.raises(UsageError, match=r"sample 7 of .*x.h5 holds NaN, infinity or .* in fields"):
         field_facts(fields)
 
 
@@ -244,8 +260,20 @@ def test_points_of_a_grid_that_is_not_square_are_thinned_alike_along_both_axes(t
     part = stored.select("train", (0, 11), 11, {1: None, 2: 3}).part
     assert (part.stride, Fields((part,)).shape) == (2, (3, 2, 2, 3))
     # 2 divides the width, and 3 does not divide the height.
-    with pytest.raises(UsageError, match=r"resolution_2d 2: .*x\.h5 has 4 x 6 points.* divides 2\. Choose 6, 3 for"):
+    with pytest.raises(UsageError, match=r"resolution_2d 2: .*x\.h5 has 4 x 6 points.* divides 2, .*Choose 6, 3 for"):
         stored.select("train", (0, 11), 11, {1: None, 2: 2})
+
+
+def test_a_grid_with_ends_is_thinned_by_any_step(tmp_path: Path) -> None:
+    """Darcy flow of FNO has 421 x 421 points, of which every fifth is taken: 85 x 85."""
+    file = tmp_path / "darcy.h5"
+    fields = np.random.default_rng(0).normal(size=(2, 1, 2, 421, 421)).astype(np.float32)
+    write_fields(file, FieldHeader("li", (), 1, 0.0, "dirichlet", False), 2, [(fields, np.zeros((2, 0)))])
+    part = read(file).select("train", (0, 2), 2, {1: None, 2: 85}).part
+    found = Fields((part,)).snapshots(1, slice(None))
+    assert np.array_equal(found, fields[1, :, :, ::5, ::5])
+    with pytest.raises(UsageError, match=r"resolution_2d 86: .* with one n. Choose 421, 211, 141, 106, 85, 71, 61, 53"):
+        read(file).select("train", (0, 2), 2, {1: None, 2: 86})
 
 
 @pytest.mark.parametrize(
@@ -263,9 +291,19 @@ def test_points_of_a_grid_that_is_not_square_are_thinned_alike_along_both_axes(t
             lambda f: (f.attrs.update(dt=0.0, input_channels=2), f.pop("fields"), f.update(fields=VALUES[:, :1])),
             "input_channels 2 of 2 channels; 1 to 1 inputs are req",
         ),
+        (
+            lambda f: f.attrs.update(input_channels=1),
+            "dt 0.5 and input_channels 1 of 2 channels; with time all .* so 2 is",
+        ),
+        (lambda f: (f.pop("fields"), f.update(fields=VALUES[..., :1])), "with W = 1; .* H = 1 and 4 points along W"),
+        (lambda f: f.attrs.update(boundary="periodc"), "boundary 'periodc', without effect; 'periodic' is required"),
         (lambda f: f.attrs.update(dt=0.0), "dt 0, without time, and 3 snapshots of each sample; one is required"),
         (
-            lambda f: (f.attrs.update(dt=0.0), f.pop("fields"), f.update(fields=VALUES[:, :1, [0, 1, 1]])),
+            lambda f: (
+                f.attrs.update(dt=0.0, input_channels=1),
+                f.pop("fields"),
+                f.update(fields=VALUES[:, :1, [0, 1, 1]]),
+            ),
             "conserved, .* without time 1 input and 2 target channels; as many are required",
         ),
         (lambda f: f.attrs.update(boundary="Periodic"), "boundary 'Periodic', without effect; 'periodic' is required"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,27 @@ def test_blocks_with_fewer_samples_than_asked_for_are_refused(tmp_path: Path, sa
 def test_a_block_has_as_many_parameters_as_fields(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"x\.h5 has 11 samples of fields and 1 of parameters"):
         write_fields(tmp_path / "x.h5", HEADER, 11, [(VALUES, PARAMETERS[:1])])
+
+
+def test_blocks_have_the_shape_of_the_first(tmp_path: Path) -> None:
+    """numpy would repeat one snapshot, channel or parameter as often as the file has room."""
+    for second in (
+        (VALUES[4:, :1], PARAMETERS[4:]),
+        (VALUES[4:, :, :1], PARAMETERS[4:]),
+        (VALUES[4:], PARAMETERS[4:, :1]),
+    ):
+        with pytest.raises(
+            UsageError, match=r"a block for .*x\.h5 has samples of fields .*; \(3, 2, 4, 6\) and \(2,\)"
+        ):
+            write_fields(tmp_path / "x.h5", HEADER, 11, [(VALUES[:4], PARAMETERS[:4]), second])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_header_is_checked_before_it_is_written(tmp_path: Path) -> None:
+    for wrong in ({"boundary": "Periodic"}, {"parameters": ("a",)}, {"input_channels": 1}):
+        with pytest.raises(UsageError, match=r"--data.path: .*x\.h5 has"):
+            write_fields(tmp_path / "x.h5", replace(HEADER, **wrong), 11, [(VALUES, PARAMETERS)])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])

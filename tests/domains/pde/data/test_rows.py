@@ -228,6 +228,7 @@ def test_held_out_samples_that_are_trained_on_are_told(tmp_path: Path) -> None:
 def test_channels_that_share_one_error_in_different_units_are_told(header: FieldHeader, tmp_path: Path) -> None:
     units = np.array([1e-3, 1, 100])[:, None, None]
     values = np.random.default_rng(0).normal(size=(5, 3 if header.dt else 1, 3, 1, 8)) * units
+    header = header if not header.dt else replace(header, input_channels=3)
     write_fields(tmp_path / "x.h5", header, 5, [(values, np.ones((5, len(header.parameters))))])
     one = [opened(tmp_path / "x.h5")]
     found = build({header.task: {"train": one, "heldout": one}}, tmp_path).notices
