@@ -70,7 +70,7 @@ class Config(experiment.ExperimentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        modes.refuse_unlearned(self.modes, self.text, self.times)
+        modes.refuse_unlearned(self.modes, self.text, self.times, self.latent)
 
 
 # ------------------------------------------------------------------------------------------------------------ loss

@@ -89,6 +89,11 @@ class CheckpointConfig:
                 f"checkpoints.keep_best: {self.keep_best} requires checkpoints.best_metric, the name of an evaluation "
                 "metric (a key of evaluation.json); add it"
             )
+        if self.best_metric and self.best_mode == "min" and self.best_metric.endswith(LARGER_IS_BETTER):
+            raise UsageError(
+                f"checkpoints.best_mode: min: {self.best_metric} is better the larger it is, and min would keep the "
+                "worst; give --checkpoints.best_mode max"
+            )
         self._refuse_without_effect()
         invalid = invalid_pins(self.pinned)
         if invalid:
@@ -122,6 +127,8 @@ class CheckpointConfig:
             )
 
 
+LARGER_IS_BETTER = ("accuracy", "cosine", "gain", "caption_exact", "caption_words")
+"""Ends of the names of metrics of the recipes."""
 _KEEP_MORE = ("keep_best", "keep_every", "keep_window_steps", "keep_window_epochs")
 """Options that keep checkpoints older than the newest ``keep_last``."""
 

@@ -66,6 +66,18 @@ ROWS = [
     ),
     Row(mmdit, "--checkpoints.keep_state_last 3", r"give less than 3, keep more", "--checkpoints.keep_state_last 2"),
     Row(mmdit, "--checkpoints.keep_state_last 3", r"keep_state_last: 3: .*keep_last: 3", "--checkpoints.keep_every 9"),
+    Row(
+        mmdit,
+        "--checkpoints.best_metric t2l_cosine",
+        r"best_mode: min: t2l_cosine is better the larger it is",
+        "--checkpoints.best_mode max",
+    ),
+    Row(
+        mmdit,
+        "--modes.mode l2t --latent.loss normalised_mse",
+        r"latent.loss normalised_mse: has no effect with .*, which learns no latent",
+        "--modes.mode t2l",
+    ),
     Row(mmdit, "--checkpoints.best_mode max", r"best_mode: max: .*best_metric", "--checkpoints.best_metric l2t_nll"),
     Row(
         mmdit,

@@ -6,9 +6,13 @@ Every error names its place: file:line, or the source.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
+import sys
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +146,44 @@ def content_key(text: str) -> bytes:
     words = " ".join(re.findall(r"\w+", text.casefold())) or text
     # Half a surrogate pair, which JSON can spell, has no UTF-8 of its own.
     return hashlib.sha256(words.encode("utf-8", "surrogatepass")).digest()
+
+
+def split_key(text: str) -> int:
+    """Return 64 bits that tell the side of a text, and whether it repeats another.
+
+    The upper half hashes the words, as `content_key`: texts that differ in signs alone are on the same side. The lower
+    half hashes the signs as well, and combining marks, in which words of Hindi or Thai differ: texts repeat each other
+    if they differ in case, space or punctuation at most.
+    """
+    # An accent may be a character of its own, with the same looks.
+    text = unicodedata.normalize("NFC", text)
+    signs = " ".join(_signs().findall(text.casefold())) or text
+    digest = hashlib.sha256(signs.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(content_key(text)[:4] + digest[:4], "big")
+
+
+def held_out_below(fraction: float) -> int:
+    """Return the bound below which `split_key` holds a text out, for a share of the texts."""
+    return math.ceil(fraction * 2**32) << 32
+
+
+@cache
+def _signs() -> re.Pattern[str]:
+    """Match runs of word characters, combining marks, symbols and the marks of formulas and code."""
+    return re.compile(rf"[\w#%@&*/\\{characters_of('MS')}]+")
+
+
+@cache
+def characters_of(categories: str) -> str:
+    """Return the characters of these categories of Unicode, such as M for marks, as ranges of a regular expression."""
+    codes = [code for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code))[0] in categories]
+    ranges: list[list[int]] = []
+    for code in codes:
+        if ranges and ranges[-1][1] == code - 1:
+            ranges[-1][1] = code
+        else:
+            ranges.append([code, code])
+    return "".join(f"{re.escape(chr(first))}-{re.escape(chr(last))}" for first, last in ranges)
 
 
 def text_key(text: str) -> bytes:

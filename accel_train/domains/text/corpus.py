@@ -5,6 +5,7 @@ Every error names its place: file:line, or the sample's index in a dataset.
 
 import errno
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +16,13 @@ from accel_train.data.tables.run_files import run_file_notices, without_run_file
 from accel_train.data.tables.text_sources import (
     TABLE_FILES,
     BadRows,
-    content_key,
+    held_out_below,
     hub_dataset,
     is_hub_id,
     is_saved_dataset,
     json_rows,
     saved_dataset,
+    split_key,
     table,
 )
 from accel_train.wording import did_you_mean, nearest
@@ -228,7 +230,9 @@ def _text_rows(file: Path, text_column: str, bad: BadRows) -> Iterator[tuple[str
 def text_fault(row: Mapping[str, Any], column: str) -> str | None:
     """Return the fault of a row's text, or None."""
     if column not in row:
-        near = nearest(column, row) or next(iter(row), None)
+        # Numbers are no text, and to name them would end in the next error.
+        texts = [name for name, value in row.items() if isinstance(value, str)]
+        near = nearest(column, texts) or next(iter(texts), None)
         hint = ""
         if near:
             hint = f"; set --data.text_column {near}"
@@ -268,6 +272,8 @@ def dataset_rows(dataset: Any, name: str, text_column: str) -> Iterator[tuple[st
     columns: list[str] = dataset.column_names
     if text_column not in columns:
         hint = did_you_mean(nearest(text_column, columns))
+        if len(columns) == 1 and (separator := re.search(r"[;\t|]", columns[0])):
+            hint = f", which must have commas between its columns and not {separator[0]!r}"
         raise UsageError(
             f"--data.text_column {text_column!r} is not a column of {name!r}{hint}; it has {columns}. Name one."
         )
@@ -285,22 +291,23 @@ def _dataset_texts(dataset: Any, name: str, text_column: str) -> Iterator[tuple[
 
 
 def split_heldout(corpus: Corpus, fraction: float) -> tuple[list[int], list[int]]:
-    """Return the indices of (training, held-out) texts. A text is held out if its content hash is below `fraction`.
+    """Return the indices of (training, held-out) texts. A text is held out if the hash of its words is low.
 
     The split of a text depends on its words alone. It does not change when the corpus grows, and equal texts are
     always in the same split. Of equal texts the first is kept, or all of them with ready-made latents. Held-out texts
     are sorted by hash, so the first n are a fair sample and not the first chapters.
     """
     train: list[int] = []
-    heldout: list[tuple[bytes, int]] = []
-    seen: set[bytes] = set()
+    heldout: list[tuple[int, int]] = []
+    seen: set[int] = set()
+    bound = held_out_below(fraction)
     for index, text in enumerate(corpus.texts):
-        key = content_key(text)
+        key = split_key(text)
         # Ready-made latents belong to rows, and equal texts may have different ones.
         if key in seen and not corpus.references:
             continue
         seen.add(key)
-        if int.from_bytes(key[:8], "big") < fraction * 2**64:
+        if key < bound:
             heldout.append((key, index))
         else:
             train.append(index)
@@ -312,6 +319,6 @@ def remove_heldout(train: Corpus, heldout: Corpus) -> tuple[list[int], list[int]
     # Only to drop repeated texts and to order the held-out ones: with shares of 1 and 0 nothing changes sides.
     _, heldout_rows = split_heldout(heldout, 1.0)
     candidates, _ = split_heldout(train, 0.0)
-    heldout_keys = {content_key(text) for text in heldout.texts}
-    train_rows = [index for index in candidates if content_key(train.texts[index]) not in heldout_keys]
+    heldout_keys = {split_key(text) for text in heldout.texts}
+    train_rows = [index for index in candidates if split_key(train.texts[index]) not in heldout_keys]
     return train_rows, heldout_rows

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from accel_train import rng
 from accel_train.config import Fraction, NonNegativeFloat, PositiveFloat, UsageError, WithoutEffectError
+from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.masked_text import TextDiffusionConfig
 from accel_train.domains.diffusion.timesteps import TimeConfig
 
@@ -120,11 +121,17 @@ class ModeConfig:
         return [_parse(text) for text in self.phases]
 
 
-def refuse_unlearned(config: ModeConfig, text: TextDiffusionConfig, times: TimeConfig) -> None:
+def refuse_unlearned(
+    config: ModeConfig, text: TextDiffusionConfig, times: TimeConfig, latent: LatentDiffusionConfig
+) -> None:
     """Raise ``UsageError`` for options of a loss that no step has: that of the latent in l2t, of the text in t2l."""
     # The loss of what a mode has as its condition counts 0.
-    unlearned = {"l2t": ("times", times, "latent"), "t2l": ("text", text, "text")}
-    for mode, (group, options, part) in unlearned.items():
+    unlearned = (
+        ("l2t", "times", times, "latent"),
+        ("l2t", "latent", latent, "latent"),
+        ("t2l", "text", text, "text"),
+    )
+    for mode, group, options, part in unlearned:
         if config.drawn() != {mode}:
             continue
         names = [field.name for field in fields(options) if getattr(options, field.name) != field.default]

@@ -16,7 +16,7 @@ from accel_train.data.artifacts import cached_folder
 from accel_train.data.tables.block_order import BlockOrder
 from accel_train.data.tables.sharded_table import ShardedTable
 from accel_train.data.tables.shards import index_shards
-from accel_train.data.tables.text_sources import texts_hash
+from accel_train.data.tables.text_sources import split_key, texts_hash
 from accel_train.domains.text.corpus import (
     Corpus,
     check_options_have_effect,
@@ -33,7 +33,6 @@ from accel_train.domains.text.shards.corpus import (
     split_notices,
     split_shards,
     window_notices,
-    word_key,
 )
 from accel_train.domains.text.tokenizer import TextTokenizer, Tokens, train_tokenizer, transformers_tokenizer
 from accel_train.wording import shortened
@@ -108,7 +107,7 @@ def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Split
     cache_bytes = 2**20 * (config.cache_mib or DEFAULT_CACHE_MIB)
     table = ShardedTable(index, (config.text_column,), cache_bytes)
     # Sorted: they are part of the key of the cache.
-    keys = tuple(sorted(word_key(text) for text in heldout.texts))
+    keys = tuple(sorted(split_key(text) for text in heldout.texts))
     rules = SplitRules(config.text_column, config.min_words, config.max_bad_rows, fraction, keys)
     rank, barrier, progress = processes.rank, processes.barrier, processes.progress
     split = split_shards(table, rules, cache, rank=rank, barrier=barrier, progress=progress)
@@ -132,10 +131,17 @@ def _refuse_too_few(config: DataConfig, train: int, heldout: int) -> None:
     # Evaluation also pairs each held-out text with the latent of another one.
     if train and heldout >= 2:
         return
+    remedy = "Bring more text, raise the fraction, or give --data.heldout_path."
+    share = f"--data.heldout_fraction {config.heldout_fraction:g}"
+    if config.heldout_path is not None:
+        share = f"--data.heldout_path {config.heldout_path!r}"
+        remedy = "Held-out texts are left out of training: give other ones to one of the two."
+    if config.min_words > 1:
+        remedy += f" Texts of fewer than {config.min_words} words are left out (--data.min_words)."
     raise UsageError(
-        f"--data.path {config.path!r}, --data.heldout_fraction {config.heldout_fraction:g}: "
+        f"--data.path {config.path!r}, {share}: "
         f"{train} training and {heldout} held-out texts; at least 1 and 2 are required. "
-        "Bring more text, raise the fraction, or give --data.heldout_path."
+        f"{remedy}"
     )
 
 

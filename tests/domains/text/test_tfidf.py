@@ -1,3 +1,4 @@
+import hashlib
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from accel_train.config import UsageError
+from accel_train.data.tables.text_sources import texts_hash
 from accel_train.domains.text import tfidf
 from accel_train.domains.text.corpus import DEMO_FILE
 from accel_train.domains.text.encoders import load_encoder
@@ -25,6 +27,25 @@ def test_equal_to_scikit_learn() -> None:
     np.testing.assert_allclose(encoder.encode(OTHER), reference * signs, atol=1e-6)
     scaled = reference * signs / np.maximum(np.linalg.norm(reference, axis=1, keepdims=True), 1e-12)
     np.testing.assert_allclose(tfidf.fit(TRAIN, 24, normalise=True).encode(OTHER), scaled, atol=1e-5)
+
+
+def test_words_have_their_marks_and_han_characters_are_words(tmp_path: Path) -> None:
+    hindi = [f"{name} घर {verb} है" for name in ("सीता", "राम", "मोहन") for verb in ("जाता", "जाती", "आता", "आती")]
+    encoder = tfidf.fit(hindi, 4, normalise=True)
+    first, second = encoder.encode(["सीता घर जाता है", "सीता घर जाती है"])
+    assert np.abs(first - second).max() > 0.1
+    assert tfidf.words_of("他去了Berlin。") == ["他", "去", "了", "berlin"]
+    # One of an earlier version divides texts as it was fitted, and has another identity.
+    encoder.save(tmp_path)
+    facts = json.loads((tmp_path / "encoder.json").read_text())
+    assert facts.pop("word_rule") == 2
+    (tmp_path / "encoder.json").write_text(json.dumps(facts))
+    earlier = load_encoder(tmp_path)
+    assert earlier.word_rule == 1
+    assert not np.array_equal(earlier.encode(hindi), encoder.encode(hindi))
+    plain = tfidf.fit_identity(TRAIN, 4, True)
+    assert plain == hashlib.sha256(f"tfidf-svd-1 20000 4 True {texts_hash(TRAIN)}".encode()).hexdigest()
+    assert encoder.identity != hashlib.sha256(f"tfidf-svd-1 20000 4 True {texts_hash(hindi)}".encode()).hexdigest()
 
 
 def test_a_latent_is_a_function_of_its_text_alone() -> None:

@@ -116,7 +116,15 @@ def _check_shapes(files: Sequence[Path], shards: Sequence[Tensor]) -> None:
 def write_latents(
     folder: Path, texts: Sequence[str], latents: NDArray[np.float32], rows_per_shard: int = 100_000
 ) -> Path:
-    """Write data.jsonl and shard_0000.npy, ... for `read_latents` into `folder`. Returns the path of the JSONL."""
+    """Write data.jsonl and shard_0000.npy, ... for `read_latents` into `folder`. Returns the path of the JSONL.
+
+    `latents` are (N, Dz) or (N, L, Dz). Raises `UsageError` for another number of them than of texts.
+    """
+    if len(latents) != len(texts):
+        raise UsageError(
+            f"write_latents: {len(texts)} texts and {len(latents)} latents; one latent for each text is required, in "
+            "the same order."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for number, start in enumerate(range(0, len(texts), rows_per_shard)):
         np.save(folder / f"shard_{number:04d}.npy", latents[start : start + rows_per_shard])

@@ -29,10 +29,10 @@ from accel_train.data.artifacts import cached_folder
 from accel_train.data.generation import blocks_in_order
 from accel_train.data.progress import Progress
 from accel_train.data.tables.sharded_table import DecodedBlock, ShardedTable
-from accel_train.data.tables.text_sources import BadRows, content_key
+from accel_train.data.tables.text_sources import BadRows, held_out_below, split_key
 from accel_train.domains.text.corpus import text_fault
 
-SPLIT_FORMAT = 1
+SPLIT_FORMAT = 2
 LEFT_OUT, TRAIN, HELDOUT = range(3)
 HELDOUT_ROWS = 2**14
 """Most held-out texts. They are kept in memory, because evaluation reads them in the order of their hash."""
@@ -198,11 +198,6 @@ def text_id(text: str) -> int:
     return _head(hashlib.sha256(text.encode()).digest()) or 1
 
 
-def word_key(text: str) -> int:
-    """Return the first 8 bytes of `content_key`, by which equal texts are found and held out."""
-    return _head(content_key(text))
-
-
 def split_notices(split: SplitShards, heldout: int) -> list[str]:
     """Return lines for the log: sizes of the splits, and rows left out. `heldout` is the number of texts in use."""
     notices = [f"{len(split.train):,} training texts, {heldout:,} held out"]
@@ -220,7 +215,7 @@ def _head(digest: bytes) -> int:
 class _ScannedBlock(NamedTuple):
     ids: Keys
     keys: Keys
-    """Hashes of the words alone, by which equal texts are found and held out."""
+    """`split_key` of each."""
     usable: NDArray[np.bool_]
     short: int
     characters: int
@@ -244,7 +239,7 @@ def _scan_block(table: ShardedTable, rules: SplitRules, number: int) -> _Scanned
                 continue
             # An id of 0 marks rows that cannot be used.
             ids[row] = text_id(text)
-            keys[row] = word_key(text)
+            keys[row] = split_key(text)
             characters += len(text)
         # A blank line has the fault "": it is no text, and not a bad row either.
         elif fault:
@@ -317,8 +312,7 @@ def _choose_sides(keys_file: Path, usable: NDArray[np.bool_], rules: SplitRules)
     if len(usable):
         keys = np.memmap(keys_file, np.uint64, "r")
     partitions = max(1, math.ceil(len(usable) / ROWS_PER_PARTITION))
-    # Hashes are uniform, so this share of the distinct texts lies below the threshold.
-    threshold = np.uint64(math.ceil(rules.fraction * 2**64))
+    bound = held_out_below(rules.fraction)
     excluded = np.array(rules.heldout_keys, np.uint64)
     heldout_keys = np.zeros(0, np.uint64)
     heldout_rows = np.zeros(0, np.int64)
@@ -327,7 +321,7 @@ def _choose_sides(keys_file: Path, usable: NDArray[np.bool_], rules: SplitRules)
         # Rows ascend, and of equal values `unique` returns the place of the first.
         values, first = np.unique(keys[rows], return_index=True)
         rows = rows[first]
-        held = values < threshold
+        held = values < bound
         sides[rows[held]] = HELDOUT
         sides[rows[~held & ~np.isin(values, excluded)]] = TRAIN
         heldout_keys = np.concatenate([heldout_keys, values[held]])
