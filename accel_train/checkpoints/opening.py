@@ -176,10 +176,10 @@ def _resume(options: RunOptions, directory: Path, experiment: Json) -> Json:
     checkpoint, reasons = newest_loadable(directory, with_state=not evaluating)
     if checkpoint is None:
         _refuse_without_checkpoint(options, directory, reasons)
-    if not evaluating:
-        if options.loads_with is not None:
-            saved["loads_with"] = options.loads_with
-        saved = with_changes(saved, experiment)
+    if options.loads_with is not None:
+        saved["loads_with"] = options.loads_with
+    # Of an evaluation too, which writes none of it: the log compares it with the checkpoint.
+    saved = with_changes(saved, experiment)
     decision = f"{directory} has no checkpoint yet"
     if checkpoint is not None:
         decision = f"resuming {directory} at step {checkpoint.step}"

@@ -8,22 +8,24 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from accel_train.checkpoints.policy import POLICIES, CheckpointConfig, RunOptions
 from accel_train.config import UsageError, expand_path
 from accel_train.hub.options import HubConfig
+from accel_train.options.allowed import is_covered
 from accel_train.runtime import early_stop
 from accel_train.store import atomic_files, commit, failpoints, strict_json
 from accel_train.store.lock import Lock
-from accel_train.store.manifest import Checkpoint, checkpoint_name, is_safe_name
-from accel_train.store.names import EVALUATION_FILE, LOADING_FILE, REPORT, RUN_FILE
+from accel_train.store.manifest import Checkpoint, checkpoint_name, committed, is_safe_name
+from accel_train.store.names import DATA_FINGERPRINT, EVALUATION_FILE, LOADING_FILE, REPORT, RUN_FILE
 from accel_train.store.run_file import load, renew_run, write_run
 from accel_train.training.health import rollback
 from accel_train.training.health.rollback import Rollback
 
+HUB = "hub:"
 MAX_NOTE_BYTES = 64 << 10
 OWED = "owes_evaluation"
 """Key in ``run.json`` of the step whose evaluation is left to the next start."""
@@ -204,19 +206,59 @@ class Run:
 def earlier_assets(options: RunOptions) -> Path | None:
     """Return the folder ``assets`` of the newest checkpoint in ``output_dir``, else in the run that ``resume`` names.
 
-    ``resume`` may name a checkpoint itself. None for a run without one, and for a checkpoint on the Hub, which comes
-    later: ``UsageError`` with ``data.changed`` set to ``allow``, which asks for what it holds.
+    ``resume`` may name a checkpoint itself. A folder with damaged files is passed over. None for a run without one.
+    None for a checkpoint on the Hub, too, which comes later: ``UsageError`` with ``data.changed`` set to ``allow``,
+    which asks for what it holds.
     """
-    saved = [path / "assets" for path in earlier_checkpoints(options) if (path / "assets").is_dir()]
-    if saved:
-        return saved[-1]
-    if options.resume.startswith("hub:") and options.experiment.get("data.changed") == "allow":
-        raise UsageError(
-            f"--data.changed allow with --resume {options.resume}: the data that the run has seen so far are required "
-            "while the new ones are read, and a checkpoint on the Hub comes later; download it first (hf download "
-            "ORG/NAME --revision step-... --local-dir FOLDER) and give --resume FOLDER"
-        )
-    return None
+    found = _newest_assets(earlier_checkpoints(options))
+    if found is None and options.resume.startswith(HUB) and options.experiment.get("data.changed") == "allow":
+        raise _comes_later("--data.changed allow", options.resume)
+    return found
+
+
+class WeightsAssets(NamedTuple):
+    """Folder ``assets`` beside the weights that a start takes."""
+
+    folder: Path
+    resumes: bool
+    """True for a resume or an evaluation, False for a new run with ``init_from``."""
+
+
+def assets_of_weights(options: RunOptions) -> WeightsAssets | None:
+    """Return the assets that belong to the weights of this start: as ``earlier_assets``, else those of ``init_from``.
+
+    For recipes whose weights mean something else with other assets. ``UsageError`` as in ``earlier_assets``, and for a
+    checkpoint on the Hub with other data, which ``allow`` would take without a look at its assets.
+    """
+    folder = earlier_assets(options)
+    if folder is not None:
+        return WeightsAssets(folder, resumes=True)
+    if options.resume.startswith(HUB) and is_covered(DATA_FINGERPRINT, options.allow):
+        raise _comes_later(f"--allow {DATA_FINGERPRINT}", options.resume)
+    # A resume has weights of its own.
+    if options.init_from is None or earlier_checkpoints(options) or options.resume not in POLICIES:
+        return None
+    from accel_train.checkpoints.refused import find_saved
+
+    place = expand_path(options.init_from)
+    beside = [path for _, path in committed(place)]
+    folder = _newest_assets([place, *(beside or find_saved(place, "init_from"))])
+    if folder is None:
+        return None
+    return WeightsAssets(folder, resumes=False)
+
+
+def _newest_assets(places: Sequence[Path]) -> Path | None:
+    """Return the folder ``assets`` of the last place in which it is intact."""
+    return next((place / "assets" for place in reversed(places) if commit.is_intact(place, "assets")), None)
+
+
+def _comes_later(option: str, resume: str) -> UsageError:
+    return UsageError(
+        f"{option} with --resume {resume}: what the run has learned from its data so far is required while the new "
+        "ones are read, and a checkpoint on the Hub comes later; download it first (hf download ORG/NAME --revision "
+        "step-... --local-dir FOLDER) and give --resume FOLDER"
+    )
 
 
 def earlier_checkpoints(options: RunOptions) -> list[Path]:
@@ -227,7 +269,7 @@ def earlier_checkpoints(options: RunOptions) -> list[Path]:
     if options.overwrite:
         return []
     found = find_saved(expand_path(options.output_dir))
-    if not found and options.resume not in POLICIES and not options.resume.startswith("hub:"):
+    if not found and options.resume not in POLICIES and not options.resume.startswith(HUB):
         place = expand_path(options.resume)
         found = [place, *find_saved(place, "resume")]
     return found

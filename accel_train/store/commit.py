@@ -200,6 +200,24 @@ def verify(path: Path, sha256: Callable[[Path], str] = hash_file) -> Checkpoint:
     return Checkpoint(path, manifest["step"], manifest)
 
 
+def is_intact(path: Path, folder: str) -> bool:
+    """Return True if ``path`` has the folder, with files as the manifest says if it is a checkpoint. Hashes no other.
+
+    A folder that cannot be read now is not intact.
+    """
+    if not (path / folder).is_dir():
+        return False
+    if not manifests.is_checkpoint(path):
+        return True
+    try:
+        for name, expected in manifests.read(path)["files"].items():
+            if name.startswith(f"{folder}/"):
+                _check_file(path, name, expected, hash_file)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def _check_file(path: Path, name: str, expected: Mapping[str, Any], sha256: Callable[[Path], str]) -> None:
     """Compare one file with its entry in the manifest. Raises ``OSError`` if it cannot be read now."""
     file = path / name

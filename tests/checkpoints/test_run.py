@@ -23,7 +23,7 @@ from accel_train.checkpoints import opening, policy
 from accel_train.checkpoints.fetch import CheckpointsUnusableError, find_weights
 from accel_train.checkpoints.opening import open_run
 from accel_train.checkpoints.policy import RunOptions
-from accel_train.checkpoints.run import Run, earlier_assets
+from accel_train.checkpoints.run import Run, WeightsAssets, assets_of_weights, earlier_assets
 from accel_train.commands.places import find_place
 from accel_train.config import UsageError
 from accel_train.experiment_options import FREE_TO_CHANGE
@@ -87,8 +87,50 @@ def test_changed_data_and_a_checkpoint_of_the_hub_are_refused(tmp_path: Path) ->
     with pytest.raises(UsageError, match=r"--data.changed allow with --resume hub:me/it@5: .*--local-dir FOLDER"):
         earlier_assets(changed)
     # The run in the directory goes on from its own.
-    (tmp_path / "checkpoints" / "checkpoint_00000005" / "assets").mkdir(parents=True)
-    assert earlier_assets(changed) == tmp_path / "checkpoints" / "checkpoint_00000005" / "assets"
+    made = make_with_assets(tmp_path, 5)
+    assert earlier_assets(changed) == made / "assets"
+
+
+def make_with_assets(run: Path, step: int) -> Path:
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    return make(run / "checkpoints", step, more="assets/scales.json")
+
+
+def test_damaged_assets_are_passed_over(tmp_path: Path) -> None:
+    options = options_of(Config(str(tmp_path)))
+    older, newer = (make_with_assets(tmp_path, step) for step in (5, 10))
+    assert earlier_assets(options) == newer / "assets"
+    (newer / "assets" / "scales.json").write_bytes(b"WEIGHTS")
+    assert earlier_assets(options) == older / "assets"
+    (older / "assets" / "scales.json").unlink()
+    assert earlier_assets(options) is None
+
+
+def test_assets_of_the_weights_that_a_start_takes(tmp_path: Path) -> None:
+    options = options_of(Config(str(tmp_path / "run")))
+    other = make_with_assets(tmp_path / "other", 5)
+    assert assets_of_weights(options) is None
+    new = WeightsAssets(other / "assets", resumes=False)
+    for place in (tmp_path / "other", tmp_path / "other" / "checkpoints", other):
+        started = replace(options, init_from=str(place))
+        assert assets_of_weights(started) == new
+    (tmp_path / "export" / "assets").mkdir(parents=True)
+    export = replace(options, init_from=str(tmp_path / "export"))
+    assert assets_of_weights(export) == WeightsAssets(tmp_path / "export" / "assets", resumes=False)
+    assert assets_of_weights(replace(options, init_from=str(tmp_path / "nowhere"))) is None
+    # A checkpoint of its own comes first, unless it is to be deleted.
+    own = make_with_assets(tmp_path / "run", 7)
+    assert assets_of_weights(started) == WeightsAssets(own / "assets", resumes=True)
+    assert assets_of_weights(replace(started, overwrite=True)) == new
+    named = replace(options, output_dir=str(tmp_path / "unused"), resume=str(other))
+    assert assets_of_weights(named) == WeightsAssets(other / "assets", resumes=True)
+
+
+def test_other_data_and_a_checkpoint_of_the_hub_are_refused_where_assets_belong_to_weights(tmp_path: Path) -> None:
+    options = options_of(Config(str(tmp_path), resume="hub:me/it@5"))
+    assert assets_of_weights(options) is None
+    with pytest.raises(UsageError, match=r"--allow data_fingerprint with --resume hub:me/it@5: .*--local-dir FOLDER"):
+        assets_of_weights(replace(options, allow=("seed", "data_fingerprint")))
 
 
 def start(

@@ -19,9 +19,10 @@ from accel_train.store import atomic_files, commit, manifest, strict_json
 
 def make(directory: Path, step: int, content: bytes = b"weights", more: str | None = None) -> Path:
     temporary = directory / commit.temporary_name(step, atomic_files.new_nonce())
-    (temporary / "optimizer").mkdir(parents=True)
+    temporary.mkdir(parents=True)
     files = {}
     for name in ("model.safetensors", "optimizer/exp_avg.safetensors", *([more] if more else [])):
+        (temporary / name).parent.mkdir(exist_ok=True)
         (temporary / name).write_bytes(content)
         files[name] = commit.seal_file(temporary / name)
     final = directory / commit.checkpoint_name(step)
