@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train import experiment, loop, preparation, rng, startup
-from accel_train.checkpoints.run import earlier_assets
+from accel_train.checkpoints.run import assets_of_weights
 from accel_train.config import PositiveInt
 from accel_train.data.grouping import task_sampler
 from accel_train.data.loader import StepBatches
@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=PRESETS, default_preset=DEFAULT_PRESET).config
     accelerator = startup.start(config)
-    preparing = partial(prepare_pde, config.data, earlier=earlier_assets(config.run_options()))
+    preparing = partial(prepare_pde, config.data, weights=assets_of_weights(config.run_options()))
     data = startup.prepare_data(accelerator, preparing)
     order = task_sampler.TaskSampler(data.train.sizes, config.global_batch_size, config.seed, config.task_weights)
     checks.check_tasks(config, data.tasks, data.strides, operator_learning.trained_terms(config.objective, data.tasks))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from accel_train.data.tables.ledger import (
     unchanged_ledger,
     write_ledger,
 )
-from accel_train.domains.pde.data.assets import FieldAssets, load_field_assets, with_scales_of
 from tests.domains.images import tiny_pipelines
 from tests.domains.images.test_lora_recipe import pictures, settings
 from tests.domains.language import tiny
@@ -173,18 +171,3 @@ def test_a_recipe_goes_on_with_changed_data_if_allowed(
     assert read_ledger(back / "assets") == [first, second, first._replace(from_step=4)]
     again = train(6)
     assert read_ledger(again / "assets") == read_ledger(back / "assets")
-
-
-# ------------------------------------------------------------------------------------------------------------- refusals
-def test_fields_of_another_kind_are_no_change_of_data(tmp_path: Path) -> None:
-    words, _ = fields(tmp_path)
-    module: Any = import_recipe(find_recipe("pde"))
-    flags = ["--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--schedule.kind", "constant"]
-    assert module.main([*words, *flags, "--data.cache_dir", str(tmp_path / "cache")]) == 0
-    saved = load_field_assets(tmp_path / "run" / "checkpoints" / "checkpoint_00000001" / "assets")
-    [task] = saved.tasks
-    assert with_scales_of(saved, replace(task, input=task.target)) == task
-    with pytest.raises(UsageError, match=r"grid of task heat is \(4, 8\), and \(4, 6\) in the checkpoint"):
-        with_scales_of(saved, replace(task, grid=(4, 8)))
-    with pytest.raises(UsageError, match=r"the checkpoint has no task 'cold', only heat"):
-        with_scales_of(FieldAssets(saved.tasks), replace(task, name="cold"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ from accel_train.config import UsageError
 from accel_train.domains.pde.fields import Scale
 
 ASSETS_FORMAT = 1
-SCALES = ("input", "target", "parameter", "logarithmic")
-"""Fields of a task that are computed from its training rows."""
 WIDE = 20.0
 """Above this ratio of the largest to the smallest value, one linear scale fits badly."""
 
@@ -90,27 +88,6 @@ class FieldAssets:
         directory.mkdir(parents=True, exist_ok=True)
         facts = {"format": ASSETS_FORMAT, **asdict(self)}
         (directory / "fields.json").write_text(json.dumps(facts, indent=1), "utf-8")
-
-
-def with_scales_of(saved: FieldAssets, task: FieldTask) -> FieldTask:
-    """Return a task of changed data with the normalisation of a checkpoint. Refuses a task of another shape."""
-    found = next((other for other in saved.tasks if other.name == task.name), None)
-    if found is None:
-        known = ", ".join(other.name for other in saved.tasks)
-        raise UsageError(
-            f"--data.changed allow: the checkpoint has no task {task.name!r}, only {known}. The rows of a task may "
-            "change, and not the tasks: keep --data.tasks."
-        )
-    scales = {name: getattr(found, name) for name in SCALES}
-    scaled = replace(task, **scales)
-    for field in fields(FieldTask):
-        before, now = getattr(found, field.name), getattr(scaled, field.name)
-        if before != now:
-            raise UsageError(
-                f"--data.changed allow: {field.name} of task {task.name} is {now}, and {before} in the checkpoint. "
-                "More and other samples of the same kind are allowed: bring files of that kind, or start another run."
-            )
-    return scaled
 
 
 def load_field_assets(directory: Path) -> FieldAssets:

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from accel_train.checkpoints.run import WeightsAssets
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cached_folder, open_cache
 from accel_train.data.generation import split_evenly
-from accel_train.data.tables.ledger import earlier_ledger
-from accel_train.domains.pde.data.assets import FieldTask, load_field_assets
+from accel_train.data.tables.ledger import Ledger, earlier_ledger
+from accel_train.domains.pde.data.assets import FieldTask
 from accel_train.domains.pde.data.equations import DEMO, KINDS, SPLITS, PdeDataConfig, generate, key_of
 from accel_train.domains.pde.data.files import (
     DEFAULT_CACHE_MIB,
@@ -29,6 +30,7 @@ from accel_train.domains.pde.data.files import (
 from accel_train.domains.pde.data.on_disk import contents_of, require
 from accel_train.domains.pde.data.pdebench import check_layout, parameter_of, spacing_of
 from accel_train.domains.pde.data.rows import FieldData, build_field_data
+from accel_train.domains.pde.data.scales import trained_scales
 from accel_train.domains.pde.data.stored_arrays import ZARR, open_fields
 from accel_train.wording import shortened
 
@@ -161,16 +163,19 @@ def prepare_pde(
     rank: int = 0,
     world_size: int = 1,
     barrier: Callable[[], None] | None = None,
-    earlier: Path | None = None,
+    weights: WeightsAssets | None = None,
 ) -> FieldData:
     """Prepare the rows of all tasks. Every rank calls it with the same configuration (several barriers).
 
     Rank 0 generates the data missing from the cache, and the others wait. On a host without access to rank 0's cache,
-    one process generates a copy. `earlier` is the folder of assets in the checkpoint to resume, whose normalisation is
-    used if `config.changed` allows other data.
+    one process generates a copy. `weights` are the assets beside the weights that the run starts with, whose
+    normalisation is kept. Raises `UsageError` for tasks or data that do not go with them.
     """
-    ledger = earlier_ledger(config.changed, earlier)
-    saved = load_field_assets(earlier) if ledger and earlier is not None else None
+    # Before any data are read or generated.
+    trained = trained_scales(weights, config.tasks)
+    ledger: Ledger = ()
+    if weights is not None and weights.resumes:
+        ledger = earlier_ledger(config.changed, weights.folder)
     cache = open_cache(config.cache_dir, rank, world_size) / "pde"
     # One process waits for nobody.
     barrier = barrier or (lambda: None)
@@ -190,7 +195,7 @@ def prepare_pde(
         barrier=barrier,
         cache_bytes=cache_bytes,
         ledger=ledger,
-        saved=saved,
+        trained=trained,
     )
     _refuse_unread(config, data.tasks)
     return data

@@ -19,7 +19,7 @@ from torch import Tensor
 from accel_train.config import UsageError
 from accel_train.data.datasets import Batch
 from accel_train.data.tables.ledger import Ledger
-from accel_train.domains.pde.data.assets import WIDE, FieldAssets, FieldTask, with_scales_of
+from accel_train.domains.pde.data.assets import WIDE, FieldAssets, FieldTask
 from accel_train.domains.pde.data.facts import FieldFacts, cached_facts
 from accel_train.domains.pde.data.files import (
     DEFAULT_CACHE_MIB,
@@ -30,6 +30,7 @@ from accel_train.domains.pde.data.files import (
     join_files,
 )
 from accel_train.domains.pde.data.header import differences
+from accel_train.domains.pde.data.scales import TrainedScales
 from accel_train.domains.pde.fields import Scale
 
 RANGE = (1e-35, 1e35)
@@ -190,14 +191,13 @@ def build_field_data(
     barrier: Callable[[], None],
     cache_bytes: int = DEFAULT_CACHE_MIB * 2**20,
     ledger: Ledger = (),
-    saved: FieldAssets | None = None,
+    trained: TrainedScales | None = None,
 ) -> FieldData:
     """Build the rows of every task in `stored`. Every rank calls it (two barriers per task).
 
     Rank 0 computes mean, deviation and hash of all contents in one pass. They are cached in `cache` until a file
-    changes its size or date. `cache_bytes` bounds the decoded chunks of each split in each process and worker. `saved`
-    are the assets of a checkpoint with its `ledger`, whose normalisation replaces that of the data. Raises `UsageError`
-    for tasks of another shape.
+    changes its size or date. `cache_bytes` bounds the decoded chunks of each split in each process and worker. The
+    normalisation of `trained` replaces that of the data. Raises `UsageError` for tasks that its checkpoint cannot have.
     """
     # Mismatched files of any task are refused before the first pass over the contents.
     data: dict[str, dict[str, Fields]] = {}
@@ -209,11 +209,15 @@ def build_field_data(
     of_tasks = {name: cached_facts(both, cache, rank, barrier) for name, both in data.items()}
     facts = {name: found.of_split for name, found in of_tasks.items()}
     tasks: list[FieldTask] = []
-    for name, splits in stored.items():
+    of_scales: list[str] = []
+    for number, (name, splits) in enumerate(stored.items()):
         task = _describe(splits, data[name]["train"], facts[name]["train"], time_stride)
         _refuse_zeros(splits["heldout"][0].part.file, task, facts[name]["heldout"])
-        # The model was trained on its scales. Other data would give others.
-        tasks.append(task if saved is None else with_scales_of(saved, task))
+        if trained is not None:
+            of_scales += trained.notices(number, task)
+            # The weights were trained with these scales. Other data would give others.
+            task = trained.task_for(task)
+        tasks.append(task)
     assets = FieldAssets(tuple(tasks))
     described = json.dumps([facts, _fingerprinted(assets), time_stride])
     digest = hashlib.sha256(described.encode())
@@ -227,7 +231,7 @@ def build_field_data(
             rows[split][task.name] = FieldRows(task, fields, parameters, time_stride)
     train = rows["train"]
     heldout = rows["heldout"]
-    notices = [_describe_sizes(train[name], heldout[name]) for name in stored]
+    notices = [*(_describe_sizes(train[name], heldout[name]) for name in stored), *of_scales]
     for name in stored:
         notices += _shared_notices(name, of_tasks[name].shared, heldout[name].samples)
         notices += _scale_notices(data[name]["train"], assets.task(name))
@@ -269,7 +273,10 @@ def _scale_notices(fields: Fields, task: FieldTask) -> Iterator[str]:
     """Yield notices about wide ranges: of parameters, of channels in one nRMSE, of files that share one scale."""
     if any(task.logarithmic):
         names = ", ".join(compress(task.parameters, task.logarithmic))
-        yield f"{task.name}: {names} differ by more than {WIDE:g} times: read by their logarithms"
+        yield (
+            f"{task.name}: {names} are read by their logarithms: they differ by more than {WIDE:g} times in the "
+            "training files that the scales are from"
+        )
     deviations = task.target.std
     if max(deviations) > WIDE * min(deviations):
         first = fields.shape[1] - task.target_channels

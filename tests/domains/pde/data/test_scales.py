@@ -1,0 +1,194 @@
+"""A start from trained weights reads its data with their normalisation, and finds each task's modules by its place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel_train.checkpoints.run import WeightsAssets
+from accel_train.commands.bundled import find_recipe, import_recipe
+from accel_train.config import UsageError
+from accel_train.domains.pde.data.assets import FieldTask, load_field_assets
+from accel_train.domains.pde.data.equations import PdeDataConfig
+from accel_train.domains.pde.data.files import FieldHeader, write_fields
+from accel_train.domains.pde.data.prepare import prepare_pde
+from accel_train.domains.pde.data.rows import FieldData
+
+HEADER = FieldHeader("heat", ("a",), 1, 0.5, "periodic", False)
+
+
+def write(folder: Path, name: str, scale: float = 1.0, points: int = 8, **changed: Any) -> None:
+    """Write 6 training samples, with fields and parameters of this size, and 3 held-out ones of size 1."""
+    folder.mkdir(exist_ok=True)
+    header = replace(HEADER, task=name, **changed)
+    draws = np.random.default_rng(len(name))
+    for split, samples, size in (("train", 6, scale), ("heldout", 3, 1.0)):
+        fields = draws.normal(size, 2.0 * size, (samples, 3, 1, 1, points))
+        write_fields(
+            folder / f"{name}_{split}.h5", header, samples, [(fields, size * draws.uniform(1, 2, (samples, 1)))]
+        )
+
+
+def prepare(folder: Path, *tasks: str, weights: WeightsAssets | None = None, **options: Any) -> FieldData:
+    cache = str(folder.parent / "cache")
+    return prepare_pde(
+        PdeDataConfig(path=str(folder), tasks=tasks, time_stride=1, cache_dir=cache, **options), weights=weights
+    )
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> FieldData:
+    """Tasks heat and wave, whose assets lie in old/assets."""
+    for name in ("heat", "wave"):
+        write(tmp_path / "data", name)
+    data = prepare(tmp_path / "data", "heat", "wave")
+    data.assets.save(tmp_path / "old" / "assets")
+    return data
+
+
+def scales(task: FieldTask) -> list[Any]:
+    return [task.input, task.target, task.parameter, task.logarithmic]
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_scales_are_those_of_the_weights(tmp_path: Path, trained: FieldData, resumes: bool) -> None:
+    weights = WeightsAssets(tmp_path / "old" / "assets", resumes)
+    # Unchanged data keep the fingerprint with which earlier versions wrote their runs.
+    again = prepare(tmp_path / "data", "heat", "wave", weights=weights)
+    assert (again.fingerprint, again.notices) == (trained.fingerprint, trained.notices)
+    write(tmp_path / "data", "heat", 3.0)
+    changed = prepare(tmp_path / "data", "heat", "wave", weights=weights)
+    assert changed.fingerprint != trained.fingerprint
+    assert changed.tasks == trained.tasks
+    first, second = (data.heldout["heat"][2] for data in (trained, changed))
+    assert all((first[name] == second[name]).all() for name in first)
+    [notice] = set(changed.notices) - set(trained.notices)
+    own = prepare(tmp_path / "data", "heat", "wave").assets.task("heat")
+    assert scales(own) != scales(trained.tasks[0])
+    assert notice.startswith(f"heat: normalised as the weights of {tmp_path / 'old'} were trained, and not by these")
+    for scale in (trained.tasks[0].input, own.input, trained.tasks[0].parameter, own.parameter):
+        assert f"mean {scale.mean[0]:.4g}, std {scale.std[0]:.4g}" in notice
+    # What the next checkpoint holds leads to the same fingerprint.
+    changed.assets.save(tmp_path / "new" / "assets")
+    resumed = prepare(tmp_path / "data", "heat", "wave", weights=WeightsAssets(tmp_path / "new" / "assets", True))
+    assert resumed.fingerprint == changed.fingerprint
+
+
+def test_logarithms_are_those_of_the_weights(tmp_path: Path, trained: FieldData) -> None:
+    saved = [replace(task, logarithmic=(True,)) for task in trained.tasks]
+    replace(trained.assets, tasks=tuple(saved)).save(tmp_path / "log" / "assets")
+    data = prepare(tmp_path / "data", "heat", "wave", weights=WeightsAssets(tmp_path / "log" / "assets", True))
+    assert data.tasks == tuple(saved)
+    assert any("read by their logarithms: a (here nothing)" in line for line in data.notices)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"points": 16}, r"grid of task heat is \(1, 16\), and \(1, 8\) in the checkpoint .*old\. .*whatever --allow"),
+        ({"dt": 0.25}, r"dt of task heat is 0\.25, and 0\.5 in"),
+        ({"parameters": ("b",)}, r"parameters of task heat is \('b',\), and \('a',\) in"),
+        ({"boundary": "wall"}, "boundary of task heat is wall, and periodic in"),
+    ],
+)
+def test_a_resume_needs_data_of_the_same_kind(
+    tmp_path: Path, trained: FieldData, changed: dict[str, Any], message: str
+) -> None:
+    weights = WeightsAssets(tmp_path / "old" / "assets", resumes=True)
+    write(tmp_path / "data", "heat", **changed)
+    with pytest.raises(UsageError, match=message):
+        prepare(tmp_path / "data", "heat", "wave", weights=weights)
+    write(tmp_path / "data", "heat", dt=0.5 + 1e-8)
+    assert prepare(tmp_path / "data", "heat", "wave", weights=weights).assets.task("heat").dt == 0.5 + 1e-8
+
+
+@pytest.mark.parametrize("tasks", [("wave", "heat"), ("heat",), ("heat", "wave", "cold"), ("heat", "cold")])
+def test_a_resume_needs_the_same_tasks(tmp_path: Path, trained: FieldData, tasks: Sequence[str]) -> None:
+    weights = WeightsAssets(tmp_path / "old" / "assets", resumes=True)
+    # Before a file is read: there are none of the task cold.
+    with pytest.raises(UsageError, match=rf"--data\.tasks {' '.join(tasks)}: .* give --data\.tasks heat wave, or"):
+        prepare(tmp_path / "data", *tasks, weights=weights)
+
+
+def test_a_new_run_starts_each_task_from_the_modules_in_its_place(tmp_path: Path, trained: FieldData) -> None:
+    weights = WeightsAssets(tmp_path / "old" / "assets", resumes=False)
+    moved = r"was trained on heat wave, and a task starts .* not those of {}\. .*\(--data\.tasks heat wave\)"
+    with pytest.raises(UsageError, match=moved.format("wave")):
+        prepare(tmp_path / "data", "wave", "heat", weights=weights)
+    with pytest.raises(UsageError, match=moved.format("heat")):
+        prepare(tmp_path / "data", "cold", "heat", weights=weights)
+    with pytest.raises(UsageError, match=r"--data\.tasks wave .*was trained on heat wave\. .* 2 task\(s\)"):
+        prepare(tmp_path / "data", "wave", weights=weights)
+    write(tmp_path / "data", "cold", 7.0)
+    data = prepare(tmp_path / "data", "heat", "cold", weights=weights)
+    assert data.tasks == prepare(tmp_path / "data", "heat", "cold").tasks
+    assert data.notices[-1] == (
+        f"cold: not among the tasks of {tmp_path / 'old'}: it starts from the modules of wave, the task in its place "
+        "there, with a normalisation of its own"
+    )
+
+
+def test_a_new_run_may_have_another_grid_or_other_parameters(tmp_path: Path, trained: FieldData) -> None:
+    weights = WeightsAssets(tmp_path / "old" / "assets", resumes=False)
+    write(tmp_path / "data", "heat", 3.0, 16)
+    data = prepare(tmp_path / "data", "heat", "wave", weights=weights)
+    assert data.tasks == (replace(trained.tasks[0], grid=(1, 16)), trained.tasks[1])
+    assert any("grid of task heat is (1, 16), and (1, 8) in" in line for line in data.notices)
+    write(tmp_path / "data", "heat", 3.0, parameters=("b",))
+    data = prepare(tmp_path / "data", "heat", "wave", weights=weights)
+    assert data.tasks == prepare(tmp_path / "data", "heat", "wave").tasks
+    assert data.notices[-1].endswith("normalised by its own training files")
+
+
+# -------------------------------------------------------------------------------------------------------------- recipe
+WORDS = (
+    "pde_demo --data.tasks heat --data.time_stride 1 --task_weights None --model.width 32 --model.heads 2 "
+    "--model.depth 1 --model.decoder_width 32 --model.patch_1d 2 --objective.autoencode_steps 1 --global_batch_size 4 "
+    "--micro_batch_size 4 --evaluation.every 0 --schedule.kind constant --schedule.warmup_steps 0"
+)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_no_option_gives_trained_weights_other_scales(tmp_path: Path) -> None:
+    recipe: Any = import_recipe(find_recipe("pde"))
+    write(tmp_path / "data", "heat")
+    write(tmp_path / "other", "heat", 3.0)
+    shutil.copy(tmp_path / "data" / "heat_heldout.h5", tmp_path / "other")
+
+    def start(run: str, data: str, steps: int, *more: str) -> float:
+        places = ["--output_dir", str(tmp_path / run), "--data.path", str(tmp_path / data)]
+        words = [*WORDS.split(), *places, "--data.cache_dir", str(tmp_path / "cache"), "--max_steps", str(steps)]
+        assert recipe.main([*words, "--log.progress_bar", "off", *more]) == 0
+        return json.loads((tmp_path / run / "report" / "evaluation.json").read_text())["heat_nrmse"]
+
+    def saved(run: str, steps: int) -> Path:
+        return tmp_path / run / "checkpoints" / f"checkpoint_{steps:08d}"
+
+    allow = ("--allow", "data.path", "data_fingerprint")
+    before = start("run", "data", 2)
+    log = tmp_path / "run" / "logs" / "rank_0.log"
+    # The held-out samples are the same ones, and so are the weights.
+    assert start("run", "other", 2, "--evaluate_only", *allow) == before
+    assert "bit-exact: the same layout as when it was saved; from here on with another data.path, data_fing" in (
+        log.read_text()
+    )
+    first = load_field_assets(saved("run", 2) / "assets")
+    start("run", "other", 3, *allow)
+    assert load_field_assets(saved("run", 3) / "assets") == first
+    # A file of assets that is damaged leads to the checkpoint before, as other damage does.
+    (saved("run", 3) / "assets" / "fields.json").write_text("{}")
+    start("run", "other", 3)
+    assert "newer checkpoints were refused" in log.read_text()
+    # Weights alone are taken with their scales as well, and the new run keeps them.
+    weights = ("--init_from", str(saved("run", 2)))
+    start("tuned", "other", 1, *weights)
+    assert load_field_assets(saved("tuned", 1) / "assets") == first
+    start("tuned", "other", 2, *weights)
+    assert load_field_assets(saved("tuned", 2) / "assets") == first
