@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from accel_train.domains.pde import baselines as field_baselines
-from accel_train.domains.pde.baselines import RIDGES, baselines, nrmse, ridge_fit
+from accel_train.domains.pde.baselines import RIDGES, STRONGER, baselines, nrmse, ridge_fit
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.fields import relative_l2
@@ -55,16 +55,30 @@ def test_ridge_finds_a_linear_map_and_damps_one_that_the_rows_do_not_fix() -> No
     assert ridge_fit(wide, noise).norm() < torch.linalg.pinv(wide).matmul(noise).norm()
 
 
-def test_the_strength_is_chosen_on_rows_that_are_not_fitted_and_then_all_are() -> None:
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(40, 36, generator=generator, dtype=torch.float64)
-    # Noise alone: the weakest damping fits the 35 rows exactly, and the other five worse than any other does.
-    targets = torch.randn(40, 2, generator=generator, dtype=torch.float64)
-    found = ridge_fit(features, targets)
+def damped(features: Tensor, targets: Tensor, ridge: float) -> Tensor:
     gram = features.T @ features
-    scale = gram.diagonal().mean() * torch.eye(36, dtype=torch.float64)
-    expected = torch.linalg.solve(gram + RIDGES[-1] * scale, features.T @ targets)
-    torch.testing.assert_close(found, expected)
+    scale = gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
+    return torch.linalg.solve(gram + ridge * scale, features.T @ targets)
+
+
+def noisy(noise: float, seed: int) -> tuple[Tensor, Tensor]:
+    """64 rows of a linear map with this noise on its targets."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(64, 36, generator=generator, dtype=torch.float64)
+    weights = torch.randn(36, 2, generator=generator, dtype=torch.float64)
+    return features, features @ weights + noise * torch.randn(64, 2, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("noise", "seed", "strength"), [(0.7, 1, 1e-2), (5.0, 0, 1.0), (20.0, 0, STRONGER[-1])])
+def test_the_strength_is_chosen_on_rows_that_are_not_fitted_and_then_all_are(
+    noise: float, seed: int, strength: float
+) -> None:
+    """Beyond the end of the list as well, and of noise alone the strongest of all."""
+    features, targets = noisy(noise, seed)
+    strengths = (*RIDGES, *STRONGER)
+    error = [(features[56:] @ damped(features[:56], targets[:56], one) - targets[56:]).norm() for one in strengths]
+    assert strengths[int(torch.stack(error).argmin())] == strength
+    torch.testing.assert_close(ridge_fit(features, targets), damped(features, targets, strength))
 
 
 def test_baselines_by_hand() -> None:
