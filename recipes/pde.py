@@ -40,7 +40,7 @@ from accel_train.domains.pde import (
     scores,
     transformer,
 )
-from accel_train.domains.pde.data import rows
+from accel_train.domains.pde.data import rows, scored
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
@@ -187,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
         dataset_size=len(data.train),
         fingerprint=data.fingerprint,
         ledger=data.ledger,
-        notices=[*data.notices, *stages],
+        notices=[*data.notices, *stages, *scored.notices(data, config.evaluation)],
         metrics=scores.metric_names(data, refined=config.model.residual_depth > 0),
     )
     early = scores.early_stopping(config.evaluation, config.objective, opened.run.directory, opened.start_step)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from accel_train.data.datasets import Batch
-from accel_train.domains.pde.fields import TINY
+from accel_train.domains.pde.fields import Scale, least_squares, relative_l2
 
 BASELINES = ("training_mean", "persistence", "linear_fit")
 RIDGES = (1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -29,18 +29,21 @@ class Rows(Protocol):
     def batch(self, indices: list[int], /) -> Batch: ...
 
 
-def nrmse(prediction: Tensor, target: Tensor) -> Tensor:
-    """Compute sqrt(mean((prediction - target)^2) / mean(target^2)) of each sample: (B, ...) -> (B,)."""
+def nrmse(prediction: Tensor, target: Tensor, least: Tensor) -> Tensor:
+    """Compute sqrt(mean((prediction - target)^2) / mean(target^2)) of each sample: (B, ...) -> (B,) or fewer.
+
+    As in the nRMSE of the model, targets of zeros are left out: those with a mean square of at most ``least``.
+    """
     squared_error = (prediction - target).flatten(1) ** 2
     square = target.flatten(1) ** 2
-    # The floor of the model's own nRMSE, for a target of zeros.
-    return (squared_error.mean(1) / square.mean(1).clamp(min=TINY)).sqrt()
+    error, has_size = relative_l2(squared_error.mean(1), square.mean(1), least)
+    return error[has_size > 0]
 
 
-def baselines(
-    train: Rows, heldout: Rows, denormalise: Callable[[Tensor], Tensor], *, same_fields: bool, samples: int
-) -> dict[str, float]:
-    """Score the baselines by nRMSE in physical units, averaged over the first `samples` held-out rows.
+def baselines(train: Rows, heldout: Rows, scale: Scale, *, same_fields: bool) -> dict[str, list[float]]:
+    """Score the baselines by nRMSE in physical units, averaged over the held-out rows with a size.
+
+    Returns the nRMSE of all channels together, and behind it that of each one if there are several.
 
     training_mean: the mean target of the training rows, point by point. persistence: the input unchanged, if
     `same_fields` (the target is the input's own fields later on). linear_fit: ridge regression of the flattened target
@@ -48,30 +51,38 @@ def baselines(
     is left out above 4096 inputs or outputs, where it would take minutes, and below 8 rows.
 
     Reads at most 8192 training rows, evenly chosen. The linear fit alone holds them at once, up to 0.6 GB. Runs in
-    float64 on one process. `denormalise` maps targets to physical units, in multiples of `Scale.unit`.
+    float64 on one process. `scale` maps targets to physical units, in multiples of `Scale.unit`.
     """
-    first_target = train.batch([0])["target"]
-    shape = first_target.shape[1:]
+    shape = train.batch([0])["target"].shape[1:]
     mean, weights = _fit(train)
     names = baseline_names(train, same_fields=same_fields)
-    errors: dict[str, list[Tensor]] = {name: [] for name in names}
-    wanted = torch.arange(min(samples, len(heldout)))
-    for features, targets in _blocks(heldout, wanted):
+    errors: dict[str, list[list[Tensor]]] = {name: [] for name in names}
+    for features, targets in _blocks(heldout, torch.arange(len(heldout))):
         predictions = {"training_mean": mean.expand_as(targets)}
         if same_fields:
             # The input's values are the first features, and its fields are those of the target.
             predictions["persistence"] = features[:, : targets.shape[1]]
         if weights is not None:
             predictions["linear_fit"] = features @ weights
-        physical_target = denormalise(targets.reshape(-1, *shape))
+        physical_target = scale.denormalise(targets.reshape(-1, *shape))
         for name, prediction in predictions.items():
-            physical = denormalise(prediction.reshape(-1, *shape))
-            errors[name].append(nrmse(physical, physical_target))
-    scores: dict[str, float] = {}
+            physical = scale.denormalise(prediction.reshape(-1, *shape))
+            errors[name].append(_errors(physical, physical_target, scale))
+    scores: dict[str, list[float]] = {}
     for name in names:
-        per_row = torch.cat(errors[name])
-        scores[name] = float(per_row.mean())
+        per_row = [torch.cat(blocks) for blocks in zip(*errors[name], strict=True)]
+        scores[name] = [float(error.mean()) for error in per_row]
     return scores
+
+
+def _errors(prediction: Tensor, target: Tensor, scale: Scale) -> list[Tensor]:
+    """Return the ``nrmse`` of physical fields (B, C, H, W): of all channels, and of each one if there are several."""
+    least = least_squares(scale, target)
+    errors = [nrmse(prediction, target, least.mean())]
+    if len(least) > 1:
+        of_channels = zip(prediction.unbind(1), target.unbind(1), least, strict=True)
+        errors += [nrmse(*channel) for channel in of_channels]
+    return errors
 
 
 def _fit(train: Rows) -> tuple[Tensor, Tensor | None]:

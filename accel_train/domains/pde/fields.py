@@ -73,6 +73,11 @@ def mean_square(fields: Tensor) -> Tensor:
     return fields.float().square().flatten(1).mean(1)
 
 
+def channel_squares(fields: Tensor) -> Tensor:
+    """Average the square over the points of each channel: (B, C, ...) -> (B, C)."""
+    return fields.float().square().flatten(2).mean(2)
+
+
 def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
     """Average the squared difference over channels and points: (B, C, ...) -> (B,)."""
     return mean_square(prediction.float() - target.float())
@@ -83,11 +88,26 @@ def nrmse(squared_errors: float, mean_squares: float) -> float:
     return math.sqrt(squared_errors / max(mean_squares, TINY))
 
 
-def relative_l2(prediction: Tensor, target: Tensor) -> Tensor:
-    """Compute |prediction - target| / |target| over channels and points: (B, C, ...) -> (B,)."""
-    # A target of zeros would give infinity, and with it the mean over the batch.
-    size = mean_square(target).clamp(min=TINY)
-    return (squared_error(prediction, target) / size).sqrt()
+def least_squares(scale: Scale, like: Tensor) -> Tensor:
+    """Return the mean square of each channel up to which a target counts as zeros: (C,), on the device of `like`.
+
+    Fields of zeros have no size that an error could be relative to. Normalised and back, they are the rounding error of
+    the mean, in fp32.
+    """
+    deviation = _constant(scale.std, like.device, like.dtype)
+    rounding = 4 * torch.finfo(torch.float32).eps * _constant(scale.mean, like.device, like.dtype)
+    return (TINY * deviation.square()).maximum(rounding.square())
+
+
+def relative_l2(squared_errors: Tensor, squares: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute |prediction - target| / |target| from `squared_error` and `mean_square` of the target.
+
+    Also returns 1 for a target with a size above `least` and 0 for one of zeros, whose error is 0 here. Such an error
+    would be of any size, and with it the mean over the samples.
+    """
+    has_size = squares > least
+    ratio = squared_errors / torch.where(has_size, squares, 1.0)
+    return torch.where(has_size, ratio.sqrt(), 0.0), has_size.to(squares.dtype)
 
 
 def conservation_gap(fields: Tensor, reference: Tensor, scale: Scale) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from accel_train.config import Fraction, FractionBelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, UsageError
 
-# The plain step and the nine of `scores.NOISES`: all the proposals for a task that is not periodic.
+# The plain step and the nine of `trajectories.NOISES`: all the proposals for a task that is not periodic.
 MOST_CANDIDATES = 10
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from accel_train.metrics.records import write_json
@@ -39,6 +40,10 @@ class Lines(NamedTuple):
     at: Sequence[float]
     lines: Mapping[str, Sequence[float]]
     """Name -> values at the positions ``at``."""
+
+
+Panels = list[Panel | Lines]
+"""Pictures of one task, in a row of fields.png."""
 
 
 def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel | Lines]]]) -> None:
@@ -139,3 +144,12 @@ def limits(panels: Sequence[Panel]) -> tuple[float, float]:
         high = max(abs(low), abs(high)) or 1.0
         low = -high
     return low, high
+
+
+def error_panel(predicted: Tensor, target: Tensor, down: str = "y (points)") -> Panel:
+    """Show the signed error, with the nRMSE of this panel in the title."""
+    error = predicted - target
+    # Of a target of zeros. Fields may be as small as fp32 holds.
+    size = target.double().norm().clamp_min(torch.finfo(torch.float32).tiny)
+    nrmse = float(error.double().norm() / size)
+    return Panel(f"error (nRMSE {nrmse:.3g})", error, "e", down, signed=True)

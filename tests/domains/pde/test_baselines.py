@@ -8,7 +8,8 @@ from accel_train.domains.pde import baselines as field_baselines
 from accel_train.domains.pde.baselines import RIDGES, STRONGER, baselines, nrmse, ridge_fit
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.prepare import prepare_pde
-from accel_train.domains.pde.fields import relative_l2
+from accel_train.domains.pde.data.scored import ScoredRows
+from accel_train.domains.pde.fields import TINY, Scale
 
 
 class Rows:
@@ -24,25 +25,32 @@ class Rows:
         return {name: values[indices] for name, values in self.fields.items()}
 
 
-def same(values: Tensor) -> Tensor:
-    return values
+SAME = Scale((0.0,), (1.0,))
+LEAST = torch.tensor(TINY)
+
+
+def together(found: dict[str, list[float]]) -> dict[str, float]:
+    """The nRMSE of all channels together."""
+    return {name: errors[0] for name, errors in found.items()}
 
 
 def test_nrmse_by_hand() -> None:
     target = torch.tensor([[3.0, 4.0], [1.0, 1.0]])
-    assert nrmse(target + torch.tensor([[5.0, 0.0], [0.0, 0.0]]), target).tolist() == [1.0, 0.0]
-    assert nrmse(torch.zeros(2, 2), target).tolist() == [1.0, 1.0]
-    assert nrmse(1000 * target, 1000 * target + 0.0).tolist() == [0.0, 0.0]
+    assert nrmse(target + torch.tensor([[5.0, 0.0], [0.0, 0.0]]), target, LEAST).tolist() == [1.0, 0.0]
+    assert nrmse(torch.zeros(2, 2), target, LEAST).tolist() == [1.0, 1.0]
+    assert nrmse(1000 * target, 1000 * target + 0.0, LEAST).tolist() == [0.0, 0.0]
 
 
-def test_the_error_of_a_target_of_zeros_is_that_of_the_models() -> None:
-    """Both have the same floor: the mean over samples of either would be of such a target alone."""
-    prediction = torch.rand(3, 1, 4, 4, generator=torch.Generator().manual_seed(0))
-    target = prediction.flip(-1)
-    target[1] = 0
-    target[2] = 1e-8
-    expected = relative_l2(prediction, target).tolist()
-    assert nrmse(prediction.double(), target.double()).tolist() == pytest.approx(expected)
+def test_targets_of_zeros_are_left_out() -> None:
+    inputs = torch.randn(64, 1, 1, 6, generator=torch.Generator().manual_seed(0))
+    targets = inputs.flip(-1)
+    train = Rows(inputs, targets)
+    scale = Scale((0.3,), (2.0,))
+    kept = together(baselines(train, Rows(inputs[2:], targets[2:]), scale, same_fields=True))
+    targets = targets.clone()
+    targets[:2] = scale.normalise(torch.zeros(2, 1, 1, 6))
+    found = together(baselines(train, Rows(inputs, targets), scale, same_fields=True))
+    assert found == pytest.approx(kept, rel=1e-12)
 
 
 def test_ridge_finds_a_linear_map_and_damps_one_that_the_rows_do_not_fix() -> None:
@@ -84,39 +92,31 @@ def test_the_strength_is_chosen_on_rows_that_are_not_fitted_and_then_all_are(
 def test_baselines_by_hand() -> None:
     inputs = torch.randn(64, 1, 1, 6, generator=torch.Generator().manual_seed(0))
     linear = Rows(inputs, 2 * inputs.flip(-1) + 1)
-    found = baselines(linear, linear, lambda values: 10 * values + 3, same_fields=True, samples=64)
+    found = together(baselines(linear, linear, Scale((3.0,), (10.0,)), same_fields=True))
     target = 10 * linear.fields["target"] + 3  # physical units
-    assert found["training_mean"] == pytest.approx(float(nrmse(target.mean(0).expand_as(target), target).mean()))
-    assert found["persistence"] == pytest.approx(float(nrmse(10 * inputs + 3, target).mean()))
+    assert found["training_mean"] == pytest.approx(float(nrmse(target.mean(0).expand_as(target), target, LEAST).mean()))
+    assert found["persistence"] == pytest.approx(float(nrmse(10 * inputs + 3, target, LEAST).mean()))
     assert found["linear_fit"] < 1e-6
-    assert "persistence" not in baselines(linear, linear, same, same_fields=False, samples=64)
+    assert "persistence" not in baselines(linear, linear, SAME, same_fields=False)
 
 
-def test_they_are_measured_on_as_many_rows_as_the_model_and_no_more_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Counted(Rows):
-        read = 0
-
-        def batch(self, indices: list[int]) -> dict[str, Tensor]:
-            self.read = max(self.read, *(index + 1 for index in indices))
-            return super().batch(indices)
-
+def test_rows_are_read_block_by_block_with_and_without_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     fields = torch.randn(64, 1, 1, 6, generator=generator), torch.randn(64, 1, 1, 6, generator=generator)
-    heldout = Counted(*fields)
-    found = baselines(Rows(*fields), heldout, same, same_fields=True, samples=5)
-    assert heldout.read == 5
-    assert found["persistence"] == pytest.approx(float(nrmse(fields[0][:5], fields[1][:5]).mean()))
+    heldout = Rows(fields[0][:5], fields[1][:5])
+    found = together(baselines(Rows(*fields), heldout, SAME, same_fields=True))
+    assert found["persistence"] == pytest.approx(float(nrmse(fields[0][:5], fields[1][:5], LEAST).mean()))
     monkeypatch.setattr(field_baselines, "BLOCK_VALUES", 24)  # two rows at a time
-    assert baselines(Rows(*fields), heldout, same, same_fields=True, samples=5) == pytest.approx(found)
+    assert together(baselines(Rows(*fields), heldout, SAME, same_fields=True)) == pytest.approx(found)
     monkeypatch.setattr(field_baselines, "MAX_FEATURES", 1)
-    wide = baselines(Rows(*fields), heldout, same, same_fields=True, samples=5)
+    wide = together(baselines(Rows(*fields), heldout, SAME, same_fields=True))
     assert wide == pytest.approx({name: found[name] for name in ("training_mean", "persistence")})
 
 
 def test_a_fit_that_would_cost_minutes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Rows(torch.randn(32, 1, 2, 4), torch.randn(32, 1, 2, 4))
     monkeypatch.setattr(field_baselines, "MAX_FEATURES", 10)  # 8 points, 2 parameters and 1
-    assert set(baselines(rows, rows, same, same_fields=False, samples=64)) == {"training_mean"}
+    assert set(baselines(rows, rows, SAME, same_fields=False)) == {"training_mean"}
 
 
 def test_one_speed_is_a_linear_map_and_many_speeds_are_not(tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_one_speed_is_a_linear_map_and_many_speeds_are_not(tmp_path: Path) -> No
             )
         )  # fmt: skip
         train, heldout = data.training["advection"], data.heldout["advection"]
-        denormalise = data.tasks[0].target.denormalise
-        scores.append(baselines(train, heldout, denormalise, same_fields=True, samples=64))
+        scored = ScoredRows(heldout, torch.arange(64))
+        scores.append(together(baselines(train, scored, data.tasks[0].target, same_fields=True)))
     assert scores[0]["linear_fit"] < 1e-5  # the ceiling
     assert scores[1]["linear_fit"] > 0.2
     assert all(score["persistence"] > 0.4 and score["training_mean"] > 0.9 for score in scores)

@@ -31,7 +31,7 @@ def test_errors_equal_numpy(shape: tuple[int, ...]) -> None:
     np.testing.assert_allclose(fields.squared_error(p, t), ((a - b) ** 2).mean(1), rtol=1e-5)
     np.testing.assert_allclose(fields.mean_square(t), (b**2).mean(1), rtol=1e-5)
     expected = np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)
-    np.testing.assert_allclose(fields.relative_l2(p, t), expected, rtol=1e-5)
+    np.testing.assert_allclose(relative_l2(p, t), expected, rtol=1e-5)
 
 
 def test_nrmse_is_that_of_the_whole_set_however_it_is_cut() -> None:
@@ -84,6 +84,11 @@ def test_spectral_measures_see_sizes_and_not_places(measure: Callable[[Tensor, T
     assert measure(wave(0, 5), wave(0, 3)).item() == pytest.approx(2, rel=1e-3)
 
 
+def relative_l2(prediction: Tensor, target: Tensor) -> Tensor:
+    least = torch.tensor(fields.TINY)
+    return fields.relative_l2(fields.squared_error(prediction, target), fields.mean_square(target), least)[0]
+
+
 def gap_of(fields_: Tensor, reference: Tensor) -> Tensor:
     return fields.conservation_gap(fields_, reference, fields.Scale((0.0,), (1.0,)))
 
@@ -126,7 +131,7 @@ def test_every_measure_is_of_each_sample_alone() -> None:
     p, t = pair((5, 2, 6, 8))
     for measure in (
         fields.squared_error,
-        fields.relative_l2,
+        relative_l2,
         fields.spectral_loss,
         fields.spectral_error,
         gap_of,
@@ -195,3 +200,21 @@ def test_boundary_points_are_on_the_boundary_and_everywhere_on_it() -> None:
     line = fields.boundary_points(draws, 1)
     assert line.shape == (500, 16, 1)
     assert set(line.unique().tolist()) == {0.0, 1.0}
+
+
+def test_zeros_that_were_normalised_and_back_have_no_size() -> None:
+    """Whatever the mean is, and fields of that mean have one."""
+    for mean, std in ((0.0, 1.0), (0.3, 0.7), (101325.0, 20.0), (-3e-9, 1e-12)):
+        scale = fields.Scale((mean, mean), (std, std))
+        physical = torch.full((3, 2, 1, 64), mean) + std * torch.randn(3, 2, 1, 64)
+        physical[1] = 0
+        physical[2, 0] = 0
+        unit = scale.in_units_of(scale.unit)
+        target = unit.denormalise(scale.normalise(physical))
+        least = fields.least_squares(unit, target)
+        squares = fields.channel_squares(target)
+        errors, has_size = fields.relative_l2(4 * squares, squares, least)
+        assert has_size.tolist() == [[1, 1], [0, 0], [0, 1]]
+        assert errors.tolist() == [[2, 2], [0, 0], [0, 2]]
+        _, has_size = fields.relative_l2(squares.mean(1), squares.mean(1), least.mean())
+        assert has_size.tolist() == [1, 0, 1]

@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.domains.pde import losses, pictures, scores
-from accel_train.domains.pde.data import files
+from accel_train.domains.pde import losses, pictures, scores, trajectories
+from accel_train.domains.pde.data import files, scored
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.files import FieldHeader
 from accel_train.domains.pde.data.prepare import prepare_pde
@@ -52,7 +52,7 @@ def test_row_figures_are_those_of_the_physical_fields(data: FieldData) -> None:
     assert found["advection_nrmse_pooled"] == pytest.approx(pooled, rel=1e-5)
     gaps = [abs(made[i].mean() - given[i].mean()) / np.abs(given[i]).mean() for i in range(3)]
     assert found["advection_conservation_gap"] == pytest.approx(np.mean(gaps), rel=1e-4)
-    assert "darcy_conservation_gap" not in scores.row_metrics(data.tasks[1], torch.ones(6))
+    assert "darcy_conservation_gap" not in scores.row_metrics(data.tasks[1], torch.ones(7))
 
 
 def test_what_a_steady_task_conserves_is_compared_in_units_of_input_and_target() -> None:
@@ -65,8 +65,8 @@ def test_what_a_steady_task_conserves_is_compared_in_units_of_input_and_target()
 
 
 def test_refined_figures_stand_beside_the_plain_ones(data: FieldData) -> None:
-    plain = torch.tensor([4.0, 0.8, 9.0, 9.0, 0.4, 0.1], dtype=torch.float64)
-    refined = torch.tensor([4.0, 0.6, 9.0, 9.0, 0.5, 0.1], dtype=torch.float64)
+    plain = torch.tensor([4.0, 4.0, 0.8, 9.0, 9.0, 0.4, 0.1], dtype=torch.float64)
+    refined = torch.tensor([4.0, 4.0, 0.6, 9.0, 9.0, 0.5, 0.1], dtype=torch.float64)
     found = scores.row_metrics(data.tasks[0], plain, refined)
     assert found["advection_nrmse"] == pytest.approx(0.2)
     assert found["advection_refined_nrmse"] == pytest.approx(0.15)
@@ -86,10 +86,13 @@ def exact(state: Tensor) -> Tensor:
 
 
 def sums_of(data: FieldData, world_size: int, conditioned: bool, batch_size: int = 64) -> Tensor:
-    total = torch.zeros(3, 4, dtype=torch.float64)
+    total = torch.zeros(4, 4, dtype=torch.float64)
     for rank in range(world_size):
         place = rank, world_size, torch.device("cpu")
-        batches = list(scores.rollout_batches(data.tasks[0], data.heldout["advection"], 5, batch_size, place))
+        chosen = scored.scored_samples(data, "advection", 5)
+        batches = list(
+            trajectories.rollout_batches(data.tasks[0], data.heldout["advection"], chosen, batch_size, place)
+        )
         share = -(-5 // world_size)
         assert [len(paths.sample) for paths in batches][:-1] == [batch_size] * (-(-share // batch_size) - 1)
         for paths in batches:
@@ -111,14 +114,15 @@ def test_rollouts_are_the_same_on_any_number_of_processes(data: FieldData, condi
 def test_candidates_are_those_of_the_boundary_and_judged_by_all_of_their_steps(
     data: FieldData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (paths,) = scores.rollout_batches(data.tasks[0], data.heldout["advection"], 2, 64, (0, 1, torch.device("cpu")))
+    place = 0, 1, torch.device("cpu")
+    (paths,) = trajectories.rollout_batches(data.tasks[0], data.heldout["advection"], torch.arange(2), 64, place)
     seen: list[Any] = []
-    monkeypatch.setattr(scores.rollout, "conditioned_rollout", lambda *given: seen.append(given))
+    monkeypatch.setattr(trajectories.rollout, "conditioned_rollout", lambda *given: seen.append(given))
     for boundary in ("periodic", "outflow"):
         paths.task = replace(data.tasks[0], boundary=boundary)
         paths.conditioned(exact, ConditioningConfig(), seed=0)
-    noises = len(scores.NOISES)
-    assert [len(proposals) for proposals, *_ in seen] == [1 + len(scores.SHIFTS) + noises, 1 + noises]
+    noises = len(trajectories.NOISES)
+    assert [len(proposals) for proposals, *_ in seen] == [1 + len(trajectories.SHIFTS) + noises, 1 + noises]
     _, _, score, first, *_ = seen[0]
     other = first + 1
     torch.testing.assert_close(score(first, torch.stack([first, other], 1)), score(first, other[:, None]) / 2)
@@ -128,20 +132,20 @@ def test_fields_of_a_rollout_are_shown_at_its_end() -> None:
     truth = torch.rand(1, 4, 1, 2, 3)
     predicted = torch.rand(1, 3, 1, 2, 3)
     paths: Any = SimpleNamespace(task=SimpleNamespace(target=Scale((0.0,), (1.0,)), grid=(2, 3)), truth=truth)
-    shown, prediction, _ = scores.Rollouts.panels(paths, predicted)
+    shown, prediction, _ = trajectories.Rollouts.panels(paths, predicted)
     assert torch.equal(shown.values, truth[0, -1, 0])
     assert torch.equal(prediction.values, predicted[0, -1, 0])
 
 
 def test_rollout_figures(data: FieldData) -> None:
-    plain = torch.tensor([[2.0, 2.0], [0.2, 0.6], [0.02, 0.02]], dtype=torch.float64)
-    better = torch.tensor([[2.0, 2.0], [0.1, 0.3], [0.0, 0.0]], dtype=torch.float64)
-    found = scores.rollout_metrics(data.tasks[0], plain, better)
+    plain = torch.tensor([[2.0, 2.0], [2.0, 2.0], [0.2, 0.6], [0.02, 0.02]], dtype=torch.float64)
+    better = torch.tensor([[2.0, 2.0], [2.0, 2.0], [0.1, 0.3], [0.0, 0.0]], dtype=torch.float64)
+    found = trajectories.rollout_metrics(data.tasks[0], plain, better)
     assert found["advection_rollout_nrmse"] == pytest.approx(0.2)
     assert found["advection_rollout_nrmse_last"] == pytest.approx(0.3)
     assert found["advection_rollout_conservation_gap"] == pytest.approx(0.01)
     assert found["advection_conditioned_gain"] == pytest.approx(0.5)
-    assert "advection_conditioned_gain" not in scores.rollout_metrics(data.tasks[0], plain, None)
+    assert "advection_conditioned_gain" not in trajectories.rollout_metrics(data.tasks[0], plain, None)
 
 
 def of_size(folder: Path, size: float) -> FieldData:
@@ -160,10 +164,10 @@ def figures_of(data: FieldData) -> dict[str, float]:
     batch = rows.batch([0, 1, 2, 3]) | {"weight": torch.ones(4)}
     plain = scores.row_sums(task, wrong(batch["input"]), batch)
     place = 0, 1, torch.device("cpu")
-    (paths,) = scores.rollout_batches(task, rows, 5, 64, place)
+    (paths,) = trajectories.rollout_batches(task, rows, torch.arange(5), 64, place)
     config = ConditioningConfig(candidates=3, beam=2, horizon=2)
     rolled = [paths.sums(made) for made in (paths.plain(wrong), paths.conditioned(wrong, config, seed=0))]
-    return scores.row_metrics(task, plain) | scores.rollout_metrics(task, *rolled)
+    return scores.row_metrics(task, plain) | trajectories.rollout_metrics(task, *rolled)
 
 
 def wrong(state: Tensor) -> Tensor:
@@ -224,8 +228,8 @@ def test_tasks_whose_metrics_would_have_one_name_are_refused(data: FieldData, na
 def test_pictures_are_written_whole(tmp_path: Path, data: FieldData) -> None:
     task, rows = data.tasks[1], data.heldout["darcy"]
     batch = rows.batch([0])
-    first = data.tasks[0], data.heldout["advection"], EvaluationConfig(trajectories=2), 2
-    figures, panels = scores.evaluate_rollouts(Accelerator(cpu=True), *first, lambda _: exact, 0)
+    first = data.tasks[0], data, EvaluationConfig(trajectories=2), 2
+    figures, panels = trajectories.evaluate_rollouts(Accelerator(cpu=True), *first, lambda _: exact, 0)
     rows = [("a", panels), ("d", scores.row_panels(task, batch, batch["target"]))]
     pictures.write_fields(tmp_path / "fields.png", rows)
     assert (tmp_path / "fields.png").read_bytes()[:4] == b"\x89PNG"
@@ -297,4 +301,126 @@ def test_evaluations_before_the_operator_learns_do_not_count(tmp_path: Path) -> 
 
 
 def test_a_field_that_cannot_be_moved_has_as_many_candidates_as_may_be_asked_for() -> None:
-    assert 1 + len(scores.NOISES) >= MOST_CANDIDATES
+    assert 1 + len(trajectories.NOISES) >= MOST_CANDIDATES
+
+
+WAVE = FieldHeader("wave", ("a",), input_channels=3, dt=0.1, boundary="periodic", conserved=False)
+SIZES = np.array([1.0, 1e-3, 50.0])[:, None, None]
+
+
+def waves(samples: int, seed: int) -> Any:
+    """(N, T, C, H, W) of three channels that vary by very different amounts, with a mean."""
+    return SIZES * np.random.default_rng(seed).normal(0.3, 1.0, (samples, 4, 3, 1, 16))
+
+
+def prepared(folder: Path, train: Any, heldout: Any, header: FieldHeader = WAVE) -> FieldData:
+    for split, values in (("train", train), ("heldout", heldout)):
+        blocks = [(values.astype(np.float32), np.arange(len(values))[:, None] / len(values))]
+        files.write_fields(folder / f"{header.task}_{split}.h5", header, len(values), blocks)
+    options = PdeDataConfig(path=str(folder), tasks=(header.task,), time_stride=1, cache_dir=str(folder / "cache"))
+    return prepare_pde(options)
+
+
+def model(batch: dict[str, Tensor]) -> Tensor:
+    """Predict something else than the target."""
+    return 0.9 * batch["input"] + 0.1 * batch["parameters"][:, :, None, None]
+
+
+@pytest.fixture
+def predicting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `model` predict."""
+
+    def predict(_: Any, batch: dict[str, Tensor], *more: Any) -> losses.Prediction:
+        return losses.Prediction(model(batch), None, None)
+
+    monkeypatch.setattr(losses, "predict", predict)
+
+
+def evaluated(data: FieldData, options: EvaluationConfig, at_once: int = 7) -> dict[str, float]:
+    found, _ = scores.evaluate_task(Accelerator(cpu=True), exact, data, 0, options, at_once, 1, 0)
+    return found
+
+
+@pytest.mark.usefixtures("predicting")
+def test_the_error_of_each_channel_is_that_of_its_physical_fields(tmp_path: Path) -> None:
+    heldout = waves(5, 1)
+    heldout[1, 2, 0] = 0  # one channel of one target
+    data = prepared(tmp_path, waves(9, 0), heldout)
+    found = evaluated(data, EvaluationConfig(samples=15, trajectories=1))
+    (task,), rows = data.tasks, data.heldout["wave"]
+    batch = rows.batch(list(range(15)))
+    std, mean = (np.array(values)[:, None, None] for values in (task.target.std, task.target.mean))
+    made = model(batch).double().numpy() * std + mean
+    true = np.concatenate([heldout[sample, 1:] for sample in range(5)])
+    order = [sample * 3 + (number + sample) % 3 for number in range(3) for sample in range(5)]
+    true = true[order]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        each = np.sqrt(((made - true) ** 2).mean((2, 3)) / (true**2).mean((2, 3)))
+    each[~np.isfinite(each)] = np.nan
+    assert np.isnan(each).sum() == 1
+    expected = np.nanmean(each, 0)
+    channels = [found[f"wave_nrmse_channel{channel}"] for channel in range(3)]
+    assert channels == pytest.approx(expected, rel=1e-4)
+    assert found["wave_nrmse_channels"] == pytest.approx(expected.mean(), rel=1e-4)
+    together = np.sqrt(((made - true) ** 2).mean((1, 2, 3)) / (true**2).mean((1, 2, 3))).mean()
+    assert found["wave_nrmse"] == pytest.approx(together, rel=1e-4)
+
+    baselines = scores.baseline_metrics(data, 15)
+    given = np.concatenate([heldout[sample, :-1] for sample in range(5)])[order]
+    each = np.sqrt(((given - true) ** 2).mean((2, 3)) / np.where(each > 0, (true**2).mean((2, 3)), np.nan))
+    persistence = [baselines[f"wave_persistence_nrmse_channel{channel}"] for channel in range(3)]
+    assert persistence == pytest.approx(np.nanmean(each, 0), rel=1e-4)
+
+    text = " ".join(f"{channel:.4f}" for channel in channels)
+    assert scores.table(data, found) == [f"wave: nRMSE {together:.4f} (of each channel {text})"]
+    names = scores.metric_names(data, refined=False)
+    assert sorted([*found, *baselines, scores.MEAN]) == sorted(names)
+
+
+def test_channels_are_numbered_as_in_the_files(data: FieldData) -> None:
+    steady = replace(data.tasks[1], input_channels=2, target_channels=2)
+    found = scores.row_metrics(steady, torch.ones(7), channels=torch.ones(2, 2))
+    assert {"darcy_nrmse_channel2", "darcy_nrmse_channel3"} <= set(found)
+
+
+@pytest.mark.usefixtures("predicting")
+def test_targets_of_zeros_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the model, of the baselines and of rollouts alike."""
+    caplog.set_level("INFO")
+    kept = waves(5, 1)
+    with_zeros = np.insert(kept, 2, 0.0, axis=0)
+    figures: list[dict[str, float]] = []
+    for name, heldout in (("kept", kept), ("zeros", with_zeros)):
+        caplog.clear()
+        (tmp_path / name).mkdir()
+        data = prepared(tmp_path / name, waves(9, 0), heldout)
+        # The parameter, which the model reads, is that of the sample's place.
+        data.heldout["wave"].parameters.zero_()
+        found = evaluated(data, EvaluationConfig())
+        figures.append({**found, **scores.baseline_metrics(data, 256)})
+    of_kept, of_both = figures
+    names = [name for name in of_kept if "pooled" not in name]
+    assert [of_both[name] for name in names] == pytest.approx([of_kept[name] for name in names], rel=1e-4)
+    assert of_both["wave_evaluated_samples"] == 15
+    assert "wave: 3 of 18 scored targets are 0 everywhere" in caplog.text
+    assert "wave: 3 of 18 fields of the rollouts are 0 everywhere" in caplog.text
+
+
+@pytest.mark.usefixtures("predicting")
+def test_where_all_is_zeros_there_is_no_error_and_nothing_fails(tmp_path: Path) -> None:
+    """The last snapshots of a decay, as single precision holds it, and all rows that are scored."""
+    heldout = waves(5, 1)
+    heldout[:, 3] = 0
+    data = prepared(tmp_path, waves(9, 0), heldout)
+    found = evaluated(data, EvaluationConfig())
+    assert found["wave_evaluated_samples"] == 10
+    assert math.isnan(found["wave_rollout_nrmse_last"])
+    assert found["wave_rollout_nrmse"] > 0
+    sums = torch.tensor([[4.0, 4.0, 4.0], [4.0, 4.0, 0.0], [2.0, math.nan, 0.0], [0.0, 0.0, 0.0]])
+    assert math.isnan(
+        trajectories.rollout_metrics(data.tasks[0], sums, None)["wave_rollout_nrmse"]
+    )  # one that diverges
+    nothing = torch.tensor([4.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    metrics = scores.row_metrics(data.tasks[0], nothing)
+    assert math.isnan(metrics["wave_nrmse"])
+    assert math.isnan(scores.mean_nrmse(data, metrics))

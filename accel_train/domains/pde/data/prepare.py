@@ -7,6 +7,7 @@ Files are ``{task}_train.h5`` and ``{task}_heldout.h5`` (or ``.zarr``) with the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,7 @@ def prepare_pde(
         trained=trained,
     )
     _refuse_unread(config, data.tasks)
-    return data
+    return replace(data, generated=config.path == DEMO)
 
 
 def _refuse_unread(config: PdeDataConfig, tasks: Iterable[FieldTask]) -> None:

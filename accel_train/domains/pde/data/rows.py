@@ -49,7 +49,7 @@ class Trajectory(NamedTuple):
 class FieldRows:
     """Map-style dataset: all pairs of snapshots `time_stride` apart, or one row per sample without time.
 
-    The first N rows cover all N samples and all times, so a part of a held-out set is a fair sample.
+    The first N rows cover all N samples and all times.
     """
 
     task: FieldTask
@@ -167,6 +167,8 @@ class FieldData:
     """Lines for the main process to log."""
     ledger: Ledger = ()
     """Data seen before by the resumed run, if they may change."""
+    generated: bool = False
+    """True: every sample is drawn alike. False: those of files may be in an order, such as that of a parameter."""
 
     @property
     def strides(self) -> dict[str, int]:
@@ -284,7 +286,8 @@ def _scale_notices(fields: Fields, task: FieldTask) -> Iterator[str]:
         yield (
             f"{task.name}: channel {most} varies {max(deviations) / min(deviations):.3g} times as much as channel "
             f"{least}, and nRMSE is of all channels together: errors of channel {least} count in the loss, and hardly "
-            "in nRMSE. Write the channels in units in which they vary alike"
+            f"in nRMSE. Look at {task.name}_nrmse_channel{least}, or write the channels in units in which they vary "
+            "alike"
         )
     sizes = file_sizes(fields, task.target_channels)
     small = min(sizes, key=sizes.__getitem__)
