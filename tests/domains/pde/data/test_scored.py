@@ -11,12 +11,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from accel_train.domains.pde import scores, trajectories
+from accel_train.domains.pde import losses, scores, trajectories
 from accel_train.domains.pde.data import scored
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.rows import FieldData
-from accel_train.domains.pde.options import EvaluationConfig
+from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig
 from accel_train.metrics.evaluation import heldout_batches
 
 SPEEDS = (0.1, 1.0, 4.0)
@@ -76,6 +76,26 @@ def test_trajectories_of_every_file_are_rolled_out_on_any_number_of_processes(da
                 found += paths.sample[paths.weight > 0].tolist()
         assert sorted(found) == chosen.tolist()
     assert speeds_of(data, rows.parameters[chosen]) == sorted(SPEEDS * 2)
+
+
+def test_an_evaluation_is_of_the_chosen_rows_and_trajectories(data: FieldData, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[torch.Tensor] = []
+    real = trajectories.rollout_batches
+
+    def rollout_batches(task: Any, rows: Any, chosen: torch.Tensor, *more: Any) -> Any:
+        kept.append(chosen)
+        return real(task, rows, chosen, *more)
+
+    monkeypatch.setattr(trajectories, "rollout_batches", rollout_batches)
+    # The input unchanged, which is what persistence predicts.
+    monkeypatch.setattr(
+        losses, "predict", lambda _, batch, *more: losses.Prediction(batch["input"], None, lambda *of: of)
+    )
+    options = EvaluationConfig(samples=9, trajectories=6, conditioning=ConditioningConfig(1, 1, 1))
+    found, _ = scores.evaluate_task(Accelerator(cpu=True), lambda: None, data, 0, options, 4, 1, 0)
+    assert kept[0].tolist() == scored.scored_samples(data, "advection", 6).tolist()
+    persistence = scores.baseline_metrics(data, 9)["advection_persistence_nrmse"]
+    assert found["advection_nrmse"] == pytest.approx(persistence, rel=1e-5)
 
 
 @pytest.mark.parametrize(("samples", "count"), [(36, 6), (37, 6), (780, 256), (5, 4), (2, 1)])
