@@ -40,11 +40,12 @@ from accel_train.domains.pde import (
     scores,
     transformer,
 )
-from accel_train.domains.pde.data import rows, scored
+from accel_train.domains.pde.data import rows
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.residual import refinement
+from accel_train.domains.pde.scoring import chosen
 from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig
 from accel_train.metrics import evaluation, logs, records
 from accel_train.options.loading import load_config
@@ -187,7 +188,7 @@ def main(argv: Sequence[str]) -> int:
         dataset_size=len(data.train),
         fingerprint=data.fingerprint,
         ledger=data.ledger,
-        notices=[*data.notices, *stages, *scored.notices(data, config.evaluation)],
+        notices=[*data.notices, *stages, *chosen.notices(data, config.evaluation)],
         metrics=scores.metric_names(data, refined=config.model.residual_depth > 0),
     )
     early = scores.early_stopping(config.evaluation, config.objective, opened.run.directory, opened.start_step)

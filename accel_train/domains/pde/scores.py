@@ -19,11 +19,11 @@ from accel_train.domains.pde import fields, losses
 from accel_train.domains.pde.baselines import BASELINES, baseline_names, baselines
 from accel_train.domains.pde.data.assets import FieldTask
 from accel_train.domains.pde.data.rows import FieldData
-from accel_train.domains.pde.data.scored import scored_rows
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.pictures import Panel, Panels, error_panel
 from accel_train.domains.pde.residual import refinement
-from accel_train.domains.pde.trajectories import evaluate_rollouts, rollout_metrics
+from accel_train.domains.pde.scoring.chosen import scored_rows
+from accel_train.domains.pde.scoring.trajectories import evaluate_rollouts, rollout_metrics
 from accel_train.metrics import logs
 from accel_train.metrics.early_stopping import EarlyStopping
 from accel_train.metrics.evaluation import first_samples, heldout_batches, weighted_sums

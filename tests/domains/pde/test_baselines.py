@@ -8,8 +8,8 @@ from accel_train.domains.pde import baselines as field_baselines
 from accel_train.domains.pde.baselines import RIDGES, STRONGER, baselines, nrmse, ridge_fit
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.prepare import prepare_pde
-from accel_train.domains.pde.data.scored import ScoredRows
 from accel_train.domains.pde.fields import TINY, Scale
+from accel_train.domains.pde.scoring.chosen import ScoredRows
 
 
 class Rows:

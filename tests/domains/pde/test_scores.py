@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.domains.pde import losses, pictures, scores, trajectories
-from accel_train.domains.pde.data import files, scored
+from accel_train.domains.pde import losses, pictures, scores
+from accel_train.domains.pde.data import files
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.files import FieldHeader
 from accel_train.domains.pde.data.prepare import prepare_pde
@@ -25,6 +25,8 @@ from accel_train.domains.pde.data.rows import FieldData
 from accel_train.domains.pde.fields import Scale
 from accel_train.domains.pde.options import MOST_CANDIDATES, ConditioningConfig, EvaluationConfig
 from accel_train.domains.pde.pictures import Panel, limits
+from accel_train.domains.pde.scoring import trajectories
+from accel_train.domains.pde.scoring.chosen import scored_samples
 from accel_train.metrics.early_stopping import EarlyStopping
 from accel_train.metrics.records import LineWriter
 
@@ -89,7 +91,7 @@ def sums_of(data: FieldData, world_size: int, conditioned: bool, batch_size: int
     total = torch.zeros(4, 4, dtype=torch.float64)
     for rank in range(world_size):
         place = rank, world_size, torch.device("cpu")
-        chosen = scored.scored_samples(data, "advection", 5)
+        chosen = scored_samples(data, "advection", 5)
         batches = list(
             trajectories.rollout_batches(data.tasks[0], data.heldout["advection"], chosen, batch_size, place)
         )

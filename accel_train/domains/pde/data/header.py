@@ -62,20 +62,10 @@ def read_header(
             f"--data.path: {file} has fields {fields} and parameters {parameters}; (N, T, C, H, W) and "
             f"(N, {len(header.parameters)}) are required. Write it again."
         )
-    if fields[4] == 1 and fields[3] > 1:
-        raise UsageError(
-            f"--data.path: {file} has fields {fields}, (N, T, C, H, W), with W = 1; fields of one dimension have H = 1 "
-            f"and {fields[3]} points along W. Write it again with the last two axes exchanged."
-        )
+    # Files written by hand may lack it: the shape tells the same.
+    _check_grid(file, tuple(np.ravel(attributes.get("grid", fields[3:])).tolist()), fields)
     _check_time(file, header, fields)
     _check_boundary(file, header)
-    # Files written by hand may lack it: the shape tells the same.
-    grid = tuple(np.ravel(attributes.get("grid", fields[3:])).tolist())
-    if grid != fields[3:]:
-        raise UsageError(
-            f"--data.path: {file} has the attribute grid {grid} and fields {fields}, (N, T, C, H, W): its grid is "
-            f"{fields[3:]}. Correct the one that is wrong."
-        )
     return header
 
 
@@ -102,6 +92,20 @@ def differences(
     axes = ("T", "C", "H", "W")[-len(found_shape) :]
     both[f"shape ({', '.join(axes)})"] = (found_shape, expected_shape)
     return ", ".join(f"{name} {one!r} instead of {other!r}" for name, (one, other) in both.items() if one != other)
+
+
+def _check_grid(file: Path, grid: tuple[int, ...], fields: tuple[int, ...]) -> None:
+    """Refuse another grid than that of the fields, and one dimension along the wrong axis."""
+    if fields[4] == 1 and fields[3] > 1:
+        raise UsageError(
+            f"--data.path: {file} has fields {fields}, (N, T, C, H, W), with W = 1; fields of one dimension have H = 1 "
+            f"and {fields[3]} points along W. Write it again with the last two axes exchanged."
+        )
+    if grid != fields[3:]:
+        raise UsageError(
+            f"--data.path: {file} has the attribute grid {grid} and fields {fields}, (N, T, C, H, W): its grid is "
+            f"{fields[3:]}. Correct the one that is wrong."
+        )
 
 
 def _check_time(file: Path, header: FieldHeader, fields: tuple[int, ...]) -> None:

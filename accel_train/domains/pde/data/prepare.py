@@ -73,13 +73,8 @@ def _pdebench_splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str
     points = config.points_of_files()
     files = [_open(file, task) for file in _pdebench_files(config, task, folder)]
     sizes = [len(stored.parameters) for stored in files]
-    if config.heldout_samples is None and min(sizes) < 10:
-        small = files[sizes.index(min(sizes))]
-        raise UsageError(
-            f"--data.heldout_samples null holds out a tenth of the samples of each file, and {small.part.file} has "
-            f"{min(sizes)}; 10 or more are required for that. Give a number over all files: --data.heldout_samples "
-            f"{len(files)} is one of each."
-        )
+    if config.heldout_samples is None:
+        _refuse_without_a_tenth(files)
     heldout = split_evenly(config.heldout_samples, [size // 10 for size in sizes])
     remaining = [size - count for size, count in zip(sizes, heldout, strict=True)]
     train = split_evenly(config.train_samples, remaining)
@@ -90,6 +85,16 @@ def _pdebench_splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str
         of_heldout.append(stored.select("heldout", (end, size), last, points))
         of_train.append(stored.select("train", (0, size - last), first, points))
     return {"train": of_train, "heldout": of_heldout}
+
+
+def _refuse_without_a_tenth(files: Sequence[StoredFields]) -> None:
+    for stored in files:
+        if len(stored.parameters) < 10:
+            raise UsageError(
+                f"--data.heldout_samples null holds out a tenth of the samples of each file, and {stored.part.file} "
+                f"has {len(stored.parameters)}; 10 or more are required for that. Give a number over all files: "
+                f"--data.heldout_samples {len(files)} is one of each."
+            )
 
 
 def _pdebench_files(config: PdeDataConfig, task: str, folder: Path) -> list[Path]:

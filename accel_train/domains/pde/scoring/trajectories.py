@@ -13,9 +13,9 @@ from torch import Tensor
 
 from accel_train.domains.pde import fields, rollout
 from accel_train.domains.pde.data.assets import FieldTask
-from accel_train.domains.pde.data.scored import scored_samples
 from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig
 from accel_train.domains.pde.pictures import Lines, Panel, Panels, error_panel
+from accel_train.domains.pde.scoring.chosen import scored_samples
 from accel_train.metrics import logs
 from accel_train.metrics.evaluation import samples_at_once, weighted_sums
 

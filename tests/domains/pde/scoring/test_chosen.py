@@ -11,12 +11,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from accel_train.domains.pde import losses, scores, trajectories
-from accel_train.domains.pde.data import scored
+from accel_train.domains.pde import losses, scores
 from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.rows import FieldData
 from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig
+from accel_train.domains.pde.scoring import trajectories
+from accel_train.domains.pde.scoring.chosen import notices, scored_rows, scored_samples
 from accel_train.metrics.evaluation import heldout_batches
 
 SPEEDS = (0.1, 1.0, 4.0)
@@ -58,7 +59,7 @@ def test_some_samples_of_every_file_are_scored_by_the_model_and_the_baselines(
     seen: list[Any] = []
     monkeypatch.setattr(scores, "baselines", lambda train, heldout, *_, **__: seen.append(heldout) or {})
     for wanted in (6, 9, HELD_OUT):
-        chosen = scored.scored_rows(data, "advection", wanted)
+        chosen = scored_rows(data, "advection", wanted)
         (batch,) = heldout_batches(Accelerator(cpu=True), chosen, len(chosen), wanted)
         assert speeds_of(data, batch["parameters"]) == sorted(SPEEDS * (wanted // 3))
         scores.baseline_metrics.__wrapped__(data, wanted)
@@ -67,7 +68,7 @@ def test_some_samples_of_every_file_are_scored_by_the_model_and_the_baselines(
 
 def test_trajectories_of_every_file_are_rolled_out_on_any_number_of_processes(data: FieldData) -> None:
     task, rows = data.tasks[0], data.heldout["advection"]
-    chosen = scored.scored_samples(data, "advection", 6)
+    chosen = scored_samples(data, "advection", 6)
     for world_size in (1, 2, 4):
         found: list[int] = []
         for rank in range(world_size):
@@ -93,14 +94,14 @@ def test_an_evaluation_is_of_the_chosen_rows_and_trajectories(data: FieldData, m
     )
     options = EvaluationConfig(samples=9, trajectories=6, conditioning=ConditioningConfig(1, 1, 1))
     found, _ = scores.evaluate_task(Accelerator(cpu=True), lambda: None, data, 0, options, 4, 1, 0)
-    assert kept[0].tolist() == scored.scored_samples(data, "advection", 6).tolist()
+    assert kept[0].tolist() == scored_samples(data, "advection", 6).tolist()
     persistence = scores.baseline_metrics(data, 9)["advection_persistence_nrmse"]
     assert found["advection_nrmse"] == pytest.approx(persistence, rel=1e-5)
 
 
 @pytest.mark.parametrize(("samples", "count"), [(36, 6), (37, 6), (780, 256), (5, 4), (2, 1)])
 def test_one_sample_of_each_of_equal_runs_is_chosen(samples: int, count: int) -> None:
-    chosen = scored.scored_samples(of_counts(samples, samples * 4), "t", count)
+    chosen = scored_samples(of_counts(samples, samples * 4), "t", count)
     run = chosen * count / samples
     assert len(chosen) == count
     assert all(abs(place - number - 0.5) <= 0.5 + count / samples for number, place in enumerate(run.tolist()))
@@ -108,14 +109,14 @@ def test_one_sample_of_each_of_equal_runs_is_chosen(samples: int, count: int) ->
 
 
 def test_samples_in_turn_of_a_few_parameters_are_not_all_of_one() -> None:
-    chosen = scored.scored_samples(of_counts(800, 800), "t", 100)
+    chosen = scored_samples(of_counts(800, 800), "t", 100)
     counts = (chosen % 8).bincount(minlength=8)
     assert counts.min() >= 4
 
 
 def test_no_sample_has_two_rows_more_than_another() -> None:
     for wanted, samples in ((3, 10), (10, 10), (24, 10), (40, 10), (99, 10)):
-        chosen = scored.scored_rows(of_counts(samples, 40), "t", wanted).chosen
+        chosen = scored_rows(of_counts(samples, 40), "t", wanted).chosen
         assert len(set(chosen.tolist())) == len(chosen) == min(wanted, 40)
         counts = (chosen % samples).bincount(minlength=samples)
         assert counts.max() - counts.min() <= 1
@@ -124,16 +125,16 @@ def test_no_sample_has_two_rows_more_than_another() -> None:
 def test_of_generated_data_the_first_are_scored() -> None:
     data = of_counts(10, 40, generated=True)
     for wanted in (3, 10, 24, 99):
-        assert scored.scored_rows(data, "t", wanted).chosen.tolist() == list(range(min(wanted, 40)))
-        assert scored.scored_samples(data, "t", wanted).tolist() == list(range(min(wanted, 10)))
+        assert scored_rows(data, "t", wanted).chosen.tolist() == list(range(min(wanted, 40)))
+        assert scored_samples(data, "t", wanted).tolist() == list(range(min(wanted, 10)))
 
 
 def test_how_many_are_scored_is_said_unless_all_are(data: FieldData) -> None:
-    assert list(scored.notices(data, EvaluationConfig(samples=36, trajectories=36))) == []
-    assert list(scored.notices(data, EvaluationConfig(samples=20, trajectories=8))) == [
+    assert list(notices(data, EvaluationConfig(samples=36, trajectories=36))) == []
+    assert list(notices(data, EvaluationConfig(samples=20, trajectories=8))) == [
         "advection: of 36 held-out samples 20 are scored (evaluation.samples) and 8 are rolled out "
         "(evaluation.trajectories), spread evenly over them"
     ]
-    assert list(scored.notices(data, EvaluationConfig(samples=36, trajectories=8))) == [
+    assert list(notices(data, EvaluationConfig(samples=36, trajectories=8))) == [
         "advection: of 36 held-out samples 8 are rolled out (evaluation.trajectories), spread evenly over them"
     ]
