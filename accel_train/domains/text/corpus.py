@@ -6,13 +6,14 @@ Every error names its place: file:line, or the sample's index in a dataset.
 import errno
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError, expand_path
 from accel_train.data.tables.run_files import run_file_notices, without_run_files
+from accel_train.data.tables.sides import CONTENT_FIELD, side_keys
 from accel_train.data.tables.text_sources import (
     TABLE_FILES,
     BadRows,
@@ -43,14 +44,24 @@ class Corpus:
     """(shard, idx) of each text's ready-made latent. Empty if latents are computed."""
     skipped: int = 0
     """Number of bad rows left out."""
+    contents: list[str] = field(default_factory=list)
+    """Hash of the file that each text describes, of rows that name it. Else empty."""
+
+    @property
+    def sources(self) -> Sequence[Hashable]:
+        """What the latent of each text was made of: texts with equal ones share it. Empty if latents are computed."""
+        return self.contents or self.references
 
     def select(self, keep: Sequence[int]) -> "Corpus":
         """Return a corpus of the texts with these indices."""
         texts = [self.texts[index] for index in keep]
         references: list[tuple[str | int, int]] = []
+        contents: list[str] = []
         if self.references:
             references = [self.references[index] for index in keep]
-        return Corpus(texts, references, self.skipped)
+        if self.contents:
+            contents = [self.contents[index] for index in keep]
+        return Corpus(texts, references, self.skipped, contents)
 
 
 def resolve_path(option: str, value: str) -> Path:
@@ -75,6 +86,7 @@ def read_corpus(path: str, *, split: str, text_column: str, max_bad_rows: int, w
     rows = _rows(path, split, text_column, bad, with_references)
     texts: list[str] = []
     references: list[tuple[str | int, int]] = []
+    contents: list[str] = []
     for place, row in rows:
         reason = text_fault(row, text_column)
         if reason is None and with_references:
@@ -86,12 +98,17 @@ def read_corpus(path: str, *, split: str, text_column: str, max_bad_rows: int, w
         texts.append(row[text_column].strip())
         if with_references:
             references.append((row["shard"], row["idx"]))
+            if CONTENT_FIELD in row:
+                contents.append(str(row[CONTENT_FIELD]))
     if not texts:
         raise UsageError(
             f"--data.path {path!r} holds no usable text ({bad.count} bad rows). At least one row with "
             f"text in {text_column!r} is required: check the path, --data.split and --data.text_column."
         )
-    return Corpus(texts, references, bad.count)
+    if len(contents) < len(texts):
+        # Of some rows alone it says nothing of the others. Rows of one latent are still on one side.
+        contents = []
+    return Corpus(texts, references, bad.count, contents)
 
 
 def _rows(
@@ -294,20 +311,22 @@ def split_heldout(corpus: Corpus, fraction: float) -> tuple[list[int], list[int]
     """Return the indices of (training, held-out) texts. A text is held out if the hash of its words is low.
 
     The split of a text depends on its words alone. It does not change when the corpus grows, and equal texts are
-    always in the same split. Of equal texts the first is kept, or all of them with ready-made latents. Held-out texts
-    are sorted by hash, so the first n are a fair sample and not the first chapters.
+    always in the same split. So are texts that share a latent, such as the captions of one picture. Of equal texts the
+    first is kept, or all of them with ready-made latents. Held-out texts are sorted by hash, so the first n are a fair
+    sample and not the first chapters.
     """
     train: list[int] = []
     heldout: list[tuple[int, int]] = []
     seen: set[int] = set()
     bound = held_out_below(fraction)
-    for index, text in enumerate(corpus.texts):
-        key = split_key(text)
+    keys = [split_key(text) for text in corpus.texts]
+    sides = side_keys(keys, corpus.sources)
+    for index, key in enumerate(keys):
         # Ready-made latents belong to rows, and equal texts may have different ones.
         if key in seen and not corpus.references:
             continue
         seen.add(key)
-        if key < bound:
+        if sides[index] < bound:
             heldout.append((key, index))
         else:
             train.append(index)
@@ -315,10 +334,19 @@ def split_heldout(corpus: Corpus, fraction: float) -> tuple[list[int], list[int]
 
 
 def remove_heldout(train: Corpus, heldout: Corpus) -> tuple[list[int], list[int]]:
-    """Return the indices of (training, held-out) texts of two corpora, with no held-out text left in training."""
+    """Return the indices of (training, held-out) texts of two corpora, with no held-out text or latent in training.
+
+    Captions of pictures may be in both: another picture of the same words, such as a class, is another sample.
+    """
     # Only to drop repeated texts and to order the held-out ones: with shares of 1 and 0 nothing changes sides.
     _, heldout_rows = split_heldout(heldout, 1.0)
     candidates, _ = split_heldout(train, 0.0)
+    if train.contents and heldout.contents:
+        held_out = set(heldout.contents)
+        return [index for index in candidates if train.contents[index] not in held_out], heldout_rows
     heldout_keys = {split_key(text) for text in heldout.texts}
     train_rows = [index for index in candidates if split_key(train.texts[index]) not in heldout_keys]
+    if train.references:
+        held_latents = set(heldout.references)
+        train_rows = [index for index in train_rows if train.references[index] not in held_latents]
     return train_rows, heldout_rows

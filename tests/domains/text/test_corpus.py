@@ -280,6 +280,20 @@ def test_a_table_with_other_separators_is_named(tmp_path: Path) -> None:
         read_corpus(str(tmp_path / "semi.csv"), split="train", text_column="text", max_bad_rows=0)
 
 
+def test_texts_of_one_latent_stand_on_one_side() -> None:
+    texts = [f"{start} number {index}" for index in range(500) for start in ("this is", "here is", "see")]
+    corpus = Corpus(texts, [(0, index // 3) for index in range(1500)])
+    train, heldout = split_heldout(corpus, 0.2)
+    assert not {index // 3 for index in train} & {index // 3 for index in heldout}
+    assert 70 < len({index // 3 for index in heldout}) < 130  # binomial(500, 0.2): 100 +- 9
+    # Joined by a text of another latent, in either direction.
+    joined = Corpus(["a", "b", "B!", "c", "d"], [(0, 0), (0, 0), (0, 1), (0, 1), (0, 2)])
+    for fraction in (0.1, 0.3, 0.5, 0.7, 0.9):
+        assert any({0, 1, 2, 3} <= set(side) for side in split_heldout(joined, fraction))
+    kept, _ = remove_heldout(corpus, Corpus(["other words"], [(0, 7)]))
+    assert sorted({*range(1500)} - {*kept}) == [21, 22, 23]
+
+
 def test_held_out_source_of_its_own_is_taken_out_of_training() -> None:
     train, heldout = Corpus(["a b", "c d", "e f", "A, B!"]), Corpus(["C d.", "x y", "x y"])
     kept, apart = remove_heldout(train, heldout)
