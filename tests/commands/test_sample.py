@@ -145,6 +145,8 @@ def test_a_model_of_pictures_draws_prompts(
     for again in (run, other):
         assert cli._main(["sample", str(again), "--prompt", "a red circle"]) == 0
     assert len(list((tmp_path / "pictures").glob("*-0-*.png"))) == 2
+    with pytest.raises(UsageError, match=r"no encoder of texts; give --prompt 'a red heart'"):
+        cli._main(["sample", str(run), "--text", "a red circle"])
     with pytest.raises(UsageError, match="prompt and text: a prompt is drawn as a picture"):
         cli._main(["sample", str(run), "--prompt", "a", "--text", "b"])
     with pytest.raises(UsageError, match="has learned latents of texts and no pictures; give --text"):

@@ -1181,6 +1181,29 @@ def test_the_card_says_how_to_use_the_model_and_under_which_licence(
     assert re.fullmatch(r"\['.*'\]\n", capsys.readouterr().out)  # what the third line prints
 
 
+def test_the_card_of_a_model_of_pictures_draws_one(
+    server: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from PIL import Image
+
+    from tests.trained import picture_run
+
+    trained = picture_run(run.parent / "trained", side=16) / "checkpoints" / "checkpoint_00000003"
+    checkpoint = commit.verify(trained)
+    commit.rewrite_manifest(trained, dict(checkpoint.manifest) | {"metrics": {"t2l_error": 0.5}})
+    push(commit.verify(trained))
+    card = ModelCard(server.files(REPO)["README.md"].decode())
+    assert card.data.pipeline_tag == "text-to-image"
+    results = card.data.eval_results or []
+    assert [result.dataset_name for result in results] == ["held-out pictures of emoji"]
+    (lines,) = re.findall(r"```python\n(from accel_train import load\n.*?)\n```", card.text, re.DOTALL)
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(run.parent / "cache"))
+    monkeypatch.chdir(tmp_path)
+    exec(lines, {})
+    with Image.open("heart.png") as drawn:
+        assert drawn.size == (16, 16)
+
+
 @pytest.mark.parametrize("name", ["Apache 2.0", "MIT", "", "a\nb"])
 def test_a_licence_that_the_hub_has_no_name_for_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=r"hub\.license: .*give one as in apache-2\.0"):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,10 +26,21 @@ from accel_train.domains.text.both_ways import (
     tokens_from_latents,
 )
 from accel_train.domains.text.dataset import DataAssets
-from accel_train.domains.text.latents.drawn import decoded, picture_grid, write_pictures
+from accel_train.domains.text.latents.drawn import (
+    about_use,
+    decoded,
+    image,
+    picture_grid,
+    refuse_text_of_pictures,
+    write_pictures,
+)
+from accel_train.domains.text.latents.files import read_given
 from accel_train.domains.text.modes import ModeConfig, Part, learned_conditions
 from accel_train.domains.text.trained_model import learned_modes, load_both_ways
 from accel_train.pipeline import Example, describe, read_lines
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 BATCH = 64
 """Prompts of one forward."""
@@ -177,6 +188,8 @@ class TextLatentPipeline:
 
     def encode(self, texts: Sequence[str]) -> Tensor:
         """Return the encoder's latents (B, L, Dz). Raises ``UsageError`` for a model of ready-made latents."""
+        if self.assets.encoder is None:
+            refuse_text_of_pictures(self.model.config)
         # One at a time: a batch is padded, which changes the last bits of some encoders.
         return torch.cat([self.assets.denormalise(self.assets.encode([text])) for text in texts])
 
@@ -208,16 +221,21 @@ class TextLatentPipeline:
             sampled.append(self.assets.denormalise(found.float().cpu()))
         return torch.cat(sampled)
 
+    def draw(self, captions: Sequence[str], *, seed: int = 0) -> list[Image.Image]:
+        """Draw a picture for each caption, by a model of captions and pictures."""
+        grid = picture_grid(self.model.config)
+        latents = self.latents_from_texts(captions, seed=seed)
+        pictures = decoded(latents, grid, self.assets.vae, self.device)
+        return [image(picture) for picture in pictures]
+
     def sample(self, options: TextLatentOptions) -> list[str]:
         """Sample as ``accel-train sample`` is asked to, and return the lines to print."""
         if options.prompt:
-            grid = picture_grid(self.model.config)
-            drawn = self.latents_from_texts(options.prompt, seed=options.seed)
-            pictures = decoded(drawn, grid, self.assets.vae, options.device)
+            pictures = self.draw(options.prompt, seed=options.seed)
             return write_pictures(pictures, options.prompt, options.seed, options.output)
         if options.latents is not None:
             return self._written(
-                self.texts_from_latents(_read_latents(options.latents), seed=options.seed, length=options.length),
+                self.texts_from_latents(read_given(options.latents), seed=options.seed, length=options.length),
                 options,
             )
         texts = [*options.text, *read_lines(options.text_file)]
@@ -364,6 +382,7 @@ def describe_model(
     ``path`` is ``data.path``.
     """
     datasets = [path] if HUB_DATASET.fullmatch(path) and not expand_path(path).exists() else []
+    conditions = learned_conditions(modes)
     return describe(
         TextLatentPipeline,
         shape,
@@ -376,22 +395,5 @@ def describe_model(
         },
         normalisation={"mean": assets.latent_mean.tolist(), "std": assets.latent_std},
         units=UNITS,
-        card={"datasets": datasets, "measured_on": f"held-out texts of {path}"},
+        card={"datasets": datasets, **about_use(shape, assets, conditions, path)},
     )
-
-
-def _read_latents(file: str) -> Tensor:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = expand_path(file)
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"latents {file}: cannot be read ({error}); a .safetensors file is required") from None
-    if len(tensors) != 1 and "latents" not in tensors:
-        raise UsageError(
-            f"latents {file}: holds {', '.join(sorted(tensors)[:6]) or 'nothing'}; one tensor, or one named "
-            "latents, is required"
-        )
-    return tensors.get("latents", next(iter(tensors.values())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 import accel_train
 from accel_train import cli
 from accel_train.config import UsageError
+from accel_train.domains.models.mmdit import ModelConfig
+from accel_train.domains.text.latents.drawn import about_use
 from accel_train.domains.text.modes import ModeConfig, learned_conditions
 from accel_train.domains.text.pipeline import TextLatentPipeline
 from accel_train.domains.text.tokenizer import TextTokenizer
@@ -193,3 +196,19 @@ def test_a_direction_that_was_never_learned_is_refused(
     if "text" not in learned:
         with pytest.raises(UsageError, match=r"a latent from its text \(t2l\): this model was never trained for it"):
             own.latents_from_texts(["a bird"])
+
+
+def test_the_card_shows_a_call_that_the_model_answers(pipeline: TextLatentPipeline) -> None:
+    texts = pipeline.model.config
+    pictures = ModelConfig(width=8, depth=2, heads=2).multimodal(300, 24, (1, 8), (1, 1))
+    ready_made = replace(pipeline.assets, encoder=None)
+    both = {"text", "latent"}
+    # The usual call and task, which are those of the pipeline.
+    assert about_use(texts, pipeline.assets, both, "a.txt") == {"measured_on": "held-out texts of a.txt"}
+    assert about_use(texts, ready_made, both, "a")["usage"] == 'print(pipeline("A text.").latents)'
+    assert about_use(texts, pipeline.assets, {"text"}, "a")["usage"] == 'print(pipeline("A text.").latents)'
+    assert "pipeline(latents=latents).texts" in about_use(texts, ready_made, {"latent"}, "a")["usage"]
+    assert about_use(pictures, ready_made, both, "emoji")["pipeline_tag"] == "text-to-image"
+    captions = about_use(pictures, ready_made, {"latent"}, "emoji")
+    assert captions["pipeline_tag"] == "image-to-text"
+    assert "pipeline(latents=latents).texts" in captions["usage"]

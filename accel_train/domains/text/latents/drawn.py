@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,7 +11,11 @@ from accel_train.config import UsageError, expand_path
 from accel_train.domains.models.mmdit import MultimodalMMDiTConfig
 from accel_train.domains.models.patches import as_grid, from_patches, from_values, joined
 from accel_train.domains.models.vae import VaeReference, load_vae
+from accel_train.domains.text.dataset import DataAssets
 from accel_train.pipeline import file_stem
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 FOLDER = "pictures"
 CHANNELS = 3
@@ -28,6 +33,35 @@ def picture_grid(shape: MultimodalMMDiTConfig) -> tuple[int, int]:
     return shape.latent_grid
 
 
+def refuse_text_of_pictures(shape: MultimodalMMDiTConfig) -> None:
+    """Raise ``UsageError`` for texts to encode, with a model of pictures: it has no encoder of them."""
+    if shape.latent_grid is not None:
+        raise UsageError(
+            "text: this model has learned pictures and has no encoder of texts; give --prompt 'a red heart' to draw a "
+            "picture of it (in Python, draw)"
+        )
+
+
+def about_use(
+    shape: MultimodalMMDiTConfig, assets: DataAssets, conditions: Collection[str], path: str
+) -> dict[str, str]:
+    """Return what the card says of a model: what it was measured on, and its task and a call if they are not usual.
+
+    ``conditions`` are those that it has learned, and ``path`` is ``data.path``.
+    """
+    given = "print(pipeline(latents=latents).texts)  # latents: (B, L, D)"
+    if shape.latent_grid is not None:
+        about = {"measured_on": f"held-out pictures of {path}", "pipeline_tag": "image-to-text", "usage": given}
+        if "text" in conditions:
+            about |= {"pipeline_tag": "text-to-image", "usage": 'pipeline.draw(["a red heart"])[0].save("heart.png")'}
+        return about
+    about = {"measured_on": f"held-out texts of {path}"}
+    # The usual call answers with texts, for which it encodes a text and has learned l2t.
+    if assets.encoder is None or "latent" not in conditions:
+        about["usage"] = 'print(pipeline("A text.").latents)' if "text" in conditions else given
+    return about
+
+
 def decoded(latents: Tensor, grid: tuple[int, int], reference: VaeReference | None, device: str) -> Tensor:
     """Return pictures (B, H, W, 3) uint8 of latents (B, L, D), in units of pixels from -1 to 1 or of an autoencoder.
 
@@ -42,20 +76,24 @@ def decoded(latents: Tensor, grid: tuple[int, int], reference: VaeReference | No
     return from_values(vae.decode_all(joined(as_grid(latents, grid), patch), BATCH))
 
 
-def write_pictures(pictures: Tensor, prompts: Sequence[str], seed: int, output: str | None) -> list[str]:
-    """Write a PNG file for each of the pictures (B, H, W, 3) uint8, and return lines about them.
+def image(picture: Tensor) -> Image.Image:
+    """Return a picture (H, W, 3) uint8 as an image of Pillow."""
+    from PIL import Image
+
+    return Image.fromarray(picture.numpy())
+
+
+def write_pictures(pictures: Sequence[Image.Image], prompts: Sequence[str], seed: int, output: str | None) -> list[str]:
+    """Write a PNG file for each of the pictures, and return lines about them.
 
     Files are named by prompt, seed and picture: only the same picture is written again. ``output`` None: the folder
     pictures.
     """
-    from PIL import Image
-
     folder = expand_path(output or FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     for prompt, picture in zip(prompts, pictures, strict=True):
-        image = Image.fromarray(picture.numpy())
-        file = folder / f"{file_stem(prompt, seed, image.tobytes())}.png"
-        image.save(file)
+        file = folder / f"{file_stem(prompt, seed, picture.tobytes())}.png"
+        picture.save(file)
         lines.append(f"{file}: {prompt}")
     return lines

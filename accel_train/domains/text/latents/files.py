@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, expand_path
 from accel_train.domains.models.vae import IDENTITY_FILE
 from accel_train.domains.text.latents.cache import LatentTable
 
@@ -135,3 +135,21 @@ def write_latents(
     path = folder / "data.jsonl"
     path.write_text("".join(lines), "utf-8")
     return path
+
+
+def read_given(file: str) -> Tensor:
+    """Read the only tensor of a safetensors file, or the one named ``latents``. Raises ``UsageError``."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = expand_path(file)
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"latents {file}: cannot be read ({error}); a .safetensors file is required") from None
+    if len(tensors) != 1 and "latents" not in tensors:
+        raise UsageError(
+            f"latents {file}: holds {', '.join(sorted(tensors)[:6]) or 'nothing'}; one tensor, or one named "
+            "latents, is required"
+        )
+    return tensors.get("latents", next(iter(tensors.values())))
