@@ -48,7 +48,7 @@ class Config(experiment.ExperimentConfig):
     """Multimodal diffusion transformer: text and latents, learned in both directions."""
 
     recipe: ClassVar = experiment.Recipe(
-        free_to_change=("evaluation", *prepare.FREE_TO_CHANGE, "pictures.vae_batch_size"),
+        free_to_change=("evaluation", *prepare.FREE_TO_CHANGE, *captioned.FREE_TO_CHANGE),
         labels=both_ways.LABELS,
         decided_by={"l2t_nll": "min", "t2l_cosine": "max"},
         loads_with=mmdit.MultimodalMMDiT,

@@ -195,6 +195,8 @@ pictures.size
 pictures.patch
 pictures.samples
 pictures.leave_out
+pictures.image_column
+pictures.max_left_out
 modes.mode
 modes.weights
 modes.phases

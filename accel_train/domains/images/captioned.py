@@ -8,39 +8,32 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from accel_train.config import PositiveInt, UsageError
+from accel_train.config import Fraction, PositiveInt, UsageError
 from accel_train.data.artifacts import cache_directory, cached_folder, of_rank_0
-from accel_train.domains.images.decoding import decode_picture
 from accel_train.domains.images.demo import emoji, shapes
-from accel_train.domains.images.picture_rows import (
-    ROWS_PER_SHARD,
-    Captioned,
-    CaptionedPictures,
-    Parts,
-    Patching,
-    write_rows,
-)
-from accel_train.domains.images.scanning import Picture, Pictures, read_pictures
-from accel_train.domains.images.sources import Source
+from accel_train.domains.images.own_pictures import DataOptions, read_own
+from accel_train.domains.images.picture_rows import Captioned, CaptionedPictures, Parts, Patching, write_rows
 from accel_train.domains.models.vae import IDENTITY_FILE, PictureVae, load_vae
 from accel_train.store import strict_json
 from accel_train.store.run_file import experiment_options
 
-if TYPE_CHECKING:
-    from PIL import Image
-
 FORMAT = "pictures-2"
 """Part of the key of cached rows: another number where other rows are written for the same options."""
+OWN_ROWS = "rows-2"
+"""The same for the fields and the order of rows of your own pictures, which leave their latents the same data."""
 SHAPES_SEED = 0
 HELDOUT_SHAPES = 1024
 EMOJI = ("emoji", "demo")
 SHAPES = "shapes"
+BUNDLED = (*EMOJI, SHAPES)
+FREE_TO_CHANGE = ("pictures.max_left_out", "pictures.vae_batch_size")
+"""Options that a resume may change: they change no sample."""
+OF_TEXTS = ("latents", "encoder", "latent_dim", "normalise", "read", "shuffle_blocks")
+"""Options of the `data` group for latents of texts and for shards of texts."""
+OF_SOURCES = ("heldout_path", "split", "text_column")
+"""Options of the `data` group that pictures of your own have."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +61,15 @@ class PictureConfig:
     """data.path shapes: training pictures to draw."""
     leave_out: tuple[str, ...] = ()
     """data.path emoji: groups to leave out, such as flags, and 'skin tones' for all but the yellow ones of people."""
+    image_column: str | None = None
+    """Your own pictures: their column in a table. null: the only one. data.text_column is that of the captions."""
+    max_left_out: Fraction = 0.1
+    """Your own pictures: largest share of pictures and captions left out for any reason. More is an error."""
 
     def __post_init__(self) -> None:
         if self.latents == "none":
-            self._refuse(("size", "patch", "samples", "leave_out"), "--pictures.latents none")
+            names = ("size", "patch", "samples", "leave_out", "image_column", "max_left_out")
+            self._refuse(names, "--pictures.latents none")
         if self.latents != "vae":
             self._refuse(("vae", "vae_revision", "vae_batch_size"), f"--pictures.latents {self.latents}")
         elif self.vae is None:
@@ -93,6 +91,8 @@ class PictureConfig:
             self._refuse(("leave_out",), f"--data.path {path}")
         if path != SHAPES:
             self._refuse(("samples",), f"--data.path {path}")
+        if path in BUNDLED:
+            self._refuse(("image_column", "max_left_out"), f"--data.path {path}")
 
     def _refuse(self, names: Sequence[str], because: str) -> None:
         defaults = {field.name: field.default for field in fields(self)}
@@ -104,17 +104,18 @@ class PictureConfig:
                 )
 
 
-class DataOptions(Protocol):
-    """The options of the `data` group that are read for pictures."""
+@dataclass(frozen=True)
+class _Source:
+    """What is written into the cache."""
 
-    @property
-    def path(self) -> str: ...
-    @property
-    def heldout_path(self) -> str | None: ...
-    @property
-    def heldout_fraction(self) -> float: ...
-    @property
-    def cache_dir(self) -> str | None: ...
+    facts: tuple[Any, ...]
+    """All that decides it."""
+    parts: Callable[[], Parts]
+    total: int = 0
+    """Pictures whose progress is shown."""
+    notices: tuple[str, ...] = ()
+    rows: str = ""
+    """Version of rows, if not that of ``FORMAT`` alone."""
 
 
 def prepare_pictures(
@@ -127,65 +128,64 @@ def prepare_pictures(
     barrier: Callable[[], None] = lambda: None,
     earlier: Path | None = None,
 ) -> CaptionedPictures | None:
-    """Write the rows of `data.path` into the cache unless they are there. Every rank calls it (up to three barriers).
+    """Write the rows of `data.path` into the cache unless they are there. Every rank calls it (up to four barriers).
 
     With an autoencoder rank 0 encodes the pictures on `device`, and every rank keeps it there to decode samples. About
     `heldout_fraction` of the emoji's names are held out; of shapes, the pairs of colour and form absent from training
-    pictures. `earlier` is the folder of assets in the checkpoint to resume, which names the commit of the autoencoder.
-    Returns None where the data are texts. Raises ``UsageError``.
+    pictures; of your own, those of `heldout_path`, or by their captions. `earlier` is the folder of assets in the
+    checkpoint to resume, which names the commit of the autoencoder. Returns None where the data are texts. Raises
+    ``UsageError``.
     """
     if config.latents == "none":
         return None
     path = data.path
     config.check_path(path)
-    if data.heldout_path is not None:
-        raise UsageError(
-            f"--data.heldout_path {data.heldout_path!r} has no effect with --pictures.latents {config.latents}: "
-            "pictures are held out from --data.path. Leave it out, or set --data.heldout_fraction."
-        )
-    _refuse_fraction_of_shapes(data)
+    _refuse_options(config, data)
     patching = _patching(config, _vae(config, _revision(config, earlier), rank, world_size, barrier), device)
     cache = cache_directory(data.cache_dir)
-    notices: tuple[str, ...] = ()
-    total = 0
-    if path == SHAPES:
-        facts: tuple[Any, ...] = (SHAPES, SHAPES_SEED, config.samples, HELDOUT_SHAPES)
-        parts = partial(_shapes, config)
-    elif path in EMOJI:
-        # All that decides the rows: another choice is another folder of the cache, and no run reads rows of another.
-        facts = ("emoji", emoji.file_hash(), data.heldout_fraction, *config.leave_out)
-        parts = partial(_emoji, config, data.heldout_fraction)
+    if path in BUNDLED:
+        source = _bundled(config, data)
     else:
-        source = Source(path, group=None)
-        found = read_pictures(source, cache, min_side=2, rank=rank, world_size=world_size, barrier=barrier)
-        # A picture without words can be learned in no direction.
-        own = [picture for picture in found.pictures if picture.caption]
-        notices = _own_notices(found, len(own), path)
-        facts = (*((picture.content, picture.caption) for picture in own),)
-        parts = partial(_own, config, own)
-        total = len(own)
-    key = hashlib.sha256(f"{FORMAT} {config.size} {patching.identity} {facts}".encode()).hexdigest()
+        own = read_own(config, data, cache, rank=rank, world_size=world_size, barrier=barrier)
+        source = _Source(own.facts, partial(own.parts, config.size), own.total, own.notices, OWN_ROWS)
+    key = hashlib.sha256(f"{FORMAT} {config.size} {patching.identity} {source.facts}".encode()).hexdigest()
 
     def write(directory: Path) -> None:
-        write_rows(directory, parts(), patching, total)
+        write_rows(directory, source.parts(), patching, source.total)
         if patching.vae is not None:
             # Another machine's autoencoder rounds otherwise, and the data are the same.
             (directory / IDENTITY_FILE).write_text(key)
 
-    folder = cached_folder(cache / "pictures" / key, write, rank=rank, barrier=barrier)
+    name = hashlib.sha256(f"{source.rows} {key}".encode()).hexdigest() if source.rows else key
+    folder = cached_folder(cache / "pictures" / name, write, rank=rank, barrier=barrier)
     side = config.size // patching.side
-    notices += (f"pictures of {config.size} x {config.size} pixels in {side} x {side} patches ({path})",)
-    notices += _about_vae(patching.vae)
+    about = f"pictures of {config.size} x {config.size} pixels in {side} x {side} patches ({path})"
+    notices = (*source.notices, about, *_about_vae(patching.vae))
     return CaptionedPictures(folder, (side, side), patching, path == SHAPES, notices)
 
 
-def _refuse_fraction_of_shapes(data: DataOptions) -> None:
+def _bundled(config: PictureConfig, data: DataOptions) -> _Source:
+    if data.path == SHAPES:
+        return _Source((SHAPES, SHAPES_SEED, config.samples, HELDOUT_SHAPES), partial(_shapes, config))
+    # All that decides the rows: another choice is another folder of the cache, and no run reads rows of another.
+    facts = ("emoji", emoji.file_hash(), data.heldout_fraction, *config.leave_out)
+    return _Source(facts, partial(_emoji, config, data.heldout_fraction))
+
+
+def _refuse_options(config: PictureConfig, data: DataOptions) -> None:
+    """Refuse options of the `data` group that are not read for these pictures. Raises ``UsageError``."""
     defaults = {field.name: field.default for field in fields(cast("Any", data))}
-    if data.path == SHAPES and data.heldout_fraction != defaults["heldout_fraction"]:
-        raise UsageError(
-            f"--data.heldout_fraction {data.heldout_fraction:g} has no effect with --data.path {SHAPES}, of which the "
-            "pairs of colour and form that training lacks are held out. Leave it out, or give other pictures."
+    refused: dict[str, str] = dict.fromkeys(OF_TEXTS, f"--pictures.latents {config.latents}: pictures are the latents")
+    if data.path in BUNDLED:
+        refused |= dict.fromkeys(OF_SOURCES, f"--data.path {data.path}, whose pictures and captions are bundled")
+    if data.path == SHAPES:
+        refused["heldout_fraction"] = (
+            f"--data.path {SHAPES}, of which the pairs of colour and form that training lacks are held out"
         )
+    for name, because in refused.items():
+        value = getattr(data, name)
+        if value != defaults[name]:
+            raise UsageError(f"--data.{name} {value!r} has no effect with {because}. Leave it out.")
 
 
 def _revision(config: PictureConfig, earlier: Path | None) -> str | None:
@@ -237,11 +237,12 @@ def _about_vae(vae: PictureVae | None) -> tuple[str, ...]:
 
 
 def _shapes(config: PictureConfig) -> Parts:
-    yield "train", Captioned(*shapes.pictures(SHAPES_SEED, config.samples, config.size))
+    captions, pictures = shapes.pictures(SHAPES_SEED, config.samples, config.size)
+    yield "train", Captioned([(caption,) for caption in captions], pictures)
     captions, pictures = shapes.pictures(SHAPES_SEED, HELDOUT_SHAPES, config.size, heldout=True)
     # One of each: held-out texts are sorted, and the first ones would all have the same few captions.
     first = [index for index, caption in enumerate(captions) if caption not in captions[:index]]
-    yield "heldout", Captioned([captions[index] for index in first], pictures[first])
+    yield "heldout", Captioned([(captions[index],) for index in first], pictures[first])
 
 
 def _emoji(config: PictureConfig, heldout_fraction: float) -> Parts:
@@ -250,32 +251,4 @@ def _emoji(config: PictureConfig, heldout_fraction: float) -> Parts:
     used = [index for index, one in enumerate(listed) if not one.is_in(config.leave_out)]
     for part in ("train", "heldout"):
         rows = [index for index in used if listed[index].heldout(heldout_fraction) == (part == "heldout")]
-        yield part, Captioned([listed[index].caption for index in rows], pictures[rows])
-
-
-def _own_notices(found: Pictures, captioned: int, path: str) -> tuple[str, ...]:
-    without = len(found) - captioned
-    if captioned < 3:
-        raise UsageError(
-            f"--data.path {path!r}: {captioned} pictures with a caption, {without} without; at least 3 are required. "
-            "Write captions in .txt files beside the pictures, or name their column."
-        )
-    missing = (f"{without:,} pictures without a caption are left out",) if without else ()
-    return (*found.notices, *missing)
-
-
-def _own(config: PictureConfig, pictures: Sequence[Picture]) -> Parts:
-    # Shard by shard, so that a large folder never is in memory as a whole.
-    for start in range(0, len(pictures), ROWS_PER_SHARD):
-        piece = pictures[start : start + ROWS_PER_SHARD]
-        squares = torch.stack([square(decode_picture(picture.bytes.read()), config.size) for picture in piece])
-        yield "train", Captioned([str(picture.caption) for picture in piece], squares)
-
-
-def square(picture: Image.Image, size: int) -> Tensor:
-    """Cut the largest square from the centre and scale it: (size, size, 3) uint8."""
-    from PIL import ImageOps
-    from PIL.Image import Resampling
-
-    fitted = ImageOps.fit(picture, (size, size), Resampling.LANCZOS)
-    return torch.from_numpy(np.array(fitted))
+        yield part, Captioned([(listed[index].caption,) for index in rows], pictures[rows])

@@ -20,7 +20,7 @@ from accel_train.data.grouping.shape_groups import GroupOrder
 from accel_train.domains.images.buckets import CENTRE, Frame, Size, conditioning, frame, render
 from accel_train.domains.images.decoding import Colour, colour, decode_picture
 from accel_train.domains.images.options import PictureDataConfig
-from accel_train.domains.images.scanning import Picture, Pictures, options_read, read_pictures
+from accel_train.domains.images.scanning import Picture, Pictures, options_read, read_pictures, refuse_options
 from accel_train.domains.images.sources import LeftOut, left_out_notices
 
 MUCH_CROPPED = 0.7
@@ -131,29 +131,14 @@ class PictureData:
     """Lines for the main process to log."""
 
 
-READ_BY = {
-    "split": "a saved dataset with splits, or one of the Hub",
-    "image_column": "a table or dataset",
-    "caption_column": "a table, a dataset, or a metadata.jsonl or .csv",
-    "caption_extension": "a folder of pictures without metadata.jsonl or .csv",
-}
-"""Options of a source, and what reads them."""
-
-
 def refuse_unread(config: PictureDataConfig) -> None:
     """Raise ``UsageError`` for an option that none of the sources of pictures reads. Looks at their kinds alone."""
     paths = [path for path in (config.path, config.heldout_path) if path is not None]
-    read = set().union(*(options_read(config.source(path)) for path in paths))
+    read = set[str]().union(*(options_read(config.source(path)) for path in paths))
     if config.prior.path is not None:
         # Its pictures may have captions beside them. The other options are those of the training pictures.
         read |= options_read(config.source(config.prior.path)) & {"caption_extension"}
-    for name, where in READ_BY.items():
-        value = getattr(config, name)
-        if name not in read and value != getattr(PictureDataConfig, name):
-            raise UsageError(
-                f"--data.{name} {value!r} has no effect with --data.path {config.path!r}: {where} is required to read "
-                "it. Leave it out, or give such pictures."
-            )
+    refuse_options(config.source(config.path), read)
 
 
 def prepare_pictures(

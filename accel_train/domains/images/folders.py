@@ -207,9 +207,9 @@ def _how_to_read(unread: _Unread, source: Source) -> str:
         return f"captions are those of {unread.holder.name} there. Write them into it, or remove it"
     if unread.file.name in UNREAD_METADATA:
         return f"convert it to {METADATA}"
-    if source.group is None:
+    given = source.options.get("caption_extension")
+    if given is None:
         return f"captions are read from {source.caption_extension} files. Rename them"
-    given = f"{source.group}caption_extension"
     return (
         f"{given} is {source.caption_extension}. Give {given} {unread.file.suffix}, or rename the files to end in "
         f"{source.caption_extension}"
@@ -221,7 +221,7 @@ def _refuse_columns(folder: Path, source: Source) -> None:
     for name, value in given.items():
         if value is not None:
             raise UsageError(
-                f"{source.group}{name} {value!r} has no effect with {source.named}: {folder} has no columns and no "
+                f"{source.options[name]} {value!r} has no effect with {source.named}: {folder} has no columns and no "
                 f"{' or '.join(METADATA_FILES)}. Leave it out."
             )
 

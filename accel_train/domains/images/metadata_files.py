@@ -56,7 +56,8 @@ class _Rows:
         elif self.named_by.setdefault(picture, file) != file:
             self.twice.append(place)
         else:
-            caption = caption_of_row(row, self.source.caption_column, place, self.source.group)
+            option = self.source.options.get("caption_column")
+            caption = caption_of_row(row, self.source.caption_column, place, option)
             if isinstance(caption, LeftOut):
                 self.left_out.append(caption)
             else:

@@ -1,7 +1,8 @@
 """Pictures as rows of latents beside captions: files in the cache, in the layout of ready-made latents.
 
-A row of `train.jsonl` and `heldout.jsonl` is {text, shard, idx}; shard n holds latents (rows, L, D) in fp16, fine
-enough to keep the 256 values of a pixel apart.
+A row of `train.jsonl` and `heldout.jsonl` is {text, shard, idx}, and {content_sha256} for files of pictures; shard n
+holds latents (rows, L, D) in fp16, fine enough to keep the 256 values of a pixel apart. A picture of several captions
+has a row for each, and one latent.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from accel_train.data.progress import Progress
+from accel_train.data.tables.sides import CONTENT_FIELD
 from accel_train.domains.models.patches import (
     as_grid,
     as_tokens,
@@ -36,9 +38,12 @@ D = TypeVar("D")
 class Captioned(NamedTuple):
     """Captions and pictures of one part of the data."""
 
-    captions: Sequence[str]
+    captions: Sequence[Sequence[str]]
+    """Of each picture."""
     pictures: Tensor
     """(N, size, size, 3) uint8"""
+    contents: Sequence[str] = ()
+    """Hash of the file of each picture. Empty if they are no files."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +104,11 @@ class CaptionedPictures:
     def rows(self, data: D) -> D:
         """Return the options of a `data` group to read these rows as ready-made latents."""
         options: dict[str, Any] = {"path": str(self.folder / "train.jsonl"), "latents": str(self.folder)}
+        # Those of the source, which has been read.
+        options |= {"split": "train", "text_column": "text"}
         heldout = self.folder / "heldout.jsonl"
         if heldout.exists():
-            # Other pictures have no held-out part of their own: their captions are split as texts are.
+            # Without held-out pictures of their own, their captions are split as texts are.
             options |= {"heldout_path": str(heldout), "heldout_fraction": 0.0}
         return replace(cast(Any, data), **options)
 
@@ -134,12 +141,15 @@ def _write_shards(directory: Path, parts: Parts, patching: Patching, progress: P
                 stop = start + ROWS_PER_SHARD
                 latents = patching.tokens(piece.pictures[start:stop])
                 np.save(directory / f"shard_{shard:04d}.npy", latents.to(torch.float16).numpy())
-                rows.writelines(_lines(piece.captions[start:stop], shard))
+                rows.writelines(_lines(piece.captions[start:stop], piece.contents[start:stop], shard))
                 shard += 1
                 progress.update(len(latents))
 
 
-def _lines(captions: Sequence[str], shard: int) -> Iterator[str]:
-    for index, caption in enumerate(captions):
-        row = {"text": caption, "shard": shard, "idx": index}
-        yield json.dumps(row, ensure_ascii=False) + "\n"
+def _lines(captions: Sequence[Sequence[str]], contents: Sequence[str], shard: int) -> Iterator[str]:
+    for index, of_picture in enumerate(captions):
+        place: dict[str, Any] = {"shard": shard, "idx": index}
+        if contents:
+            place[CONTENT_FIELD] = contents[index]
+        for caption in of_picture:
+            yield json.dumps({"text": caption, **place}, ensure_ascii=False) + "\n"

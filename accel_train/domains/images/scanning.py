@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +34,13 @@ from accel_train.domains.images.sources import (
 )
 
 SCAN_FORMAT = 1
+READ_BY = {
+    "split": "a saved dataset with splits, or one of the Hub",
+    "image_column": "a table or dataset",
+    "caption_column": "a table, a dataset, or a metadata.jsonl or .csv",
+    "caption_extension": "a folder of pictures without metadata.jsonl or .csv",
+}
+"""Options of a source, and what reads them."""
 
 
 class Scan(NamedTuple):
@@ -177,6 +184,18 @@ def options_read(source: Source) -> set[str]:
     if path.is_dir():
         return {"caption_extension", "caption_column"} if has_rows(path, below=True) else {"caption_extension"}
     return {*columns, "split", "caption_extension"}
+
+
+def refuse_options(source: Source, read: Collection[str]) -> None:
+    """Raise ``UsageError`` for an option of a source with another value than its default, unless it is ``read``."""
+    defaults = Source(source.path)
+    for name, where in READ_BY.items():
+        value = getattr(source, name)
+        if name not in read and value != getattr(defaults, name):
+            raise UsageError(
+                f"{source.options[name]} {value!r} has no effect with {source.named}: {where} is required to read it. "
+                "Leave it out, or give such pictures."
+            )
 
 
 def _has_tables(path: Path) -> bool:

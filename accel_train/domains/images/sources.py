@@ -10,7 +10,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +18,9 @@ from accel_train.config import UsageError
 from accel_train.wording import did_you_mean, nearest, shortened
 
 CAPTION_COLUMNS = ("text", "caption")
+
+OPTIONS = {name: f"--data.{name}" for name in ("split", "image_column", "caption_column", "caption_extension")}
+"""Fields of a source and their options, in messages."""
 
 SHOWN_NAMES = 3
 """Names in a notice of omissions."""
@@ -49,8 +52,8 @@ class Source:
     """Of the text file beside a picture."""
     option: str = "--data.path"
     """Name of the path in messages."""
-    group: str | None = "--data."
-    """What precedes image_column and caption_column as options, in messages. None: there are none."""
+    options: Mapping[str, str] = field(default_factory=OPTIONS.copy)
+    """Names of the other fields as options, in messages. Those that are no options are not in it."""
 
     @property
     def named(self) -> str:
@@ -112,7 +115,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def caption_of_row(
-    row: Mapping[str, Any], column: str | None, place: str, group: str | None = "--data."
+    row: Mapping[str, Any], column: str | None, place: str, option: str | None = OPTIONS["caption_column"]
 ) -> str | LeftOut | None:
     """Return the caption of a row in `column`, or with None in ``text`` or ``caption``.
 
@@ -122,9 +125,7 @@ def caption_of_row(
     """
     if column is not None and column not in row:
         hint = did_you_mean(nearest(column, row))
-        raise UsageError(
-            f"{group}caption_column {column!r}: {place} has the fields {sorted(row)}{hint}. Name one of them."
-        )
+        raise UsageError(f"{option} {column!r}: {place} has the fields {sorted(row)}{hint}. Name one of them.")
     columns = CAPTION_COLUMNS if column is None else (column,)
     for name in columns:
         value = row.get(name)
@@ -150,7 +151,8 @@ def choice_notices(fields: Collection[str], source: Source, *, one_column: bool 
     found = [name for name in CAPTION_COLUMNS if name in fields]
     if source.caption_column is not None or len(found) < 2:
         return []
-    other = "" if source.group is None else f"; {source.group}caption_column chooses another"
+    option = source.options.get("caption_column")
+    other = "" if option is None else f"; {option} chooses another"
     first, second = found
     if one_column:
         return [f"captions are those of {first!r}, and those of {second!r} are not read{other}"]

@@ -135,7 +135,8 @@ def list_dataset(source: Source) -> Listing:
     pictures = dataset.select_columns([image_column])
     rows = captions if captions.column_names else [{}] * len(dataset)
     places = [f"row {row}" for row in range(len(dataset))]
-    found = [caption_of_row(row, named, place, source.group) for row, place in zip(rows, places, strict=True)]
+    # A column that is named is in every row.
+    found = [caption_of_row(row, named, place) for row, place in zip(rows, places, strict=True)]
     contents = [RowBytes(pictures, row, image_column) for row in range(len(dataset))]
     return _listing(places, found, contents, choice_notices(types, source))
 
@@ -168,8 +169,9 @@ def _only_picture_column(types: Mapping[str, str], source: Source) -> str:
     found = [name for name, kind in types.items() if kind.startswith(PICTURE_TYPES)]
     if len(found) != 1:
         remedy = "Give a table with one."
-        if source.group is not None and found:
-            remedy = f"Name it with {source.group}image_column."
+        option = source.options.get("image_column")
+        if option is not None and found:
+            remedy = f"Name it with {option}."
         raise UsageError(
             f"{source.named}: {len(found)} columns of pictures among {dict(types)}; one is required. {remedy}"
         )
@@ -179,10 +181,8 @@ def _only_picture_column(types: Mapping[str, str], source: Source) -> str:
 def _require_column(option: str, name: str, columns: Mapping[str, str], source: Source) -> None:
     if name not in columns:
         hint = did_you_mean(nearest(name, columns))
-        raise UsageError(
-            f"{source.group or ''}{option} {name!r}: {source.named} has the columns {sorted(columns)}{hint}. Name one "
-            "of them."
-        )
+        given = source.options.get(option, option)
+        raise UsageError(f"{given} {name!r}: {source.named} has the columns {sorted(columns)}{hint}. Name one of them.")
 
 
 def _content(value: Any, folder: Path) -> bytes:

@@ -41,12 +41,13 @@ class DataConfig:
     split: str = "train"
     """Split of a saved or Hub dataset. Files have none."""
     text_column: str = "text"
-    """Field or column of the text."""
+    """Field or column of the text. Of captioned pictures, text also stands for caption."""
     heldout_path: str | None = None
-    """Held-out texts: any source accepted by `path`, or split=NAME, another split of `path`. Training texts found in
-    it are left out. null: heldout_fraction of `path`."""
+    """Held-out texts or pictures: any source accepted by `path`, or split=NAME, another split of `path`. Training texts
+    or pictures found in it are left out. null: heldout_fraction of `path`."""
     heldout_fraction: FractionBelowOne = 0.04
-    """Share of texts held out for evaluation, by a hash of their words. Not with heldout_path."""
+    """Share of texts held out for evaluation, by a hash of their words; texts of one latent or picture are on one side.
+    Not with heldout_path."""
     min_words: NonNegativeInt = 1
     """Fewest words of a text. Shorter ones are left out."""
     max_bad_rows: NonNegativeInt = 0

@@ -379,8 +379,11 @@ def renamed(folder: Path, number: int, suffix: str) -> None:
     ("columns", "says"),
     [
         ({}, r"--data\.caption_extension is \.txt. Give --data\.caption_extension \.caption, or rename"),
-        ({"group": "--"}, r"--caption_extension is \.txt. Give --caption_extension \.caption, or rename"),
-        ({"group": None}, r"captions are read from \.txt files\. Rename them"),
+        (
+            {"options": {"caption_extension": "--caption_extension"}},
+            r"--caption_extension is \.txt. Give --caption_extension \.caption, or rename",
+        ),
+        ({"options": {}}, r"captions are read from \.txt files\. Rename them"),
     ],
 )
 def test_captions_of_another_extension_are_refused(columns: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -443,7 +446,7 @@ def test_parquet_with_plain_bytes_and_faults(tmp_path: Path) -> None:
         read(folder, tmp_path / "cache")
     # A recipe without such an option.
     with pytest.raises(UsageError, match=r"2 columns of pictures.*Give a table with one\.$"):
-        read(folder, tmp_path / "cache", group=None)
+        read(folder, tmp_path / "cache", options={})
     found = read(folder, tmp_path / "cache", image_column="jpg", caption_column="prompt")
     assert list(captions(found).values()) == ["a", None]
     assert [item.reason.split(";")[0] for item in found.left_out] == [

@@ -17,7 +17,7 @@ from accel_train.domains.images.checking import quality
 from accel_train.domains.images.checking.quality import Measures
 from accel_train.domains.images.decoding import decode_picture
 from accel_train.domains.images.scanning import Picture, Pictures, read_pictures
-from accel_train.domains.images.sources import Source, left_out_notices, refuse_extension
+from accel_train.domains.images.sources import OPTIONS, Source, left_out_notices, refuse_extension
 from accel_train.wording import shortened
 
 SHOWN = 8
@@ -156,7 +156,7 @@ def check(path: str, config: CheckConfig, cache: Path) -> Report:
         config.caption_column,
         config.caption_extension,
         option="data check",
-        group="--",
+        options={name: f"--{name}" for name in OPTIONS},
     )
     found = read_pictures(source, cache, min_side=config.min_side, progress=not config.json)
     if not found.pictures:

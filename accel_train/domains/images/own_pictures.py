@@ -1,0 +1,216 @@
+"""Captioned pictures of your own: sources of training and held-out ones, and what is refused of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accel_train.config import UsageError
+from accel_train.data.tables.sides import side_keys
+from accel_train.data.tables.text_sources import held_out_below, split_key
+from accel_train.domains.images.decoding import decode_picture
+from accel_train.domains.images.picture_rows import ROWS_PER_SHARD, Captioned, Parts
+from accel_train.domains.images.scanning import Picture, Pictures, options_read, read_pictures, refuse_options
+from accel_train.domains.images.sources import LeftOut, Source, left_out_notices
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+OPTIONS = {"split": "--data.split", "image_column": "--pictures.image_column", "caption_column": "--data.text_column"}
+"""Names of the options of a source, in messages."""
+SPLIT = "split="
+TEXT = "text"
+"""Default of `data.text_column`, with which captions may also be in ``caption``."""
+COLUMNS = {"image_column", "caption_column"}
+
+
+class PictureOptions(Protocol):
+    """The options of the `pictures` group that are read for these."""
+
+    @property
+    def image_column(self) -> str | None: ...
+    @property
+    def max_left_out(self) -> float: ...
+    @property
+    def size(self) -> int: ...
+
+
+class DataOptions(Protocol):
+    """The options of the `data` group that are read for pictures."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def split(self) -> str: ...
+    @property
+    def text_column(self) -> str: ...
+    @property
+    def heldout_path(self) -> str | None: ...
+    @property
+    def heldout_fraction(self) -> float: ...
+    @property
+    def min_words(self) -> int: ...
+    @property
+    def cache_dir(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class OwnPictures:
+    """Pictures with captions. Those of several have an entry for each."""
+
+    train: Sequence[Picture]
+    heldout: Sequence[Picture]
+    """Empty without a held-out source of its own: the captions are split."""
+    notices: tuple[str, ...]
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """All that decides the rows."""
+        train = ((picture.content, picture.caption) for picture in self.train)
+        if not self.heldout:
+            return (*train,)
+        return (*train, "heldout", *((picture.content, picture.caption) for picture in self.heldout))
+
+    @property
+    def total(self) -> int:
+        """Number of pictures in the files of rows."""
+        return sum(len({picture.content for picture in part}) for part in (self.train, self.heldout))
+
+    def parts(self, size: int) -> Parts:
+        """Yield the pictures, cut to squares of ``size`` pixels."""
+        for part, pictures in (("train", self.train), ("heldout", self.heldout)):
+            captions: dict[str, list[str]] = {}
+            for picture in pictures:
+                captions.setdefault(picture.content, []).append(str(picture.caption))
+            # The last of equal files is as good as the first.
+            files = {picture.content: picture for picture in pictures}
+            contents = list(captions)
+            # Shard by shard, so that a large folder never is in memory as a whole.
+            for start in range(0, len(contents), ROWS_PER_SHARD):
+                piece = contents[start : start + ROWS_PER_SHARD]
+                squares = [square(decode_picture(files[content].bytes.read()), size) for content in piece]
+                yield part, Captioned([captions[content] for content in piece], torch.stack(squares), piece)
+
+
+def read_own(
+    config: PictureOptions,
+    data: DataOptions,
+    cache: Path,
+    *,
+    rank: int,
+    world_size: int,
+    barrier: Callable[[], None],
+) -> OwnPictures:
+    """Read the pictures of `data.path`, and those of `data.heldout_path`. Collective (a barrier for each).
+
+    Training pictures that are held out too are left out. Raises ``UsageError``, also for options that are not read, if
+    more than `max_left_out` of the pictures and captions cannot be used, and if there is nothing to train or evaluate
+    on.
+    """
+    sources = _sources(config, data)
+    refuse_options(sources[0], set[str]().union(*map(options_read, sources)))
+
+    def read(source: Source) -> tuple[list[Picture], list[str]]:
+        # The columns may be those of the other source.
+        if len(sources) > 1 and not options_read(source) & COLUMNS:
+            source = replace(source, image_column=None, caption_column=None)
+        found = read_pictures(source, cache, min_side=2, rank=rank, world_size=world_size, barrier=barrier)
+        return _with_captions(found, source, config.max_left_out)
+
+    train, notices = read(sources[0])
+    heldout: list[Picture] = []
+    if len(sources) > 1:
+        heldout, heldout_notices = read(sources[1])
+        notices += [f"held out: {notice}" for notice in heldout_notices]
+        train, both = _without(train, heldout)
+        if both:
+            notices.append(f"{both:,} captions of held-out pictures are left out of training")
+    _refuse_too_few(train, heldout, data)
+    return OwnPictures(train, heldout, tuple(notices))
+
+
+def _without(train: Sequence[Picture], heldout: Sequence[Picture]) -> tuple[list[Picture], int]:
+    """Return the training pictures that are not held out, and the number of the others."""
+    # By content: a copy under another name would be learned and then called held out.
+    known = {picture.content for picture in heldout}
+    kept = [picture for picture in train if picture.content not in known]
+    return kept, len(train) - len(kept)
+
+
+def _sources(config: PictureOptions, data: DataOptions) -> list[Source]:
+    """Return the sources of training pictures and, if they have their own, of held-out ones."""
+    column = None if data.text_column == TEXT else data.text_column
+    train = Source(data.path, data.split, config.image_column, column, options=OPTIONS)
+    path = data.heldout_path
+    if path is None:
+        return [train]
+    if not path.startswith(SPLIT):
+        return [train, replace(train, path=path, option="--data.heldout_path")]
+    if "split" not in options_read(train):
+        raise UsageError(
+            f"--data.heldout_path {path!r}: {train.named} has no splits. Give the path of held-out pictures."
+        )
+    return [train, replace(train, split=path.removeprefix(SPLIT))]
+
+
+def _with_captions(found: Pictures, source: Source, max_left_out: float) -> tuple[list[Picture], list[str]]:
+    """Return the pictures with a caption, and notices. A picture without words can be learned in no direction."""
+    pictures = [picture for picture in found.pictures if picture.caption]
+    without = [LeftOut(picture.name, "picture without a caption") for picture in found.pictures if not picture.caption]
+    left_out = [*found.left_out, *without]
+    if not pictures and without:
+        raise UsageError(
+            f"{source.named}: none of {len(without):,} pictures has a caption. Write captions in .txt files beside the "
+            f"pictures, or name their column with {source.options['caption_column']}."
+        )
+    total = len(found) + len(found.left_out)
+    if len(left_out) > max_left_out * total:
+        reasons = "; ".join(left_out_notices(left_out))
+        raise UsageError(
+            f"{source.named}: {len(left_out):,} of {total:,} pictures and captions cannot be used, at most "
+            f"--pictures.max_left_out {max_left_out:g} of them may be left out: {reasons}. Correct them, or raise the "
+            "share."
+        )
+    return pictures, replace(found, left_out=left_out).notices
+
+
+def _refuse_too_few(train: Sequence[Picture], heldout: Sequence[Picture], data: DataOptions) -> None:
+    """Raise ``UsageError`` for a split that leaves a side without captions, before anything is encoded."""
+    if data.heldout_path is not None:
+        if train and len(heldout) >= 2:
+            return
+        raise UsageError(
+            f"--data.path {data.path!r}, --data.heldout_path {data.heldout_path!r}: {len(train)} training and "
+            f"{len(heldout)} held-out captions; at least 1 and 2 are required, of pictures that are not in both. Bring "
+            "more pictures."
+        )
+    # Shorter captions are left out before the split.
+    kept = [picture for picture in train if len(str(picture.caption).split()) >= data.min_words]
+    keys = [split_key(str(picture.caption)) for picture in kept]
+    sides = side_keys(keys, [picture.content for picture in kept])
+    held_out = sum(key < held_out_below(data.heldout_fraction) for key in sides)
+    if held_out < len(kept) and held_out >= 2:
+        return
+    # By the half of a key that decides the side.
+    groups = len({key >> 32 for key in sides})
+    raise UsageError(
+        f"--data.path {data.path!r}, --data.heldout_fraction {data.heldout_fraction:g}: {len(kept) - held_out} "
+        f"training and {held_out} held-out captions; at least 1 and 2 are required. All pictures of a caption, and all "
+        f"captions of a picture, are on one side, which leaves {groups:,} groups to choose from. Give "
+        "held-out pictures of their own with --data.heldout_path, raise the fraction, or bring more pictures."
+    )
+
+
+def square(picture: Image.Image, size: int) -> Tensor:
+    """Cut the largest square from the centre and scale it: (size, size, 3) uint8."""
+    from PIL import ImageOps
+    from PIL.Image import Resampling
+
+    fitted = ImageOps.fit(picture, (size, size), Resampling.LANCZOS)
+    return torch.from_numpy(np.array(fitted))
