@@ -23,6 +23,8 @@ OF_A_RUN = (LOADING_FILE, MICRO_BATCH_FILE, LEFT_OUT_FILE, RUN_FILE, CONFIG_FILE
 """Files deleted by ``overwrite``, in addition to checkpoints, report and pushes waiting for the Hub."""
 DATA_FINGERPRINT = "data_fingerprint"
 """In ``RUN_FILE``, among the options: the data, which a resume compares with them."""
+DATA_CHANGED = "data.changed"
+"""Option of recipes whose resume may continue with other data: ``refuse`` or ``allow``."""
 REPORT = "report"
 """Directory for people: pushed to the Hub as a whole, and emptied by ``overwrite``."""
 STEP = "step_"

@@ -17,7 +17,7 @@ from accel_train.options.allowed import is_covered, refuse_unknown_allowed
 from accel_train.store import atomic_files, strict_json
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import replace_file
-from accel_train.store.names import CONFIG_FILE, RUN_FILE
+from accel_train.store.names import CONFIG_FILE, DATA_CHANGED, DATA_FINGERPRINT, RUN_FILE
 from accel_train.store.strict_json import Json
 from accel_train.wording import shortened
 
@@ -108,13 +108,25 @@ def refuse_changes(
     if changed:
         option, value = place
         # --allow takes all options at once, so the advice repeats those allowed already.
-        keys = " ".join([*allow, *changed])
+        advice = _advice([*allow, *changed], experiment)
         raise UsageError(
             f"{option}: {value} holds a different experiment:\n  " + "\n  ".join(changed.values()) + "\n"
-            f"give another --{option}, go back to the saved values, or take the change on purpose with "
-            f"--allow {keys}"
+            f"give another --{option}, go back to the saved values, or {advice}"
         )
     return allowed
+
+
+def _advice(keys: Sequence[str], experiment: Mapping[str, Any]) -> str:
+    """Say how to take changes of all ``keys`` on purpose. Changed data are better recorded than allowed."""
+    allow = f"--allow {' '.join(keys)}"
+    if DATA_FINGERPRINT not in keys or experiment.get(DATA_CHANGED) != "refuse":
+        return f"take the change on purpose with {allow}"
+    others = " ".join(key for key in keys if key != DATA_FINGERPRINT)
+    rest = f" --allow {others}" if others else ""
+    return (
+        f"go on with the other data by --{DATA_CHANGED} allow{rest}: checkpoints then record which data were used from "
+        f"which step. --allow {DATA_FINGERPRINT} would instead take them for the data that the run began with: {allow}"
+    )
 
 
 def options_since(before: Mapping[str, Any], experiment: Mapping[str, Any]) -> str:
