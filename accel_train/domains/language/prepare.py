@@ -24,6 +24,7 @@ from accel_train.domains.language.row_sources import DataConfig, contents
 from accel_train.domains.language.splits import SplitSources
 from accel_train.domains.language.tokens.cache import Layout, PreparedTokens, TokenCache
 from accel_train.domains.language.tokens.shards import TokenDataset
+from accel_train.store.run_file import experiment_options
 
 DEFAULT_VOCAB_SIZE = 2048
 
@@ -65,7 +66,7 @@ def prepare_data(
 
     One process of a host does the work, in worker processes where it takes long, and the others wait. Memory does not
     depend on the size of the data. ``earlier`` is the folder of assets in the checkpoint to resume, whose tokenizer is
-    used if ``config.changed`` allows other data. Raises ``UsageError``.
+    used. Raises ``UsageError``, also for options of another one.
     """
     ledger = earlier_ledger(config.changed, earlier)
     cache = open_cache(config.cache_dir, rank, world_size)
@@ -74,12 +75,7 @@ def prepare_data(
     if rank == 0:
         sources.name_changed_files()
     bad = BadRows(config.max_bad_rows)
-    if ledger and earlier is not None:
-        # The model was trained on its ids. One that is trained on other data has others.
-        tokenizer, notices = tokenizers.load_tokenizer(str(earlier.parent), None), []
-        tokenizers.set_chat_template(tokenizer, config.chat_template)
-    else:
-        tokenizer, notices = _tokenizer(config, model, sources, cache)
+    tokenizer, notices = _resolve_tokenizer(config, model, sources, cache, earlier, changed=bool(ledger))
     # Not the number of pieces: ids of added tokens may leave gaps.
     layout = Layout(config.max_length, config.packing, 1 + max(tokenizer.get_vocab().values()))
     heldout = None
@@ -120,9 +116,61 @@ def _unigram(targets: Tensor) -> Tensor:
     return (counts / counts.sum()).log()
 
 
+def _resolve_tokenizer(
+    config: DataConfig, model: ModelConfig, sources: SplitSources, cache: Path, earlier: Path | None, *, changed: bool
+) -> tuple[Any, list[str]]:
+    """Return the tokenizer of the checkpoint to resume, or that of the options, with its chat template, and notices.
+
+    One that is named is that of the options, unless the data may have ``changed``. Raises ``UsageError`` for other ids.
+    """
+    saved = None if earlier is None else _saved_tokenizer(config, model, earlier.parent)
+    if saved is not None and (changed or _named(config, model) == tokenizers.TRAINED):
+        tokenizers.set_chat_template(saved, config.chat_template)
+        return saved, []
+    tokenizer, notices = _tokenizer(config, model, sources, cache)
+    if saved is not None and earlier is not None:
+        tokenizers.refuse_other_pieces(tokenizer, earlier.parent, resumes=True)
+    return tokenizer, notices
+
+
+def _named(config: DataConfig, model: ModelConfig) -> str:
+    return config.tokenizer or model.source or tokenizers.TRAINED
+
+
+def _described(name: str, vocab_size: int | None) -> str:
+    if name == tokenizers.TRAINED:
+        return f"{name} --data.vocab_size {vocab_size or DEFAULT_VOCAB_SIZE}"
+    return name
+
+
+def _saved_tokenizer(config: DataConfig, model: ModelConfig, checkpoint: Path) -> Any:
+    """Return the tokenizer of a checkpoint to resume, None if it has none. Its weights know the ids of no other.
+
+    Raises ``UsageError`` for options of another trained one.
+    """
+    if not (checkpoint / tokenizers.TOKENIZER_FILE).is_file():
+        return None
+    before = experiment_options(checkpoint)
+    name = before.get("data.tokenizer") or before.get("model.source") or tokenizers.TRAINED
+    was = _described(name, before.get("data.vocab_size"))
+    now = _described(_named(config, model), config.vocab_size)
+    # One that is named may lie elsewhere now, and is compared by its ids.
+    if before and now != was and tokenizers.TRAINED in (name, _named(config, model)):
+        raise UsageError(
+            f"--data.tokenizer {now}: {checkpoint} was trained with {was}, and its weights know the ids of no other "
+            "tokenizer. The same is required in a resume or an evaluation, whatever --allow and --data.changed say. "
+            f"Give --data.tokenizer {was}, or another --output_dir for another model."
+        )
+    saved = tokenizers.load_tokenizer(str(checkpoint), None)
+    if name == tokenizers.TRAINED:
+        # Only the option gives it one.
+        saved.chat_template = None
+    return saved
+
+
 def _tokenizer(config: DataConfig, model: ModelConfig, sources: SplitSources, cache: Path) -> tuple[Any, list[str]]:
-    """Return the tokenizer with its chat template, and notices."""
-    name = config.tokenizer or model.source or tokenizers.TRAINED
+    """Return the tokenizer of the options with its chat template, and notices."""
+    name = _named(config, model)
     if name == tokenizers.TRAINED:
         source = json.dumps(sources.facts(sources.train))
         size = config.vocab_size or DEFAULT_VOCAB_SIZE

@@ -110,20 +110,21 @@ def load_tokenizer(name: str, revision: str | None) -> Any:
     return tokenizer
 
 
-def refuse_other_pieces(tokenizer: Any, initial_weights: Path | None) -> None:
+def refuse_other_pieces(tokenizer: Any, trained: Path | None, *, resumes: bool = False) -> None:
     """Raise ``UsageError`` if weights to start from were trained with another vocabulary than ``tokenizer`` has.
 
-    ``initial_weights`` is a checkpoint with its tokenizer, or None.
+    ``trained`` is a checkpoint with its tokenizer, or None. With ``resumes`` its run is continued or evaluated.
     """
-    if initial_weights is None or not (initial_weights / TOKENIZER_FILE).is_file():
+    if trained is None or not (trained / TOKENIZER_FILE).is_file():
         return
-    trained = load_tokenizer(str(initial_weights), None).get_vocab()
+    known = load_tokenizer(str(trained), None).get_vocab()
     given = tokenizer.get_vocab()
-    other = sum(given.get(piece) != number for piece, number in trained.items())
+    other = sum(given.get(piece) != number for piece, number in known.items())
     if other:
+        start = f"the checkpoint {trained}, whatever --allow says" if resumes else "--init_from"
         raise UsageError(
-            f"--init_from: its weights know {len(trained)} pieces of text by number, and {other} of them have another "
-            f"number, or none, in the tokenizer of these rows. Take theirs: --data.tokenizer {initial_weights}"
+            f"{start}: its weights know {len(known)} pieces of text by number, and {other} of them have another "
+            f"number, or none, in the tokenizer of these rows. Take theirs: --data.tokenizer {trained}"
         )
 
 

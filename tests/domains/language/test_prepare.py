@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from accel_train.config import UsageError
+from accel_train.data.tables.ledger import Span, write_ledger
 from accel_train.domains.language import perplexity, prepare, tokenizers
 from accel_train.domains.language.packing import IGNORED
 from accel_train.domains.language.prepare import DataConfig, LanguageData
@@ -21,13 +22,15 @@ ANSWER = {"role": "assistant", "content": "Friends."}
 LINES = [f"{text} {number}" for number in range(20) for text in tiny.TEXTS]
 
 
-def prepared(folder: Path, *found: Any, model: ModelConfig = tiny.LLAMA, **options: Any) -> LanguageData:
+def prepared(
+    folder: Path, *found: Any, model: ModelConfig = tiny.LLAMA, earlier: Path | None = None, **options: Any
+) -> LanguageData:
     file = folder / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row if isinstance(row, dict) else {"text": row}) for row in found or LINES))
     given = {"path": str(file), "heldout_fraction": 0.2, "max_length": 64, "cache_dir": str(folder / "cache")} | options
     if model.source is None and "tokenizer" not in options:
         given.setdefault("vocab_size", 320)
-    return prepare.prepare_data(DataConfig(**given), model)
+    return prepare.prepare_data(DataConfig(**given), model, earlier=earlier)
 
 
 def test_a_named_column_is_read_or_refused(tmp_path: Path) -> None:
@@ -528,3 +531,28 @@ def test_tokens_of_rows_that_keep_processes_in_step_are_not_counted() -> None:
     assert (
         int(perplexity.real_tokens({"length": torch.tensor([5, 7, 3]), "weight": torch.tensor([1.0, 0.0, 1.0])})) == 8
     )
+
+
+@pytest.mark.parametrize("changed", ["refuse", "allow"])
+def test_a_resume_keeps_the_trained_tokenizer_whatever_the_rows(changed: str, tmp_path: Path) -> None:
+    """Also those that --allow data_fingerprint takes without a word in data.changed."""
+    first = prepared(tmp_path)
+    checkpoint = tmp_path / "checkpoint"
+    first.tokenizer.save_pretrained(checkpoint)
+    options = {"data.vocab_size": 320, "data.tokenizer": None}
+    (checkpoint / "experiment.json").write_text(json.dumps({"options": options}))
+    (checkpoint / "assets").mkdir()
+    write_ledger(checkpoint / "assets", [Span(0, first.fingerprint, len(first.train))])
+    resume = {"changed": changed, "earlier": checkpoint / "assets"}
+    again = prepared(tmp_path, **resume)
+    assert (again.fingerprint, again.notices) == (first.fingerprint, first.notices)
+    other = [f"entirely other words, number {number}" for number in range(200)]
+    resumed = prepared(tmp_path, *other, **resume)
+    assert (
+        resumed.tokenizer.get_vocab() == first.tokenizer.get_vocab() != prepared(tmp_path, *other).tokenizer.get_vocab()
+    )
+    with pytest.raises(UsageError, match=r"trained --data\.vocab_size 330: .* was trained with .*vocab_size 320, and"):
+        prepared(tmp_path, **resume, vocab_size=330)
+    tiny.tokenizer().save_pretrained(tmp_path / "named")
+    with pytest.raises(UsageError, match="its weights know the ids of no other tokenizer"):
+        prepared(tmp_path, **resume, tokenizer=str(tmp_path / "named"))
