@@ -167,13 +167,13 @@ def save_extras(
 
 
 def prepare_data(
-    config: Config, device: str, earlier: Path | None, **processes: Any
+    config: Config, device: str, weights: run.WeightsAssets | None, **processes: Any
 ) -> tuple[dataset.PreparedData, Scores]:
     """Prepare texts with their latents, or captions with their pictures as latents. Every process calls it."""
-    pictures = captioned.prepare_pictures(config.pictures, config.data, device=device, earlier=earlier, **processes)
+    places: dict[str, Any] = {"device": device, **processes}
+    pictures = captioned.prepare_pictures(config.pictures, config.data, earlier=weights and weights.folder, **places)
     options = pictures.rows(config.data) if pictures else config.data
-    data = prepare.prepare_data(options, device=device, earlier=earlier, **processes)
-    data = data.with_vae(pictures.vae if pictures else None)
+    data = prepare.prepare_data(options, weights=weights, vae=pictures.vae if pictures else None, **places)
     scores = picture_scores.build_scores(pictures, data.assets.denormalise, data.tokenizer.decode, data.nearest_latents)
     return data, scores
 
@@ -183,7 +183,7 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=PRESETS).config
     accelerator = startup.start(config)
-    preparing = partial(prepare_data, config, str(accelerator.device), run.earlier_assets(config.run_options()))
+    preparing = partial(prepare_data, config, str(accelerator.device), run.assets_of_weights(config.run_options()))
     data, scores = startup.prepare_data(accelerator, preparing)
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed, blocks=data.train.order)
     opened = experiment.open_experiment(

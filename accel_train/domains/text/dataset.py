@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -350,7 +350,3 @@ class PreparedData:
         indices, _ = self.nearest_rows(latents)
         rows = [self.train.table.row(index) for index in indices]
         return self.assets.normalise(torch.stack(rows))
-
-    def with_vae(self, vae: VaeReference | None) -> "PreparedData":
-        """Return the data with the autoencoder of its pictures, for checkpoints to name."""
-        return replace(self, assets=replace(self.assets, vae=vae))

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder, of_rank_0, open_cache
 from accel_train.data.tables.block_order import BlockOrder
 from accel_train.data.tables.ledger import earlier_ledger
+from accel_train.domains.models.vae import VaeReference
 from accel_train.domains.text import tfidf
 from accel_train.domains.text.corpus import Corpus, resolve_path
 from accel_train.domains.text.dataset import (
@@ -20,20 +19,24 @@ from accel_train.domains.text.dataset import (
     PreparedData,
     TextLatentDataset,
     dataset_fingerprint,
-    load_assets,
-    statistics,
 )
 from accel_train.domains.text.encoders import LatentEncoder, TransformerEncoder, load_encoder
-from accel_train.domains.text.latents.cache import LatentRows, LatentTable, cached_latents, check_finite
+from accel_train.domains.text.latents.cache import LatentTable, cached_latents, check_finite
 from accel_train.domains.text.latents.files import read_latents
-from accel_train.domains.text.lengths import LengthEstimate, fit_length
 from accel_train.domains.text.options import FREE_TO_CHANGE as FREE_TO_CHANGE
-from accel_train.domains.text.options import TFIDF_SVD
+from accel_train.domains.text.options import TFIDF_SVD, TRAINED
 from accel_train.domains.text.options import DataConfig as DataConfig
-from accel_train.domains.text.shards.corpus import sampled_rows
 from accel_train.domains.text.shards.dataset import BlockLatents, ShardTextDataset, block_latents
 from accel_train.domains.text.splits import Processes, build_tokenizer, read_splits, tokenise_corpus
-from accel_train.domains.text.tokenizer import Tokens
+from accel_train.domains.text.tokenizer import TextTokenizer, Tokens
+from accel_train.domains.text.trained_assets import (
+    TrainedAssets,
+    WeightsAssets,
+    resolve_length,
+    resolve_scale,
+    taken_notices,
+    trained_assets,
+)
 
 TFIDF_DIM = 64
 
@@ -46,43 +49,36 @@ def prepare_data(
     barrier: Callable[[], None] | None = None,
     progress: bool = True,
     device: str = "cpu",
-    assets: Path | None = None,
-    earlier: Path | None = None,
+    weights: WeightsAssets | None = None,
+    vae: VaeReference | None = None,
 ) -> PreparedData:
     """Prepare the datasets of a run. Every rank calls it with the same configuration (several barriers).
 
     Reads the corpus, trains the tokenizer, fits or loads the encoder (on the training split only) and computes the
-    latents missing from the cache, on `device` for a neural encoder. With `assets`, the folder of a checkpoint,
-    tokenizer, encoder, mean and std are read from there. So they are from `earlier`, the assets of the checkpoint to
-    resume, if `config.changed` allows other data than those of the first start. Else these name the encoder's commit.
+    latents missing from the cache, on `device` for a neural encoder. `weights` are the assets beside the weights that
+    the run starts with, whose tokenizer, encoder, mean and std are kept. Ready-made latents of pictures are of `vae`.
     Each process holds texts and ids in memory, or with `read: shards` reads them by block. Latents are memory-mapped.
-    Raises `UsageError`.
+    Raises `UsageError`, also for options and data that do not go with the weights.
     """
     processes = Processes(rank, world_size, barrier or _no_barrier, progress, device)
-    ledger = earlier_ledger(config.changed, earlier)
-    if ledger:
-        # The model was trained on this tokenizer and this scale. Other data would give others.
-        assets = earlier
+    ledger = earlier_ledger(config.changed, weights.folder if weights and weights.resumes else None)
+    trained = trained_assets(weights, device)
     cache = open_cache(config.cache_dir, rank, world_size)
     splits = read_splits(config, cache, processes)
-    saved = load_assets(assets, device) if assets else None
-    tokenizer = saved.tokenizer if saved else build_tokenizer(config, splits.train.texts, cache, processes)
+    tokenizer = _tokenizer(config, trained, splits.train.texts, cache, processes)
     train, train_tokens = tokenise_corpus(splits.train, tokenizer, config, cache, processes)
     heldout, heldout_tokens = tokenise_corpus(splits.heldout, tokenizer, config, cache, processes)
-    encoder = saved.encoder if saved else _build_encoder(config, train.texts, cache, processes, earlier)
+    encoder = _build_encoder(config, trained, train.texts, cache, processes)
+    if trained is not None:
+        trained.refuse_other_latents(config, encoder, vae)
     if splits.shards is None:
         table = _latents(config, train, encoder, cache, processes)
     else:
         assert encoder is not None, "ready-made latents are refused with shards"
         table = block_latents(splits.shards, encoder, cache, **processes.building())
-    if saved:  # the scale that the model has learned
-        mean = saved.latent_mean
-        std = saved.latent_std
-        length = saved.length
-    else:
-        mean, std = statistics(table)
-        length = _estimate_length(table, train_tokens, mean, std)
-    own = DataAssets(tokenizer, encoder, config.max_length, mean, std, table.shape[0], length)
+    scale = resolve_scale(trained, table, encoder, vae)
+    length = resolve_length(trained, table, train_tokens, scale)
+    own = DataAssets(tokenizer, encoder, config.max_length, scale.mean, scale.std, table.shape[0], length, vae)
     heldout_table = _latents(config, heldout, encoder, cache, processes)
     if isinstance(encoder, TransformerEncoder):
         # Training does not encode.
@@ -90,6 +86,7 @@ def prepare_data(
     train_data = _training_dataset(table, own, train, train_tokens, splits.order)
     heldout_data = _dataset(heldout.texts, heldout_tokens, heldout_table, own)
     notices = [*splits.notices, *_truncation_notice(train_tokens, config.max_length)]
+    notices += [*taken_notices(trained, tokenizer, encoder), *scale.notices]
     fingerprint = hashlib.sha256(f"{train_data.fingerprint}{heldout_data.fingerprint}".encode()).hexdigest()
     return PreparedData(train_data, heldout_data, own, fingerprint, tuple(notices), ledger)
 
@@ -100,13 +97,6 @@ def _training_dataset(
     if isinstance(table, BlockLatents):
         return ShardTextDataset(table, assets, order)
     return _dataset(train.texts, tokens, table, assets, order)
-
-
-def _estimate_length(table: LatentRows, tokens: Tokens, mean: torch.Tensor, std: float) -> LengthEstimate:
-    # Of shards only a sample is tokenised.
-    lengths = tokens.offsets.diff()
-    rows = torch.from_numpy(sampled_rows(len(table), len(lengths)))
-    return fit_length(table, lengths, mean, std, rows)
 
 
 def _truncation_notice(tokens: Tokens, max_length: int) -> list[str]:
@@ -141,24 +131,35 @@ def _dataset(
     return TextLatentDataset(texts, tokens, table, assets, fingerprint, order)
 
 
+def _tokenizer(
+    config: DataConfig, trained: TrainedAssets | None, texts: Sequence[str], cache: Path, processes: Processes
+) -> TextTokenizer:
+    """Return the tokenizer of the weights, or build that of the options. Every rank calls it (a barrier)."""
+    if trained is None:
+        return build_tokenizer(config, texts, cache, processes)
+    if config.tokenizer == TRAINED or trained.is_named_as_before(config):
+        trained.refuse_other_options(config, ("tokenizer", "vocab_size"), "tokenizer")
+        if config.tokenizer == TRAINED:
+            # A host that does not see the checkpoint trains its own, waits here, and is refused later.
+            processes.barrier()
+        return trained.saved.tokenizer
+    tokenizer = build_tokenizer(config, texts, cache, processes)
+    trained.refuse_other_pieces(config.tokenizer, tokenizer)
+    return trained.saved.tokenizer if trained.resumes else tokenizer
+
+
 def _build_encoder(
-    config: DataConfig, texts: Sequence[str], cache: Path, processes: Processes, earlier: Path | None
+    config: DataConfig, trained: TrainedAssets | None, texts: Sequence[str], cache: Path, processes: Processes
 ) -> LatentEncoder | None:
+    """Return the encoder of the weights, or fit or load that of the options. None with ready-made latents."""
     if config.latents is not None:
         return None
     if config.encoder != TFIDF_SVD:
-        encoder = TransformerEncoder(
-            name=config.encoder,
-            pooling=config.pooling,
-            normalise=config.normalise,
-            max_length=config.encoder_max_length,
-            latent_dim=config.latent_dim,
-            batch_size=config.encoder_batch_size,
-            device=processes.device,
-        )
-        encoder = encoder.resumed(earlier)
-        commit = encoder.commit if processes.rank == 0 else encoder.revision
-        return replace(encoder, revision=of_rank_0(commit, processes.world_size, processes.barrier))
+        return _transformer_encoder(config, trained, processes)
+    if trained is not None and trained.saved.encoder is not None:
+        trained.refuse_other_options(config, ("encoder", "latent_dim", "normalise"), "latent encoder")
+        processes.barrier()
+        return trained.saved.encoder
     dim = config.latent_dim or TFIDF_DIM
     key = tfidf.fit_identity(texts, dim, config.normalise)
 
@@ -167,6 +168,21 @@ def _build_encoder(
 
     folder = cached_folder(cache / "encoders" / key, write, rank=processes.rank, barrier=processes.barrier)
     return load_encoder(folder)
+
+
+def _transformer_encoder(config: DataConfig, trained: TrainedAssets | None, processes: Processes) -> LatentEncoder:
+    encoder = TransformerEncoder(
+        name=config.encoder,
+        pooling=config.pooling,
+        normalise=config.normalise,
+        max_length=config.encoder_max_length,
+        latent_dim=config.latent_dim,
+        batch_size=config.encoder_batch_size,
+        device=processes.device,
+    )
+    encoder = encoder.resumed(trained.folder if trained else None)
+    commit = encoder.commit if processes.rank == 0 else encoder.revision
+    return replace(encoder, revision=of_rank_0(commit, processes.world_size, processes.barrier))
 
 
 def _latents(

@@ -110,6 +110,10 @@ class TextTokenizer:
         self._tokenizer.no_truncation()
         return self._tokenizer.to_str(pretty=True)
 
+    def pieces(self) -> dict[str, int]:
+        """Return the id of each piece of text."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
     def ids(self) -> dict[str, int | tuple[int, ...]]:
         """Return the ids missing from `tokenizer.json`. Together they are the arguments of `from_json`."""
         return {"pad_id": self.pad_id, "mask_id": self.mask_id, "special_ids": self.special_ids}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from accel_train.checkpoints.run import WeightsAssets
 from accel_train.config import UsageError
 from accel_train.domains.text import prepare
 from accel_train.domains.text.encoders import MODEL_FILES, TransformerEncoder, load_encoder
@@ -78,7 +79,7 @@ def test_other_processes_read_the_commit_of_rank_0(
     monkeypatch.setattr(prepare, "of_rank_0", lambda *_: first)
     data = DataConfig(path="demo", encoder=REPOSITORY, cache_dir=str(tmp_path / "cache"))
     processes = Processes(1, 2, lambda: None, progress=False, device="cpu")
-    encoder = prepare._build_encoder(data, [], tmp_path, processes, None)
+    encoder = prepare._build_encoder(data, None, [], tmp_path, processes)
     assert isinstance(encoder, TransformerEncoder)
     assert encoder.commit == first
 
@@ -126,17 +127,15 @@ def test_a_resume_has_the_data_of_its_first_start(older: bool, server: HubServer
     begun = prepare_data(config)
     assets = tmp_path / "assets"
     begun.assets.save(assets)
+    weights = WeightsAssets(assets, resumes=True)
     expected = begun.fingerprint
     if older:
         encoder = begun.assets.encoder
         assert isinstance(encoder, TransformerEncoder)
         as_before(assets, encoder.folder)
-        expected = prepare_data(config, assets=assets).fingerprint
+        expected = prepare_data(config, weights=weights).fingerprint
         assert expected != begun.fingerprint
     else:
         push(server, tmp_path / "bert", 1)
         assert prepare_data(config).fingerprint != expected
-    assert prepare_data(config, earlier=assets).fingerprint == expected
-    # A checkpoint that cannot be read is passed over.
-    (assets / "encoder.json").write_text("{")
-    assert prepare_data(config, earlier=assets).fingerprint == prepare_data(config).fingerprint
+    assert prepare_data(config, weights=weights).fingerprint == expected

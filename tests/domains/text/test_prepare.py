@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import accel_train.domains.text
+from accel_train.checkpoints.run import WeightsAssets
 from accel_train.config import UsageError
 from accel_train.data.tables.text_sources import content_key
 from accel_train.domains.text.corpus import DEMO_FILE
@@ -35,6 +36,11 @@ def settings(folder: Path, **options: object) -> DataConfig:
         path=str(file), cache_dir=str(folder / "cache"), vocab_size=400, latent_dim=8, heldout_fraction=0.1
     )
     return replace(base, **options)  # type: ignore[arg-type]
+
+
+def checkpoint(folder: Path, *, resumes: bool = True) -> WeightsAssets:
+    """The assets that a test has saved in `folder`."""
+    return WeightsAssets(folder / "assets", resumes)
 
 
 def same(a: PreparedData, b: PreparedData) -> bool:
@@ -182,11 +188,11 @@ def test_a_checkpoints_assets_stand_in_for_fitting(tmp_path: Path) -> None:
     first = prepare_data(config)
     (tmp_path / "assets").mkdir()
     first.assets.save(tmp_path / "assets")
-    again = prepare_data(replace(config, cache_dir=str(tmp_path / "empty")), assets=tmp_path / "assets")
+    again = prepare_data(replace(config, cache_dir=str(tmp_path / "empty")), weights=checkpoint(tmp_path))
     assert same(first, again)
     assert again.fingerprint == first.fingerprint
     (tmp_path / "new.txt").write_text("\n".join(LINES[:50] + [f"a new line, number {i}" for i in range(50)]))
-    other = prepare_data(replace(config, path=str(tmp_path / "new.txt")), assets=tmp_path / "assets")
+    other = prepare_data(replace(config, path=str(tmp_path / "new.txt")), weights=checkpoint(tmp_path))
     assert torch.equal(other.latent_mean, first.latent_mean)
     assert other.tokenizer.to_json() == first.tokenizer.to_json()
     texts = [other.train.texts[0]]

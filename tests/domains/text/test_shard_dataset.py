@@ -18,6 +18,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from accel_train.checkpoints.run import WeightsAssets
 from accel_train.config import UsageError
 from accel_train.data.loader import iterate_steps
 from accel_train.data.options import LoaderConfig
@@ -62,6 +63,11 @@ def settings(folder: Path, **options: object) -> DataConfig:
         read="shards",
     )
     return replace(base, **options)  # type: ignore[arg-type]
+
+
+def checkpoint(folder: Path) -> WeightsAssets:
+    """The assets that a test has saved in `folder`."""
+    return WeightsAssets(folder / "assets", resumes=True)
 
 
 def batches(data: PreparedData, workers: int = 0, start: int = 0, stop: int = 40) -> list[dict[str, torch.Tensor]]:
@@ -222,7 +228,7 @@ def test_changed_data_go_on_with_the_scale_of_the_checkpoint_and_the_ledger_tell
     first.assets.save(tmp_path / "assets")
     history = DataHistory(first.fingerprint, len(first.train))
     history.save(tmp_path / "assets", 0)
-    kept = prepare_data(settings(tmp_path, changed="allow"), earlier=tmp_path / "assets")
+    kept = prepare_data(settings(tmp_path, changed="allow"), weights=checkpoint(tmp_path))
     assert kept.fingerprint == first.fingerprint
     assert kept.ledger == (Span(0, first.fingerprint, len(first.train)),)
 
@@ -233,7 +239,7 @@ def test_changed_data_go_on_with_the_scale_of_the_checkpoint_and_the_ledger_tell
         "accel_train.domains.text.shards.dataset.encode_rows",
         lambda texts, *rest: built.append(len(texts)) or encode(texts, *rest),
     )
-    changed = prepare_data(settings(tmp_path, changed="allow"), earlier=tmp_path / "assets")
+    changed = prepare_data(settings(tmp_path, changed="allow"), weights=checkpoint(tmp_path))
     assert sum(built) < len(changed.train)  # latents of blocks that are still there come from the cache
     assert changed.ledger == kept.ledger
     assert changed.fingerprint != first.fingerprint
@@ -246,9 +252,9 @@ def test_changed_data_go_on_with_the_scale_of_the_checkpoint_and_the_ledger_tell
     before, after = zip(*shared, strict=True)
     assert equal([first.train.batch(list(before))], [changed.train.batch(list(after))])
     # By default a change is another fingerprint, which a resume refuses.
-    assert prepare_data(settings(tmp_path), earlier=tmp_path / "assets").fingerprint != first.fingerprint
+    assert prepare_data(settings(tmp_path), weights=checkpoint(tmp_path)).fingerprint != first.fingerprint
     (tmp_path / "assets" / LEDGER).unlink()
-    said = refusal(lambda: prepare_data(settings(tmp_path, changed="allow"), earlier=tmp_path / "assets"))
+    said = refusal(lambda: prepare_data(settings(tmp_path, changed="allow"), weights=checkpoint(tmp_path)))
     assert re.search(r"--data\.changed allow: .*ledger\.json cannot be read .*--allow data_fingerprint", said)
 
 
