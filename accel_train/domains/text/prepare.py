@@ -32,6 +32,7 @@ from accel_train.domains.text.tokenizer import TextTokenizer, Tokens
 from accel_train.domains.text.trained_assets import (
     TrainedAssets,
     WeightsAssets,
+    refuse_declared_otherwise,
     resolve_length,
     resolve_scale,
     taken_notices,
@@ -182,7 +183,9 @@ def _transformer_encoder(config: DataConfig, trained: TrainedAssets | None, proc
     )
     encoder = encoder.resumed(trained.folder if trained else None)
     commit = encoder.commit if processes.rank == 0 else encoder.revision
-    return replace(encoder, revision=of_rank_0(commit, processes.world_size, processes.barrier))
+    encoder = replace(encoder, revision=of_rank_0(commit, processes.world_size, processes.barrier))
+    refuse_declared_otherwise(trained, encoder)
+    return encoder
 
 
 def _latents(

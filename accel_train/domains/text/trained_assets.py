@@ -20,6 +20,7 @@ from accel_train.domains.models.vae import VaeReference
 from accel_train.domains.text.dataset import DataAssets, load_assets, statistics
 from accel_train.domains.text.encoders import LatentEncoder, TransformerEncoder, hash_by_blobs
 from accel_train.domains.text.latents.cache import LatentRows
+from accel_train.domains.text.latents.sentence_modules import refuse_other_modules
 from accel_train.domains.text.lengths import LengthEstimate, fit_length
 from accel_train.domains.text.options import TRAINED, DataConfig
 from accel_train.domains.text.shards.corpus import sampled_rows
@@ -130,6 +131,15 @@ def trained_assets(weights: WeightsAssets | None, device: str) -> TrainedAssets 
         return None
     options = experiment_options(weights.folder.parent)
     return TrainedAssets(weights.folder, load_assets(weights.folder, device), options, weights.resumes)
+
+
+def refuse_declared_otherwise(trained: TrainedAssets | None, encoder: TransformerEncoder) -> None:
+    """Raise `UsageError` for a new run with an encoder that declares other latents than those computed here.
+
+    Trained weights know the latents that they were trained on.
+    """
+    if trained is None:
+        refuse_other_modules(encoder)
 
 
 class LatentScale(NamedTuple):

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, BertTokenizer, XLNetConfig, XLNetModel
 
 from accel_train.config import UsageError
 from accel_train.domains.text.encoders import TransformerEncoder, load_encoder, pool
+from accel_train.domains.text.latents.sentence_modules import refuse_other_modules
 from tests import tiny_encoders
 
 TEXTS = ["to be or not to be", "my lord", "good night sweet prince that is the question", "king"]
@@ -204,3 +205,40 @@ def test_an_unreachable_model_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match=r"--data.encoder 'nobody/nothing': no such directory.*'tfidf-svd'"):
         _ = TransformerEncoder("nobody/nothing").identity
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "message"),
+    [
+        (
+            ["Transformer", "Pooling", "Normalize"],
+            {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True},
+            "",
+        ),
+        (["Transformer", "Pooling"], {"pooling_mode": "mean"}, ""),
+        (["Transformer", "Pooling"], None, ""),
+        (["Transformer", "Pooling", "Dense"], {"pooling_mode_mean_tokens": True}, "declares Dense, not computed here"),
+        (["Transformer", "Pooling"], {"pooling_mode_cls_token": True}, "with cls pooling, .* Give --data.pooling cls"),
+        (["Transformer", "Pooling"], {"pooling_mode": "lasttoken"}, "with last pooling, .* Give --data.pooling last"),
+        (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, "with max_tokens pooling, .* --data.latents"),
+    ],
+)
+def test_modules_of_sentence_transformers_that_are_not_computed_are_refused(
+    modules: list[str], pooling: dict[str, Any] | None, message: str, tmp_path: Path
+) -> None:
+    tiny_encoders.bert(tmp_path)
+    paths = {"Transformer": "", "Pooling": "1_Pooling"}
+    declared = [
+        {"idx": number, "path": paths.get(kind, f"{number}_{kind}"), "type": f"sentence_transformers.models.{kind}"}
+        for number, kind in enumerate(modules)
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(declared))
+    if pooling is not None:
+        (tmp_path / "1_Pooling").mkdir()
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 16} | pooling))
+    encoder = TransformerEncoder(str(tmp_path), "mean")
+    if not message:
+        refuse_other_modules(encoder)
+        return
+    with pytest.raises(UsageError, match=message):
+        refuse_other_modules(encoder)

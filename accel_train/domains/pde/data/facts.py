@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
-from accel_train.domains.pde.data.files import Array, FieldPart, Fields
+from accel_train.domains.pde.data.assets import WIDE, FieldTask
+from accel_train.domains.pde.data.files import Array, FieldPart, Fields, file_sizes
 from accel_train.domains.pde.data.on_disk import source_files, state_of
 
 FACTS_FORMAT = 3
@@ -133,3 +135,47 @@ def _write_facts(both: Mapping[str, Fields], directory: Path) -> None:
     trained = set(samples["train"])
     shared = sum(sample in trained for sample in samples["heldout"])
     (directory / "facts.json").write_text(json.dumps(TaskFacts(facts, shared)._asdict()), "utf-8")
+
+
+def scale_notices(fields: Fields, task: FieldTask) -> Iterator[str]:
+    """Yield notices about wide ranges: of parameters, of channels in one nRMSE, of files that share one scale."""
+    if any(task.logarithmic):
+        names = ", ".join(compress(task.parameters, task.logarithmic))
+        yield (
+            f"{task.name}: {names} are read by their logarithms: they differ by more than {WIDE:g} times in the "
+            "training files that the scales are from"
+        )
+    deviations = task.target.std
+    if max(deviations) > WIDE * min(deviations):
+        first = fields.shape[1] - task.target_channels
+        most, least = (first + deviations.index(pick(deviations)) for pick in (max, min))
+        yield (
+            f"{task.name}: channel {most} varies {max(deviations) / min(deviations):.3g} times as much as channel "
+            f"{least}, and nRMSE is of all channels together: errors of channel {least} count in the loss, and hardly "
+            f"in nRMSE. Look at {task.name}_nrmse_channel{least}, or write the channels in units in which they vary "
+            "alike"
+        )
+    yield from _offset_notices(fields, task)
+    sizes = file_sizes(fields, task.target_channels)
+    small = min(sizes, key=sizes.__getitem__)
+    large = max(sizes, key=sizes.__getitem__)
+    if sizes[large] > WIDE * sizes[small]:
+        yield (
+            f"{task.name}: fields of {large} are {sizes[large] / max(sizes[small], 1e-30):.3g} times as large as those "
+            f"of {small}, and one scale is shared: errors of the small ones hardly count. Train them apart, each with "
+            "a --data.path of its own"
+        )
+
+
+def _offset_notices(fields: Fields, task: FieldTask) -> Iterator[str]:
+    """Yield a notice for each channel that varies little about a large mean, such as a pressure in Pa."""
+    first = fields.shape[1] - task.target_channels
+    for channel, (mean, std) in enumerate(zip(task.target.mean, task.target.std, strict=True), first):
+        ratio = abs(mean) / std
+        if ratio > WIDE:
+            # float32 has 24 bits.
+            yield (
+                f"{task.name}: channel {channel} varies by {std:.3g} about {mean:.4g}, and float32 rounds it by "
+                f"{ratio / 2**24:.1g} of that: nRMSE, the error over the size of the field, says little about what "
+                "varies. Write the field without its mean"
+            )

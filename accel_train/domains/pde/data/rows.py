@@ -8,7 +8,6 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +19,12 @@ from accel_train.config import UsageError
 from accel_train.data.datasets import Batch
 from accel_train.data.tables.ledger import Ledger
 from accel_train.domains.pde.data.assets import WIDE, FieldAssets, FieldTask
-from accel_train.domains.pde.data.facts import FieldFacts, cached_facts
+from accel_train.domains.pde.data.facts import FieldFacts, cached_facts, scale_notices
 from accel_train.domains.pde.data.files import (
     DEFAULT_CACHE_MIB,
     Array,
     Fields,
     StoredFields,
-    file_sizes,
     join_files,
 )
 from accel_train.domains.pde.data.header import differences
@@ -236,7 +234,7 @@ def build_field_data(
     notices = [*(_describe_sizes(train[name], heldout[name]) for name in stored), *of_scales]
     for name in stored:
         notices += _shared_notices(name, of_tasks[name].shared, heldout[name].samples)
-        notices += _scale_notices(data[name]["train"], assets.task(name))
+        notices += scale_notices(data[name]["train"], assets.task(name))
     joined = JoinedRows(tuple(train.values()))
     return FieldData(joined, train, heldout, assets, digest.hexdigest(), tuple(notices), ledger)
 
@@ -258,7 +256,10 @@ def _fingerprinted(assets: FieldAssets) -> dict[str, Any]:
 
 def _describe_sizes(train: FieldRows, heldout: FieldRows) -> str:
     """Describe the sizes of both splits of a task in a line."""
-    times = f" of {train.data.shape[0]} snapshots, {len(train):,} pairs" if train.task.has_time else ""
+    times = ""
+    if train.task.has_time:
+        # The option counts snapshots, and a model's step is this long.
+        times = f" of {train.data.shape[0]} snapshots, {len(train):,} pairs {train.task.dt:g} apart"
     return f"{train.task.name}: {train.samples:,} training samples{times}; {heldout.samples:,} held out"
 
 
@@ -268,35 +269,6 @@ def _shared_notices(task: str, shared: int, samples: int) -> Iterator[str]:
         yield (
             f"{task}: {shared:,} of {samples:,} held-out samples are training samples too, value by value: their "
             "errors say nothing about new ones. Hold out others, or leave them out of the training files"
-        )
-
-
-def _scale_notices(fields: Fields, task: FieldTask) -> Iterator[str]:
-    """Yield notices about wide ranges: of parameters, of channels in one nRMSE, of files that share one scale."""
-    if any(task.logarithmic):
-        names = ", ".join(compress(task.parameters, task.logarithmic))
-        yield (
-            f"{task.name}: {names} are read by their logarithms: they differ by more than {WIDE:g} times in the "
-            "training files that the scales are from"
-        )
-    deviations = task.target.std
-    if max(deviations) > WIDE * min(deviations):
-        first = fields.shape[1] - task.target_channels
-        most, least = (first + deviations.index(pick(deviations)) for pick in (max, min))
-        yield (
-            f"{task.name}: channel {most} varies {max(deviations) / min(deviations):.3g} times as much as channel "
-            f"{least}, and nRMSE is of all channels together: errors of channel {least} count in the loss, and hardly "
-            f"in nRMSE. Look at {task.name}_nrmse_channel{least}, or write the channels in units in which they vary "
-            "alike"
-        )
-    sizes = file_sizes(fields, task.target_channels)
-    small = min(sizes, key=sizes.__getitem__)
-    large = max(sizes, key=sizes.__getitem__)
-    if sizes[large] > WIDE * sizes[small]:
-        yield (
-            f"{task.name}: fields of {large} are {sizes[large] / max(sizes[small], 1e-30):.3g} times as large as those "
-            f"of {small}, and one scale is shared: errors of the small ones hardly count. Train them apart, each with "
-            "a --data.path of its own"
         )
 
 

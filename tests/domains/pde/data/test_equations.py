@@ -361,7 +361,7 @@ def test_the_facts_of_the_tasks(tmp_path: Path) -> None:
     assert data.train.sizes == (40, 160, 160)
     assert list(data.heldout) == ["darcy", "burgers", "advection"]
     assert data.notices[0] == "darcy: 40 training samples; 8 held out"
-    assert data.notices[1] == "burgers: 40 training samples of 6 snapshots, 160 pairs; 8 held out"
+    assert data.notices[1] == "burgers: 40 training samples of 6 snapshots, 160 pairs 0.1 apart; 8 held out"
 
 
 def test_a_trajectory_is_every_stride_th_snapshot(tmp_path: Path) -> None:

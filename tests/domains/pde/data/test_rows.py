@@ -238,6 +238,18 @@ def test_channels_that_share_one_error_in_different_units_are_told(header: Field
     assert not [notice for notice in build(two_tasks(tmp_path), tmp_path).notices if "nRMSE is of" in notice]
 
 
+def test_a_field_that_varies_little_about_its_mean_is_told(tmp_path: Path) -> None:
+    values = 101325 + 0.03 * np.random.default_rng(0).normal(size=(5, 3, 2, 1, 8))
+    values[:, :, 1] -= 101325
+    write_fields(tmp_path / "x.h5", MOVING, 5, [(values, np.ones((5, 2)))])
+    one = [opened(tmp_path / "x.h5")]
+    found = build({"moving": {"train": one, "heldout": one}}, tmp_path).notices
+    (told,) = [notice for notice in found if "nRMSE, the error over the size" in notice]
+    assert re.search(
+        r"moving: channel 0 varies by 0\.0\d+ about 1\.013e\+05, and float32 rounds it by 0\.2 of that", told
+    )
+
+
 def test_assets_are_plain_json(tmp_path: Path) -> None:
     build(two_tasks(tmp_path), tmp_path).assets.save(tmp_path)
     facts = json.loads((tmp_path / "fields.json").read_text())
