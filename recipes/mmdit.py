@@ -166,14 +166,11 @@ def save_extras(
     data.assets.save(directory / "assets")
 
 
-def prepare_data(
-    config: Config, device: str, weights: run.WeightsAssets | None, **processes: Any
-) -> tuple[dataset.PreparedData, Scores]:
-    """Prepare texts with their latents, or captions with their pictures as latents. Every process calls it."""
-    places: dict[str, Any] = {"device": device, **processes}
-    pictures = captioned.prepare_pictures(config.pictures, config.data, earlier=weights and weights.folder, **places)
+def prepare_data(config: Config, **start: Any) -> tuple[dataset.PreparedData, Scores]:
+    """Prepare texts or captions, and their latents. Every process calls it, with its device and rank in ``start``."""
+    pictures = captioned.prepare_pictures(config.pictures, config.data, **start)
     options = pictures.rows(config.data) if pictures else config.data
-    data = prepare.prepare_data(options, weights=weights, vae=pictures.vae if pictures else None, **places)
+    data = prepare.prepare_data(options, vae=pictures and pictures.vae, **start)
     scores = picture_scores.build_scores(pictures, data.assets.denormalise, data.tokenizer.decode, data.nearest_latents)
     return data, scores
 
@@ -183,7 +180,8 @@ def main(argv: Sequence[str]) -> int:
     """Train, resume or evaluate. Every process runs it. Usage errors are reported before a model is built."""
     config = load_config(Config, argv, presets=PRESETS).config
     accelerator = startup.start(config)
-    preparing = partial(prepare_data, config, str(accelerator.device), run.assets_of_weights(config.run_options()))
+    weights = run.assets_of_weights(config.run_options())
+    preparing = partial(prepare_data, config, device=str(accelerator.device), weights=weights)
     data, scores = startup.prepare_data(accelerator, preparing)
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed, blocks=data.train.order)
     opened = experiment.open_experiment(

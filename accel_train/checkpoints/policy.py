@@ -89,6 +89,7 @@ class CheckpointConfig:
                 f"checkpoints.keep_best: {self.keep_best} requires checkpoints.best_metric, the name of an evaluation "
                 "metric (a key of evaluation.json); add it"
             )
+        # A metric of another name may be one of your own, whose direction only you know.
         if self.best_metric and self.best_mode == "min" and self.best_metric.endswith(LARGER_IS_BETTER):
             raise UsageError(
                 f"checkpoints.best_mode: min: {self.best_metric} is better the larger it is, and min would keep the "

@@ -321,6 +321,7 @@ class _SignalRelay:
         # The child must end with this process, even if SIGKILL ends it.
         self._child = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
         self._is_starting = False
+        # In the order in which they came: a second Ctrl-C asks to stop at once.
         for number in self._waiting:
             self._child.send_signal(number)
         self._waiting.clear()

@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from accel_train.checkpoints.run import WeightsAssets
 from accel_train.config import Fraction, PositiveInt, UsageError
 from accel_train.data.artifacts import cache_directory, cached_folder, of_rank_0
 from accel_train.domains.images.demo import emoji, shapes
-from accel_train.domains.images.own_pictures import DataOptions, read_own
-from accel_train.domains.images.picture_rows import Captioned, CaptionedPictures, Parts, Patching, write_rows
+from accel_train.domains.images.rows.own_pictures import DataOptions, read_own
+from accel_train.domains.images.rows.picture_rows import Captioned, CaptionedPictures, Parts, Patching, write_rows
 from accel_train.domains.models.vae import IDENTITY_FILE, PictureVae, load_vae
 from accel_train.store import strict_json
 from accel_train.store.run_file import experiment_options
@@ -126,22 +127,24 @@ def prepare_pictures(
     rank: int = 0,
     world_size: int = 1,
     barrier: Callable[[], None] = lambda: None,
-    earlier: Path | None = None,
+    weights: WeightsAssets | None = None,
 ) -> CaptionedPictures | None:
     """Write the rows of `data.path` into the cache unless they are there. Every rank calls it (up to four barriers).
 
     With an autoencoder rank 0 encodes the pictures on `device`, and every rank keeps it there to decode samples. About
     `heldout_fraction` of the emoji's names are held out; of shapes, the pairs of colour and form absent from training
-    pictures; of your own, those of `heldout_path`, or by their captions. `earlier` is the folder of assets in the
-    checkpoint to resume, which names the commit of the autoencoder. Returns None where the data are texts. Raises
-    ``UsageError``.
+    pictures; of your own, those of `heldout_path`, or by their captions. `weights` are the assets
+    beside the weights of this start, which name the commit of the autoencoder. Returns None where the data are texts.
+    Raises ``UsageError``.
     """
     if config.latents == "none":
         return None
     path = data.path
     config.check_path(path)
     _refuse_options(config, data)
-    patching = _patching(config, _vae(config, _revision(config, earlier), rank, world_size, barrier), device)
+    patching = _patching(
+        config, _vae(config, _revision(config, weights and weights.folder), rank, world_size, barrier), device
+    )
     cache = cache_directory(data.cache_dir)
     if path in BUNDLED:
         source = _bundled(config, data)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accel_train.domains.images.demo.shape_reading import read_caption, read_picture
 from accel_train.domains.images.grids import Column, report_pictures
-from accel_train.domains.images.picture_rows import CaptionedPictures
+from accel_train.domains.images.rows.picture_rows import CaptionedPictures
 
 Batch = Mapping[str, Tensor]
 ERRORS = ("t2l_error", "t2l_error_shuffled", "unconditional_error")

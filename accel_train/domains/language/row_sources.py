@@ -164,6 +164,7 @@ class MixedRows:
         found: list[tuple[int, int, bool]] = []
         for index, (source, repeats) in enumerate(zip(self.sources, self.repeats, strict=True)):
             count = len(source.rows)
+            # Read again and not copied: a large source takes no more memory for its repeats.
             found += [(index, number, time > 0) for time in range(repeats) for number in range(count)]
         return found
 

@@ -23,13 +23,7 @@ from accel_train.domains.text.dataset import (
 from accel_train.domains.text.encoders import LatentEncoder, TransformerEncoder, load_encoder
 from accel_train.domains.text.latents.cache import LatentTable, cached_latents, check_finite
 from accel_train.domains.text.latents.files import read_latents
-from accel_train.domains.text.options import FREE_TO_CHANGE as FREE_TO_CHANGE
-from accel_train.domains.text.options import TFIDF_SVD, TRAINED
-from accel_train.domains.text.options import DataConfig as DataConfig
-from accel_train.domains.text.shards.dataset import BlockLatents, ShardTextDataset, block_latents
-from accel_train.domains.text.splits import Processes, build_tokenizer, read_splits, tokenise_corpus
-from accel_train.domains.text.tokenizer import TextTokenizer, Tokens
-from accel_train.domains.text.trained_assets import (
+from accel_train.domains.text.latents.trained_assets import (
     TrainedAssets,
     WeightsAssets,
     refuse_declared_otherwise,
@@ -38,6 +32,12 @@ from accel_train.domains.text.trained_assets import (
     taken_notices,
     trained_assets,
 )
+from accel_train.domains.text.options import FREE_TO_CHANGE as FREE_TO_CHANGE
+from accel_train.domains.text.options import TFIDF_SVD, TRAINED
+from accel_train.domains.text.options import DataConfig as DataConfig
+from accel_train.domains.text.shards.dataset import BlockLatents, ShardTextDataset, block_latents
+from accel_train.domains.text.splits import Processes, build_tokenizer, read_splits, tokenise_corpus
+from accel_train.domains.text.tokenizer import TextTokenizer, Tokens
 
 TFIDF_DIM = 64
 

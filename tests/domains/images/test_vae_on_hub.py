@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from accel_train.checkpoints.run import WeightsAssets
 from accel_train.config import UsageError
 from accel_train.domains.images import captioned
 from accel_train.domains.images.captioned import PictureConfig, prepare_pictures
@@ -43,7 +44,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServe
 
 def prepared(folder: Path, config: PictureConfig, earlier: Path | None = None) -> VaeReference:
     data = DataConfig(path="shapes", cache_dir=str(folder / "cache"), vocab_size=300, max_length=40)
-    pictures = prepare_pictures(config, data, earlier=earlier)
+    pictures = prepare_pictures(config, data, weights=earlier and WeightsAssets(earlier, resumes=True))
     assert pictures is not None
     assert pictures.vae is not None
     prepare_data(pictures.rows(data), vae=pictures.vae).assets.save(folder / "checkpoint" / "assets")

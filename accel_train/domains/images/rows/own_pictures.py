@@ -15,7 +15,7 @@ from accel_train.config import UsageError
 from accel_train.data.tables.sides import side_keys
 from accel_train.data.tables.text_sources import held_out_below, split_key
 from accel_train.domains.images.decoding import decode_picture
-from accel_train.domains.images.picture_rows import ROWS_PER_SHARD, Captioned, Parts
+from accel_train.domains.images.rows.picture_rows import ROWS_PER_SHARD, Captioned, Parts
 from accel_train.domains.images.scanning import Picture, Pictures, options_read, read_pictures, refuse_options
 from accel_train.domains.images.sources import LeftOut, Source, left_out_notices
 

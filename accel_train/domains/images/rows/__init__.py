@@ -1,0 +1,1 @@
+"""Captioned pictures as rows of texts with latents, for `recipes/mmdit.py`."""
