@@ -158,12 +158,14 @@ def open_experiment(
     ledger: Ledger = (),
     notices: Sequence[str] = (),
     metrics: Sequence[str] | None = None,
+    patience_after: int = 0,
 ) -> Experiment:
     """Open the run directory for a start or a resume. All processes call it; collective.
 
     ``dataset_size`` is the samples of an epoch, and ``fingerprint`` identifies the data. A ``ledger``, read from the
     checkpoint to resume by ``earlier_ledger``, permits both to change. ``notices`` are logged first. ``metrics`` names
     everything that an evaluation reports. With None, the first evaluation without ``best_metric`` ends the run.
+    ``checkpoints.patience`` does not count evaluations in the first ``patience_after`` steps.
 
     Raises the errors of ``open_run``, and ``UsageError`` if the processes have different data, if
     ``checkpoints.best_metric`` or a gate of ``accel-train compare`` is not in ``metrics``, if the steps to profile lie
@@ -179,7 +181,6 @@ def open_experiment(
     length = _resolve_length(config, accelerator, dataset_size)
     max_steps = length.max_steps
     config.profile.refuse_beyond(max_steps)
-    config.profile.refuse_device(accelerator.device.type)
     micro_batch_size, size_notices = _agree_on_micro_batch(config, accelerator)
     history = DataHistory(fingerprint, dataset_size, ledger)
     run = _open_run(config, accelerator, history.fingerprint, length, micro_batch_size)
@@ -192,11 +193,7 @@ def open_experiment(
     info(logger, *schedules.notices(length.schedule, decay_steps, max_steps, length.kept_flags), run.decision)
     info(logger, *run.rollback_notices(history.contents), *config.profile.notices(run.start_step))
     _keep_threads(config, run, accelerator)
-    finished = run.start_step >= max_steps and not (config.evaluate_only or run.owes_evaluation)
-    if finished:
-        remedy = schedules.remedy_when_finished(length.schedule, decay_steps, max_steps, length.kept_flags)
-        info(logger, *run.finished_notices(max_steps, _length_option(config), remedy))
-    return Experiment(
+    opened = Experiment(
         config=config,
         accelerator=accelerator,
         run=run,
@@ -206,9 +203,12 @@ def open_experiment(
         micro_batch_size=micro_batch_size,
         accumulation_steps=sampler.accumulation_steps(*batch_sizes),
         history=history,
-        finished=finished,
         metrics=None if metrics is None else tuple(metrics),
+        patience_after=patience_after,
     )
+    if opened.finished:
+        info(logger, *opened.finished_notices(_length_option(config), length.kept_flags))
+    return opened
 
 
 def _agree_on_micro_batch(config: ExperimentConfig, accelerator: Accelerator) -> tuple[int, list[str]]:

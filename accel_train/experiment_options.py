@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from accel_train.checkpoints.policy import CheckpointConfig, RunOptions, of_this_start, report_directory
+from accel_train.checkpoints.policy import (
+    CheckpointConfig,
+    RunOptions,
+    of_this_start,
+    refuse_smoke_of_a_run,
+    report_directory,
+)
 from accel_train.config import (
     MicroBatchSize,
     NonNegativeInt,
@@ -296,28 +302,13 @@ class ExperimentConfig:
         for group, defaults in unused.items():
             values |= {f"{group}.{key}": value for key, value in flatten(to_tree(defaults)).items()}
         if "output_dir" not in flags:
-            self._refuse_smoke_of_a_run(flags)
+            refuse_smoke_of_a_run(self.output_dir, flags, evaluates_only=self.evaluate_only)
             values |= {"output_dir": f"{self.output_dir}-smoke", "overwrite": True, "resume": "auto"}
         # The recipe's own last, because it knows what of it takes long.
         own = self.recipe.smoke
         if callable(own):
             own = own(self)
         return values | dict(own)
-
-    def _refuse_smoke_of_a_run(self, flags: Mapping[str, Any]) -> None:
-        """Raise ``UsageError`` for a trial of a command that needs a checkpoint: its directory is emptied first."""
-        resume = flags.get("resume", "auto")
-        asked = None
-        if flags.get("evaluate_only", self.evaluate_only):
-            asked = "evaluate_only: true", "--evaluate_only false"
-        elif resume not in ("auto", "never"):
-            asked = f"resume: {resume}", "--resume auto"
-        if asked is not None:
-            option, flag = asked
-            raise UsageError(
-                f"--smoke with {option}: a trial begins at step 0 in a directory of its own, {self.output_dir}-smoke, "
-                f"where no checkpoint stays; leave --smoke out, or give {flag} to try the training"
-            )
 
     def run_options(self) -> RunOptions:
         """Return the options of ``open_run`` in this start. Raises ``UsageError`` for an unknown name in ``allow``."""
@@ -364,6 +355,8 @@ class ExperimentConfig:
         if self.recipe.one_loss_term:
             self.balance.refuse_single_term(1)
         saved = self.checkpoints
+        # A recipe without such an option evaluates when it likes.
+        saved.refuse_single_evaluation(getattr(getattr(self, "evaluation", None), "every", 1))
         refuse_choice_of_pushes(self.hub, saved.best_metric, saves_state=saved.save_state)
         if self.evaluate_only:
             self.profile.refuse_without_training()

@@ -272,6 +272,8 @@ class Training:
                 self.saver.add_metrics(self.done, metrics)
         self._metrics = metrics
         self.opened.refuse_unreported(metrics, self._save, self.saver.finish)
+        if self.opened.early_stopping is not None and self.opened.early_stopping.ended(self.done, metrics):
+            self.end()
         return metrics
 
     def end(self) -> None:

@@ -70,6 +70,7 @@ def start(config: ExperimentConfig) -> Accelerator:
         distributed=config.distributed,
         logs=directory / "logs",
     )
+    config.profile.refuse_device(accelerator.device.type)
     connect_hosts(accelerator, config.collective_timeout_seconds)
     strategy = strategy_of(accelerator)
     notices = set_up_device(accelerator.device, config.memory, config.float8, config.precision, strategy)

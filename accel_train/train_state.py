@@ -35,6 +35,7 @@ from accel_train.training.step_guard import NonFiniteError, StepGuard
 if TYPE_CHECKING:
     from accel_train.data.options import BatchScheduleConfig
     from accel_train.data.sampler import Sampler
+    from accel_train.metrics.early_stopping import EarlyStopping
     from accel_train.metrics.recorder import Recorder, RunInfo
     from accel_train.store.planning import Plan
     from accel_train.training.feedback.noise_scale import NoiseScale
@@ -70,15 +71,50 @@ class Experiment:
     """Micro-batches per process and step."""
     history: DataHistory
     """The data of this start and of those before."""
-    finished: bool
-    """No step is left, and no evaluation."""
     metrics: tuple[str, ...] | None = None
     """Names of all that an evaluation reports, None if the recipe does not declare them."""
+    patience_after: int = 0
+    """Steps whose evaluations do not count for early stopping."""
 
     @property
     def start_step(self) -> int:
         """Optimizer steps already done."""
         return self.run.start_step
+
+    @cached_property
+    def early_stopping(self) -> EarlyStopping | None:
+        """Count of the evaluations that bring nothing better, None if they never end the run. Collective."""
+        policy = self.config.checkpoints
+        if policy.patience is None or policy.best_metric is None:
+            return None
+        # Imported here, because most runs have no use for it.
+        from accel_train.metrics.early_stopping import EarlyStopping
+
+        early_stopping = EarlyStopping(
+            self.accelerator, policy.patience, policy.best_metric, policy.best_mode, self.patience_after
+        )
+        early_stopping.resume(self.run.directory, self.start_step)
+        return early_stopping
+
+    @cached_property
+    def finished(self) -> bool:
+        """True if no step is left, and no evaluation. Collective."""
+        if self.config.evaluate_only or self.run.owes_evaluation:
+            return False
+        if self.start_step >= self.max_steps:
+            return True
+        return self.early_stopping is not None and self.early_stopping.exhausted
+
+    def finished_notices(self, option: str, kept_flags: str) -> list[str]:
+        """Return lines for the log of a start with nothing left to do, and how to train on.
+
+        ``option`` is the one with the length of the run, ``kept_flags`` those of a shortened schedule.
+        """
+        early_stopping = self.early_stopping
+        if self.start_step < self.max_steps and early_stopping is not None:
+            return [early_stopping.notice(self.start_step)]
+        remedy = schedules.remedy_when_finished(self.schedule, self.decay_steps, self.max_steps, kept_flags)
+        return self.run.finished_notices(self.max_steps, option, remedy)
 
     @property
     def only_evaluates(self) -> bool:

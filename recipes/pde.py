@@ -84,7 +84,7 @@ class Config(experiment.ExperimentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.check_model(self.model, self.objective, self.evaluation)
+        checks.check_model(self.model, self.objective, self.checkpoints)
         checks.check_weights(self.task_weights, self.data.tasks)
 
 
@@ -190,9 +190,9 @@ def main(argv: Sequence[str]) -> int:
         ledger=data.ledger,
         notices=[*data.notices, *stages, *chosen.notices(data, config.evaluation)],
         metrics=scores.metric_names(data, refined=config.model.residual_depth > 0),
+        patience_after=config.objective.last_stage,
     )
-    early = scores.early_stopping(config.evaluation, config.objective, opened.run.directory, opened.start_step)
-    if opened.finished or (early.exhausted and not config.evaluate_only):
+    if opened.finished:
         return experiment.nothing_to_do(opened)
 
     shape = operator_learning.model_shape(config.model, data.tasks)
@@ -228,9 +228,7 @@ def main(argv: Sequence[str]) -> int:
             # Save before the evaluation, so that one that fails loses nothing.
             training.save_if_due(result)
             if config.evaluation.due(batches.done, opened.max_steps):
-                metrics = training.evaluate(run_evaluation)
-                if early.ended(batches.done, metrics):
-                    training.end()
+                training.evaluate(run_evaluation)
     return loop.finish(training)
 
 

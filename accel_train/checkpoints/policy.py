@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError, expand_path
+from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UsageError, expand_path
 from accel_train.hub.options import HubConfig
 from accel_train.options.allowed import refuse_unknown_allowed
 from accel_train.precision import Precision, dtype_of
@@ -53,6 +53,8 @@ class CheckpointConfig:
     """Name of an evaluation metric, as in report/evaluation.json."""
     best_mode: Literal["min", "max"] = "min"
     """Direction of best_metric: min if smaller is better."""
+    patience: PositiveInt | None = None
+    """End the run after this many evaluations without a better best_metric (early stopping). null: run to the end."""
     keep_every: NonNegativeInt = 0
     """Also keep every checkpoint whose step is a multiple of this, forever. 0 is off."""
     keep_window_steps: NonNegativeInt = 0
@@ -89,6 +91,11 @@ class CheckpointConfig:
                 f"checkpoints.keep_best: {self.keep_best} requires checkpoints.best_metric, the name of an evaluation "
                 "metric (a key of evaluation.json); add it"
             )
+        if self.patience is not None and not self.best_metric:
+            raise UsageError(
+                f"checkpoints.patience: {self.patience} requires checkpoints.best_metric, the name of the evaluation "
+                "metric that has to get better (a key of evaluation.json); add it"
+            )
         # A metric of another name may be one of your own, whose direction only you know.
         if self.best_metric and self.best_mode == "min" and self.best_metric.endswith(LARGER_IS_BETTER):
             raise UsageError(
@@ -100,6 +107,14 @@ class CheckpointConfig:
         if invalid:
             raise UsageError(
                 f"checkpoints.pinned: {invalid[0]!r} is not a checkpoint name; give e.g. checkpoint_00001200"
+            )
+
+    def refuse_single_evaluation(self, every: int) -> None:
+        """Raise ``UsageError`` for patience in a run that evaluates at its end alone, with ``evaluation.every`` 0."""
+        if self.patience is not None and every == 0:
+            raise UsageError(
+                f"checkpoints.patience: {self.patience}: counts evaluations, and evaluation.every 0 makes one only, at "
+                "the end; set evaluation.every to a number of steps"
             )
 
     def _refuse_without_effect(self) -> None:
@@ -236,3 +251,19 @@ def invalid_pins(names: Iterable[str]) -> list[str]:
 def report_directory(output_dir: str) -> Path:
     """Return the directory for people in that of a run. It may not exist yet."""
     return expand_path(output_dir) / REPORT
+
+
+def refuse_smoke_of_a_run(output_dir: str, flags: Mapping[str, Any], *, evaluates_only: bool) -> None:
+    """Raise ``UsageError`` for ``--smoke`` of a command that needs a checkpoint: the trial's directory is emptied."""
+    resume = flags.get("resume", "auto")
+    asked = None
+    if flags.get("evaluate_only", evaluates_only):
+        asked = "evaluate_only: true", "--evaluate_only false"
+    elif resume not in ("auto", "never"):
+        asked = f"resume: {resume}", "--resume auto"
+    if asked is not None:
+        option, flag = asked
+        raise UsageError(
+            f"--smoke with {option}: a trial begins at step 0 in a directory of its own, {output_dir}-smoke, where no "
+            f"checkpoint stays; leave --smoke out, or give {flag} to try the training"
+        )

@@ -6,55 +6,74 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
+from accelerate import Accelerator
+
+from accel_train.metrics.logs import info
 from accel_train.metrics.records import last_pass, read_metrics
+from accel_train.runtime.main_alone import on_main
 
 logger = logging.getLogger(__name__)
 
 
 class EarlyStopping:
-    """Counts evaluations since the best. Built and called on every process with the same metrics.
+    """Counts the evaluations since the best one. All processes call it, and the main process decides.
 
-    It is not part of a checkpoint: a resumed run reads its earlier evaluations from ``metrics.jsonl``.
+    It is not part of a checkpoint: a resumed run reads its earlier evaluations from ``metrics.jsonl``, which other
+    hosts may not have.
     """
 
-    def __init__(self, patience: int | None, metric: str, directory: Path, start_step: int, after: int = 0) -> None:
-        """End the run after ``patience`` evaluations without a lower ``metric``. None never ends it.
+    def __init__(
+        self, accelerator: Accelerator, patience: int, metric: str, mode: Literal["min", "max"] = "min", after: int = 0
+    ) -> None:
+        """End the run after ``patience`` evaluations without a better ``metric``: lower for ``min``, else higher.
 
         Evaluations in the first ``after`` steps, before the metric's loss is trained, do not count.
         """
         self.patience = patience
         self.metric = metric
         self.after = after
+        self.exhausted = False
+        """The run should end now."""
+        self._accelerator = accelerator
+        self._sign = 1.0 if mode == "min" else -1.0
         self._values: list[float] = []
-        # Read on every process, so that all of them end the run at the same step.
-        path = directory / "metrics.jsonl"
-        if patience is not None and start_step and path.exists():
-            for line in last_pass(read_metrics(path), "evaluation"):
-                if after < line["step"] <= start_step and metric in line:
-                    self._values.append(float(line[metric]))
-        if self.exhausted:
-            logger.info(f"the run has ended at step {start_step}: no better {metric} for {patience} evaluations")
 
-    @property
-    def exhausted(self) -> bool:
-        """True if the run should end now."""
-        if self.patience is None or not self._values:
-            return False
-        values = self._comparable()
-        best = values.index(min(values))  # the first of equal values, so a tie is no improvement
-        return len(values) - 1 - best >= self.patience
+    def resume(self, directory: Path, start_step: int) -> None:
+        """Count the evaluations up to the step to resume from."""
+        self.exhausted = on_main(self._accelerator, lambda: self._count_earlier(directory, start_step))
 
-    def _comparable(self) -> list[float]:
-        # Python's `min` keeps a NaN that comes first, whatever follows.
-        return [math.inf if math.isnan(value) else value for value in self._values]
+    def notice(self, step: int) -> str:
+        """Return the line for the log of a start after the run has ended."""
+        return (
+            f"the run has ended at step {step}: no better {self.metric} for {self.patience} evaluations; give more "
+            "--checkpoints.patience, or None, to continue"
+        )
 
     def ended(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Record the metrics after ``step`` steps, empty for an interrupted evaluation. Return True to end the run."""
-        if not metrics or self.patience is None or step <= self.after:
-            return False
-        self._values.append(metrics[self.metric])
+        """Count the evaluation after ``step`` steps. Return True to end the run, on every process. Collective."""
+        self.exhausted = on_main(self._accelerator, lambda: self._count(step, metrics), training=True)
         if self.exhausted:
-            best = min(self._comparable())
-            logger.info(f"{self.metric} has not been below {best:.4g} for {self.patience} evaluations: the run ends")
+            info(logger, f"no better {self.metric} for {self.patience} evaluations: the run ends")
         return self.exhausted
+
+    def _count_earlier(self, directory: Path, start_step: int) -> bool:
+        path = directory / "metrics.jsonl"
+        if not start_step or not path.exists():
+            return False
+        is_over = False
+        for line in last_pass(read_metrics(path), "evaluation"):
+            if line["step"] <= start_step and self.metric in line:
+                is_over = self._count(line["step"], line)
+        return is_over
+
+    def _count(self, step: int, metrics: Mapping[str, float]) -> bool:
+        if step <= self.after:
+            return False
+        value = self._sign * float(metrics[self.metric])
+        # A NaN compares with nothing, and is the worst.
+        self._values.append(math.inf if math.isnan(value) else value)
+        # The first of equal values, so a tie is no improvement.
+        best = self._values.index(min(self._values))
+        return len(self._values) - 1 - best >= self.patience

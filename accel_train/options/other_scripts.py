@@ -91,6 +91,7 @@ NAMES_OF_OTHER_SCRIPTS = {
     "save_model_as": "none: checkpoints are safetensors, and accel-train export writes what other programs read",
     "load_best_model_at_end": "--checkpoints.keep_best and --checkpoints.best_metric",
     "metric_for_best_model": "--checkpoints.best_metric",
+    "early_stopping_patience": "--checkpoints.patience",
     "resume_from_checkpoint": "--resume auto|must|never|PATH (it resumes by itself)",
     "overwrite_output_dir": "--overwrite",
     "output_name": "--output_dir",

@@ -96,6 +96,7 @@ def common_flags(options: Mapping[str, Any], arguments: Sequence[str], sizes: Si
         # Most runs skip the evaluation that has the metric.
         "checkpoints.best_metric": "None",
         "checkpoints.best_mode": "min",
+        "checkpoints.patience": "None",
         **_schedule(options, sizes),
     }
     given = given_flags(arguments)

@@ -84,14 +84,15 @@ def test_a_run_that_stopped_getting_better_does_not_go_on_unless_it_is_given_mor
     # Every evaluation of these weights gives the same bits, and counts from the first step.
     constant = ("--optimizer.lr", "1e-30", "--ema.decay", "0", "--objective.autoencode_steps", "0")
     flags = (*plain, *constant, "--max_steps", "12", "--evaluation.every", "2")
-    one, patient = Layout("single", 1, "pde"), ("--evaluation.patience", "1")
-    first = run_recipe(one, tmp_path / "run", *flags, *patient)
-    assert "has not been below" in first.output
+    one, two = Layout("single", 1, "pde"), Layout("ddp", 2, "pde")
+    flags += ("--checkpoints.best_metric", "mean_nrmse", "--checkpoints.patience")
+    first = run_recipe(one, tmp_path / "run", *flags, "1")
+    assert "no better mean_nrmse for 1 evaluations: the run ends" in first.output
     assert max(first.train_lines()) == 4
-    again = run_recipe(one, tmp_path / "run", *flags, *patient)
+    again = run_recipe(two, tmp_path / "run", *flags, "1")
     assert "the run has ended at step 4: no better mean_nrmse for 1 evaluations" in again.output
     assert max(again.train_lines()) == 4
-    assert max(run_recipe(one, tmp_path / "run", *flags, "--evaluation.patience", "2").train_lines()) == 6
+    assert max(run_recipe(two, tmp_path / "run", *flags, "2").train_lines()) == 6
 
 
 SAMPLE = """

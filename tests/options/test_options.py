@@ -131,6 +131,7 @@ checkpoints.keep_last
 checkpoints.keep_best
 checkpoints.best_metric
 checkpoints.best_mode
+checkpoints.patience
 checkpoints.keep_every
 checkpoints.keep_window_steps
 checkpoints.keep_window_epochs
@@ -285,7 +286,6 @@ evaluation.trajectories
 evaluation.conditioning.candidates
 evaluation.conditioning.beam
 evaluation.conditioning.horizon
-evaluation.patience
 """
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
+from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.config import UsageError, WithoutEffectError, origin_of
 from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig
@@ -14,7 +15,7 @@ from accel_train.training.feedback.options import BalanceConfig
 from accel_train.training.schedules import ScheduleConfig
 
 
-def check_model(model: PdeModelConfig, objective: ObjectiveConfig, evaluation: EvaluationConfig) -> None:
+def check_model(model: PdeModelConfig, objective: ObjectiveConfig, checkpoints: CheckpointConfig) -> None:
     """Refuse options of the model without effect in the run."""
     model.refuse_unread()
     if objective.drop_path and sum(model.stages) == 1:
@@ -23,7 +24,7 @@ def check_model(model: PdeModelConfig, objective: ObjectiveConfig, evaluation: E
             "model.depths of pdet_unet), for the first is never skipped. Leave it at 0, or give more blocks.",
             "objective.drop_path",
         )
-    check_residual(objective, evaluation, model.residual_depth)
+    check_residual(objective, checkpoints, model.residual_depth)
 
 
 def check_weights(weights: Sequence[int] | None, tasks: Sequence[str]) -> None:
@@ -48,7 +49,7 @@ def check_weights(weights: Sequence[int] | None, tasks: Sequence[str]) -> None:
     )
 
 
-def check_residual(objective: ObjectiveConfig, evaluation: EvaluationConfig, depth: int) -> None:
+def check_residual(objective: ObjectiveConfig, checkpoints: CheckpointConfig, depth: int) -> None:
     """Refuse a residual stage without a network, and a network without a stage. ``depth`` is model.residual_depth."""
     start = objective.residual_from
     if (start is None) != (depth == 0):
@@ -57,10 +58,12 @@ def check_residual(objective: ObjectiveConfig, evaluation: EvaluationConfig, dep
             "network a stage. Give both (depth 1 or more), or leave both out."
         )
     # Early stopping would end the run in the middle of its last stage.
-    if start is not None and evaluation.patience is not None:
+    patience, metric = checkpoints.patience, checkpoints.best_metric
+    if start is not None and patience is not None and "_refined_" not in str(metric):
         raise UsageError(
-            f"evaluation.patience {evaluation.patience} with objective.residual_from {start}: patience looks at the "
-            "plain prediction, which keeps still in that stage. Leave one of them out."
+            f"checkpoints.patience {patience} with objective.residual_from {start}: {metric} is of the plain "
+            "prediction, which keeps still in that stage. Give a refined metric, such as --checkpoints.best_metric "
+            "TASK_refined_nrmse, or leave one of the two out."
         )
 
 

@@ -52,6 +52,11 @@ class ObjectiveConfig:
     residual, with the lowest error. More, such as 4: a sample of the possible residuals, for details that the input
     does not determine."""
 
+    @property
+    def last_stage(self) -> int:
+        """First step of the last stage."""
+        return self.residual_from or self.autoencode_steps
+
     def __post_init__(self) -> None:
         whole = {"spectral_weight": self.spectral_weight, "conservation_weight": self.conservation_weight}
         for name, weight in whole.items():
@@ -132,16 +137,6 @@ class EvaluationConfig:
     trajectories: PositiveInt = 32
     """Held-out trajectories to roll out of each task with time, over all processes."""
     conditioning: ConditioningConfig = field(default_factory=ConditioningConfig)
-    patience: PositiveInt | None = None
-    """End the run after this many evaluations without a lower mean error of all tasks. Those of the first stage do
-    not count. None: run to the end."""
-
-    def __post_init__(self) -> None:
-        if self.patience is not None and self.every == 0:
-            raise UsageError(
-                f"evaluation.patience {self.patience}: counts evaluations, and evaluation.every 0 makes one only, at "
-                "the end. Set evaluation.every to a number of steps."
-            )
 
     def due(self, step: int, max_steps: int) -> bool:
         """Return True if an evaluation follows ``step`` completed steps."""

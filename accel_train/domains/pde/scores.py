@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +18,12 @@ from accel_train.domains.pde import fields, losses
 from accel_train.domains.pde.baselines import BASELINES, baseline_names, baselines
 from accel_train.domains.pde.data.assets import FieldTask
 from accel_train.domains.pde.data.rows import FieldData
-from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
+from accel_train.domains.pde.options import EvaluationConfig
 from accel_train.domains.pde.pictures import Panel, Panels, error_panel
 from accel_train.domains.pde.residual import refinement
 from accel_train.domains.pde.scoring.chosen import scored_rows
 from accel_train.domains.pde.scoring.trajectories import evaluate_rollouts, rollout_metrics
 from accel_train.metrics import logs
-from accel_train.metrics.early_stopping import EarlyStopping
 from accel_train.metrics.evaluation import first_samples, heldout_batches, weighted_sums
 from accel_train.metrics.progress import Labels
 
@@ -244,13 +242,6 @@ def metric_names(data: FieldData, refined: bool) -> list[str]:
                 "them, or of one and of all; rename a task, in its files as well."
             )
     return names
-
-
-def early_stopping(
-    evaluation: EvaluationConfig, objective: ObjectiveConfig, directory: Path, start_step: int
-) -> EarlyStopping:
-    """Build early stopping on the mean of all tasks. Evaluations before the operator stage do not count."""
-    return EarlyStopping(evaluation.patience, MEAN, directory, start_step, after=objective.autoencode_steps)
 
 
 def table(data: FieldData, metrics: Mapping[str, float]) -> list[str]:

@@ -25,7 +25,7 @@ from accel_train.store.run_file import is_covered, recall
 
 GROUP = "evaluation."
 """Options that say how a recipe evaluates."""
-WHEN = ("evaluation.every", "evaluation.patience")
+WHEN = ("evaluation.every",)
 """Those that say when, which changes no result."""
 FINGERPRINT = "data_fingerprint"
 

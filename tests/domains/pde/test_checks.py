@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.config import UsageError, origin_of
 from accel_train.domains.pde import checks
 from accel_train.domains.pde.losses import TERMS
 from accel_train.domains.pde.operator_learning import objective_of_step, trained_terms
-from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
+from accel_train.domains.pde.options import ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig
 from accel_train.options.loading import load_config
 from accel_train.training.feedback.options import BalanceConfig
@@ -32,14 +33,19 @@ ENDS = ScheduleConfig(warmup_steps=5, decay_steps=100)
         (200, 1, {}, r"residual_from 200: .*ends at step 100"),
         (96, 1, {}, r"warms up for 5 steps before and after"),
         (4, 1, {}, r"warms up for 5 steps before and after"),
-        (50, 1, {"patience": 2, "every": 10}, r"evaluation.patience 2 with objective.residual_from 50"),
+        (
+            50,
+            1,
+            {"patience": 2, "best_metric": "mean_nrmse"},
+            r"checkpoints.patience 2 with objective.residual_from 50",
+        ),
     ],
 )
 def test_a_stage_that_could_not_learn_is_refused(
     start: int | None, depth: int, others: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UsageError, match=says):
-        checks.check_residual(ObjectiveConfig(residual_from=start), EvaluationConfig(**others), depth)
+        checks.check_residual(ObjectiveConfig(residual_from=start), CheckpointConfig(**others), depth)
         checks.check_stages(ObjectiveConfig(residual_from=start), ENDS, 500, 100)
 
 
@@ -86,8 +92,9 @@ def test_a_schedule_that_fits_the_run_must_fit_each_stage(schedule: dict[str, An
 
 def test_a_stage_that_can_learn_is_not_refused() -> None:
     check = checks.check_residual
-    check(ObjectiveConfig(residual_from=94), EvaluationConfig(), 1)
-    check(ObjectiveConfig(), EvaluationConfig(patience=2, every=10), 0)
+    check(ObjectiveConfig(residual_from=94), CheckpointConfig(), 1)
+    check(ObjectiveConfig(residual_from=94), CheckpointConfig(patience=2, best_metric="darcy_refined_nrmse"), 1)
+    check(ObjectiveConfig(), CheckpointConfig(patience=2, best_metric="mean_nrmse"), 0)
     assert checks.check_stages(ObjectiveConfig(residual_from=94), WARMUP, 100, 100) == []
     assert checks.check_stages(ObjectiveConfig(), WARMUP, 100, 100) == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -150,10 +149,8 @@ def test_what_cannot_be_obeyed_is_refused(options: dict[str, Any], says: str) ->
         ObjectiveConfig(**options)
 
 
-def test_patience_needs_evaluations() -> None:
-    with pytest.raises(UsageError, match=re.escape("evaluation.patience 3: counts evaluations")):
-        EvaluationConfig(patience=3)
-    assert EvaluationConfig(patience=3, every=10).due(20, 100)
+def test_an_evaluation_is_due_at_the_end() -> None:
+    assert EvaluationConfig(every=10).due(20, 100)
     assert [EvaluationConfig().due(step, 100) for step in (50, 100)] == [False, True]
 
 

@@ -27,8 +27,6 @@ from accel_train.domains.pde.options import MOST_CANDIDATES, ConditioningConfig,
 from accel_train.domains.pde.pictures import Panel, limits
 from accel_train.domains.pde.scoring import trajectories
 from accel_train.domains.pde.scoring.chosen import scored_samples
-from accel_train.metrics.early_stopping import EarlyStopping
-from accel_train.metrics.records import LineWriter
 
 
 @pytest.fixture(scope="module")
@@ -261,45 +259,6 @@ def test_errors_are_drawn_around_zero_with_their_nrmse(data: FieldData) -> None:
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pictures.write_fields(tmp_path / "no" / "report" / "fields.png", [("a", [Panel("t", torch.rand(2, 3), "u")])])
     assert "could not be written" in caplog.text
-
-
-def test_a_run_ends_when_it_stops_getting_better(tmp_path: Path) -> None:
-    early = EarlyStopping(2, "error", tmp_path, 0)
-    assert [early.ended(1, {"error": value}) for value in (0.5, 0.4, 0.45)] == [False, False, False]
-    assert not early.ended(1, {})
-    assert early.ended(1, {"error": 0.41})
-    assert not EarlyStopping(None, "error", tmp_path, 0).ended(1, {"error": 1.0})
-
-
-def test_an_evaluation_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
-    early = EarlyStopping(2, "error", tmp_path, 0)
-    values = [math.nan, 1.0, 0.5, math.nan, 0.5]
-    assert [early.ended(step, {"error": value}) for step, value in enumerate(values, 1)] == [False] * 4 + [True]
-
-
-def test_a_resumed_run_knows_its_earlier_evaluations(tmp_path: Path) -> None:
-    writer = LineWriter(tmp_path / "metrics.jsonl")
-    for step, value in ((10, 0.5), (20, 0.4), (30, 0.45), (40, 0.1)):
-        writer.write({"event": "evaluation", "step": step, "error": value})
-    early = EarlyStopping(2, "error", tmp_path, 30)  # what lies beyond step 30 is done again
-    assert not early.exhausted
-    assert early.ended(40, {"error": 0.42})
-
-
-def test_a_foreign_line_in_the_log_does_not_stop_a_resume(tmp_path: Path) -> None:
-    LineWriter(tmp_path / "metrics.jsonl").write({"note": "by hand"}, {"event": "evaluation", "step": 10, "error": 0.5})
-    assert EarlyStopping(1, "error", tmp_path, 30).ended(40, {"error": 0.6})
-
-
-def test_evaluations_before_the_operator_learns_do_not_count(tmp_path: Path) -> None:
-    writer = LineWriter(tmp_path / "metrics.jsonl")
-    for step in (10, 20, 30, 40):
-        writer.write({"event": "evaluation", "step": step, "error": 0.1})
-    assert EarlyStopping(2, "error", tmp_path, 40).exhausted
-    early = EarlyStopping(2, "error", tmp_path, 40, after=30)
-    assert not early.exhausted
-    assert not early.ended(30, {"error": 0.2})
-    assert [early.ended(step, {"error": 0.2}) for step in (50, 60)] == [False, True]
 
 
 def test_a_field_that_cannot_be_moved_has_as_many_candidates_as_may_be_asked_for() -> None:
