@@ -99,6 +99,7 @@ class Experiment:
     @cached_property
     def finished(self) -> bool:
         """True if no step is left, and no evaluation. Collective."""
+        # Such a start has an evaluation left, whatever the number of steps.
         if self.config.evaluate_only or self.run.owes_evaluation:
             return False
         if self.start_step >= self.max_steps:

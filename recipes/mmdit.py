@@ -71,6 +71,7 @@ class Config(experiment.ExperimentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         modes.refuse_unlearned(self.modes, self.text, self.times, self.latent)
+        modes.refuse_unlearned_guidance(self.modes, self.evaluation.guidance())
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
@@ -143,7 +144,7 @@ def evaluate(
         samples.report_samples(config.report_directory, data, drawn.tokens, drawn.latents, step)
         picture_scores.report(scores, config.report_directory, step, shown, drawn)
         metrics |= baseline_scores.baseline_metrics(data, options.samples, options.timesteps, config.seed)
-    logs.info(logger, *both_ways.summary(metrics), *picture_scores.summary(metrics))
+    logs.info(logger, *samples.summary(metrics), *picture_scores.summary(metrics))
     return metrics
 
 

@@ -64,6 +64,7 @@ class EarlyStopping:
             return False
         is_over = False
         for line in last_pass(read_metrics(path), "evaluation"):
+            # Later evaluations are of steps that are trained again.
             if line["step"] <= start_step and self.metric in line:
                 is_over = self._count(line["step"], line)
         return is_over

@@ -76,6 +76,17 @@ class BothWays:
     text: TextSamplingConfig = field(default_factory=TextSamplingConfig)
     latent: LatentSamplingConfig = field(default_factory=LatentSamplingConfig)
 
+    def with_sampling(
+        self, steps: int | None = None, temperature: float | None = None, guidance: float | None = None
+    ) -> BothWays:
+        """Return these samplers with other settings in both directions. None: as they are."""
+        asked = {"steps": steps, "temperature": temperature, "guidance": guidance}
+        changed: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+        text = replace(self.text, **changed)
+        # A latent is computed from its noise and not drawn from a distribution.
+        changed.pop("temperature", None)
+        return replace(self, text=text, latent=replace(self.latent, **changed))
+
     def text_predictor(self, batch: Batch, latent: Tensor | None) -> Predict:
         """Return a predictor of text logits, conditioned on a clean latent (B, L, Dz) or on none."""
         # Time 1 tells the model that its condition is absent, time 0 that it is clean.
@@ -218,11 +229,7 @@ def samplers(model: Callable[..., Any], described: Mapping[str, Any], steps: int
         TextSamplingConfig(**sampler["text"]),
         LatentSamplingConfig(**sampler["latent"]),
     )
-    if steps is None:
-        return both
-    text = replace(both.text, steps=steps)
-    latent = replace(both.latent, steps=steps)
-    return replace(both, text=text, latent=latent)
+    return both.with_sampling(steps=steps)
 
 
 def tokens_from_latents(
@@ -365,36 +372,10 @@ class EvaluationConfig:
     text: TextSamplingConfig = field(default_factory=TextSamplingConfig)
     latent: LatentSamplingConfig = field(default_factory=LatentSamplingConfig)
 
+    def guidance(self) -> dict[str, float]:
+        """Return the strength of guidance in each direction by its option."""
+        return {"evaluation.text.guidance": self.text.guidance, "evaluation.latent.guidance": self.latent.guidance}
+
     def due(self, step: int, max_steps: int) -> bool:
         """Return True if an evaluation follows ``step`` completed steps."""
         return step == max_steps or (self.every > 0 and step % self.every == 0)
-
-
-def summary(metrics: dict[str, float]) -> list[str]:
-    """Format the evaluation as two log lines, one per direction, with the baselines where they were measured."""
-    l2t = (
-        f"l2t: {metrics['l2t_nll']:.3f} nats per token with the right latent, {metrics['l2t_nll_shuffled']:.3f} with a "
-        f"shuffled one ({_less(metrics['l2t_gain'])}), {metrics['unconditional_nll']:.3f} without; masked-token "
-        f"accuracy {metrics['l2t_accuracy']:.1%}"
-    )
-    # The z of :z.3f keeps a cosine of about zero from being printed as -0.000.
-    t2l = (
-        f"t2l: cosine {metrics['t2l_cosine']:z.3f} between sampled and true latents, "
-        f"{metrics['t2l_cosine_shuffled']:z.3f} against shuffled ones, {metrics['t2l_mean_cosine']:z.3f} in one step"
-    )
-    if "l2t_log_linear_nll" in metrics:
-        nll = metrics["l2t_log_linear_nll"]
-        shuffled = metrics["l2t_log_linear_nll_shuffled"]
-        l2t += f"; log-linear: {nll:.3f}, {shuffled:.3f} ({_less(metrics['l2t_log_linear_gain'])})"
-    if "unigram_nll" in metrics:
-        l2t += f"; unigrams: {metrics['unigram_nll']:.3f} without"
-    if "t2l_ridge_cosine" in metrics:
-        t2l += f"; ridge regression on the counts of its tokens: {metrics['t2l_ridge_cosine']:z.3f}"
-    return [l2t, t2l]
-
-
-def _less(gain: float) -> str:
-    percent = round(100 * gain, 1)
-    if not percent:
-        return "less than 0.05% apart"
-    return f"{abs(percent):.1f}% {'more' if percent < 0 else 'less'}"

@@ -6,7 +6,7 @@ part of the model. A loss term unused by the mode has coefficient 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
@@ -141,6 +141,23 @@ def refuse_unlearned(
                 f"{values}: has no effect with {config.describe()}, which learns no {part}. Leave it out, or choose "
                 "another mode.",
                 *(f"{group}.{name}" for name in names),
+            )
+
+
+def refuse_unlearned_guidance(config: ModeConfig, guidance: Mapping[str, float]) -> None:
+    """Raise ``UsageError`` for guidance by a model that has never been without its condition.
+
+    ``guidance`` maps the option of each direction to its strength. Unconditional steps teach it too, as dropout does.
+    """
+    # In unconditional steps each modality has times of its own, up to that of pure noise.
+    if config.conditioning_dropout or "unconditional" in config.drawn():
+        return
+    for option, strength in guidance.items():
+        if strength != 1:
+            raise UsageError(
+                f"{option} {strength:g}: adds a prediction without the condition, and with modes.conditioning_dropout "
+                f"0 and {config.describe()} the model never learns one. Set it to 1, or train with "
+                "--modes.conditioning_dropout 0.1."
             )
 
 

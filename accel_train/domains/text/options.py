@@ -1,4 +1,4 @@
-"""Options of the `data` group: source of texts and latents."""
+"""Options of the `data` group, and of sampling from a trained model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from accel_train.config import FractionBelowOne, NonNegativeInt, PositiveInt, UsageError
+from accel_train.config import FractionBelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, Seed, UsageError
 from accel_train.data.tables.ledger import Changed
 from accel_train.data.tables.shards import is_shards
 from accel_train.domains.text.encoders import Pooling
@@ -115,3 +115,67 @@ class DataConfig:
                     f"--data.{name} {getattr(self, name)!r} has no effect with --data.{because}. Leave it at its "
                     f"default {defaults[name]!r}, or change the other option."
                 )
+
+
+@dataclass(frozen=True)
+class TextLatentOptions:
+    """Sample text from texts or latents, latents from texts, or pictures from captions.
+
+    One prompt with one seed gives one answer, whatever else is asked for with it.
+    """
+
+    prompt: tuple[str, ...] = ()
+    """Captions to draw, of a model of captions and pictures. A PNG file for each."""
+    text: tuple[str, ...] = ()
+    """Texts. Each is encoded, and a text is sampled from its latent; with --to latents, its latent is sampled."""
+    text_file: str | None = None
+    """File with a text per line, beside or instead of --text."""
+    latents: str | None = None
+    """File .safetensors with latents (B, L, Dz), or (B, Dz) for one token, in the encoder's units: text is sampled."""
+    to: Literal["text", "latents"] = "text"
+    """What is sampled."""
+    length: PositiveInt | None = None
+    """Tokens of each sampled text. None: estimated from its latent."""
+    steps: PositiveInt | None = None
+    """Forward passes per sample (twice as many with guidance). None: evaluation.text.steps or evaluation.latent.steps
+    of the run."""
+    temperature: NonNegativeFloat | None = None
+    """Of the tokens of a text: 1 samples the learned distribution, 0 takes the most likely token. None: that of the
+    run, evaluation.text.temperature."""
+    guidance: NonNegativeFloat | None = None
+    """Strength of the condition; 1 is as learned. None: that of the run."""
+    seed: Seed = 0
+    """Another seed gives another answer to the same prompt."""
+    device: str = "cpu"
+    """Device of torch."""
+    output: str | None = None
+    """File to write. Latents: latents.safetensors if not given. Texts: printed, and written one per line if given.
+    Pictures: a folder, pictures if not given."""
+
+    def __post_init__(self) -> None:
+        if self.prompt:
+            self._refuse_beside_prompt()
+            return
+        if self.latents is not None and (self.text or self.text_file):
+            raise UsageError("latents and text: sampling starts from one of the two; leave one of them out")
+        if self.latents is None and not (self.text or self.text_file):
+            raise UsageError(
+                "nothing to sample from: give --text 'a text', --text_file texts.txt or --latents latents.safetensors, "
+                "or --prompt 'a red heart' for a model of pictures"
+            )
+        if self.latents is not None and self.to == "latents":
+            raise UsageError("to latents with --latents: latents are sampled from text; give --text instead")
+        for name in ("length", "temperature"):
+            if getattr(self, name) is not None and self.to == "latents":
+                raise UsageError(f"{name} with --to latents: only sampled texts have one; leave it out")
+
+    def _refuse_beside_prompt(self) -> None:
+        others = {"text": self.text, "text_file": self.text_file, "latents": self.latents, "length": self.length}
+        given = [name for name, value in others.items() if value]
+        # A temperature of 0 is one too.
+        if self.temperature is not None:
+            given.append("temperature")
+        if self.to != "text":
+            given.append("to")
+        if given:
+            raise UsageError(f"prompt and {', '.join(given)}: a prompt is drawn as a picture; leave the others out")

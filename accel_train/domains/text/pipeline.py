@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from accel_train import rng
-from accel_train.config import PositiveInt, Seed, UsageError, expand_path
+from accel_train.config import UsageError, expand_path
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.masked_text import TextDiffusionConfig
 from accel_train.domains.models.mmdit import MultimodalMMDiT, MultimodalMMDiTConfig
@@ -35,7 +35,8 @@ from accel_train.domains.text.latents.drawn import (
     write_pictures,
 )
 from accel_train.domains.text.latents.files import read_given
-from accel_train.domains.text.modes import ModeConfig, Part, learned_conditions
+from accel_train.domains.text.modes import ModeConfig, Part, learned_conditions, refuse_unlearned_guidance
+from accel_train.domains.text.options import TextLatentOptions
 from accel_train.domains.text.trained_model import learned_modes, load_both_ways
 from accel_train.pipeline import Example, describe, read_lines
 
@@ -51,58 +52,6 @@ UNITS = {
     "latents": "as the encoder gives them; the model reads (latents - mean) / std",
     "time": "0 is clean, 1 is pure noise or all tokens masked",
 }
-
-
-@dataclass(frozen=True)
-class TextLatentOptions:
-    """Sample text from texts or latents, latents from texts, or pictures from captions.
-
-    One prompt with one seed gives one answer, whatever else is asked for with it.
-    """
-
-    prompt: tuple[str, ...] = ()
-    """Captions to draw, of a model of captions and pictures. A PNG file for each."""
-    text: tuple[str, ...] = ()
-    """Texts. Each is encoded, and a text is sampled from its latent; with --to latents, its latent is sampled."""
-    text_file: str | None = None
-    """File with a text per line, beside or instead of --text."""
-    latents: str | None = None
-    """File .safetensors with latents (B, L, Dz), or (B, Dz) for one token, in the encoder's units: text is sampled."""
-    to: Literal["text", "latents"] = "text"
-    """What is sampled."""
-    length: PositiveInt | None = None
-    """Tokens of each sampled text. None: estimated from its latent."""
-    seed: Seed = 0
-    """Another seed gives another answer to the same prompt."""
-    device: str = "cpu"
-    """Device of torch."""
-    output: str | None = None
-    """File to write. Latents: latents.safetensors if not given. Texts: printed, and written one per line if given.
-    Pictures: a folder, pictures if not given."""
-
-    def __post_init__(self) -> None:
-        if self.prompt:
-            self._refuse_beside_prompt()
-            return
-        if self.latents is not None and (self.text or self.text_file):
-            raise UsageError("latents and text: sampling starts from one of the two; leave one of them out")
-        if self.latents is None and not (self.text or self.text_file):
-            raise UsageError(
-                "nothing to sample from: give --text 'a text', --text_file texts.txt or --latents latents.safetensors, "
-                "or --prompt 'a red heart' for a model of pictures"
-            )
-        if self.latents is not None and self.to == "latents":
-            raise UsageError("to latents with --latents: latents are sampled from text; give --text instead")
-        if self.length is not None and self.to == "latents":
-            raise UsageError("length with --to latents: only sampled texts have a length; leave it out")
-
-    def _refuse_beside_prompt(self) -> None:
-        others = {"text": self.text, "text_file": self.text_file, "latents": self.latents, "length": self.length}
-        given = [name for name, value in others.items() if value]
-        if self.to != "text":
-            given.append("to")
-        if given:
-            raise UsageError(f"prompt and {', '.join(given)}: a prompt is drawn as a picture; leave the others out")
 
 
 class TextLatentSamples(NamedTuple):
@@ -138,13 +87,15 @@ class TextLatentPipeline:
         both: BothWays,
         assets: DataAssets,
         device: str = "cpu",
-        conditions: frozenset[Part] = frozenset(("text", "latent")),
+        modes: ModeConfig | None = None,
     ) -> None:
         self.model = model
         self.both = both
         self.assets = assets
         self.device = device
-        self.conditions = conditions
+        self.modes = modes
+        """Those of its training. None: an older version did not record them."""
+        self.conditions: set[Part] = {"text", "latent"} if modes is None else learned_conditions(modes)
         """Conditions the model has learned to sample from."""
 
     @classmethod
@@ -156,9 +107,20 @@ class TextLatentPipeline:
         """Read a checkpoint or an export. Raises ``UsageError``."""
         both, assets = load_both_ways(directory, device)
         assert isinstance(both.model, MultimodalMMDiT)
-        config = learned_modes(directory)
-        conditions = frozenset[Part](("text", "latent") if config is None else learned_conditions(config))
-        return cls(both.model, both, assets, device, conditions)
+        return cls(both.model, both, assets, device, learned_modes(directory))
+
+    def with_sampling(
+        self, *, steps: int | None = None, temperature: float | None = None, guidance: float | None = None
+    ) -> TextLatentPipeline:
+        """Return a pipeline of the same model that samples with other settings. None: as this one does.
+
+        ``steps`` are the forward passes per sample, ``temperature`` is of the tokens of a text, ``guidance`` is the
+        strength of the condition. Raises ``UsageError`` for guidance that the model has not been trained for.
+        """
+        if guidance is not None and self.modes is not None:
+            refuse_unlearned_guidance(self.modes, {"guidance": guidance})
+        both = self.both.with_sampling(steps=steps, temperature=temperature, guidance=guidance)
+        return TextLatentPipeline(self.model, both, self.assets, self.device, self.modes)
 
     def __call__(
         self,
@@ -230,22 +192,21 @@ class TextLatentPipeline:
 
     def sample(self, options: TextLatentOptions) -> list[str]:
         """Sample as ``accel-train sample`` is asked to, and return the lines to print."""
+        sampler = self.with_sampling(steps=options.steps, temperature=options.temperature, guidance=options.guidance)
         if options.prompt:
-            pictures = self.draw(options.prompt, seed=options.seed)
+            pictures = sampler.draw(options.prompt, seed=options.seed)
             return write_pictures(pictures, options.prompt, options.seed, options.output)
         if options.latents is not None:
-            return self._written(
-                self.texts_from_latents(read_given(options.latents), seed=options.seed, length=options.length),
-                options,
-            )
+            given = read_given(options.latents)
+            return written(sampler.texts_from_latents(given, seed=options.seed, length=options.length), options)
         texts = [*options.text, *read_lines(options.text_file)]
         if options.to == "text":
-            return self._written(self.texts_from_texts(texts, seed=options.seed, length=options.length), options)
+            return written(sampler.texts_from_texts(texts, seed=options.seed, length=options.length), options)
         from safetensors.torch import save
 
         # Latents are no lines to print: without a name they still go to a file.
         path = expand_path(options.output or "latents.safetensors")
-        latents = self.latents_from_texts(texts, seed=options.seed)
+        latents = sampler.latents_from_texts(texts, seed=options.seed)
         path.write_bytes(save({"latents": latents}))
         return [f"{path}: latents {tuple(latents.shape)}, in the encoder's units"]
 
@@ -360,11 +321,13 @@ class TextLatentPipeline:
             if not bool(maskable[self.assets.tokenizer.tokenise([text], self.assets.max_length).ids].any()):
                 raise UsageError(f"text {text[:60]!r}: the tokenizer leaves no token of it; give a text with words")
 
-    def _written(self, texts: list[str], options: TextLatentOptions) -> list[str]:
-        lines = [" ".join(text.split()) for text in texts]
-        if options.output is not None:
-            expand_path(options.output).write_text("".join(f"{line}\n" for line in lines), "utf-8")
-        return lines
+
+def written(texts: list[str], options: TextLatentOptions) -> list[str]:
+    """Return each text as one line, written to the file of ``output`` if there is one."""
+    lines = [" ".join(text.split()) for text in texts]
+    if options.output is not None:
+        expand_path(options.output).write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    return lines
 
 
 def describe_model(

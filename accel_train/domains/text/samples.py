@@ -1,4 +1,4 @@
-"""Report of samples in Markdown."""
+"""Results of an evaluation for people: samples in Markdown, and metrics as log lines."""
 
 from __future__ import annotations
 
@@ -40,3 +40,33 @@ def write_samples(
             "",
         ]
     write_page_of_step(directory, "samples", lines, step)
+
+
+def summary(metrics: dict[str, float]) -> list[str]:
+    """Format the evaluation as two log lines, one per direction, with the baselines where they were measured."""
+    l2t = (
+        f"l2t: {metrics['l2t_nll']:.3f} nats per token with the right latent, {metrics['l2t_nll_shuffled']:.3f} with a "
+        f"shuffled one ({_less(metrics['l2t_gain'])}), {metrics['unconditional_nll']:.3f} without; masked-token "
+        f"accuracy {metrics['l2t_accuracy']:.1%}"
+    )
+    # The z of :z.3f keeps a cosine of about zero from being printed as -0.000.
+    t2l = (
+        f"t2l: cosine {metrics['t2l_cosine']:z.3f} between sampled and true latents, "
+        f"{metrics['t2l_cosine_shuffled']:z.3f} against shuffled ones, {metrics['t2l_mean_cosine']:z.3f} in one step"
+    )
+    if "l2t_log_linear_nll" in metrics:
+        nll = metrics["l2t_log_linear_nll"]
+        shuffled = metrics["l2t_log_linear_nll_shuffled"]
+        l2t += f"; log-linear: {nll:.3f}, {shuffled:.3f} ({_less(metrics['l2t_log_linear_gain'])})"
+    if "unigram_nll" in metrics:
+        l2t += f"; unigrams: {metrics['unigram_nll']:.3f} without"
+    if "t2l_ridge_cosine" in metrics:
+        t2l += f"; ridge regression on the counts of its tokens: {metrics['t2l_ridge_cosine']:z.3f}"
+    return [l2t, t2l]
+
+
+def _less(gain: float) -> str:
+    percent = round(100 * gain, 1)
+    if not percent:
+        return "less than 0.05% apart"
+    return f"{abs(percent):.1f}% {'more' if percent < 0 else 'less'}"

@@ -15,7 +15,8 @@ from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.masked_text import gain
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig, TextSamplingConfig
 from accel_train.domains.models.mmdit import MMDiTOutput
-from accel_train.domains.text.both_ways import METRICS, BothWays, EvaluationConfig, metrics_from_sums, summary
+from accel_train.domains.text.both_ways import METRICS, BothWays, EvaluationConfig, metrics_from_sums
+from accel_train.domains.text.samples import summary
 
 VOCABULARY, MASK, LENGTH, DIM = 8, 7, 5, 8
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from accel_train.domains.text.modes import (
     frozen_parts,
     mode_of_step,
     phase_of_step,
+    refuse_unlearned_guidance,
 )
 
 
@@ -75,3 +77,22 @@ def test_phases_follow_each_other_and_start_again() -> None:
 def test_refusals(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ModeConfig(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_learned"),
+    [
+        ({"conditioning_dropout": 0.1, "mode": "t2l"}, True),
+        ({"conditioning_dropout": 0.0, "mode": "mixed"}, True),  # by its unconditional steps
+        ({"conditioning_dropout": 0.0, "mode": "t2l"}, False),
+        ({"conditioning_dropout": 0.0, "mode": "mixed", "weights": (0.0, 1.0, 1.0)}, False),
+    ],
+)
+def test_guidance_needs_a_model_that_has_been_without_its_condition(options: dict[str, Any], is_learned: bool) -> None:
+    config = ModeConfig(**options)
+    refuse_unlearned_guidance(config, {"evaluation.text.guidance": 1.0})
+    if is_learned:
+        refuse_unlearned_guidance(config, {"evaluation.text.guidance": 2.0})
+        return
+    with pytest.raises(UsageError, match=r"evaluation.text.guidance 2: .*never learns one.*conditioning_dropout 0.1"):
+        refuse_unlearned_guidance(config, {"evaluation.text.guidance": 2.0})

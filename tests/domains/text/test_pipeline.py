@@ -146,7 +146,9 @@ def test_the_command_samples_what_the_pipeline_does(
         ([], "nothing to sample from"),
         (["--text", "a", "--latents", "z"], "starts from one of the two"),
         (["--latents", "z", "--to", "latents"], "give --text instead"),
-        (["--text", "a", "--to", "latents", "--length", "3"], "only sampled texts have a length"),
+        (["--text", "a", "--to", "latents", "--length", "3"], "length with --to latents: only sampled texts have one"),
+        (["--text", "a", "--to", "latents", "--temperature", "0"], "temperature with --to latents"),
+        (["--prompt", "a", "--temperature", "0"], "prompt and temperature"),
         (["--latents", "none.safetensors"], "latents none.safetensors: cannot be read"),
         (["--text_file", "none.txt"], "text_file none.txt: cannot be read"),
         (["--text_file", "/dev/null"], "text_file /dev/null: holds no line with text"),
@@ -185,8 +187,9 @@ def test_a_file_of_several_tensors_must_say_which(run: Path, tmp_path: Path) -> 
 def test_a_direction_that_was_never_learned_is_refused(
     options: dict[str, Any], learned: set[str], pipeline: TextLatentPipeline
 ) -> None:
-    assert learned_conditions(ModeConfig(**options)) == learned
-    own = TextLatentPipeline(pipeline.model, pipeline.both, pipeline.assets, conditions=frozenset(learned))  # pyright: ignore[reportArgumentType]
+    config = ModeConfig(**options)
+    assert learned_conditions(config) == learned
+    own = TextLatentPipeline(pipeline.model, pipeline.both, pipeline.assets, modes=config)
     both = own("a bird")
     assert (both.texts is not None) == ("latent" in learned)
     assert (both.latents is not None) == ("text" in learned)
@@ -212,3 +215,32 @@ def test_the_card_shows_a_call_that_the_model_answers(pipeline: TextLatentPipeli
     captions = about_use(pictures, ready_made, {"latent"}, "emoji")
     assert captions["pipeline_tag"] == "image-to-text"
     assert "pipeline(latents=latents).texts" in captions["usage"]
+
+
+def test_steps_temperature_and_guidance_are_those_asked_for(pipeline: TextLatentPipeline) -> None:
+    """Each against the same settings in the evaluation of a run."""
+    other = pipeline.with_sampling(steps=3, temperature=0.0, guidance=2.0)
+    text = replace(pipeline.both.text, steps=3, temperature=0.0, guidance=2.0)
+    latent = replace(pipeline.both.latent, steps=3, guidance=2.0)
+    assert other.both == replace(pipeline.both, text=text, latent=latent)
+    assert pipeline.with_sampling().both == pipeline.both
+    prompt = "a bird on the sea"
+    # The most likely token takes no draw.
+    greedy = pipeline.with_sampling(steps=1, temperature=0.0)
+    assert greedy.texts_from_texts([prompt], seed=1) == greedy.texts_from_texts([prompt], seed=2)
+
+
+def test_the_command_line_samples_with_other_settings(
+    run: Path, pipeline: TextLatentPipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--steps", "2", "--temperature", "0.5", "--guidance", "1.5"]
+    assert sample(run, "--text", "a bird", *flags) == 0
+    asked = pipeline.with_sampling(steps=2, temperature=0.5, guidance=1.5)
+    assert capsys.readouterr().out.split() == asked.texts_from_texts(["a bird"])[0].split()
+
+
+def test_guidance_without_dropout_in_the_training_is_refused(pipeline: TextLatentPipeline) -> None:
+    config = ModeConfig(mode="t2l", conditioning_dropout=0.0)
+    own = TextLatentPipeline(pipeline.model, pipeline.both, pipeline.assets, modes=config)
+    with pytest.raises(UsageError, match=r"guidance 3: .*conditioning_dropout 0 and modes.mode t2l"):
+        own.with_sampling(guidance=3.0)
