@@ -98,7 +98,7 @@ def read_corpus(path: str, *, split: str, text_column: str, max_bad_rows: int, w
         texts.append(row[text_column].strip())
         if with_references:
             references.append((row["shard"], row["idx"]))
-            if CONTENT_FIELD in row:
+            if row.get(CONTENT_FIELD) is not None:
                 contents.append(str(row[CONTENT_FIELD]))
     if not texts:
         raise UsageError(
@@ -315,22 +315,23 @@ def split_heldout(corpus: Corpus, fraction: float) -> tuple[list[int], list[int]
     first is kept, or all of them with ready-made latents. Held-out texts are sorted by hash, so the first n are a fair
     sample and not the first chapters.
     """
-    train: list[int] = []
-    heldout: list[tuple[int, int]] = []
-    seen: set[int] = set()
     bound = held_out_below(fraction)
     keys = [split_key(text) for text in corpus.texts]
     sides = side_keys(keys, corpus.sources)
+    kept = _without_repeated(corpus, keys)
+    heldout = [(keys[index], index) for index in kept if sides[index] < bound]
+    return [index for index in kept if sides[index] >= bound], [index for _, index in sorted(heldout)]
+
+
+def _without_repeated(corpus: Corpus, keys: Sequence[int]) -> Sequence[int]:
+    """Return the rows of a corpus, of those with one of its `keys` the first."""
+    # Ready-made latents belong to rows, and equal texts may have different ones.
+    if corpus.references:
+        return range(len(keys))
+    first: dict[int, int] = {}
     for index, key in enumerate(keys):
-        # Ready-made latents belong to rows, and equal texts may have different ones.
-        if key in seen and not corpus.references:
-            continue
-        seen.add(key)
-        if sides[index] < bound:
-            heldout.append((key, index))
-        else:
-            train.append(index)
-    return train, [index for _, index in sorted(heldout)]
+        first.setdefault(key, index)
+    return list(first.values())
 
 
 def remove_heldout(train: Corpus, heldout: Corpus) -> tuple[list[int], list[int]]:
@@ -338,14 +339,15 @@ def remove_heldout(train: Corpus, heldout: Corpus) -> tuple[list[int], list[int]
 
     Captions of pictures may be in both: another picture of the same words, such as a class, is another sample.
     """
-    # Only to drop repeated texts and to order the held-out ones: with shares of 1 and 0 nothing changes sides.
-    _, heldout_rows = split_heldout(heldout, 1.0)
-    candidates, _ = split_heldout(train, 0.0)
+    train_keys, heldout_keys = ([split_key(text) for text in corpus.texts] for corpus in (train, heldout))
+    candidates = _without_repeated(train, train_keys)
+    # In the order of their hashes, so that the first of them are a fair sample.
+    heldout_rows = sorted(_without_repeated(heldout, heldout_keys), key=lambda index: (heldout_keys[index], index))
     if train.contents and heldout.contents:
         held_out = set(heldout.contents)
         return [index for index in candidates if train.contents[index] not in held_out], heldout_rows
-    heldout_keys = {split_key(text) for text in heldout.texts}
-    train_rows = [index for index in candidates if split_key(train.texts[index]) not in heldout_keys]
+    held_texts = set(heldout_keys)
+    train_rows = [index for index in candidates if train_keys[index] not in held_texts]
     if train.references:
         held_latents = set(heldout.references)
         train_rows = [index for index in train_rows if train.references[index] not in held_latents]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from accel_train.config import UsageError
-from accel_train.data.artifacts import cached_folder, of_rank_0, open_cache
+from accel_train.data.artifacts import cached_folder, of_rank_0, open_cache, without_folder
 from accel_train.data.tables.block_order import BlockOrder
 from accel_train.data.tables.ledger import earlier_ledger
 from accel_train.domains.models.vae import VaeReference
@@ -135,14 +135,14 @@ def _dataset(
 def _tokenizer(
     config: DataConfig, trained: TrainedAssets | None, texts: Sequence[str], cache: Path, processes: Processes
 ) -> TextTokenizer:
-    """Return the tokenizer of the weights, or build that of the options. Every rank calls it (a barrier)."""
+    """Return the tokenizer of the weights, or build that of the options. Every rank calls it (two barriers)."""
     if trained is None:
         return build_tokenizer(config, texts, cache, processes)
     if config.tokenizer == TRAINED or trained.is_named_as_before(config):
         trained.refuse_other_options(config, ("tokenizer", "vocab_size"), "tokenizer")
         if config.tokenizer == TRAINED:
-            # A host that does not see the checkpoint trains its own, waits here, and is refused later.
-            processes.barrier()
+            # A host that does not see the checkpoint trains its own, and is refused later.
+            without_folder(processes.barrier)
         return trained.saved.tokenizer
     tokenizer = build_tokenizer(config, texts, cache, processes)
     trained.refuse_other_pieces(config.tokenizer, tokenizer)
@@ -159,7 +159,7 @@ def _build_encoder(
         return _transformer_encoder(config, trained, processes)
     if trained is not None and trained.saved.encoder is not None:
         trained.refuse_other_options(config, ("encoder", "latent_dim", "normalise"), "latent encoder")
-        processes.barrier()
+        without_folder(processes.barrier)
         return trained.saved.encoder
     dim = config.latent_dim or TFIDF_DIM
     key = tfidf.fit_identity(texts, dim, config.normalise)

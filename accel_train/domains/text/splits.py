@@ -202,7 +202,7 @@ def _read(config: DataConfig, path: str, split: str) -> tuple[Corpus, int]:
 
 
 def build_tokenizer(config: DataConfig, texts: Sequence[str], cache: Path, processes: Processes) -> TextTokenizer:
-    """Train the tokenizer, or load that of a transformers model. Every rank calls it (a barrier)."""
+    """Train the tokenizer, or load that of a transformers model. Every rank calls it (two barriers)."""
     if config.tokenizer != TRAINED:
         return transformers_tokenizer(config.tokenizer)
     # The 1 changes with the training of the tokenizer, so that no run reads another version's cache.

@@ -1,13 +1,16 @@
 import json
 import os
+import random
 import re
+import string
 from pathlib import Path
 
 import datasets
 import pytest
 
 from accel_train.config import UsageError
-from accel_train.data.tables.text_sources import content_key
+from accel_train.data.tables.sides import CONTENT_FIELD
+from accel_train.data.tables.text_sources import ASCII_SIGNS, _signs, content_key
 from accel_train.domains.text import corpus
 from accel_train.domains.text.corpus import Corpus, read_corpus, remove_heldout, split_heldout
 
@@ -261,9 +264,13 @@ def test_equal_texts_stand_on_one_side_once() -> None:
         ["what a day 😀", "what a day 😡", "What a day, 😀!"],
         ["I write C", "I write C++", "I write C#", "I write: C."],
         ["5 > 3", "5 < 3"],
+        ["-5 degrees", "5 degrees"],
+        ["a != b", "a = b"],
+        ["x - 1", "x 1"],
+        ["if (!done)", "if (done)"],
         ["café", "cafe", "cafe\u0301"],
     ],
-    ids=["marks", "emoji", "code", "formulas", "accents"],
+    ids=["marks", "emoji", "code", "formulas", "negative", "unequal", "minus", "not", "accents"],
 )
 def test_texts_that_differ_in_marks_or_signs_are_kept_on_one_side(texts: list[str], tmp_path: Path) -> None:
     repeats = 1 if len(texts) > 3 or "😀" in texts[0] or "é" in texts[0] else 0
@@ -272,6 +279,14 @@ def test_texts_that_differ_in_marks_or_signs_are_kept_on_one_side(texts: list[st
     assert kept == list(range(len(texts) - repeats))
     if "é" not in texts[0]:  # words with another letter are other words
         assert not train or not heldout
+
+
+def test_ascii_texts_have_the_keys_that_all_others_have() -> None:
+    """They are hashed by a rule of their own, which is faster."""
+    generator = random.Random(0)
+    for _ in range(2000):
+        text = "".join(generator.choices(string.printable, k=20))
+        assert ASCII_SIGNS.findall(text) == _signs().findall(text)
 
 
 def test_a_table_with_other_separators_is_named(tmp_path: Path) -> None:
@@ -292,6 +307,17 @@ def test_texts_of_one_latent_stand_on_one_side() -> None:
         assert any({0, 1, 2, 3} <= set(side) for side in split_heldout(joined, fraction))
     kept, _ = remove_heldout(corpus, Corpus(["other words"], [(0, 7)]))
     assert sorted({*range(1500)} - {*kept}) == [21, 22, 23]
+
+
+def test_rows_that_name_no_file_are_not_of_one(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"text": f"text {index}", "shard": 0, "idx": index, CONTENT_FIELD: None} for index in range(100)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    corpus = read_corpus(str(file), split="train", text_column="text", max_bad_rows=0, with_references=True)
+    assert corpus.contents == []
+    train, heldout = split_heldout(corpus, 0.3)
+    assert len(train) > 50
+    assert len(heldout) > 10
 
 
 def test_held_out_source_of_its_own_is_taken_out_of_training() -> None:

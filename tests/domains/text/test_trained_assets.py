@@ -190,6 +190,41 @@ def test_a_new_run_is_refused_other_sizes_and_pieces_than_its_weights_know(tmp_p
     assert prepare_data(replace(named, tokenizer=assets), weights=weights).tokenizer.vocab_size == 340
 
 
+def test_weights_without_the_options_of_their_run_are_known_by_their_assets(tmp_path: Path) -> None:
+    _, weights = trained(tmp_path, settings(tmp_path), resumes=False)
+    (weights.folder.parent / "experiment.json").write_text('{"options": {}}')
+    assert prepare_data(settings(tmp_path), weights=weights).tokenizer.vocab_size == 340
+    for options, says in (
+        ({"vocab_size": 350}, r"--data\.vocab_size 350: 340 in .*source"),
+        ({"latent_dim": 4}, r"--data\.latent_dim 4: 8 in .*source"),
+        ({"normalise": False}, r"--data\.normalise False: True in .*source"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            prepare_data(settings(tmp_path, **options), weights=weights)
+
+
+def test_a_host_without_the_checkpoint_meets_the_others_as_often(tmp_path: Path) -> None:
+    """Or it would wait for them for ever, in place of being refused."""
+    config = settings(tmp_path)
+    _, weights = trained(tmp_path, config)
+    met: list[int] = []
+    for seen in (weights, None):
+        calls: list[None] = []
+        prepare_data(config, world_size=1, barrier=lambda: calls.append(None), weights=seen)  # noqa: B023
+        met.append(len(calls))
+    assert met[0] == met[1] > 0
+
+
+def test_another_encoder_than_that_of_the_weights_is_asked_what_it_declares(tmp_path: Path) -> None:
+    _, weights = trained(tmp_path, settings(tmp_path), resumes=False)
+    tiny_encoders.bert(tmp_path / "bert")
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    modules.append({"idx": 1, "name": "1", "path": "1_Dense", "type": "sentence_transformers.models.Dense"})
+    (tmp_path / "bert" / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(UsageError, match="Dense"):
+        prepare_data(settings(tmp_path, encoder=str(tmp_path / "bert")), weights=weights)
+
+
 def test_a_new_run_with_another_encoder_has_a_scale_of_its_own_and_says_so(tmp_path: Path) -> None:
     first, weights = trained(tmp_path, settings(tmp_path), resumes=False)
     tiny_encoders.bert(tmp_path / "bert")

@@ -58,11 +58,14 @@ class TrainedAssets:
         A new run may leave them at their defaults.
         """
         defaults = {field.name: field.default for field in fields(config)}
-        sizes = {"vocab_size": self.saved.tokenizer.vocab_size, "latent_dim": len(self.saved.latent_mean)}
+        facts = {"vocab_size": self.saved.tokenizer.vocab_size, "latent_dim": len(self.saved.latent_mean)}
+        if self.saved.encoder is not None:
+            facts["normalise"] = self.saved.encoder.normalise
         for name in names:
             now = getattr(config, name)
-            was = self.options.get(f"data.{name}", now)
-            is_kept = now in (was, sizes.get(name, was))
+            # Weights may come without the options of their run.
+            was = self.options.get(f"data.{name}", facts.get(name, now))
+            is_kept = now in (was, facts.get(name, was))
             if is_kept or (not self.resumes and now == defaults[name]):
                 continue
             raise UsageError(
@@ -138,7 +141,7 @@ def refuse_declared_otherwise(trained: TrainedAssets | None, encoder: Transforme
 
     Trained weights know the latents that they were trained on.
     """
-    if trained is None:
+    if trained is None or not trained.has_latents_of(encoder, None):
         refuse_other_modules(encoder)
 
 

@@ -32,7 +32,7 @@ from accel_train.data.tables.sharded_table import DecodedBlock, ShardedTable
 from accel_train.data.tables.text_sources import BadRows, held_out_below, split_key
 from accel_train.domains.text.corpus import text_fault
 
-SPLIT_FORMAT = 2
+SPLIT_FORMAT = 3
 LEFT_OUT, TRAIN, HELDOUT = range(3)
 HELDOUT_ROWS = 2**14
 """Most held-out texts. They are kept in memory, because evaluation reads them in the order of their hash."""
