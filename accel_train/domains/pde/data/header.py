@@ -145,8 +145,11 @@ def _check_time(file: Path, header: FieldHeader, fields: tuple[int, ...]) -> Non
 
 def _check_boundary(file: Path, header: FieldHeader) -> None:
     """Refuse another spelling of a boundary with an effect, or one like it."""
-    meant = nearest(header.boundary.strip(), BOUNDARIES, cutoff=0.8)
-    if meant and meant != header.boundary:
+    given = header.boundary.strip()
+    meant = nearest(given, BOUNDARIES, cutoff=0.8)
+    # A word before it, as in non-periodic, names another boundary and often the opposite.
+    is_other = meant is not None and len(given) > len(meant) and given.lower().endswith(meant)
+    if meant and meant != header.boundary and not is_other:
         raise UsageError(
             f"--data.path: {file} has the attribute boundary {header.boundary!r}, without effect; {meant!r} is "
             "required for one with it. Correct it in the files of both splits, or name another boundary."

@@ -144,8 +144,8 @@ def _scale_differences(trained: FieldTask, own: FieldTask) -> Iterator[str]:
         if before != now:
             yield f"{name} {_described(before)} (here {_described(now)})"
     if trained.logarithmic != own.logarithmic:
-        before, now = (shortened(list(compress(task.parameters, task.logarithmic)), 3) for task in (trained, own))
-        yield f"read by their logarithms: {before} (here {now})"
+        before, now = (", ".join(compress(task.parameters, task.logarithmic)) or "none" for task in (trained, own))
+        yield f"parameters read by their logarithms: {before} (here {now})"
 
 
 def _described(scale: Scale) -> str:

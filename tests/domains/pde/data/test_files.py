@@ -437,3 +437,11 @@ def test_a_zarr_folder_gives_the_rows_of_the_same_hdf5(tmp_path: Path) -> None:
     (tmp_path / "zarr" / "heat_train.zarr" / "zarr.json").write_text("{")
     with pytest.raises(UsageError, match=r"heat_train\.zarr cannot be read"):
         prepare_pde(PdeDataConfig(path=str(tmp_path / "zarr"), **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("boundary", ["non-periodic", "nonperiodic", "aperiodic", "non_dirichlet", "neumann", "walls"])
+def test_a_boundary_that_is_none_of_those_with_an_effect_is_taken(boundary: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.h5"
+    header = FieldHeader("own", (), 1, 0.0, boundary, False)
+    write_fields(file, header, 2, [(np.ones((2, 1, 2, 4, 4)), np.zeros((2, 0)))])
+    assert read(file).header.boundary == boundary

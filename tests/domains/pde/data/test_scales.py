@@ -86,7 +86,7 @@ def test_logarithms_are_those_of_the_weights(tmp_path: Path, trained: FieldData)
     replace(trained.assets, tasks=tuple(saved)).save(tmp_path / "log" / "assets")
     data = prepare(tmp_path / "data", "heat", "wave", weights=WeightsAssets(tmp_path / "log" / "assets", True))
     assert data.tasks == tuple(saved)
-    assert any("read by their logarithms: a (here nothing)" in line for line in data.notices)
+    assert any("read by their logarithms: a (here none)" in line for line in data.notices)
 
 
 @pytest.mark.parametrize(
