@@ -146,6 +146,10 @@ class TextLatentOptions:
     """Strength of the condition; 1 is as learned. None: that of the run."""
     seed: Seed = 0
     """Another seed gives another answer to the same prompt."""
+    encoder: str | None = None
+    """Folder or Hub id of the text encoder of the training, if it has moved. Its files must be the same."""
+    vae: str | None = None
+    """Folder or Hub id of the autoencoder of the training, if it has moved. Its weights must be the same."""
     device: str = "cpu"
     """Device of torch."""
     output: str | None = None

@@ -26,6 +26,7 @@ from accel_train.domains.text.both_ways import (
     tokens_from_latents,
 )
 from accel_train.domains.text.dataset import DataAssets
+from accel_train.domains.text.encoders import TransformerEncoder
 from accel_train.domains.text.latents.drawn import (
     about_use,
     decoded,
@@ -37,7 +38,7 @@ from accel_train.domains.text.latents.drawn import (
 from accel_train.domains.text.latents.files import read_given
 from accel_train.domains.text.modes import ModeConfig, Part, learned_conditions, refuse_unlearned_guidance
 from accel_train.domains.text.options import TextLatentOptions
-from accel_train.domains.text.trained_model import learned_modes, load_both_ways
+from accel_train.domains.text.trained_model import learned_modes, load_both_ways, refuse_moved
 from accel_train.pipeline import Example, describe, read_lines
 
 if TYPE_CHECKING:
@@ -122,6 +123,23 @@ class TextLatentPipeline:
         both = self.both.with_sampling(steps=steps, temperature=temperature, guidance=guidance)
         return TextLatentPipeline(self.model, both, self.assets, self.device, self.modes)
 
+    def with_models(self, *, encoder: str | None = None, vae: str | None = None) -> TextLatentPipeline:
+        """Return this pipeline with the text encoder or the autoencoder of its training at another place.
+
+        Each is a folder or a Hub id. Other files than those of the training are refused when they are used. Raises
+        ``UsageError`` for a model that uses none.
+        """
+        assets = self.assets
+        if encoder is not None:
+            if not isinstance(assets.encoder, TransformerEncoder):
+                raise UsageError(f"encoder {encoder!r}: this model uses no text encoder of a folder; leave it out")
+            assets = replace(assets, encoder=replace(assets.encoder, name=encoder, revision=None))
+        if vae is not None:
+            if assets.vae is None:
+                raise UsageError(f"vae {vae!r}: this model uses no autoencoder; leave it out")
+            assets = replace(assets, vae=replace(assets.vae, source=vae, revision=None))
+        return TextLatentPipeline(self.model, self.both, assets, self.device, self.modes)
+
     def __call__(
         self,
         texts: str | Sequence[str] | None = None,
@@ -152,6 +170,7 @@ class TextLatentPipeline:
         """Return the encoder's latents (B, L, Dz). Raises ``UsageError`` for a model of ready-made latents."""
         if self.assets.encoder is None:
             refuse_text_of_pictures(self.model.config)
+        refuse_moved(self.assets)
         # One at a time: a batch is padded, which changes the last bits of some encoders.
         return torch.cat([self.assets.denormalise(self.assets.encode([text])) for text in texts])
 
@@ -192,7 +211,8 @@ class TextLatentPipeline:
 
     def sample(self, options: TextLatentOptions) -> list[str]:
         """Sample as ``accel-train sample`` is asked to, and return the lines to print."""
-        sampler = self.with_sampling(steps=options.steps, temperature=options.temperature, guidance=options.guidance)
+        placed = self.with_models(encoder=options.encoder, vae=options.vae)
+        sampler = placed.with_sampling(steps=options.steps, temperature=options.temperature, guidance=options.guidance)
         if options.prompt:
             pictures = sampler.draw(options.prompt, seed=options.seed)
             return write_pictures(pictures, options.prompt, options.seed, options.output)

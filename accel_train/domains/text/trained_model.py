@@ -14,6 +14,7 @@ from accel_train.domains.models.mmdit import MultimodalMMDiT
 from accel_train.domains.models.pretrained import load_directory
 from accel_train.domains.text.both_ways import BothWays
 from accel_train.domains.text.dataset import DataAssets, load_assets
+from accel_train.domains.text.encoders import TransformerEncoder
 from accel_train.domains.text.modes import ModeConfig
 from accel_train.options.loading import from_tree
 from accel_train.store.run_file import experiment_options
@@ -37,6 +38,16 @@ def load_both_ways(directory: Path, device: str = "cpu") -> tuple[BothWays, Data
     assets = load_assets(directory / "assets", device)
     both = BothWays(model.to(device).eval(), assets.tokenizer.mask_id, seed, diffusion, text, latent)
     return both, assets
+
+
+def refuse_moved(assets: DataAssets) -> None:
+    """Raise ``UsageError`` if the folder of the text encoder is gone: its name would be taken for a Hub id."""
+    encoder = assets.encoder
+    if isinstance(encoder, TransformerEncoder) and Path(encoder.name).is_absolute() and not Path(encoder.name).is_dir():
+        raise UsageError(
+            f"encoder {encoder.name!r}: the folder with the text encoder of the training is not there; if it has "
+            "moved, give its place with --encoder (in Python, pipeline.with_models(encoder=...))"
+        )
 
 
 Settings = tuple[LatentDiffusionConfig, TextSamplingConfig, LatentSamplingConfig, int]

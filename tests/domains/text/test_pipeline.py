@@ -14,11 +14,13 @@ import accel_train
 from accel_train import cli
 from accel_train.config import UsageError
 from accel_train.domains.models.mmdit import ModelConfig
+from accel_train.domains.text.encoders import TransformerEncoder
 from accel_train.domains.text.latents.drawn import about_use
 from accel_train.domains.text.modes import ModeConfig, learned_conditions
 from accel_train.domains.text.pipeline import TextLatentPipeline
 from accel_train.domains.text.tokenizer import TextTokenizer
 from accel_train.pipeline import read_lines
+from tests import tiny_encoders
 from tests.trained import TEXTS, text_run
 
 
@@ -244,3 +246,28 @@ def test_guidance_without_dropout_in_the_training_is_refused(pipeline: TextLaten
     own = TextLatentPipeline(pipeline.model, pipeline.both, pipeline.assets, modes=config)
     with pytest.raises(UsageError, match=r"guidance 3: .*conditioning_dropout 0 and modes.mode t2l"):
         own.with_sampling(guidance=3.0)
+
+
+def test_an_encoder_that_has_moved_is_found_where_it_is_said_to_be(
+    pipeline: TextLatentPipeline, tmp_path: Path
+) -> None:
+    tiny_encoders.bert(tmp_path / "bert")
+    encoder = TransformerEncoder(str(tmp_path / "bert"), latent_dim=8)
+    encoder = replace(encoder, weights_hash=encoder.files_hash)
+    own = TextLatentPipeline(pipeline.model, pipeline.both, replace(pipeline.assets, encoder=encoder))
+    before = own.encode(TEXTS[:2])
+    (tmp_path / "bert").rename(tmp_path / "moved")
+    left = TextLatentPipeline(pipeline.model, pipeline.both, replace(own.assets, encoder=replace(encoder)))
+    with pytest.raises(UsageError, match=r"encoder '.*bert': the folder .* is not there; .* --encoder"):
+        left.encode(TEXTS[:2])
+    assert torch.equal(left.with_models(encoder=str(tmp_path / "moved")).encode(TEXTS[:2]), before)
+    tiny_encoders.bert(tmp_path / "other", seed=1)
+    with pytest.raises(UsageError, match="its files changed since the latents were made"):
+        left.with_models(encoder=str(tmp_path / "other")).encode(TEXTS[:2])
+
+
+def test_a_place_for_what_the_model_does_not_use_is_refused(pipeline: TextLatentPipeline) -> None:
+    with pytest.raises(UsageError, match=r"encoder 'x': this model uses no text encoder of a folder"):
+        pipeline.with_models(encoder="x")
+    with pytest.raises(UsageError, match="vae 'x': this model uses no autoencoder"):
+        pipeline.with_models(vae="x")

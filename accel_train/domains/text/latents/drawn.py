@@ -72,7 +72,7 @@ def decoded(latents: Tensor, grid: tuple[int, int], reference: VaeReference | No
     patch = round((latents.shape[2] / channels) ** 0.5)
     if reference is None:
         return from_patches(latents, grid, patch)
-    vae = load_vae(reference.source, reference.revision, "the autoencoder of this model,", reference).to(device)
+    vae = load_vae(reference.source, reference.revision, "--vae", reference).to(device)
     return from_values(vae.decode_all(joined(as_grid(latents, grid), patch), BATCH))
 
 
