@@ -307,11 +307,15 @@ def load_weights(
 ) -> list[str]:
     """Load a collection into a model before it is sharded. Any process, no collective.
 
-    The file must hold the tensors named in ``required``, by default all parameters. Raises ``UsageError`` before the
-    model is changed if names, shapes or dtypes do not fit, or for a parameter with NaN or infinity. With ``strict``
-    False, names may be in the file or in the model alone, and they are returned. Shapes must still fit.
+    The file must hold the tensors named in ``required``, by default all parameters. What an EMA has no average of,
+    buffers and frozen parameters, is read from the weights beside it, unless ``required`` is given. Raises
+    ``UsageError`` before the model is changed if names, shapes or dtypes do not fit, or for a parameter with NaN or
+    infinity. With ``strict`` False, names may be in the file or in the model alone, and they are returned. Shapes must
+    still fit.
     """
     tensors = find_tensors(directory, stem)
+    if stem == "ema" and required is None and any(directory.glob("model*.safetensors")):
+        tensors = find_tensors(directory, "model") | tensors
     parameters = dict(model.named_parameters())
     state: Json = model.state_dict(keep_vars=True)
     # A state dict can hold other objects than tensors (`get_extra_state`).

@@ -391,6 +391,28 @@ def test_weights_are_loaded_exactly(tmp_path: Path) -> None:
     assert model.body.weight.dtype == torch.float32
 
 
+def test_an_average_is_completed_by_the_weights_beside_it(tmp_path: Path) -> None:
+    """Buffers and frozen parameters have no average: a model would compute with its initial ones."""
+    trained = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    trained(torch.randn(50, 3) + 2)  # moves the statistics
+    average = {
+        "2.weight": torch.ones(2, 4),
+        "2.bias": torch.ones(2),
+        "1.weight": torch.ones(4),
+        "1.bias": torch.ones(4),
+    }
+    save_file(dict(trained.state_dict()), tmp_path / "model.safetensors")
+    save_file(average, tmp_path / "ema.safetensors")
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    assert load_weights(tmp_path, best_stem(tmp_path), model) == []
+    expected = dict(trained.state_dict()) | average
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    # Where the caller has loaded the rest, it stays.
+    other = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    load_weights(tmp_path, "ema", other, required=())
+    assert torch.equal(other[1].running_mean, torch.zeros(4))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
