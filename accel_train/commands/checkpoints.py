@@ -14,10 +14,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from accel_train.commands.places import Place, disk_bytes, find_place, find_run, is_gone
+from accel_train.commands.places import (
+    Place,
+    best_metric,
+    best_of,
+    disk_bytes,
+    find_place,
+    find_run,
+    is_gone,
+    options_of,
+)
 from accel_train.config import UsageError
 from accel_train.hub.queue import HubQueue
-from accel_train.options.loading import from_tree, read_tree
+from accel_train.options.loading import from_tree
 from accel_train.options.tree import option_names
 from accel_train.store import commit, lock, retention
 from accel_train.store.manifest import NAME
@@ -65,7 +74,8 @@ def ls(place: str, *, as_json: bool = False, quick: bool = False) -> int:
         return 0
     metric = _shown_metric(found, rows)
     header = ("name", "step", "age", "size", metric or "metric", "state", "verified", "pushed")
-    _print_table([header, *(_cells(row, metric) for row in rows)])
+    best = best_of(found)
+    _print_table([header, *(_cells(row, metric, is_best=row.path == str(best)) for row in rows)])
     for row in rows:
         if row.reason:
             print(f"{row.name}: {row.reason}")
@@ -163,7 +173,7 @@ def _push_states(found: Place) -> dict[str, str]:
 
 def _shown_metric(found: Place, rows: Sequence[Row]) -> str | None:
     """Return ``checkpoints.best_metric`` of the run, or else the first metric of the newest checkpoint with any."""
-    best = _best_metric(found.run)
+    best, _ = best_metric(found.run)
     if any(best in row.metrics for row in rows):
         return best
     for row in reversed(rows):  # newest first
@@ -172,33 +182,14 @@ def _shown_metric(found: Place, rows: Sequence[Row]) -> str | None:
     return None
 
 
-def _best_metric(run: Path | None) -> str | None:
-    if run is None:
-        return None
-    try:
-        return _options(run, "checkpoints").get("best_metric")
-    except UsageError:  # ls also works beside an unreadable config.yaml
-        return None
-
-
-def _options(run: Path, group: str) -> dict[str, Any]:
-    """Return a group of options from the run's config.yaml, empty if there is none."""
-    path = run / "config.yaml"
-    if not path.is_file():
-        return {}
-    options = read_tree(path).get(group)
-    if not isinstance(options, dict):  # edited by hand
-        return {}
-    return options
-
-
-def _cells(row: Row, metric: str | None) -> tuple[str, ...]:
+def _cells(row: Row, metric: str | None, *, is_best: bool) -> tuple[str, ...]:
+    value = _readable_metric(row.metrics.get(metric or ""))
     return (
         row.name,
         "-" if row.step is None else str(row.step),
         _readable_age(row.age_seconds),
         readable_size(row.size_bytes),
-        _readable_metric(row.metrics.get(metric or "")),
+        f"{value} best" if is_best else value,
         STATE_CELLS[row.state],
         VERIFIED_CELLS[row.verified],
         row.pushed or "-",
@@ -313,7 +304,7 @@ def _keep_options(place: Place, run: Path, flags: dict[str, Any]) -> retention.K
 def _known_options(run: Path, group: str, config: type[Any]) -> dict[str, Any]:
     """Return the saved options still known to ``config``."""
     known = option_names(config)
-    return {name: value for name, value in _options(run, group).items() if name in known}
+    return {name: value for name, value in options_of(run, group).items() if name in known}
 
 
 def _refuse_unknown_metric(keep: retention.Keep, verified: Iterable[retention.CheckpointFacts]) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accel_train.config import UsageError, expand_path
-from accel_train.store import commit, manifest
+from accel_train.options.loading import read_tree
+from accel_train.store import commit, manifest, retention
 from accel_train.store.manifest import NAME, Checkpoint
 from accel_train.store.strict_json import UnreadableError
 from accel_train.wording import shortened
+
+CHOICE = re.compile(r"(.+)@(best|\d+)")
+"""End of a path that chooses a checkpoint of a run."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +35,14 @@ class Place:
 
 
 def find_place(text: str | os.PathLike[str]) -> Place:
-    """Find the checkpoints at a path. For any other path, raise ``UsageError`` with its contents."""
+    """Find the checkpoints at a path, or one of a run by ``RUN@STEP`` or ``RUN@best``.
+
+    For any other path, raise ``UsageError`` with its contents.
+    """
     path = expand_path(text)
+    chosen = CHOICE.fullmatch(path.name)
+    if chosen and not path.exists():
+        return _chosen(find_place(path.with_name(chosen[1])), chosen[2])
     # An unmounted disk is the likely cause of a dangling link, and a better message than "does not exist".
     links = commit.describe_broken_link(path) or commit.describe_broken_link(path / "checkpoints")
     if lost := links or commit.describe_lost(path / "checkpoints") or commit.describe_lost(path):
@@ -54,6 +66,57 @@ def find_place(text: str | os.PathLike[str]) -> Place:
         f"{path}: neither a run (checkpoints/, run.json) nor a checkpoint (manifest.json); it holds {contents(path)}; "
         "give one of these"
     )
+
+
+def _chosen(place: Place, choice: str) -> Place:
+    """Return the checkpoint of a step, or the best one by ``checkpoints.best_metric`` of the run."""
+    if choice == "best":
+        path = best_of(place)
+        if path is None:
+            raise UsageError(
+                f"{place.path}@best: a run with checkpoints.best_metric in its config.yaml, and a checkpoint with that "
+                f"metric, is required; name a step, as in {place.path}@1200 (accel-train checkpoints ls shows them)"
+            )
+    else:
+        by_step = {facts.step: facts.path for facts in _facts(place)}
+        if int(choice) not in by_step:
+            steps = ", ".join(map(str, by_step)) or "none"
+            raise UsageError(f"{place.path}@{choice}: there is no checkpoint of this step; there are {steps}")
+        path = by_step[int(choice)]
+    return Place(path, (path,), place.run, single=True)
+
+
+def best_of(place: Place) -> Path | None:
+    """Return the best checkpoint by ``checkpoints.best_metric`` of the run, None without the option or the metric."""
+    metric, mode = best_metric(place.run)
+    best = retention.ranked(_facts(place)[::-1], metric, mode)
+    return best[0].path if best else None
+
+
+def _facts(place: Place) -> list[retention.CheckpointFacts]:
+    """Return the facts of the readable checkpoints, oldest first."""
+    found = ((path, retention.read_manifest(path)) for path in place.checkpoints)
+    return [retention.facts_from_manifest(path, manifest) for path, manifest in found if manifest is not None]
+
+
+def best_metric(run: Path | None) -> tuple[str | None, str]:
+    """Return ``checkpoints.best_metric`` and ``best_mode`` of a run. None without, or beside an unreadable config."""
+    options: dict[str, Any] = {}
+    if run is not None:
+        with suppress(UsageError):
+            options = options_of(run, "checkpoints")
+    return options.get("best_metric"), str(options.get("best_mode", "min"))
+
+
+def options_of(run: Path, group: str) -> dict[str, Any]:
+    """Return a group of options from the run's config.yaml, empty if there is none. Raises ``UsageError``."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        return {}
+    options = read_tree(path).get(group)
+    if not isinstance(options, dict):  # edited by hand
+        return {}
+    return options
 
 
 def _committed(directory: Path) -> tuple[Path, ...]:

@@ -197,7 +197,7 @@ def _reasons(past: Sequence[CheckpointFacts], damaged: Sequence[Path], keep: Kee
     ``past`` is verified and sorted, newest first.
     """
     newest = past[0]
-    best = {facts.path.name for facts in _best(past, keep)}
+    best = {facts.path.name for facts in ranked(past, keep.best_metric, keep.best_mode)[: keep.keep_best]}
     reasons: dict[str, list[str]] = {}
     for place, facts in enumerate(past):
         age = newest.step - facts.step
@@ -229,16 +229,16 @@ def _within_epochs(facts: CheckpointFacts, newest: CheckpointFacts, epochs: floa
     return epochs > 0 and newest.epoch - facts.epoch <= epochs * (1 + 1e-9)
 
 
-def _best(past: Sequence[CheckpointFacts], keep: Keep) -> list[CheckpointFacts]:
-    """Return the ``keep_best`` best of ``past`` (newest first) with a finite metric. Ties go to the newer."""
+def ranked(past: Sequence[CheckpointFacts], metric: str | None, mode: str) -> list[CheckpointFacts]:
+    """Return those of ``past`` (newest first) with a finite ``metric``, the best first. Ties go to the newer."""
     finite: list[tuple[float, CheckpointFacts]] = []
     for facts in past:
-        value = _metric(facts, keep.best_metric)
+        value = _metric(facts, metric)
         if value is not None:
             finite.append((value, facts))
     # The sort is stable, so of equal metrics the newer checkpoint stays first. `reverse` keeps that order too.
-    finite.sort(key=lambda pair: pair[0], reverse=keep.best_mode == "max")
-    return [facts for _, facts in finite[: max(0, keep.keep_best)]]
+    finite.sort(key=lambda pair: pair[0], reverse=mode == "max")
+    return [facts for _, facts in finite]
 
 
 def _metric(facts: CheckpointFacts, name: str | None) -> float | None:

@@ -27,6 +27,7 @@ from accel_train.checkpoints import fetch
 from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.cli.arguments import build_parser
 from accel_train.commands import diff as compare
+from accel_train.commands import places
 from accel_train.config import UsageError
 from accel_train.domains.models.mmdit import MMDiTConfig, ModelConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.hub.queue import Entry, HubQueue
@@ -199,6 +200,35 @@ def test_ls_shows_the_metric_that_the_run_goes_by(run: Path, capsys: pytest.Capt
     assert "0.25" in lines[4]
     (run / "config.yaml").write_text("checkpoints: {best_metric: [")
     assert call("ls", run) == 0
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 20), ("max", 10)])
+def test_the_best_checkpoint_is_marked_and_has_a_name(
+    mode: str, best: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    for step, value in ((10, 0.9), (20, 0.1), (30, 0.5)):
+        checkpoint(run, step, metrics={"nll": value})
+    checkpoint(run, 40, metrics={"other": 0.0})
+    (run / "config.yaml").write_text(f"checkpoints: {{best_metric: nll, best_mode: {mode}}}\n")
+    call("ls", run)
+    marked = [line for line in lines_of(capsys) if " best" in line]
+    assert [line.split()[0] for line in marked] == [name(best)]
+    assert places.find_place(f"{run}@best").checkpoints == (run / "checkpoints" / name(best),)
+    assert places.newest_at(f"{run}@best")[0].step == best
+    assert places.newest_at(f"{run}@30")[0].step == 30
+    with pytest.raises(UsageError, match=r"run@7: there is no checkpoint of this step; there are 10, 20, 30, 40"):
+        places.newest_at(f"{run}@7")
+
+
+def test_a_run_without_a_metric_to_go_by_has_no_best(run: Path) -> None:
+    with pytest.raises(UsageError, match=r"run@best: a run with checkpoints.best_metric .* name a step, as in"):
+        places.newest_at(f"{run}@best")
+
+
+def test_a_directory_may_have_such_a_name(run: Path) -> None:
+    renamed = run.rename(run.with_name("run@best"))
+    assert len(places.find_place(renamed).checkpoints) == 3
 
 
 def test_ls_of_a_run_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
