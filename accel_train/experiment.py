@@ -124,7 +124,8 @@ def _resolve_length(config: ExperimentConfig, accelerator: Accelerator, dataset_
     decay_steps = _decay_steps(config, earlier, max_steps)
     schedule = _schedule(config, earlier, decay_steps)
     resolved: dict[str, Any] = {"schedule.decay_steps": decay_steps}
-    notices = [*config.replaced_notices(), *config.hub.notices(), *late_evaluation(config, max_steps)]
+    notices = [*config.replaced_notices(), *config.hub.notices(), *config.checkpoints.notices()]
+    notices += late_evaluation(config, max_steps)
     for key, name in SHORTENED.items():
         asked, used = getattr(config.schedule, name), getattr(schedule, name)
         if asked == used:

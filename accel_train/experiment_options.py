@@ -122,7 +122,7 @@ class Recipe:
     """Every step has one loss term, so that ``balance`` is refused."""
     decided_by: Mapping[str, Literal["min", "max"]] = field(default_factory=dict[str, Literal["min", "max"]])
     """Evaluation metrics that decide which of two checkpoints is better (``accel-train better``), by their name or its
-    last word. ``min``: a smaller value is better."""
+    last word. ``min``: a smaller value is better, and ``checkpoints.best_mode`` must say so too."""
 
 
 @dataclass(frozen=True)
@@ -357,6 +357,7 @@ class ExperimentConfig:
         saved = self.checkpoints
         # A recipe without such an option evaluates when it likes.
         saved.refuse_single_evaluation(getattr(getattr(self, "evaluation", None), "every", 1))
+        saved.refuse_other_direction(self.recipe.decided_by)
         refuse_choice_of_pushes(self.hub, saved.best_metric, saves_state=saved.save_state)
         if self.evaluate_only:
             self.profile.refuse_without_training()

@@ -109,6 +109,27 @@ class CheckpointConfig:
                 f"checkpoints.pinned: {invalid[0]!r} is not a checkpoint name; give e.g. checkpoint_00001200"
             )
 
+    def notices(self) -> list[str]:
+        """Return a line for the log that names the direction of ``best_metric``: a name alone may not tell it."""
+        if self.best_metric is None:
+            return []
+        extreme = "lowest" if self.best_mode == "min" else "highest"
+        return [f"checkpoints.best_metric: {self.best_metric}: the {extreme} is best (best_mode {self.best_mode})"]
+
+    def refuse_other_direction(self, directions: Mapping[str, Literal["min", "max"]]) -> None:
+        """Raise ``UsageError`` if ``best_mode`` is not that of the metric in ``directions``, those of the recipe.
+
+        They are by the name of a metric, or by its last word.
+        """
+        metric = str(self.best_metric)
+        # A recipe with several tasks has a metric for each, as burgers_nrmse.
+        mode = directions.get(metric) or directions.get(metric.rpartition("_")[2]) or self.best_mode
+        if mode != self.best_mode:
+            raise UsageError(
+                f"checkpoints.best_mode: {self.best_mode}: for {self.best_metric} the recipe declares {mode}; give "
+                f"--checkpoints.best_mode {mode}"
+            )
+
     def refuse_single_evaluation(self, every: int) -> None:
         """Raise ``UsageError`` for patience in a run that evaluates at its end alone, with ``evaluation.every`` 0."""
         if self.patience is not None and every == 0:
@@ -143,8 +164,11 @@ class CheckpointConfig:
             )
 
 
-LARGER_IS_BETTER = ("accuracy", "cosine", "gain", "caption_exact", "caption_words")
-"""Ends of the names of metrics of the recipes."""
+LARGER_IS_BETTER = (
+    *("accuracy", "acc", "top1", "top5", "recall", "f1", "auc", "r2", "iou", "dice", "psnr", "ssim", "bleu", "rouge"),
+    *("cosine", "gain", "caption_exact", "caption_words"),
+)
+"""Ends of the names of metrics: the usual ones, and those of the recipes."""
 _KEEP_MORE = ("keep_best", "keep_every", "keep_window_steps", "keep_window_epochs")
 """Options that keep checkpoints older than the newest ``keep_last``."""
 

@@ -29,6 +29,7 @@ from accel_train.hub.queue import HubQueue
 from accel_train.options.loading import from_tree
 from accel_train.options.tree import option_names
 from accel_train.store import commit, lock, retention
+from accel_train.store import manifest as manifests
 from accel_train.store.manifest import NAME
 from accel_train.store.strict_json import UnreadableError
 from accel_train.wording import readable_size
@@ -103,7 +104,7 @@ def _row(path: Path, pushed: str | None, quick: bool) -> Row:
     # A damaged checkpoint keeps its row, with the reason.
     if "files" not in manifest:  # unreadable
         return row
-    held = retention.facts_from_manifest(path, manifest)
+    held = manifests.facts_from_manifest(path, manifest)
     return replace(row, step=held.step, metrics=held.metrics, state=held.state)
 
 
@@ -123,7 +124,7 @@ def _verified(reason: str | None, quick: bool) -> bool | None:
 
 def _read(path: Path, quick: bool) -> tuple[Mapping[str, Any], str | None]:
     """Return the manifest, empty if it is unreadable, and the reason for a failed verification."""
-    manifest = retention.read_manifest(path)
+    manifest = manifests.read_if_valid(path)
     if quick and manifest is not None:
         return manifest, _wrong_size(path, manifest["files"])
     try:
@@ -307,7 +308,7 @@ def _known_options(run: Path, group: str, config: type[Any]) -> dict[str, Any]:
     return {name: value for name, value in options_of(run, group).items() if name in known}
 
 
-def _refuse_unknown_metric(keep: retention.Keep, verified: Iterable[retention.CheckpointFacts]) -> None:
+def _refuse_unknown_metric(keep: retention.Keep, verified: Iterable[manifests.CheckpointFacts]) -> None:
     names = sorted({name for one in verified for name in one.metrics})
     if keep.keep_best > 0 and keep.best_metric not in names:
         raise UsageError(

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError, expand_path
-from accel_train.options.loading import read_tree
-from accel_train.store import commit, manifest, retention
+from accel_train.options.strict_yaml import YamlError, read_yaml
+from accel_train.store import commit, manifest
 from accel_train.store.manifest import NAME, Checkpoint
 from accel_train.store.strict_json import UnreadableError
 from accel_train.wording import shortened
@@ -89,20 +89,22 @@ def _chosen(place: Place, choice: str) -> Place:
 def best_of(place: Place) -> Path | None:
     """Return the best checkpoint by ``checkpoints.best_metric`` of the run, None without the option or the metric."""
     metric, mode = best_metric(place.run)
-    best = retention.ranked(_facts(place)[::-1], metric, mode)
+    # The newest first, which counts among equal ones.
+    best = manifest.ranked(_facts(place)[::-1], metric, mode)
     return best[0].path if best else None
 
 
-def _facts(place: Place) -> list[retention.CheckpointFacts]:
+def _facts(place: Place) -> list[manifest.CheckpointFacts]:
     """Return the facts of the readable checkpoints, oldest first."""
-    found = ((path, retention.read_manifest(path)) for path in place.checkpoints)
-    return [retention.facts_from_manifest(path, manifest) for path, manifest in found if manifest is not None]
+    found = ((path, manifest.read_if_valid(path)) for path in place.checkpoints)
+    return [manifest.facts_from_manifest(path, facts) for path, facts in found if facts is not None]
 
 
 def best_metric(run: Path | None) -> tuple[str | None, str]:
     """Return ``checkpoints.best_metric`` and ``best_mode`` of a run. None without, or beside an unreadable config."""
     options: dict[str, Any] = {}
     if run is not None:
+        # Listing checkpoints also works beside a config.yaml that cannot be read.
         with suppress(UsageError):
             options = options_of(run, "checkpoints")
     return options.get("best_metric"), str(options.get("best_mode", "min"))
@@ -113,10 +115,12 @@ def options_of(run: Path, group: str) -> dict[str, Any]:
     path = run / "config.yaml"
     if not path.is_file():
         return {}
-    options = read_tree(path).get(group)
-    if not isinstance(options, dict):  # edited by hand
-        return {}
-    return options
+    try:
+        options: Any = read_yaml(path).get(group)
+    except YamlError as error:
+        raise UsageError(str(error)) from None
+    # Somebody may have edited it by hand.
+    return options if isinstance(options, dict) else {}
 
 
 def _committed(directory: Path) -> tuple[Path, ...]:

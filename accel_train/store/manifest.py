@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import re
 import stat
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -300,3 +300,72 @@ class Checkpoint:
             return strict_json.read(self.file(name))
         except (FileNotFoundError, ValueError) as error:
             raise ValueError(f"{self.file(name)} cannot be read ({error})") from None
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """Facts about one checkpoint by which some are kept or chosen."""
+
+    path: Path
+    step: int
+    epoch: float = math.nan
+    """NaN if the manifest has none. Windows of epochs then never keep the checkpoint."""
+    metrics: Mapping[str, Any] = field(default_factory=Json)
+    state: bool = True
+    """The manifest lists optimizer state."""
+    leftover: bool = False
+    """Unlisted state files remain: an earlier strip was interrupted after it had replaced the manifest."""
+
+
+def list_facts(directory: Path) -> list[CheckpointFacts]:
+    """List checkpoints with a readable manifest, oldest first. Hashes nothing."""
+    found: list[CheckpointFacts] = []
+    for _, path in committed(directory):
+        manifest = read_if_valid(path)
+        if manifest is not None:
+            found.append(facts_from_manifest(path, manifest))
+    return found
+
+
+def facts_from_manifest(path: Path, manifest: Mapping[str, Any]) -> CheckpointFacts:
+    """Extract the facts from one manifest."""
+    match = NAME.fullmatch(path.name)
+    has_state = any(name.startswith("optimizer/") for name in manifest["files"])
+    return CheckpointFacts(
+        path,
+        int(match[1]) if match else manifest["step"],  # by name, like the order of `committed`
+        epoch=float(manifest.get("epoch", math.nan)),
+        metrics=manifest.get("metrics", {}),
+        state=bool(manifest.get("state", has_state)),
+        leftover=not has_state and any((path / "optimizer").glob("*")),
+    )
+
+
+def read_if_valid(path: Path) -> Json | None:
+    """Read a manifest, or return None if it is damaged. ``commit.verify`` then gives the reason."""
+    try:
+        return read(path)
+    except ValueError:
+        return None
+
+
+def ranked(past: Sequence[CheckpointFacts], metric: str | None, mode: str) -> list[CheckpointFacts]:
+    """Return those of ``past`` (newest first) with a finite ``metric``, the best first. Ties go to the newer."""
+    finite: list[tuple[float, CheckpointFacts]] = []
+    for facts in past:
+        value = _metric(facts, metric)
+        if value is not None:
+            finite.append((value, facts))
+    # The sort is stable, so of equal metrics the newer checkpoint stays first. `reverse` keeps that order too.
+    finite.sort(key=lambda pair: pair[0], reverse=mode == "max")
+    return [facts for _, facts in finite]
+
+
+def _metric(facts: CheckpointFacts, name: str | None) -> float | None:
+    if name is None:
+        return None
+    value = facts.metrics.get(name)
+    # A bool is an int, but no metric to compare by.
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None

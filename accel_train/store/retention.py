@@ -7,18 +7,18 @@ writer process runs this too.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from accel_train.store import commit
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory
+from accel_train.store.manifest import CheckpointFacts, facts_from_manifest, list_facts, ranked, read_if_valid
 from accel_train.store.strict_json import Json, UnreadableError
 
 PIECE_BYTES = 8 << 20
@@ -77,21 +77,6 @@ class Keep(Protocol):
 
 
 @dataclass(frozen=True)
-class CheckpointFacts:
-    """Facts about one checkpoint, as retention needs them."""
-
-    path: Path
-    step: int
-    epoch: float = math.nan
-    """NaN if the manifest has none. Windows of epochs then never keep the checkpoint."""
-    metrics: Mapping[str, Any] = field(default_factory=Json)
-    state: bool = True
-    """The manifest lists optimizer state."""
-    leftover: bool = False
-    """Unlisted state files remain: an earlier strip was interrupted after it had replaced the manifest."""
-
-
-@dataclass(frozen=True)
 class Plan:
     """Checkpoints to remove or strip, and reasons to keep the rest. ``apply`` adds the failures."""
 
@@ -104,38 +89,6 @@ class Plan:
     """Error of each checkpoint kept because it cannot be read now, by name."""
     failed: Mapping[str, str] = field(default_factory=dict[str, str])
     """Error of each failed removal or strip, by name of the checkpoint. Empty before ``apply``."""
-
-
-def list_facts(directory: Path) -> list[CheckpointFacts]:
-    """List checkpoints with a readable manifest, oldest first. Hashes nothing."""
-    found: list[CheckpointFacts] = []
-    for _, path in manifests.committed(directory):
-        manifest = read_manifest(path)
-        if manifest is not None:
-            found.append(facts_from_manifest(path, manifest))
-    return found
-
-
-def facts_from_manifest(path: Path, manifest: Mapping[str, Any]) -> CheckpointFacts:
-    """Extract the facts from one manifest."""
-    match = manifests.NAME.fullmatch(path.name)
-    has_state = any(name.startswith("optimizer/") for name in manifest["files"])
-    return CheckpointFacts(
-        path,
-        int(match[1]) if match else manifest["step"],  # by name, like the order of `manifests.committed`
-        epoch=float(manifest.get("epoch", math.nan)),
-        metrics=manifest.get("metrics", {}),
-        state=bool(manifest.get("state", has_state)),
-        leftover=not has_state and any((path / "optimizer").glob("*")),
-    )
-
-
-def read_manifest(path: Path) -> Json | None:
-    """Read a manifest, or return None if it is damaged. ``commit.verify`` then gives the reason."""
-    try:
-        return manifests.read(path)
-    except ValueError:
-        return None
 
 
 def plan(
@@ -227,28 +180,6 @@ def _is_multiple(step: int, every: int) -> bool:
 def _within_epochs(facts: CheckpointFacts, newest: CheckpointFacts, epochs: float) -> bool:
     # Epochs are fractions of the data set, so the bound leaves room for rounding.
     return epochs > 0 and newest.epoch - facts.epoch <= epochs * (1 + 1e-9)
-
-
-def ranked(past: Sequence[CheckpointFacts], metric: str | None, mode: str) -> list[CheckpointFacts]:
-    """Return those of ``past`` (newest first) with a finite ``metric``, the best first. Ties go to the newer."""
-    finite: list[tuple[float, CheckpointFacts]] = []
-    for facts in past:
-        value = _metric(facts, metric)
-        if value is not None:
-            finite.append((value, facts))
-    # The sort is stable, so of equal metrics the newer checkpoint stays first. `reverse` keeps that order too.
-    finite.sort(key=lambda pair: pair[0], reverse=mode == "max")
-    return [facts for _, facts in finite]
-
-
-def _metric(facts: CheckpointFacts, name: str | None) -> float | None:
-    if name is None:
-        return None
-    value = facts.metrics.get(name)
-    # A bool is an int, but no metric to compare by.
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if math.isfinite(value) else None
 
 
 def _damaged_reason(step: int, past: Sequence[CheckpointFacts], keep: Keep) -> str | None:
@@ -361,7 +292,7 @@ def hash_ahead(directory: Path, cache: commit.VerifyCache) -> Iterator[None]:
     """Hash the files of the next ``prune``, newest first, into ``cache``. Yields after each piece."""
     for _, path in reversed(manifests.committed(directory)):
         known = cache.setdefault(path, {})
-        manifest = read_manifest(path)
+        manifest = read_if_valid(path)
         if manifest is None:
             continue
         for name in manifest["files"]:

@@ -78,7 +78,7 @@ ROWS = [
         r"latent.loss normalised_mse: has no effect with .*, which learns no latent",
         "--modes.mode t2l",
     ),
-    Row(mmdit, "--checkpoints.best_mode max", r"best_mode: max: .*best_metric", "--checkpoints.best_metric l2t_nll"),
+    Row(mmdit, "--checkpoints.best_mode max", r"best_mode: max: .*best_metric", "--checkpoints.best_metric t2l_cosine"),
     Row(
         mmdit,
         "--hub.repo_id me/model --hub.push last --hub.push_every 5",

@@ -378,14 +378,14 @@ def test_manifests_say_what_is_held(tmp_path: Path) -> None:
     make(tmp_path, 5, metrics={"loss": 2.5})
     make(tmp_path, 7, state=False)
     (tmp_path / name(7) / "optimizer").mkdir()
-    assert not retention.list_facts(tmp_path)[1].leftover  # an empty folder is what a save without state leaves
+    assert not manifest.list_facts(tmp_path)[1].leftover  # an empty folder is what a save without state leaves
     (tmp_path / name(7) / "optimizer" / "exp_avg.safetensors").write_text("")
     old = make(tmp_path, 9)
     content = json.loads((old / "manifest.json").read_text())
     (old / "manifest.json").write_text(json.dumps({k: content[k] for k in ("schema", "step", "files")}))
     (make(tmp_path, 11) / "manifest.json").write_text("{")
     (make(tmp_path, 12) / "manifest.json").write_text('{"schema": 1, "step": 12, "files": {"a": 3}}')
-    five, seven, nine = retention.list_facts(tmp_path)
+    five, seven, nine = manifest.list_facts(tmp_path)
     assert five == CheckpointFacts(tmp_path / name(5), 5, 0.05, {"loss": 2.5}, state=True)
     assert (seven.state, seven.leftover) == (False, True)
     assert (nine.step, nine.state, nine.metrics) == (9, True, {})
@@ -464,7 +464,7 @@ def interrupted_copies(
         yield copy, done
         finished = prune(copy, keep, 5)  # the next save, undisturbed, ends where one without a crash ends
         assert steps_in(copy) == [2, 4, 5]
-        assert [h.state for h in retention.list_facts(copy)] == [False, False, True]
+        assert [h.state for h in manifest.list_facts(copy)] == [False, False, True]
         assert not finished.failed
         assert not list((copy / name(2) / "optimizer").glob("*"))
         assert not (copy / name(2) / "trainer_state.json").exists()

@@ -1,0 +1,30 @@
+"""Which end of a metric is best."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from accel_train.checkpoints.policy import CheckpointConfig
+from accel_train.config import UsageError
+
+
+@pytest.mark.parametrize("name", ["miou", "heldout_acc", "val_f1", "psnr", "t2l_cosine", "heldout_top1", "dice"])
+def test_the_smallest_of_what_is_better_the_larger_is_not_kept(name: str) -> None:
+    with pytest.raises(UsageError, match=f"best_mode: min: {name} is better the larger it is"):
+        CheckpointConfig(best_metric=name)
+    assert CheckpointConfig(best_metric=name, best_mode="max").notices() == [
+        f"checkpoints.best_metric: {name}: the highest is best (best_mode max)"
+    ]
+
+
+def test_a_direction_that_the_recipe_declares_must_be_that_of_the_option() -> None:
+    declared: dict[str, Literal["min", "max"]] = {"nrmse": "min", "quality": "max"}
+    CheckpointConfig(best_metric="burgers_nrmse").refuse_other_direction(declared)
+    CheckpointConfig(best_metric="other").refuse_other_direction(declared)
+    CheckpointConfig().refuse_other_direction(declared)
+    with pytest.raises(UsageError, match="best_mode: min: for quality the recipe declares max"):
+        CheckpointConfig(best_metric="quality").refuse_other_direction(declared)
+    with pytest.raises(UsageError, match="best_mode: max: for burgers_nrmse the recipe declares min"):
+        CheckpointConfig(best_metric="burgers_nrmse", best_mode="max").refuse_other_direction(declared)
