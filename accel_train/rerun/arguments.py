@@ -30,7 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command == "branch":
         from accel_train.rerun.branch import branch
 
-        return branch(arguments.run, arguments.arguments)
+        # Before the run as for the other commands, or behind it among the recipe's own options.
+        before = [] if arguments.recipe is None else ["--recipe", arguments.recipe]
+        return branch(arguments.run, [*before, *arguments.arguments])
     return _replay(arguments)
 
 
@@ -80,6 +82,7 @@ def _add_replay(replay: argparse.ArgumentParser) -> None:
 
 
 def _add_branch(branch: argparse.ArgumentParser) -> None:
+    branch.add_argument("--recipe", metavar="FILE", help="recipe of your own that trained it; the file is executed")
     branch.add_argument("run", metavar="RUN", help="directory of a run; it is read and never changed")
     branch.add_argument(
         "arguments",

@@ -208,6 +208,20 @@ def test_a_branch_has_the_batches_that_its_run_measured(
     assert options["batch_schedule.noise_factor"] == 0
 
 
+def test_the_recipe_may_be_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the other commands, which take it there alone."""
+    asked: list[tuple[str, list[str]]] = []
+
+    def branch(run: str, words: list[str]) -> int:
+        asked.append((run, words))
+        return 0
+
+    monkeypatch.setattr("accel_train.rerun.branch.branch", branch)
+    assert cli._main(["branch", "--recipe", "own.py", "runs/a", "--at", "5"]) == 0
+    assert cli._main(["branch", "runs/a", "--at", "5", "--recipe", "own.py"]) == 0
+    assert asked == [("runs/a", ["--recipe", "own.py", "--at", "5"]), ("runs/a", ["--at", "5", "--recipe", "own.py"])]
+
+
 def test_words_of_the_command_and_of_the_recipe() -> None:
     words = ["--at", "5", "--optimizer.betas", "0.9", "0.99", "--num-processes=2", "--ema.decay", "0.9"]
     own, others = branch.split_words(words, ["at", "num_processes"])
