@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Sequence
-from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 CONTENT_FIELD = "content_sha256"
 """Field of a row beside its text: the hash of the file that the text describes."""
-
-Node = tuple[str, Hashable]
-"""The words of a text or what a text belongs to, told apart by the first word."""
 
 
 def side_keys(keys: Sequence[int], sources: Sequence[Hashable] = ()) -> list[int]:
@@ -20,39 +19,30 @@ def side_keys(keys: Sequence[int], sources: Sequence[Hashable] = ()) -> list[int
     joined through others are on one side too. A group of rows of the same words stays on their side, so that it depends
     on nothing else. Other groups are on the side of a hash of their smallest words.
     """
-    if len(set(sources)) == len(sources):
+    numbers: dict[Hashable, int] = {}
+    source_of_row = [numbers.setdefault(source, len(numbers)) for source in sources]
+    if len(numbers) == len(sources):
         return list(keys)
     # The upper half, which hashes the words and decides the side.
-    words = [key >> 32 for key in keys]
-    roots = _roots([[("words", word), ("source", source)] for word, source in zip(words, sources, strict=True)])
-    members: dict[Node, set[int]] = {}
-    for word, root in zip(words, roots, strict=True):
-        members.setdefault(root, set()).add(word)
-    chosen = {root: _words_of_group(group) << 32 for root, group in members.items()}
-    return [chosen[root] for root in roots]
+    words, word_of_row = np.unique(np.array(keys, np.uint64) >> np.uint64(32), return_inverse=True)
+    groups = _groups(word_of_row, np.array(source_of_row))[: len(words)]
+    # Words are sorted: the first one of a group is its smallest.
+    _, first, group_of_word, sizes = np.unique(groups, return_index=True, return_inverse=True, return_counts=True)
+    chosen = words[first].tolist()
+    for group in np.flatnonzero(sizes > 1).tolist():
+        # The smallest of five is below a fraction five times as often as one: its hash is not.
+        chosen[group] = int.from_bytes(hashlib.sha256(chosen[group].to_bytes(4, "big")).digest()[:4], "big")
+    return (np.array(chosen, np.uint64)[group_of_word[word_of_row]] << np.uint64(32)).tolist()
 
 
-def _words_of_group(words: set[int]) -> int:
-    smallest = min(words)
-    if len(words) == 1:
-        return smallest
-    # The smallest of five is below a fraction five times as often as one: its hash is not.
-    return int.from_bytes(hashlib.sha256(smallest.to_bytes(4, "big")).digest()[:4], "big")
+def _groups(words: Any, sources: Any) -> Any:
+    """Return the group of each word, then of each source: the connected components of rows (word, source)."""
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
 
-
-def _roots(rows: Sequence[Sequence[Node]]) -> list[Node]:
-    """Return one node for each row, the same for rows that have a node in common, or are joined by other rows."""
-    parents: dict[Node, Node] = {}
-
-    def root(node: Node) -> Node:
-        above = parents.setdefault(node, node)
-        while above != node:
-            # Each step also shortens the way of the next search.
-            parents[node] = parents[above]
-            node, above = above, parents[above]
-        return node
-
-    for nodes in rows:
-        for one, other in pairwise(nodes):
-            parents[root(one)] = root(other)
-    return [root(nodes[0]) for nodes in rows]
+    # Numbers of sources follow those of words.
+    first_source = words.max() + 1
+    nodes = first_source + sources.max() + 1
+    rows = coo_matrix((np.ones(len(words), np.int8), (words, first_source + sources)), shape=(nodes, nodes))
+    _, groups = connected_components(rows, directed=False)
+    return groups
