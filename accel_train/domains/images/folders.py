@@ -160,7 +160,7 @@ def _unread_captions(
     own = _by_stem(files, {extension})
     other = _by_stem(files, {*CAPTION_SUFFIXES} - {extension})
     holders = {file.parent: file for file in metadata}
-    rows = {file.parent: file for file in files if file.name in UNREAD_METADATA and file not in metadata}
+    rows = {file.parent: file for file in files if file.name in UNREAD_METADATA and holders.get(file.parent) != file}
     found: list[_Unread] = []
     for entry in entries:
         picture = folder / entry.name

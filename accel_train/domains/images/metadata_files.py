@@ -86,9 +86,10 @@ def list_rows(folder: Path, metadata: Sequence[Path], pictures: Sequence[Path], 
     for file in metadata:
         for place, row in _rows(file, file.relative_to(folder).as_posix(), source, rows.left_out):
             rows.add(file, place, row)
+    by_folder = {file.parent: file for file in metadata}
     for picture in pictures:
         if picture not in rows.named_by:
-            nearest = next(file for file in reversed(metadata) if file.parent in picture.parents)
+            nearest = next(by_folder[parent] for parent in picture.parents if parent in by_folder)
             rows.left_out.append(LeftOut(picture.relative_to(folder).as_posix(), f"not named in {nearest.name}"))
     return Listing(rows.entries, rows.left_out, rows.notices())
 

@@ -11,7 +11,7 @@ import tarfile
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -308,6 +308,53 @@ def test_metadata_csv_equals_the_image_folder_of_datasets(tmp_path: Path) -> Non
         gc.collect()
     expected = {Path(row["image"].filename).name: row["text"] for row in theirs}
     assert captions(read(folder, tmp_path / "cache")) == expected == {"000.png": "one, two"}
+
+
+def test_pictures_that_no_row_names_are_listed_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the folders, each with its rows and a picture without one: twice the reads and comparisons of paths."""
+    reads = 0
+    parents, equal = PurePath.parents.fget, PurePath.__eq__
+    assert parents is not None
+
+    def counted_parents(path: PurePath) -> Any:
+        nonlocal reads
+        reads += 1
+        return parents(path)
+
+    def counted_equal(path: PurePath, other: object) -> bool:
+        nonlocal reads
+        reads += 1
+        return equal(path, other)
+
+    monkeypatch.setattr(PurePath, "parents", property(counted_parents))
+    monkeypatch.setattr(PurePath, "__eq__", counted_equal)
+    counts: list[int] = []
+    for folders in (20, 40):
+        root = tmp_path / f"of {folders}"
+        for number in range(folders):
+            (root / f"{number}").mkdir(parents=True)
+            for name in ("a.png", "b.png"):
+                (root / f"{number}" / name).touch()
+            (root / f"{number}" / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}')
+        reads = 0
+        listed = scanning.list_pictures(Source(str(root)), tmp_path / "cache")
+        counts.append(reads)
+        reasons = {item.name: item.reason for item in listed.left_out}
+        assert reasons == {f"{number}/b.png": "not named in metadata.jsonl" for number in range(folders)}
+    assert counts[1] < 2.2 * counts[0]
+
+
+def test_the_nearest_file_of_rows_is_said_to_lack_a_picture(tmp_path: Path) -> None:
+    inner = folder_of(folder_of(tmp_path / "data", (48, 32)) / "inner", (32, 48))
+    deeper = folder_of(inner / "deeper", (20, 20))
+    metadata_csv(inner, "file_name,text")
+    (tmp_path / "data" / "metadata.jsonl").write_text('{"file_name": "000.png", "text": "x"}')
+    found = read(tmp_path / "data", tmp_path / "cache")
+    expected = {
+        f"{file.relative_to(tmp_path / 'data')}": "not named in metadata.csv"
+        for file in (inner / "000.png", deeper / "000.png")
+    }
+    assert reasons(found) == expected
 
 
 def test_rows_of_metadata_csv(tmp_path: Path) -> None:
