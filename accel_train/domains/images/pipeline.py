@@ -80,7 +80,7 @@ class PictureOptions:
     adapter: str | None = None
     """Name of the adapter to draw with; base: none. None: that of the model itself."""
     scale: NonNegativeFloat = 1.0
-    """Strength of the adapter: 0 draws as the base, 1 as trained."""
+    """Strength of the adapter: 0 draws as the base, 1 as trained. DoRA has no others."""
     seed: Seed = 0
     """Another seed gives another picture of the same prompt."""
     device: str = "cpu"
@@ -272,7 +272,7 @@ class PicturePipeline:
 
         ``adapter`` is one of ``adapters``, by default the one in use, and ``scale`` its strength: 0 draws as the base,
         1 as trained. Guidance leads away from ``negative_prompt``. Raises ``UsageError`` for a ``side`` not drawn,
-        values out of range, and those without effect.
+        values out of range, those without effect, and another ``scale`` of DoRA.
         """
         _refuse_out_of_range(steps, guidance, side)
         pixels = int(self.sampler.get("side", SIDE)) if side is None else side

@@ -202,18 +202,33 @@ def choose_adapter(model: nn.Module, name: str | None) -> None:
 
 @contextmanager
 def scaled_adapter(parts: Iterable[nn.Module], name: str, scale: float) -> Generator[None]:
-    """Compute with ``scale`` times an adapter in the body: 0 as the base, 1 as it was trained."""
-    layers: list[Any] = [layer for part in parts for layer in _adapted_layers(part)]
+    """Compute with ``scale`` times an adapter in the body: 0 as the base alone, bit for bit, 1 as it was trained.
+
+    Raises ``UsageError`` for another scale of DoRA.
+    """
+    adapted = [layer for part in parts for layer in _adapted_layers(part)]
+    layers: list[Any] = [layer for layer in adapted if name in layer.scaling]
+    if scale not in (0, 1) and any(name in layer.lora_magnitude_vector for layer in layers):
+        raise UsageError(
+            f"scale {scale:g}: adapter {name!r} is DoRA, whose magnitudes were learned for the whole change and cannot "
+            "be scaled with it; 0 (the base) or 1 (as trained) is required. Leave it out, or train adapters with "
+            "--lora.variant lora"
+        )
+    # Switched off and not scaled by 0: peft scales the matrices alone, and magnitudes would still change the base.
+    switched_off = [layer for layer in layers if scale == 0 and not layer.disable_adapters]
     # By layer: an adapter may have its own alpha in each.
     before = [dict(layer.scaling) for layer in layers]
     for layer in layers:
-        if name in layer.scaling:
-            layer.scaling[name] *= scale
+        layer.scaling[name] *= scale
+    for layer in switched_off:
+        layer.enable_adapters(False)
     try:
         yield
     finally:
         for layer, scaling in zip(layers, before, strict=True):
             layer.scaling.update(scaling)
+        for layer in switched_off:
+            layer.enable_adapters(True)
 
 
 def merge_adapter(model: nn.Module, name: str) -> None:

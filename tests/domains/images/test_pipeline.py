@@ -33,11 +33,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 PROMPT = "a red flag"
 
 
-def adapter_run(run: Path, base: Base, seed: int) -> Path:
+def adapter_run(run: Path, base: Base, seed: int, **options: Any) -> Path:
     """Write a run of recipes/lora.py with adapters of random values."""
     torch.manual_seed(seed)
     model = base.denoiser("fp32")
-    apply_lora(model, LoraConfig(rank=2, targets=("attention",)))
+    apply_lora(model, LoraConfig(rank=2, targets=("attention",), **options))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for parameter in trained.values():
         parameter.data += 0.5 * torch.randn(parameter.shape)
@@ -84,7 +84,7 @@ def test_calls_inside_using_draw_with_its_adapter(pipeline: PicturePipeline) -> 
 def test_an_adapter_is_drawn_with_a_share_of_its_strength(pipeline: PicturePipeline) -> None:
     """As diffusers' ``set_adapters`` with a weight."""
     drawn = {scale: pipeline.draw(PROMPT, scale=scale) for scale in (0.0, 0.5, 1.0)}
-    torch.testing.assert_close(drawn[0.0], pipeline.draw(PROMPT, adapter="base"), rtol=0, atol=1e-6)
+    assert torch.equal(drawn[0.0], pipeline.draw(PROMPT, adapter="base"))
     assert torch.equal(drawn[1.0], pipeline.draw(PROMPT))
     pipeline.pipeline.set_adapters(["default"], adapter_weights=[0.5])
     assert torch.equal(pipeline.draw(PROMPT, scale=1.0, adapter=None), drawn[1.0])  # a call chooses anew
@@ -97,6 +97,23 @@ def test_an_adapter_is_drawn_with_a_share_of_its_strength(pipeline: PicturePipel
         pipeline.draw(PROMPT, adapter="base", scale=0.5)
     with pytest.raises(UsageError, match=r"scale nan: a finite number of 0 or more is required"):
         pipeline.draw(PROMPT, scale=float("nan"))
+
+
+def test_dora_is_drawn_as_trained_or_not_at_all(folder: Path, tmp_path: Path) -> None:
+    """A scale of peft leaves its magnitudes, so that even 0 would not be the base."""
+    base = find_base(BaseConfig(source=str(folder / "base")))
+    run = adapter_run(tmp_path / "dora", base, 2, variant="dora")
+    pipeline = accel_train.load(run, pipeline=PicturePipeline, adapters={"ink": folder / "ink"})
+    drawn = {name: pipeline.draw(PROMPT, adapter=name) for name in ("default", "base", "ink")}
+    assert not torch.equal(drawn["default"], drawn["base"])
+    assert torch.equal(pipeline.draw(PROMPT, scale=0.0), drawn["base"])
+    assert torch.equal(pipeline.draw(PROMPT, scale=1.0), drawn["default"])
+    for scale in (0.5, 2.0):
+        with pytest.raises(UsageError, match=rf"scale {scale:g}: adapter 'default' is DoRA, .* 0 .* or 1 .* required"):
+            pipeline.draw(PROMPT, scale=scale)
+    # Plain adapters beside it are scaled, and a refusal changes nothing.
+    assert not torch.equal(pipeline.draw(PROMPT, adapter="ink", scale=0.5), drawn["ink"])
+    assert torch.equal(pipeline.draw(PROMPT), drawn["default"])
 
 
 def test_guidance_leads_away_from_a_negative_prompt(pipeline: PicturePipeline) -> None:
