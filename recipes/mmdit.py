@@ -171,7 +171,7 @@ def prepare_data(config: Config, **start: Any) -> tuple[dataset.PreparedData, Sc
     """Prepare texts or captions, and their latents. Every process calls it, with its device and rank in ``start``."""
     pictures = captioned.prepare_pictures(config.pictures, config.data, **start)
     options = pictures.rows(config.data) if pictures else config.data
-    data = prepare.prepare_data(options, vae=pictures and pictures.vae, **start)
+    data = prepare.prepare_data(options, pictures=pictures, **start)
     scores = picture_scores.build_scores(pictures, data.assets.denormalise, data.tokenizer.decode, data.nearest_latents)
     return data, scores
 

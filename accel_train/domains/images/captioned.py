@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -117,6 +117,8 @@ class _Source:
     notices: tuple[str, ...] = ()
     rows: str = ""
     """Version of rows, if not that of ``FORMAT`` alone."""
+    split_keys: Mapping[str, int] = field(default_factory=dict[str, int])
+    """`split_key` of captions, as far as they are known."""
 
 
 def prepare_pictures(
@@ -150,7 +152,7 @@ def prepare_pictures(
         source = _bundled(config, data)
     else:
         own = read_own(config, data, cache, rank=rank, world_size=world_size, barrier=barrier)
-        source = _Source(own.facts, partial(own.parts, config.size), own.total, own.notices, OWN_ROWS)
+        source = _Source(own.facts, partial(own.parts, config.size), own.total, own.notices, OWN_ROWS, own.split_keys)
     key = hashlib.sha256(f"{FORMAT} {config.size} {patching.identity} {source.facts}".encode()).hexdigest()
 
     def write(directory: Path) -> None:
@@ -164,7 +166,7 @@ def prepare_pictures(
     side = config.size // patching.side
     about = f"pictures of {config.size} x {config.size} pixels in {side} x {side} patches ({path})"
     notices = (*source.notices, about, *_about_vae(patching.vae))
-    return CaptionedPictures(folder, (side, side), patching, path == SHAPES, notices)
+    return CaptionedPictures(folder, (side, side), patching, path == SHAPES, notices, source.split_keys)
 
 
 def _bundled(config: PictureConfig, data: DataOptions) -> _Source:

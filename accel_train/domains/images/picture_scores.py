@@ -4,7 +4,7 @@ pixels."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -167,7 +167,8 @@ def build_scores(
     """Return the scores of these pictures, or None if the latents are not pictures."""
     if pictures is None:
         return None
-    return PictureScores(pictures, denormalise, decode, nearest)
+    # Keys of the split would stay in memory for the whole run.
+    return PictureScores(replace(pictures, split_keys={}), denormalise, decode, nearest)
 
 
 def metric_names(scores: Scores) -> list[str]:

@@ -307,16 +307,19 @@ def _dataset_texts(dataset: Any, name: str, text_column: str) -> Iterator[tuple[
             index += 1
 
 
-def split_heldout(corpus: Corpus, fraction: float) -> tuple[list[int], list[int]]:
+def split_heldout(
+    corpus: Corpus, fraction: float, known: Mapping[str, int] | None = None
+) -> tuple[list[int], list[int]]:
     """Return the indices of (training, held-out) texts. A text is held out if the hash of its words is low.
 
     The split of a text depends on its words alone. It does not change when the corpus grows, and equal texts are
     always in the same split. So are texts that share a latent, such as the captions of one picture. Of equal texts the
     first is kept, or all of them with ready-made latents. Held-out texts are sorted by hash, so the first n are a fair
-    sample and not the first chapters.
+    sample and not the first chapters. Texts in ``known`` have their `split_key` there.
     """
     bound = held_out_below(fraction)
-    keys = [split_key(text) for text in corpus.texts]
+    known = known or {}
+    keys = [known[text] if text in known else split_key(text) for text in corpus.texts]
     sides = side_keys(keys, corpus.sources)
     kept = _without_repeated(corpus, keys)
     heldout = [(keys[index], index) for index in kept if sides[index] < bound]

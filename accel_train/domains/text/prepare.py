@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder, of_rank_0, open_cache, without_folder
@@ -42,6 +43,15 @@ from accel_train.domains.text.tokenizer import TextTokenizer, Tokens
 TFIDF_DIM = 64
 
 
+class PictureRows(Protocol):
+    """Where the texts are captions: what is known of them and of their ready-made latents."""
+
+    @property
+    def vae(self) -> VaeReference | None: ...
+    @property
+    def split_keys(self) -> Mapping[str, int]: ...
+
+
 def prepare_data(
     config: DataConfig,
     *,
@@ -51,13 +61,13 @@ def prepare_data(
     progress: bool = True,
     device: str = "cpu",
     weights: WeightsAssets | None = None,
-    vae: VaeReference | None = None,
+    pictures: PictureRows | None = None,
 ) -> PreparedData:
     """Prepare the datasets of a run. Every rank calls it with the same configuration (several barriers).
 
     Reads the corpus, trains the tokenizer, fits or loads the encoder (on the training split only) and computes the
     latents missing from the cache, on `device` for a neural encoder. `weights` are the assets beside the weights that
-    the run starts with, whose tokenizer, encoder, mean and std are kept. Ready-made latents of pictures are of `vae`.
+    the run starts with, whose tokenizer, encoder, mean and std are kept. Ready-made latents may be of `pictures`.
     Each process holds texts and ids in memory, or with `read: shards` reads them by block. Latents are memory-mapped.
     Raises `UsageError`, also for options and data that do not go with the weights.
     """
@@ -65,7 +75,8 @@ def prepare_data(
     ledger = earlier_ledger(config.changed, weights.folder if weights and weights.resumes else None)
     trained = trained_assets(weights, device)
     cache = open_cache(config.cache_dir, rank, world_size)
-    splits = read_splits(config, cache, processes)
+    vae = None if pictures is None else pictures.vae
+    splits = read_splits(config, cache, processes, {} if pictures is None else pictures.split_keys)
     tokenizer = _tokenizer(config, trained, splits.train.texts, cache, processes)
     train, train_tokens = tokenise_corpus(splits.train, tokenizer, config, cache, processes)
     heldout, heldout_tokens = tokenise_corpus(splits.heldout, tokenizer, config, cache, processes)

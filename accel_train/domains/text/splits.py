@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -82,11 +82,16 @@ class Splits(NamedTuple):
     """All training texts, where they are not held in memory."""
 
 
-def read_splits(config: DataConfig, cache: Path, processes: Processes) -> Splits:
-    """Read and split the texts, by block or into memory. Every rank calls it (four barriers for shards)."""
+def read_splits(
+    config: DataConfig, cache: Path, processes: Processes, known: Mapping[str, int] | None = None
+) -> Splits:
+    """Read and split the texts, by block or into memory. Every rank calls it (four barriers for shards).
+
+    Texts in ``known`` have their `split_key` there.
+    """
     if config.by_blocks:
         return _read_shards(config, cache, processes)
-    return _read_texts(config)
+    return _read_texts(config, known)
 
 
 def _read_shards(config: DataConfig, cache: Path, processes: Processes) -> Splits:
@@ -145,7 +150,7 @@ def _refuse_too_few(config: DataConfig, train: int, heldout: int) -> None:
     )
 
 
-def _read_texts(config: DataConfig) -> Splits:
+def _read_texts(config: DataConfig, known: Mapping[str, int] | None) -> Splits:
     """Read all texts into memory and split them."""
     # Before the texts are read, which may take minutes.
     is_split = config.heldout_path is not None and config.heldout_path.startswith(SPLIT)
@@ -161,7 +166,7 @@ def _read_texts(config: DataConfig) -> Splits:
         heldout_corpus = corpus
         # Before repeated texts are left out, so that the notice can tell how many they are.
         total = len(corpus.texts)
-        train_rows, heldout_rows = split_heldout(corpus, config.heldout_fraction)
+        train_rows, heldout_rows = split_heldout(corpus, config.heldout_fraction, known)
     else:
         heldout_corpus = _read_heldout(config, config.heldout_path)
         total = len(corpus.texts) + len(heldout_corpus.texts)

@@ -89,7 +89,7 @@ def test_latents_are_the_means_of_the_autoencoder(tmp_path):
     assert pictures is not None
     assert pictures.grid == (4, 4)
     assert any("4 channels, 1 for 2 x 2 pixels" in notice for notice in pictures.notices)
-    prepared = prepare_data(pictures.rows(data), vae=pictures.vae)
+    prepared = prepare_data(pictures.rows(data), pictures=pictures)
     _, pixels = shapes.pictures(0, 20, 16)
     values = pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
     with torch.no_grad():

@@ -15,7 +15,9 @@ from PIL import Image
 from pyarrow import Table, parquet
 
 from accel_train.config import UsageError
+from accel_train.data.tables import text_sources
 from accel_train.domains.images.captioned import PictureConfig, prepare_pictures
+from accel_train.domains.text.corpus import Corpus, read_corpus, split_heldout
 from accel_train.domains.text.dataset import PreparedData
 from accel_train.domains.text.options import DataConfig
 from accel_train.domains.text.prepare import prepare_data
@@ -53,7 +55,7 @@ def prepare(path: Path, tmp_path: Path, options: dict[str, Any] | None = None, *
     config = DataConfig(path=str(path), cache_dir=str(tmp_path / "cache"), vocab_size=300, **data)
     pictures = prepare_pictures(PictureConfig(latents="pixels", size=8, patch=4, **(options or {})), config)
     assert pictures is not None
-    return prepare_data(pictures.rows(config))
+    return prepare_data(pictures.rows(config), pictures=pictures)
 
 
 def sides(prepared: PreparedData) -> tuple[set[bytes], set[bytes]]:
@@ -93,6 +95,31 @@ def test_one_caption_of_several_pictures_is_on_one_side_too(tmp_path: Path) -> N
     assert words[0]
     assert words[1]
     assert not words[0] & words[1]
+
+
+def test_each_caption_is_hashed_once_in_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its side before pictures are encoded, and for the split of the rows."""
+    captions = [(number, f"{start} {number // 2}") for number in range(40) for start in ("thing", "look, a thing")]
+    folder = rows_folder(tmp_path / "mine", captions)
+    hashed: list[str] = []
+    content_key = text_sources.content_key
+
+    def counted(text: str) -> bytes:
+        hashed.append(text)
+        return content_key(text)
+
+    monkeypatch.setattr(text_sources, "content_key", counted)
+    prepared = prepare(folder, tmp_path, heldout_fraction=0.3)
+    assert sorted(hashed) == sorted({caption for _, caption in captions})
+    unaided = split_heldout(read_corpus_of(tmp_path), 0.3)
+    assert [len(prepared.train), len(prepared.heldout)] == [len(side) for side in unaided]
+    assert all(unaided)
+
+
+def read_corpus_of(tmp_path: Path) -> Corpus:
+    """The rows in the cache."""
+    (rows,) = (tmp_path / "cache" / "pictures").glob("*/train.jsonl")
+    return read_corpus(str(rows), split="train", text_column="text", max_bad_rows=0, with_references=True)
 
 
 def test_pictures_of_one_caption_are_split_by_its_words_alone(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def prepared(folder: Path, config: PictureConfig, earlier: Path | None = None) -
     pictures = prepare_pictures(config, data, weights=earlier and WeightsAssets(earlier, resumes=True))
     assert pictures is not None
     assert pictures.vae is not None
-    prepare_data(pictures.rows(data), vae=pictures.vae).assets.save(folder / "checkpoint" / "assets")
+    prepare_data(pictures.rows(data), pictures=pictures).assets.save(folder / "checkpoint" / "assets")
     options = flatten({"pictures": {"vae": config.vae, "vae_revision": config.vae_revision}})
     files = {"assets/assets.json": {"size": 1, "sha256": "0" * 64}}
     content = manifest.sealed({"step": 2, "files": files, "experiment": options})

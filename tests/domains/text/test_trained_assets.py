@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,7 +25,14 @@ from accel_train.domains.text.tokenizer import train_tokenizer
 from tests import tiny_encoders
 
 LINES = DEMO_FILE.read_text().splitlines()
-VAE = VaeReference("vae", None, "a" * 64, 4, 8)
+
+
+class Pictures(NamedTuple):
+    vae: VaeReference | None
+    split_keys: Mapping[str, int] = {}
+
+
+PICTURES = Pictures(VaeReference("vae", None, "a" * 64, 4, 8))
 
 
 def settings(folder: Path, **options: object) -> DataConfig:
@@ -41,9 +49,9 @@ def settings(folder: Path, **options: object) -> DataConfig:
     return replace(base, **options)  # type: ignore[arg-type]
 
 
-def trained(folder: Path, config: DataConfig, *, resumes: bool = True, vae: VaeReference | None = None) -> Any:
+def trained(folder: Path, config: DataConfig, *, resumes: bool = True, pictures: Pictures | None = None) -> Any:
     """Return the data of a config, and the assets that its checkpoint has."""
-    data = prepare_data(config, vae=vae)
+    data = prepare_data(config, pictures=pictures)
     shutil.rmtree(folder / "source", ignore_errors=True)
     data.assets.save(folder / "source" / "assets")
     options = {f"data.{name}": value for name, value in asdict(config).items()}
@@ -131,10 +139,12 @@ def test_another_encoder_is_refused_for_a_resume(tmp_path: Path) -> None:
 
 def test_pictures_of_another_autoencoder_are_refused_for_a_resume(tmp_path: Path) -> None:
     config = settings(tmp_path, latents=str(ready_made(tmp_path)), path=str(tmp_path / "rows.jsonl"), latent_dim=None)
-    _, weights = trained(tmp_path, config, vae=VAE)
-    prepare_data(config, weights=weights, vae=VAE)
+    _, weights = trained(tmp_path, config, pictures=PICTURES)
+    prepare_data(config, weights=weights, pictures=PICTURES)
+    assert PICTURES.vae is not None
+    other = Pictures(replace(PICTURES.vae, sha256="b" * 64))
     with pytest.raises(UsageError, match=r"--pictures\.vae 'vae': .* latents of another encoder .*whatever --allow"):
-        prepare_data(config, weights=weights, vae=replace(VAE, sha256="b" * 64))
+        prepare_data(config, weights=weights, pictures=other)
 
 
 def ready_made(folder: Path, scale: float = 1.0) -> Path:

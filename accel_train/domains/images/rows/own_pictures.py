@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -68,6 +68,8 @@ class OwnPictures:
     heldout: Sequence[Picture]
     """Empty without a held-out source of its own: the captions are split."""
     notices: tuple[str, ...]
+    split_keys: Mapping[str, int]
+    """`split_key` of the captions that are split."""
 
     @property
     def facts(self) -> tuple[Any, ...]:
@@ -131,8 +133,12 @@ def read_own(
         train, both = _without(train, heldout)
         if both:
             notices.append(f"{both:,} captions of held-out pictures are left out of training")
-    _refuse_too_few(train, heldout, data)
-    return OwnPictures(train, heldout, tuple(notices))
+    if data.heldout_path is None:
+        split_keys = _split(train, data)
+    else:
+        split_keys = {}
+        _refuse_too_few(train, heldout, data)
+    return OwnPictures(train, heldout, tuple(notices), split_keys)
 
 
 def _without(train: Sequence[Picture], heldout: Sequence[Picture]) -> tuple[list[Picture], int]:
@@ -181,22 +187,29 @@ def _with_captions(found: Pictures, source: Source, max_left_out: float) -> tupl
 
 
 def _refuse_too_few(train: Sequence[Picture], heldout: Sequence[Picture], data: DataOptions) -> None:
-    """Raise ``UsageError`` for a split that leaves a side without captions, before anything is encoded."""
-    if data.heldout_path is not None:
-        if train and len(heldout) >= 2:
-            return
+    """Raise ``UsageError`` for too few captions on a side, before anything is encoded."""
+    if not train or len(heldout) < 2:
         raise UsageError(
             f"--data.path {data.path!r}, --data.heldout_path {data.heldout_path!r}: {len(train)} training and "
             f"{len(heldout)} held-out captions; at least 1 and 2 are required, of pictures that are not in both. Bring "
             "more pictures."
         )
+
+
+def _split(train: Sequence[Picture], data: DataOptions) -> dict[str, int]:
+    """Return `split_key` of each caption: their rows are split by them once they are read.
+
+    Raises ``UsageError`` for a split that leaves a side without captions, before anything is encoded.
+    """
     # Shorter captions are left out before the split.
     kept = [picture for picture in train if len(str(picture.caption).split()) >= data.min_words]
-    keys = [split_key(str(picture.caption)) for picture in kept]
-    sides = side_keys(keys, [picture.content for picture in kept])
-    held_out = sum(key < held_out_below(data.heldout_fraction) for key in sides)
+    captions = [str(picture.caption) for picture in kept]
+    keys = {caption: split_key(caption) for caption in dict.fromkeys(captions)}
+    sides = side_keys([keys[caption] for caption in captions], [picture.content for picture in kept])
+    bound = held_out_below(data.heldout_fraction)
+    held_out = sum(key < bound for key in sides)
     if held_out < len(kept) and held_out >= 2:
-        return
+        return keys
     # By the half of a key that decides the side.
     groups = len({key >> 32 for key in sides})
     raise UsageError(

@@ -8,8 +8,8 @@ has a row for each, and one latent.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -100,6 +100,8 @@ class CaptionedPictures:
     exact: bool
     """The captions can be read back from the pixels (generated shapes)."""
     notices: tuple[str, ...]
+    split_keys: Mapping[str, int] = field(default_factory=dict[str, int])
+    """`split_key` of captions, as far as they are known."""
 
     def rows(self, data: D) -> D:
         """Return the options of a `data` group to read these rows as ready-made latents."""
