@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,14 @@ from accel_train.data.grouping.shape_groups import GroupOrder
 from accel_train.domains.images.buckets import CENTRE, Frame, Size, conditioning, frame, render
 from accel_train.domains.images.decoding import Colour, colour, decode_picture
 from accel_train.domains.images.options import PictureDataConfig
-from accel_train.domains.images.scanning import Picture, Pictures, options_read, read_pictures, refuse_options
+from accel_train.domains.images.scanning import (
+    Picture,
+    Pictures,
+    options_read,
+    read_pictures,
+    refuse_options,
+    without_unread_columns,
+)
 from accel_train.domains.images.sources import LeftOut, left_out_notices
 
 MUCH_CROPPED = 0.7
@@ -133,12 +140,16 @@ class PictureData:
 
 def refuse_unread(config: PictureDataConfig) -> None:
     """Raise ``UsageError`` for an option that none of the sources of pictures reads. Looks at their kinds alone."""
-    paths = [path for path in (config.path, config.heldout_path) if path is not None]
-    read = set[str]().union(*(options_read(config.source(path)) for path in paths))
-    if config.prior.path is not None:
-        # Its pictures may have captions beside them. The other options are those of the training pictures.
-        read |= options_read(config.source(config.prior.path)) & {"caption_extension"}
-    refuse_options(config.source(config.path), read)
+
+    def read_by() -> Iterator[set[str]]:
+        for path in (config.path, config.heldout_path):
+            if path is not None:
+                yield options_read(config.source(path))
+        if config.prior.path is not None:
+            # Its pictures may have captions beside them. The other options are those of the training pictures.
+            yield options_read(config.source(config.prior.path)) & {"caption_extension"}
+
+    refuse_options(config.source(config.path), read_by())
 
 
 def prepare_pictures(
@@ -158,9 +169,8 @@ def prepare_pictures(
 
     def read(path: str, option: str) -> tuple[list[Sample], list[str]]:
         source = config.source(path, option)
-        # The columns may be those of the other source.
-        if config.heldout_path is not None and not options_read(source) & {"image_column", "caption_column"}:
-            source = replace(source, image_column=None, caption_column=None)
+        if config.heldout_path is not None:
+            source = without_unread_columns(source)
         found = read_pictures(
             source,
             cache,

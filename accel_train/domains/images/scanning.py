@@ -10,10 +10,10 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -186,16 +186,36 @@ def options_read(source: Source) -> set[str]:
     return {*columns, "split", "caption_extension"}
 
 
-def refuse_options(source: Source, read: Collection[str]) -> None:
-    """Raise ``UsageError`` for an option of a source with another value than its default, unless it is ``read``."""
+def options_given(source: Source) -> dict[str, Any]:
+    """Return the options of a source with another value than their default."""
     defaults = Source(source.path)
-    for name, where in READ_BY.items():
-        value = getattr(source, name)
-        if name not in read and value != getattr(defaults, name):
+    values = {name: getattr(source, name) for name in READ_BY}
+    return {name: value for name, value in values.items() if value != getattr(defaults, name)}
+
+
+def refuse_options(source: Source, read_by: Iterable[Collection[str]]) -> None:
+    """Raise ``UsageError`` for an option of a source that is given, and is read by none of several sources.
+
+    ``read_by`` has the options that each of them reads. It is not iterated if none is given: to find them may list
+    all files of a folder.
+    """
+    given = options_given(source)
+    read = set[str]().union(*read_by) if given else set[str]()
+    for name, value in given.items():
+        if name not in read:
             raise UsageError(
-                f"{source.options[name]} {value!r} has no effect with {source.named}: {where} is required to read it. "
-                "Leave it out, or give such pictures."
+                f"{source.options[name]} {value!r} has no effect with {source.named}: {READ_BY[name]} is required to "
+                "read it. Leave it out, or give such pictures."
             )
+
+
+def without_unread_columns(source: Source) -> Source:
+    """Return a source without columns that it has no use for: they may be those of another one."""
+    columns = {"image_column", "caption_column"}
+    # The kind of source is looked for last: it may take a listing of all files.
+    if columns.isdisjoint(options_given(source)) or options_read(source) & columns:
+        return source
+    return replace(source, image_column=None, caption_column=None)
 
 
 def _has_tables(path: Path) -> bool:

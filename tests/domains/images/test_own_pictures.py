@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from pyarrow import Table, parquet
 
 from accel_train.config import UsageError
 from accel_train.data.tables import text_sources
+from accel_train.domains.images import folders
 from accel_train.domains.images.captioned import PictureConfig, prepare_pictures
 from accel_train.domains.text.corpus import Corpus, read_corpus, split_heldout
 from accel_train.domains.text.dataset import PreparedData
@@ -95,6 +98,26 @@ def test_one_caption_of_several_pictures_is_on_one_side_too(tmp_path: Path) -> N
     assert words[0]
     assert words[1]
     assert not words[0] & words[1]
+
+
+def test_each_folder_is_listed_once_in_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, heldout = (
+        rows_folder(tmp_path / side / "a", [(n, f"thing {n}") for n in range(first, first + 4)])
+        for side, first in (("train", 0), ("heldout", 4))
+    )
+    listed: list[Path] = []
+    listdir = os.listdir
+
+    def counted(folder: Path) -> list[str]:
+        listed.append(Path(folder))
+        return listdir(folder)
+
+    monkeypatch.setattr(folders.os, "listdir", counted)
+    config = DataConfig(path=str(train.parent), heldout_path=str(heldout.parent), cache_dir=str(tmp_path / "cache"))
+    prepare_pictures(PictureConfig(latents="pixels", size=8, patch=4), config)
+    # Besides the cache.
+    of_sources = Counter(folder for folder in listed if not folder.is_relative_to(tmp_path / "cache"))
+    assert of_sources == dict.fromkeys((train, train.parent, heldout, heldout.parent), 1)
 
 
 def test_each_caption_is_hashed_once_in_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,14 @@ from accel_train.data.tables.sides import side_keys
 from accel_train.data.tables.text_sources import held_out_below, split_key
 from accel_train.domains.images.decoding import decode_picture
 from accel_train.domains.images.rows.picture_rows import ROWS_PER_SHARD, Captioned, Parts
-from accel_train.domains.images.scanning import Picture, Pictures, options_read, read_pictures, refuse_options
+from accel_train.domains.images.scanning import (
+    Picture,
+    Pictures,
+    options_read,
+    read_pictures,
+    refuse_options,
+    without_unread_columns,
+)
 from accel_train.domains.images.sources import LeftOut, Source, left_out_notices
 
 if TYPE_CHECKING:
@@ -27,7 +34,6 @@ OPTIONS = {"split": "--data.split", "image_column": "--pictures.image_column", "
 SPLIT = "split="
 TEXT = "text"
 """Default of `data.text_column`, with which captions may also be in ``caption``."""
-COLUMNS = {"image_column", "caption_column"}
 
 
 class PictureOptions(Protocol):
@@ -116,12 +122,11 @@ def read_own(
     on.
     """
     sources = _sources(config, data)
-    refuse_options(sources[0], set[str]().union(*map(options_read, sources)))
+    refuse_options(sources[0], map(options_read, sources))
 
     def read(source: Source) -> tuple[list[Picture], list[str]]:
-        # The columns may be those of the other source.
-        if len(sources) > 1 and not options_read(source) & COLUMNS:
-            source = replace(source, image_column=None, caption_column=None)
+        if len(sources) > 1:
+            source = without_unread_columns(source)
         found = read_pictures(source, cache, min_side=2, rank=rank, world_size=world_size, barrier=barrier)
         return _with_captions(found, source, config.max_left_out)
 
