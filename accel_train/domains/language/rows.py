@@ -6,6 +6,7 @@ Every error names its place: file:line, or the row's index in a dataset.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -79,7 +80,11 @@ def parsed(found: Iterable[tuple[str, Mapping[str, Any] | str]], text_column: st
     text is in ``text_column``, and without one Alpaca's ``instruction`` and ``output`` are a chat.
     """
     for place, fields in found:
-        row = fields if isinstance(fields, str) else _row(place, fields, text_column)
+        try:
+            row = fields if isinstance(fields, str) else _row(place, fields, text_column)
+        # The parser of JSON goes deeper than Python's functions can follow.
+        except RecursionError:
+            row = "its values are nested too deeply to be read; flatter ones are required"
         yield Fault(place, row) if isinstance(row, str) else row
 
 
@@ -142,9 +147,7 @@ def _chat(place: str, messages: Any, fields: Mapping[str, Any], name: str, first
     messages = plain_messages(messages)
     tools = parsed_json(fields.get("tools"))
     options = parsed_json(fields.get("chat_template_kwargs", {}))
-    fault = _messages_fault(messages, name) or _tools_fault(tools)
-    if not isinstance(options, Mapping):
-        fault = fault or f"'chat_template_kwargs' is {type(options).__name__}; an object is required"
+    fault = _messages_fault(messages, name) or _tools_fault(tools) or _options_fault(options)
     return fault or Row(place, messages=messages, first_trained=first_trained, tools=tools, template_options=options)
 
 
@@ -218,7 +221,8 @@ def _plain_message(message: Any) -> Any:
     found = dict(message)
     if "role" not in found and {"from", "value"} <= set(found):
         speaker = found.pop("from")
-        found = {"role": SPEAKERS.get(speaker, speaker), "content": found.pop("value"), **found}
+        role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+        found = {"role": role, "content": found.pop("value"), **found}
     content = found.get("content")
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
         found["content"] = "".join(part["text"] for part in content)
@@ -242,9 +246,9 @@ def _plain_call(call: Any) -> Any:
 
 
 def parsed_json(value: Any) -> Any:
-    """Return the value of a string of JSON, and anything else unchanged."""
+    """Return the value of a string of JSON, and anything else unchanged, as a string nested too deeply is."""
     if isinstance(value, str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
 
@@ -255,31 +259,45 @@ def _tools_fault(tools: Any) -> str | None:
     return _unpaired_fault("tools", tools)
 
 
+def _options_fault(options: Any) -> str | None:
+    if not isinstance(options, Mapping):
+        return f"'chat_template_kwargs' is {type(options).__name__}; an object is required"
+    return _unpaired_fault("chat_template_kwargs", options)
+
+
 def _messages_fault(messages: Any, name: str = "messages") -> str | None:
     if not isinstance(messages, list) or not messages:
-        return f"{name!r} is {messages!r}; a list of messages is required"
+        return f"{name!r} is {reprlib.repr(messages)}; a list of messages is required"
+    # First, because what follows shows parts of them.
+    unpaired = _unpaired_fault(name, messages)
+    if unpaired is not None:
+        return unpaired
     for number, message in enumerate(messages, 1):
         if not isinstance(message, Mapping) or "role" not in message:
-            return f"message {number} is {message!r}; an object with 'role' and 'content' is required"
+            return f"message {number} is {reprlib.repr(message)}; an object with 'role' and 'content' is required"
         fault = _content_fault(message)
         if fault is not None:
             return f"message {number} {fault}"
     if not any(message["role"] == "assistant" for message in messages):
         return "no message has the role 'assistant', so there is nothing to learn"
-    return _unpaired_fault(name, messages)
+    return None
 
 
 def _content_fault(message: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a message whose role is known, as the rest of a sentence."""
+    """Return what is wrong with a message that has a role, as the rest of a sentence."""
+    if not isinstance(message["role"], str):
+        return f"has {type(message['role']).__name__} as 'role'; text is required"
     if message.get("weight", 1) not in (0, 1):
-        return f"has weight {message['weight']!r}; 0 (not learned) or 1 is required"
+        return f"has weight {reprlib.repr(message['weight'])}; 0 (not learned) or 1 is required"
+    if not isinstance(message.get("tool_calls", []), list):
+        return f"has {type(message['tool_calls']).__name__} as 'tool_calls'; a list of calls is required"
     if "content" not in message:
         # What a template would write as empty, or refuse in words of its own.
         return None if message.get("tool_calls") else f"({message['role']}) has no 'content'; text is required"
     content = message["content"]
     if isinstance(content, list):
-        kinds = {part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content}
-        return f"({message['role']}) has parts of {sorted(map(str, kinds))}; text, or parts of text, is required"
+        kinds = {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in content}
+        return f"({message['role']}) has parts of {sorted(kinds)}; text, or parts of text, is required"
     if not isinstance(content, str):
         return f"({message['role']}) has {type(content).__name__} as 'content'; text is required"
     return None

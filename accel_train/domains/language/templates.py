@@ -112,7 +112,8 @@ def _encode_chat_prompt(
 ) -> list[int]:
     required = 'a list such as [{"role": "user", "content": "Who is there?"}] is required'
     found: Sequence[Any] = messages  # may be the JSON of a command line
-    if not found or not all(isinstance(message, Mapping) and "role" in message for message in found):
+    listed = isinstance(found, (list, tuple)) and len(found) > 0
+    if not listed or not all(isinstance(message, Mapping) and "role" in message for message in found):
         raise UsageError(f"messages {str(messages)[:100]}: {required}")
     if messages[-1]["role"] == "assistant":
         raise UsageError("messages: the last one is the assistant's, so nothing is left to answer; leave it out")
@@ -125,6 +126,8 @@ def _encode_chat_prompt(
         text = tokenizer.apply_chat_template(
             plain_messages(messages), tools=tools, tokenize=False, add_generation_prompt=True, **options
         )
+        # Half of a character, which no tokenizer takes.
+        text.encode()
     except Exception as error:  # a template may raise anything: roles out of order, a field that is missing
         raise UsageError(
             f"messages: the chat template refuses them ({type(error).__name__}: {error}); give them as it wants them"
@@ -253,12 +256,13 @@ def _marked_by_template(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]
             tokenizer_kwargs={"return_offsets_mapping": True},
             **row.template_options,
         )
+        # A row may ask for another form of them by an option that transformers knows.
+        marks = [(mark, end) for mark, (_, end) in zip(found["assistant_masks"], found["offset_mapping"], strict=True)]
     except Exception as error:  # as in `_render`
         raise UnusableRowError(row.place, _refusal(error, None)) from None
-    marks = zip(found["assistant_masks"], found["offset_mapping"], strict=True)
     # The marks are on every turn of the assistant, those of the prompt included.
     prompt = _length_of_prompt(row, tokenizer)
-    return list(found["input_ids"]), [bool(mark) and end > prompt for mark, (_, end) in marks]
+    return list(found["input_ids"]), [bool(mark) and end > prompt for mark, end in marks]
 
 
 def _length_of_prompt(row: Row, tokenizer: Any) -> int:

@@ -157,6 +157,12 @@ def test_what_a_tokenizer_cannot_take_is_refused(pipeline: LanguagePipeline) -> 
     without.tokenizer.backend_tokenizer.post_processor = None
     with pytest.raises(UsageError, match="leaves no token of it"):
         without("")
+    without.tokenizer.chat_template = tiny.CHATML + "{{ mood }}"
+    with pytest.raises(UsageError, match=r"the chat template refuses them .*surrogates not allowed"):
+        without(CHAT, chat_template_kwargs={"mood": "\ud83d"})
+    wrong: Any = 3
+    with pytest.raises(UsageError, match=r"messages 3: a list such as"):
+        without(wrong)
 
 
 def test_without_a_number_the_answer_fills_the_positions_that_are_left() -> None:
@@ -213,6 +219,9 @@ def test_the_command_answers_as_the_pipeline_does(
         (["--text_file", "none.txt"], "text_file none.txt: cannot be read"),
         (["--text", "a", "--top_p", "0"], "top_p"),
         (["--text", "a", "--tools", "[{"], r"tools '\[{': no JSON"),
+        (["--messages", "[" * 100_000], "no JSON .*recursion"),
+        (["--text", "a", "--tools", "[" * 100_000], "no JSON .*recursion"),
+        (["--text", "a", "--chat_template_kwargs", '{"x": "\\ud83d"}'], "no JSON .*surrogates not allowed"),
         (["--text", "a", "--tools", "none.json"], "tools 'none.json' cannot be read"),
         (["--text", "a", "--tools", "{}"], "tools '{}': a list is required, this is dict"),
         (["--text", "a", "--chat_template_kwargs", "[]"], r"chat_template_kwargs '\[\]': an object is required"),

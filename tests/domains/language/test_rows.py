@@ -16,6 +16,7 @@ from accel_train.domains.language.rows import Row
 
 USER = {"role": "user", "content": "Who is there?"}
 ANSWER = {"role": "assistant", "content": "Friends."}
+DEEP = "[" * 100_000
 
 
 def read(path: Path | str, *, bad: int = 0, **named: Any) -> list[Row]:
@@ -232,6 +233,13 @@ def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
         ({"prompt": None, "completion": "x"}, r"'prompt' is null beside 'completion'; text is required"),
         ({"messages": None}, r"null in \['messages'\]; text in 'text', or 'messages'"),
         ([1], "a JSON list, not an object"),
+        ({"conversations": [{"from": ["human"], "value": "x"}, ANSWER]}, "message 1 has list as 'role'; text is"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": 5}]}, "message 2 has int as 'tool_calls'; a list of calls"),
+        ({"messages": [{**USER, "content": [{"type": ["x"]}]}, ANSWER]}, r"has parts of \[\"\['x'\]\"\]; text"),
+        ({"messages": [USER, ANSWER], "tools": DEEP}, "'tools' is str; a list of JSON schemas"),
+        ({"messages": [USER, ANSWER], "chat_template_kwargs": DEEP}, "'chat_template_kwargs' is str; an object"),
+        ({"messages": [USER, ANSWER], "chat_template_kwargs": {"x": "\ud83d"}}, "'chat_template_kwargs' holds half of"),
+        ({"messages": [{"role": "\ud83d"}, ANSWER]}, "'messages' holds half of a surrogate pair"),
     ],
 )
 def test_an_unusable_row_is_named_or_left_out(row: Any, message: str, tmp_path: Path) -> None:
@@ -239,6 +247,15 @@ def test_an_unusable_row_is_named_or_left_out(row: Any, message: str, tmp_path: 
     with pytest.raises(UsageError, match=rf"rows.jsonl:2: .*{message}.*--data.max_bad_rows \(now 0\)"):
         read(file)
     assert [found.text for found in read(file, bad=1)] == ["good"]
+
+
+def test_a_row_nested_deeper_than_python_calls_is_bad() -> None:
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    (found,) = rows.parsed([("rows.jsonl:1", {"messages": [USER, {**ANSWER, "note": nested}]})], "text")
+    assert isinstance(found, rows.Fault)
+    assert "nested too deeply" in found.reason
 
 
 def test_a_named_column_comes_before_the_forms_found_by_themselves(tmp_path: Path) -> None:

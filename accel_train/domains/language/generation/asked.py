@@ -79,10 +79,7 @@ def _json(option: str, text: str | None, kind: type) -> Any:
     """Return the value of JSON. None for None."""
     if text is None:
         return None
-    try:
-        found: Any = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{option} {text[:60]!r}: no JSON ({error})") from None
+    found = _parsed(option, text)
     if not isinstance(found, kind):
         wanted = "an object" if kind is dict else "a list"
         raise UsageError(f"{option} {text[:60]!r}: {wanted} is required, this is {type(found).__name__}")
@@ -91,12 +88,18 @@ def _json(option: str, text: str | None, kind: type) -> Any:
 
 def chat(text: str) -> Sequence[Message]:
     """Return the messages in JSON. Raises ``UsageError``."""
+    found = _parsed("messages", text)
+    if not isinstance(found, list):
+        raise UsageError(f"messages {text[:60]!r}: a list of messages is required, as in '[{{\"role\": ...}}]'")
+    return cast("Sequence[Message]", found)
+
+
+def _parsed(option: str, text: str) -> Any:
     try:
         found: Any = json.loads(text)
         # An escape may be half of a character, which no tokenizer takes.
         json.dumps(found, ensure_ascii=False).encode()
-    except ValueError as error:
-        raise UsageError(f"messages {text[:60]!r}: no JSON ({error}); a list of messages is required") from None
-    if not isinstance(found, list):
-        raise UsageError(f"messages {text[:60]!r}: a list of messages is required, as in '[{{\"role\": ...}}]'")
-    return cast("Sequence[Message]", found)
+    # The parser recurses, so a long line of brackets exhausts the stack.
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{option} {text[:60]!r}: no JSON ({error}); correct it") from None
+    return found
