@@ -12,7 +12,6 @@ from torch import nn
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.language import pretrained, tokenizers
-from accel_train.domains.language.generation.ends import add_saved_ends
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.sources import find_base
 from accel_train.domains.models import quantised
@@ -76,8 +75,9 @@ def base_precision(directory: Path) -> BasePrecision:
 def load_adapted(directory: Path, device: torch.device = CPU, *, plain: bool = False) -> nn.Module:
     """Return the model of a checkpoint or an export of adapters, in fp32, on its base, in evaluation.
 
-    A base of 8 or 4 bits is quantised as in training; with ``plain`` it is a float model of the same values. Raises
-    ``UsageError`` for a missing or different base, and for damaged adapters.
+    A base of 8 or 4 bits is quantised as in training; with ``plain`` it is a float model of the same values. Generation
+    ends as with the base (``AdapterEnds``). Raises ``UsageError`` for a missing or different base, and for damaged
+    adapters.
     """
     if embeds_base(directory):
         model = _embedded_base(directory)
@@ -86,7 +86,6 @@ def load_adapted(directory: Path, device: torch.device = CPU, *, plain: bool = F
         weights.load_weights(directory, "model", model)
         if weights.has_ema(directory):
             weights.load_weights(directory, "ema", model, required=())
-        add_saved_ends(model, directory)
         return model.eval()
     model = _referenced_base(directory)
     precision = base_precision(directory)
@@ -97,7 +96,6 @@ def load_adapted(directory: Path, device: torch.device = CPU, *, plain: bool = F
     # What bf16 and fp16 left of the values, for a computation in fp32.
     model.float()
     add_adapter(model, ADAPTER, directory)
-    add_saved_ends(model, directory)
     return model.eval()
 
 
@@ -165,7 +163,6 @@ def attach(model: nn.Module, adapters: Mapping[str, Path], owner: Path, referenc
         refuse_whole_model(name, directory)
         compare_bases(base_reference(directory), reference, directory, owner)
         add_adapter(model, name, directory)
-        add_saved_ends(model, directory)
 
 
 def save_whole(model: nn.Module, directory: Path, precision: Precision) -> None:

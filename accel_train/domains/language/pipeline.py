@@ -24,7 +24,7 @@ from accel_train.domains.language import (
 )
 from accel_train.domains.language.exported import llama as exported_llama
 from accel_train.domains.language.exported import model as exported_model
-from accel_train.domains.language.generation import asked, continuing
+from accel_train.domains.language.generation import asked, continuing, ends
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.models import lora
 from accel_train.domains.models.adapters import (
@@ -71,6 +71,7 @@ class LanguagePipeline:
         """The checkpoint or export, None for a model loaded from neither."""
         self.adapters: tuple[str, ...] = (lora.ADAPTER,) if hasattr(model, "peft_config") else ()
         """Names of adapters to choose from in a call; ``default`` is the one of a run of adapters."""
+        self._ends = ends.AdapterEnds(model)
         self._chosen = next(iter(self.adapters), BASE)
 
     @property
@@ -103,7 +104,10 @@ class LanguagePipeline:
             model = _whole_model(directory)
         tokenizer = tokenizers.load_tokenizer(str(directory), None)
         sampler: Mapping[str, Any] = {} if described is None else described["sampler"]
-        return cls(model.to(device), tokenizer, float(sampler.get("temperature", continuing.TEMPERATURE)), directory)
+        temperature = float(sampler.get("temperature", continuing.TEMPERATURE))
+        pipeline = cls(model.to(device), tokenizer, temperature, directory)
+        pipeline._read_ends({name: directory for name in pipeline.adapters})
+        return pipeline
 
     def attach(self, adapters: Mapping[str, Path]) -> None:
         """Put further adapters on the model, by name: directories of checkpoints or exports, verified already.
@@ -128,6 +132,11 @@ class LanguagePipeline:
         if not self.adapters:
             self._chosen = next(iter(adapters))
         self.adapters += tuple(adapters)
+        self._read_ends(adapters)
+
+    def _read_ends(self, adapters: Mapping[str, Path]) -> None:
+        for name, directory in adapters.items():
+            self._ends.read(name, directory)
         self._choose(self._chosen)
 
     @contextmanager
@@ -147,6 +156,7 @@ class LanguagePipeline:
         self._chosen = name
         if self.adapters:
             choose_adapter(self.model, None if name == BASE else name)
+            self._ends.choose(name)
 
     @classmethod
     def write_merged(cls, adapters: Path, directory: Path, precision: Precision) -> str | None:
@@ -158,6 +168,7 @@ class LanguagePipeline:
         model = adapted.load_adapted(adapters, plain=True)
         # Merged in fp32 and rounded once, at the end.
         merge_adapter(model, lora.ADAPTER)
+        ends.add_saved_ends(model, adapters)
         adapted.save_whole(model, directory, precision)
         tokenizers.load_tokenizer(str(adapters), None).save_pretrained(directory)
         described = adapted.read_description(adapters)

@@ -105,6 +105,36 @@ def test_peft_and_our_loader_know_the_class_and_where_an_answer_ends(base: Path,
 
 
 # -------------------------------------------------------------------------------------------------------------- using
+def test_an_answer_ends_as_its_own_adapter_has_it(base: Path, run: Path, tmp_path: Path) -> None:
+    """Whichever others are on the model, and with the base as without any."""
+    given: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0}
+    alone = load(run)
+    end = alone.tokenizer(alone(PROMPT, **given), add_special_tokens=False)["input_ids"][2]
+    other = adapter_run(tmp_path / "run", base, answer_end=end)
+    before = load(base).model.generation_config.eos_token_id
+    pipeline = load(run, adapters={"other": other})
+    ends = {"default": before, "other": [before, end], "base": before}
+    for name in ("other", "default", "base", "other"):
+        with pipeline.using(name):
+            assert pipeline.model.generation_config.eos_token_id == ends[name]
+    assert pipeline(PROMPT, **given) == alone(PROMPT, **given)
+    assert pipeline(PROMPT, adapter="other", **given) == load(other)(PROMPT, **given)
+    assert load(other)(PROMPT, adapter="base", **given) == load(base)(PROMPT, **given)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [("{", "cannot be read"), ("[]", "cannot be read"), ('{"eos_token_id": "x"}', r"is \['x'\]")]
+)
+def test_damaged_ends_are_refused(content: str, says: str, base: Path, exported: Path, tmp_path: Path) -> None:
+    """Of a folder that lists no hashes of its files, as peft's."""
+    folder = tmp_path / "out"
+    shutil.copytree(exported, folder)
+    (folder / "pipeline.json").unlink()
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(UsageError, match=rf"generation_config.json: .*{says}"):
+        load(base, adapters={"mine": folder})
+
+
 def test_calls_inside_using_answer_with_its_adapter(run: Path, other_run: Path) -> None:
     pipeline = load(run, adapters={"other": other_run})
     expected: dict[str, Tensor] = {}

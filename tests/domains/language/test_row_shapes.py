@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -53,6 +54,7 @@ class OneRow:
     option = "--data.path"
     key = ""
     rows = (1,)
+    notices = ()
 
     def __init__(self, row: Any) -> None:
         self.notices: list[str] = []
@@ -68,7 +70,7 @@ class OneRow:
 @pytest.mark.parametrize("template", [tiny.CHATML, tiny.MARKED, tiny.REASONING], ids=["chatml", "marked", "reasoning"])
 def test_a_row_of_any_shape_is_encoded_or_bad(template: str) -> None:
     tokenizer = tiny.tokenizer(template + WRITES_ALL)
-    for row in (variant for row in ROWS for variant in variants(row)):
+    for row in chain.from_iterable(map(variants, ROWS)):
         block = BlockEncoder(OneRow(row), tokenizer, "text", 64, 0.0)(0)
         assert len(block.faults) == 1 - block.counts["train"], row
         # A chat is not shown whole.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+from accel_train.config import UsageError
+from accel_train.store import strict_json
 
 CONFIG_FILE = "generation_config.json"
 
@@ -23,11 +25,49 @@ def end_answers(model: nn.Module, token: int | None, tokenizer: Any) -> list[str
     return [f"generation ends at {piece!r} as well, with which the chat template ends an answer"]
 
 
+class AdapterEnds:
+    """Where generation ends with each adapter of a model: at the ends of the base, and at its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._base = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        self._own: dict[str, list[int]] = {}
+
+    def read(self, adapter: str, directory: Path) -> None:
+        """Read the ends of an adapter from its directory. Raises ``UsageError``."""
+        self._own[adapter] = _saved_ends(directory)
+
+    def choose(self, adapter: str) -> None:
+        """Let generation end as it does with the ``adapter``, or with the base for a name without ends."""
+        config: Any = getattr(self._model, "generation_config", None)
+        if config is not None:
+            # Another adapter's are taken away: what one writes does not depend on which others are there.
+            config.eos_token_id = self._base
+            _add_ends(self._model, self._own.get(adapter, []))
+
+
 def add_saved_ends(model: nn.Module, directory: Path) -> None:
-    """Let generation end where generation_config.json in ``directory``, if there is one, says it."""
+    """Let generation end where generation_config.json in ``directory``, if there is one, says it.
+
+    Raises ``UsageError`` for a damaged one.
+    """
+    _add_ends(model, _saved_ends(directory))
+
+
+def _saved_ends(directory: Path) -> list[int]:
     file = directory / CONFIG_FILE
-    if file.is_file():
-        _add_ends(model, _listed(json.loads(file.read_text("utf-8")).get("eos_token_id")))
+    try:
+        found = _listed(strict_json.read_object(file).get("eos_token_id"))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file}: cannot be read ({error}); restore it from a copy, or export it again") from None
+    if not all(type(token) is int for token in found):
+        raise UsageError(
+            f"{file}: eos_token_id is {found}; the id of a token, or a list of them, is required: restore the file "
+            "from a copy, or export it again"
+        )
+    return found
 
 
 def _add_ends(model: nn.Module, tokens: Sequence[int]) -> bool:
@@ -42,7 +82,8 @@ def _add_ends(model: nn.Module, tokens: Sequence[int]) -> bool:
     return bool(new)
 
 
-def _listed(tokens: int | Sequence[int] | None) -> list[int]:
+def _listed(tokens: Any) -> list[int]:
+    """Return token ids, of which a config has one, several or None."""
     if tokens is None:
         return []
-    return [tokens] if isinstance(tokens, int) else list(tokens)
+    return list(tokens) if isinstance(tokens, (list, tuple)) else [tokens]
