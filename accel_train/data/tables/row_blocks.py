@@ -102,8 +102,12 @@ class FileRows:
         return tuple(block for block in found if block.rows > 0)
 
     @property
-    def rows(self) -> list[int]:
+    def rows(self) -> Sequence[int]:
         """Rows of each block, of text and JSONL also the blank lines."""
+        return self._rows
+
+    @cached_property
+    def _rows(self) -> list[int]:
         return [block.rows for block in self.blocks]
 
     @property
@@ -307,8 +311,12 @@ class DatasetRows:
     key: str
 
     @property
-    def rows(self) -> list[int]:
+    def rows(self) -> Sequence[int]:
         """Rows of each block."""
+        return self._rows
+
+    @cached_property
+    def _rows(self) -> list[int]:
         total = len(self.dataset)
         starts = range(0, total, ROWS_AT_ONCE)
         return [min(ROWS_AT_ONCE, total - start) for start in starts]

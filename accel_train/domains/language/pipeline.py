@@ -106,7 +106,7 @@ class LanguagePipeline:
         sampler: Mapping[str, Any] = {} if described is None else described["sampler"]
         temperature = float(sampler.get("temperature", continuing.TEMPERATURE))
         pipeline = cls(model.to(device), tokenizer, temperature, directory)
-        pipeline._read_ends({name: directory for name in pipeline.adapters})
+        pipeline._read_ends(dict.fromkeys(pipeline.adapters, directory))
         return pipeline
 
     def attach(self, adapters: Mapping[str, Path]) -> None:

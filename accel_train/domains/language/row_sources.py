@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 
 from accel_train.config import (
@@ -158,16 +159,6 @@ class MixedRows:
         described = json.dumps(["mixture", [source.key for source in self.sources], self.repeats])
         return hashlib.sha256(described.encode()).hexdigest()
 
-    @cached_property
-    def _blocks(self) -> list[tuple[int, int, bool]]:
-        """Source, number in it, and whether it has come before."""
-        found: list[tuple[int, int, bool]] = []
-        for index, (source, repeats) in enumerate(zip(self.sources, self.repeats, strict=True)):
-            count = len(source.rows)
-            # Read again and not copied: a large source takes no more memory for its repeats.
-            found += [(index, number, time > 0) for time in range(repeats) for number in range(count)]
-        return found
-
     @property
     def rows(self) -> Sequence[int]:
         """Rows of each block, or about as many. Reads the files where the format needs it."""
@@ -175,8 +166,14 @@ class MixedRows:
 
     @cached_property
     def _rows(self) -> list[int]:
-        of_sources = [source.rows for source in self.sources]
-        return [of_sources[index][number] for index, number, _ in self._blocks]
+        repeated = ([*source.rows] * repeats for source, repeats in zip(self.sources, self.repeats, strict=True))
+        return list(chain.from_iterable(repeated))
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """First block of each source."""
+        lengths = (len(source.rows) * repeats for source, repeats in zip(self.sources, self.repeats, strict=True))
+        return list(accumulate(lengths, initial=0))[:-1]
 
     @property
     def notices(self) -> list[str]:
@@ -189,12 +186,14 @@ class MixedRows:
 
     def read(self, number: int) -> Iterator[PlacedRow]:
         """Yield the rows of a block. Raises ``UsageError`` for a file that is damaged or was written meanwhile."""
-        index, block, _ = self._blocks[number]
+        index, _, block = self.place_of(number)
         return self.sources[index].read(block)
 
-    def has_come_before(self, number: int) -> bool:
-        """True for a block whose rows are those of an earlier one."""
-        return self._blocks[number][2]
+    def place_of(self, number: int) -> tuple[int, int, int]:
+        """Return the number of a block's source, how often its rows have come before, and its number in the source."""
+        # The last of several that start there: those before it have no block.
+        index = bisect_right(self._starts, number) - 1
+        return index, *divmod(number - self._starts[index], len(self.sources[index].rows))
 
 
 def mixed(sources: Sequence[RowBlocks], repeats: Sequence[int]) -> RowBlocks:
@@ -206,7 +205,7 @@ def mixed(sources: Sequence[RowBlocks], repeats: Sequence[int]) -> RowBlocks:
 
 def has_come_before(source: RowBlocks, number: int) -> bool:
     """True for a block whose rows are those of an earlier one, because its source is repeated."""
-    return isinstance(source, MixedRows) and source.has_come_before(number)
+    return isinstance(source, MixedRows) and source.place_of(number)[1] > 0
 
 
 def parts_of(source: RowBlocks) -> tuple[RowBlocks, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from accel_train.config import UsageError
+from accel_train.data.tables.row_blocks import file_rows
 from accel_train.data.tables.text_sources import BadRows
 from accel_train.domains.language import row_sources, rows
 from accel_train.domains.language.rows import Row
@@ -247,6 +248,43 @@ def test_an_unusable_row_is_named_or_left_out(row: Any, message: str, tmp_path: 
     with pytest.raises(UsageError, match=rf"rows.jsonl:2: .*{message}.*--data.max_bad_rows \(now 0\)"):
         read(file)
     assert [found.text for found in read(file, bad=1)] == ["good"]
+
+
+def test_the_rows_of_blocks_are_listed_once(tmp_path: Path) -> None:
+    """Whoever goes through 20,000 blocks asks for them at each."""
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["x"] * 9}).save_to_disk(str(tmp_path / "saved"))
+    paths = (write(tmp_path, {"text": "x"}), tmp_path / "saved")
+    given: Any = {"option": "--data.path", "split": "train", "text_column": "text", "sample_by": "line"}
+    parts = [row_sources.open_rows(str(path), cache=tmp_path / "cache", **given) for path in paths]
+    for source in (*parts, row_sources.mixed(parts, (2, 3))):
+        assert source.rows is source.rows
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (0, 2, 0, 0, 1), (1, 0)])
+def test_a_block_of_a_mixture_is_that_of_a_source(counts: tuple[int, ...], tmp_path: Path) -> None:
+    """Also beside sources without a block."""
+    names = [f"{number}.txt" for number in range(sum(counts))]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    left = iter(names)
+    parts: list[Any] = []
+    for count in counts:
+        files = [tmp_path / next(left) for _ in range(count)]
+        parts.append(file_rows("--data.path", files, ["text"], "line", lambda file: file.name))
+    repeats = range(1, len(counts) + 1)
+    found = row_sources.mixed(parts, repeats)
+    read: list[str] = []
+    for number in range(len(found.rows)):
+        read += [row.content for row in rows.parsed(found.read(number), "text") if isinstance(row, Row)]
+    expected: list[str] = []
+    for part, times in zip(parts, repeats, strict=True):
+        expected += [file.name for file in part.files] * times
+    assert read == expected
+    assert len({name for number, name in enumerate(read) if not row_sources.has_come_before(found, number)}) == len(
+        names
+    )
 
 
 def test_a_row_nested_deeper_than_python_calls_is_bad() -> None:

@@ -218,20 +218,21 @@ class _Preparation:
         """Encode the missing blocks, then sort the held-out texts, and count the targets."""
         self.record["notices"] = source.notices
         start, skip = self._position()
-        count = len(source.rows)
+        rows = source.rows
+        count = len(rows)
         # What was counted behind the last shard is counted again.
         done = {number: counts for number, counts in self.record["blocks"].items() if int(number) < start}
         self.record["blocks"] = done
         self.bad.count += _total(done)["bad"]
         encode = partial(_encode, self.encode, start)
         blocks = blocks_in_order(encode, count - start, "auto")
-        rows_done = sum(source.rows[:start])
-        with Progress("tokens", sum(source.rows), enabled=True) as bar:
+        rows_done = sum(rows[:start])
+        with Progress("tokens", sum(rows), enabled=True) as bar:
             bar.update(rows_done)
             for number, block in enumerate(blocks, start):
                 self._take(number, block, skip)
                 skip = 0
-                bar.update(source.rows[number])
+                bar.update(rows[number])
         if self._waiting:
             self._write_shard((count, 0))
         self._write_heldout()
