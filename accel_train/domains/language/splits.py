@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,26 @@ class SplitSources:
         """Share to hold out in place of one under which no row falls."""
         options = ("--data.path", *["--data.more_paths"] * len(config.more_paths))
         parts = [self._open(path, option, config.split) for path, option in zip(config.paths, options, strict=True)]
+        self._refuse_twice(parts)
         self.train = mixed(parts, config.repeats)
         self.heldout: RowBlocks | None = None
         if config.heldout_path is not None:
             self.heldout = self._open_heldout(config.heldout_path)
         self._refuse_unread()
+
+    def _refuse_twice(self, parts: Sequence[RowBlocks]) -> None:
+        """Raise ``UsageError`` for two sources with the same rows, or with a file in common, however they are named.
+
+        Held-out rows would be evaluated twice, as if they were two.
+        """
+        for (path, source), (other_path, other) in combinations(zip(self.config.paths, parts, strict=True), 2):
+            shared = sorted(_files_of(source) & _files_of(other))
+            if source.key == other.key or shared:
+                what = f"both have {shared[0]}" if shared else "both have the same rows"
+                raise UsageError(
+                    f"{self.config.named}: a source twice: {path!r} and {other_path!r}, {what}. Name each file once, "
+                    "and set --data.repeats to the times that an epoch has it."
+                )
 
     def _open_heldout(self, path: str) -> RowBlocks:
         config = self.config
@@ -149,3 +165,7 @@ class SplitSources:
             key = content_key(text)
             if int.from_bytes(key[:8], "big") >= limit and text_key(text) not in self.excluded:
                 yield text
+
+
+def _files_of(source: RowBlocks) -> set[Path]:
+    return {file.resolve() for file in source.files} if isinstance(source, FileRows) else set()

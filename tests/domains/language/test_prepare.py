@@ -334,6 +334,21 @@ def test_each_source_of_a_mixture_is_named(tmp_path: Path) -> None:
         mixture(tmp_path, more_paths=(str(tmp_path / "more.jsonl"),), text_column="body")
 
 
+def test_a_source_given_twice_is_found_however_it_is_named(tmp_path: Path) -> None:
+    mixture(tmp_path)
+    table = tmp_path / "table.jsonl"
+    (tmp_path / "link.jsonl").symlink_to(table)
+    (tmp_path / "copy.jsonl").write_bytes(table.read_bytes())
+    for other, why in (
+        (f"{tmp_path}/./table.jsonl", "both have .*table.jsonl"),
+        (str(tmp_path / "link.jsonl"), "both have .*table.jsonl"),
+        (f"{tmp_path}/t*", "both have .*table.jsonl"),
+        (str(tmp_path / "copy.jsonl"), "both have the same rows"),
+    ):
+        with pytest.raises(UsageError, match=rf"a source twice: '{table}' and .*, {why}.*--data.repeats"):
+            mixture(tmp_path, more_paths=(other,))
+
+
 def test_a_row_with_nothing_to_learn_is_counted_as_bad_alone(tmp_path: Path) -> None:
     nothing = {"prompt": " ".join(tiny.TEXTS * 3), "completion": " x"}
     data = prepared(tmp_path, *LINES, nothing, heldout_fraction=0.01, max_bad_rows=1)
