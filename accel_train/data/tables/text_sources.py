@@ -31,15 +31,15 @@ class BadRows:
         self.option = option
         self.count = 0
 
-    def add(self, place: str, reason: str) -> None:
-        """Count one row, or raise with its place and the reason."""
+    def add(self, place: str, reason: str, option: str | None = None) -> None:
+        """Count one row, or raise with its place and the reason. ``option`` names its source, if there are several."""
         self.count += 1
         if self.count > self.limit:
             before = ""
             if self.limit:
                 before = f" ({self.limit} bad rows before it were left out)"
             raise UsageError(
-                f"{self.option}: {place}: {reason}{before}. Correct the row, or raise --data.max_bad_rows "
+                f"{option or self.option}: {place}: {reason}{before}. Correct the row, or raise --data.max_bad_rows "
                 f"(now {self.limit}) to leave bad rows out."
             )
 

@@ -70,7 +70,7 @@ class _Block:
         self.faults: list[Fault] = []
         self._encoder = encoder
         self._is_copy = is_copy
-        """Its rows were those of an earlier block, which counts the held-out and the bad ones."""
+        """Its rows were those of an earlier block, which counts the held-out, the excluded and the bad ones."""
         # A hash below it is held out: the side of a row depends on its words and on nothing else.
         self._limit = math.ceil(encoder.fraction * 2**64)
         self._texts: list[Tokens] = []
@@ -86,7 +86,8 @@ class _Block:
     def add_all(self, rows: Sequence[Row]) -> None:
         excluded = self._encoder.excluded
         kept = [(row, content_key(row.content)) for row in rows if not (excluded and text_key(row.content) in excluded)]
-        self._counts["excluded"] += len(rows) - len(kept)
+        if not self._is_copy:
+            self._counts["excluded"] += len(rows) - len(kept)
         texts = [row for row, _ in kept if row.text is not None]
         encoded = iter(templates.encode_texts(texts, self._encoder.tokenizer))
         for row, key in kept:

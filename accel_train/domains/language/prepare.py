@@ -280,7 +280,7 @@ def _notices(train: PreparedTokens, heldout: PreparedTokens | None, bad: BadRows
     if heldout is not None:
         notices += heldout.notices
     if excluded := train.counts["excluded"]:
-        notices.append(f"{excluded:,} rows of --data.path left out of training, because held-out rows have their text")
+        notices.append(f"{excluded:,} rows left out of training, because held-out rows have their text")
     if bad.count:
         notices.append(f"{bad.count:,} bad rows left out")
     return notices

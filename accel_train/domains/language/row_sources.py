@@ -208,6 +208,11 @@ def has_come_before(source: RowBlocks, number: int) -> bool:
     return isinstance(source, MixedRows) and source.place_of(number)[1] > 0
 
 
+def option_of(source: RowBlocks, number: int) -> str:
+    """Return the option that names the source of a block."""
+    return source.sources[source.place_of(number)[0]].option if isinstance(source, MixedRows) else source.option
+
+
 def parts_of(source: RowBlocks) -> tuple[RowBlocks, ...]:
     """Return the sources of a mixture, or the source."""
     return source.sources if isinstance(source, MixedRows) else (source,)

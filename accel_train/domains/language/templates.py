@@ -19,7 +19,7 @@ class UnusableRowError(UsageError):
     """A row that the chat template does not take. It is left out, if bad rows may be."""
 
     def __init__(self, place: str, reason: str) -> None:
-        super().__init__(f"--data.path: {place}: {reason}")
+        super().__init__(f"{place}: {reason}")
         self.reason = reason
 
 
@@ -175,7 +175,7 @@ def _tokenise(tokenizer: Any, text: str, spans: Sequence[Span], *, special: bool
 def _encode_messages(row: Row, tokenizer: Any) -> EncodedRow:
     if tokenizer.chat_template is None:
         raise UsageError(
-            f"--data.path: {row.place} has messages, and the tokenizer has no chat template to write them with. Give "
+            f"{row.place} has messages, and the tokenizer has no chat template to write them with. Give "
             "--data.chat_template FILE.jinja, the --data.tokenizer of a chat model, or rows with prompt and completion."
         )
     if MARK.search(_template(row, tokenizer)):

@@ -324,11 +324,17 @@ def test_of_repeated_rows_the_held_out_and_the_bad_ones_count_once(tmp_path: Pat
     bad = tmp_path / "bad.jsonl"
     bad.write_text("\n".join(json.dumps({"text": text}) for text in (*LINES[80:90], None)))
     assert "1 bad rows left out" in mixture(tmp_path, 1, 3, more_paths=(str(bad),), max_bad_rows=1).notices
+    (tmp_path / "held.txt").write_text("\n".join(LINES[60:90]))
+    excluded = mixture(tmp_path, 1, 3, heldout_path=str(tmp_path / "held.txt"), heldout_fraction=0.0).notices
+    assert "20 rows left out of training, because held-out rows have their text" in excluded
 
 
 def test_each_source_of_a_mixture_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--data.more_paths '.*missing.jsonl': .* does not exist"):
         mixture(tmp_path, more_paths=(str(tmp_path / "missing.jsonl"),))
+    (tmp_path / "bad.jsonl").write_text('{"text": "a b"}\n{"text": 3}')
+    with pytest.raises(UsageError, match=r"^--data.more_paths: .*bad.jsonl:2: 'text' is int"):
+        mixture(tmp_path, more_paths=(str(tmp_path / "bad.jsonl"),))
     with pytest.raises(UsageError, match=r"no column of --data.path '.*table.jsonl' --data.more_paths '.*more.jsonl'"):
         (tmp_path / "more.jsonl").write_text('{"text": "a b"}')
         mixture(tmp_path, more_paths=(str(tmp_path / "more.jsonl"),), text_column="body")
@@ -418,7 +424,7 @@ def test_only_rows_with_the_text_of_heldout_ones_are_left_out(tmp_path: Path) ->
     mine = [*products, *(f" {text} " for text in sums[:7])]
     data = prepared(tmp_path, *mine, heldout_path=str(heldout), heldout_fraction=0)
     assert data.train.texts == 50
-    left_out = "7 rows of --data.path left out of training, because held-out rows have their text"
+    left_out = "7 rows left out of training, because held-out rows have their text"
     assert left_out in data.notices
 
 

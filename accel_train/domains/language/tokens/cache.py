@@ -28,6 +28,7 @@ from accel_train.data.tables.text_sources import BadRows
 from accel_train.data.tensor_cache import Lease, TensorCache, is_intact
 from accel_train.domains.language import packing
 from accel_train.domains.language.packing import EncodedBlock, Ints, Tokens
+from accel_train.domains.language.row_sources import option_of
 from accel_train.domains.language.tokens.shards import OpenShards, Shard, ShardFile, shard_tensors
 from accel_train.store import atomic_files
 
@@ -98,8 +99,8 @@ class TokenCache:
             found = self._load()
             if found is None:
                 self._delete_damaged_shards()
-                preparation = _Preparation(self, encoder(), BadRows(bad_rows_left, source.option))
-                preparation.run(source)
+                preparation = _Preparation(self, source, encoder(), BadRows(bad_rows_left))
+                preparation.run()
                 found = self._load()
         assert found is not None, "it was just computed"
         return found
@@ -206,19 +207,20 @@ class _Texts(NamedTuple):
 class _Preparation:
     """The pass over a source."""
 
-    def __init__(self, cache: TokenCache, encode: Encode, bad: BadRows) -> None:
+    def __init__(self, cache: TokenCache, source: RowBlocks, encode: Encode, bad: BadRows) -> None:
         self.cache = cache
+        self.source = source
         self.encode = encode
         self.bad = bad
         self.record = cache.read_record()
         self._waiting: list[_Texts] = []
         self._tokens = 0
 
-    def run(self, source: RowBlocks) -> None:
+    def run(self) -> None:
         """Encode the missing blocks, then sort the held-out texts, and count the targets."""
-        self.record["notices"] = source.notices
+        self.record["notices"] = self.source.notices
         start, skip = self._position()
-        rows = source.rows
+        rows = self.source.rows
         count = len(rows)
         # What was counted behind the last shard is counted again.
         done = {number: counts for number, counts in self.record["blocks"].items() if int(number) < start}
@@ -250,7 +252,7 @@ class _Preparation:
     def _take(self, number: int, block: EncodedBlock, first: int) -> None:
         """Add the texts of a block from the ``first`` one on, and write full shards."""
         for place, reason in block.faults:
-            self.bad.add(place, reason)
+            self.bad.add(place, reason, option_of(self.source, number))
         self.record["blocks"][str(number)] = block.counts
         ends = np.cumsum(block.lengths)
         while first < len(ends):
