@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from accel_train.domains.language import encoding, rows, templates, tokenizers
 from accel_train.domains.language.encoding import BlockEncoder
 from accel_train.domains.language.generation.ends import end_answers
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.domains.language.row_sources import DataConfig, contents
+from accel_train.domains.language.row_sources import DataConfig, MixedRows, contents
 from accel_train.domains.language.splits import SplitSources
 from accel_train.domains.language.tokens.cache import Layout, PreparedTokens, TokenCache
 from accel_train.domains.language.tokens.shards import TokenDataset
@@ -88,6 +89,7 @@ def prepare_data(
     form_notices = _form_notices(config, tokenizer, [train] if heldout is None else [train, heldout])
     answer_end = templates.end_of_answer(tokenizer) if train.counts["chats"] else None
     _refuse_one_side(sources, train, heldout)
+    _refuse_untrained_source(sources, train)
     pad_id = tokenizer.pad_token_id
     train_data = TokenDataset(train.train, config.max_length, pad_id, train.lease)
     if heldout is None:
@@ -265,6 +267,22 @@ def _refuse_one_side(sources: SplitSources, train: PreparedTokens, heldout: Prep
         "more rows (--data.sample_by paragraph makes more of a .txt file than document), raise the fraction, or give "
         "--data.heldout_path."
     )
+
+
+def _refuse_untrained_source(sources: SplitSources, train: PreparedTokens) -> None:
+    """Refuse a mixture of which a source adds nothing: an epoch would not have what was asked for."""
+    if not isinstance(sources.train, MixedRows):
+        return
+    counts = [Counter[str]() for _ in sources.config.paths]
+    for number, found in train.blocks.items():
+        counts[sources.train.place_of(int(number))[0]].update(found)
+    for path, source, found in zip(sources.config.paths, sources.train.sources, counts, strict=True):
+        if not found["train"]:
+            raise UsageError(
+                f"{source.option} {path!r}: a source of the mixture without a row to train on ({found['bad']} bad "
+                f"rows, {found['heldout'] + found['excluded']} held out). At least one row is required: correct its "
+                "rows or bring more, or leave it out."
+            )
 
 
 def _refuse_no_row(source: str, config: DataConfig, bad: int) -> None:

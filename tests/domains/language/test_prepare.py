@@ -340,6 +340,21 @@ def test_each_source_of_a_mixture_is_named(tmp_path: Path) -> None:
         mixture(tmp_path, more_paths=(str(tmp_path / "more.jsonl"),), text_column="body")
 
 
+def test_a_source_that_adds_nothing_to_a_mixture_is_refused(tmp_path: Path) -> None:
+    more = tmp_path / "more.jsonl"
+    one = "one row alone"
+    (tmp_path / "held.txt").write_text("\n".join([one, *LINES[:3]]))
+    held: dict[str, Any] = {"heldout_path": str(tmp_path / "held.txt"), "heldout_fraction": 0.0}
+    for content, why, options in (
+        ("", r"0 bad rows, 0 held out", {}),
+        ('{"text": 3}\n{"text": 4}', r"2 bad rows, 0 held out", {}),
+        (json.dumps({"text": one}), r"0 bad rows, 1 held out", held),
+    ):
+        more.write_text(content)
+        with pytest.raises(UsageError, match=rf"^--data.more_paths '{more}': a source of the mixture .*\({why}\)"):
+            mixture(tmp_path, 1, 3, more_paths=(str(more),), max_bad_rows=2, **options)
+
+
 def test_a_source_given_twice_is_found_however_it_is_named(tmp_path: Path) -> None:
     mixture(tmp_path)
     table = tmp_path / "table.jsonl"

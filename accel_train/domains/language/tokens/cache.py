@@ -59,6 +59,8 @@ class PreparedTokens(NamedTuple):
     """Of the texts of the two, and of their rows."""
     counts: Counter[str]
     """`EncodedBlock.counts` over all blocks."""
+    blocks: Mapping[str, Mapping[str, int]]
+    """The counts of each block, by its number."""
     lease: Lease
     """Keeps the files from being deleted."""
     targets: torch.Tensor
@@ -161,6 +163,7 @@ class TokenCache:
             lease=self.tensors.lease(keys),
             fingerprints=(_combined(record["train"]), _combined(record["heldout"])),
             counts=_total(record["blocks"]),
+            blocks=record["blocks"],
             targets=targets,
             notices=record["notices"],
         )
