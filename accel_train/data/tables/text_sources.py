@@ -58,6 +58,11 @@ def is_saved_dataset(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
+def has_saved_splits(folder: Path) -> bool:
+    """Return True for a saved dataset of several splits, of which one is to be named."""
+    return (folder / "dataset_dict.json").is_file()
+
+
 def json_rows(lines: Iterable[tuple[str, str]], bad: BadRows) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, object) of each (place, line) that holds a JSON object. The others are counted in ``bad``."""
     for place, line in lines:
@@ -86,7 +91,10 @@ def hub_dataset(path: str, split: str, option: str = "--data.path") -> Any:
 
 
 def saved_dataset(folder: Path, split: str, option: str = "--data.path") -> Any:
-    """Load a dataset written by ``save_to_disk``, and of several splits the one named ``split``."""
+    """Load a dataset written by ``save_to_disk``, and of several splits the one named ``split``.
+
+    One without splits is read whole: callers refuse a ``split`` that no source has (``has_saved_splits``).
+    """
     import datasets
 
     try:

@@ -22,7 +22,7 @@ from accel_train.config import (
 from accel_train.data.tables.ledger import Changed
 from accel_train.data.tables.row_blocks import PlacedRow, RowBlocks, SampleBy, dataset_rows, file_rows
 from accel_train.data.tables.row_files import files_of
-from accel_train.data.tables.text_sources import hub_dataset, is_saved_dataset, saved_dataset
+from accel_train.data.tables.text_sources import has_saved_splits, hub_dataset, is_saved_dataset, saved_dataset
 from accel_train.domains.language import rows, tokenizers
 from accel_train.store.pretrained_base import remembered_sha256
 
@@ -44,7 +44,7 @@ class DataConfig:
     """Times that an epoch has the rows of `path`, and of each of more_paths. Empty: once each. Held-out rows are
     evaluated once."""
     split: str = "train"
-    """Split of a saved or Hub dataset. Files have none."""
+    """Split of a saved or Hub dataset. Files, and saved datasets of one part, have none."""
     text_column: str = rows.DEFAULT_COLUMN
     """Field or column of plain text. A row that has another one than 'text' is that text, whatever else it has."""
     sample_by: SampleBy = "line"
@@ -138,6 +138,11 @@ def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by
         return dataset_rows(option, saved_dataset(source, split, option), path, split, columns, sha256)
     files = [source] if path == "demo" else files_of(option, path, source)
     return file_rows(option, files, columns, sample_by, sha256)
+
+
+def has_splits(path: str) -> bool:
+    """Return True for a saved dataset of several splits, and for one of the Hub."""
+    return path != "demo" and (rows.is_hub_id(path) or has_saved_splits(expand_path(path)))
 
 
 @dataclass(frozen=True)

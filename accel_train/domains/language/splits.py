@@ -15,7 +15,15 @@ from accel_train.data.tables.run_files import listed, run_file_notices
 from accel_train.data.tables.shards import warn_of_changes
 from accel_train.data.tables.text_sources import content_key, text_key
 from accel_train.domains.language import rows
-from accel_train.domains.language.row_sources import DataConfig, MixedRows, contents, mixed, open_rows, parts_of
+from accel_train.domains.language.row_sources import (
+    DataConfig,
+    MixedRows,
+    contents,
+    has_splits,
+    mixed,
+    open_rows,
+    parts_of,
+)
 
 SPLIT = "split="
 
@@ -55,10 +63,10 @@ class SplitSources:
         config = self.config
         if not path.startswith(SPLIT):
             return self._open(path, "--data.heldout_path", config.split)
-        if isinstance(parts_of(self.train)[0], FileRows):
+        if not has_splits(config.path):
             raise UsageError(
-                f"--data.heldout_path {path!r}: --data.path {config.path!r} has no splits, as files have none. Give "
-                "the held-out file."
+                f"--data.heldout_path {path!r}: --data.path {config.path!r} has no splits, as files and saved "
+                "datasets of one part have none. Give the held-out rows as a source of their own."
             )
         return self._open(config.path, "--data.heldout_path", path.removeprefix(SPLIT))
 
@@ -70,9 +78,10 @@ class SplitSources:
         for source in sources:
             # A dataset has columns, as tables do.
             kinds |= {file.suffix for file in source.files} if isinstance(source, FileRows) else {"dataset"}
-        read = {"sample_by": ".txt" in kinds, "text_column": kinds != {".txt"}, "split": "dataset" in kinds}
+        splits = any(map(has_splits, filter(None, (*config.paths, config.heldout_path))))
+        read = {"sample_by": ".txt" in kinds, "text_column": kinds != {".txt"}, "split": splits}
         wanted = {"sample_by": "a .txt file, which it divides", "text_column": "JSONL, a table or a dataset"}
-        wanted["split"] = "a saved dataset or one of the Hub, as files have no splits"
+        wanted["split"] = "a saved dataset of several splits or one of the Hub, as files have no splits"
         for name, is_read in read.items():
             value = getattr(config, name)
             if not is_read and value != getattr(DataConfig, name):

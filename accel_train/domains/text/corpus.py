@@ -17,6 +17,7 @@ from accel_train.data.tables.sides import CONTENT_FIELD, side_keys
 from accel_train.data.tables.text_sources import (
     TABLE_FILES,
     BadRows,
+    has_saved_splits,
     held_out_below,
     hub_dataset,
     is_hub_id,
@@ -146,16 +147,16 @@ def check_options_have_effect(path: str, split: str, text_column: str, heldout_p
         return
     if not has_splits(path):
         raise UsageError(
-            f"--data.split {split!r} has no effect with --data.path {path!r}: files have no splits. Leave it out, or "
-            "give the file of that split."
+            f"--data.split {split!r} has no effect with --data.path {path!r}, as files and saved datasets of one part "
+            "have no splits. Leave it out, or give the file of that split."
         )
 
 
 def has_splits(path: str) -> bool:
-    """Return True for a saved dataset and for one of the Hub. Files have no splits."""
+    """Return True for a saved dataset of several splits, and for one of the Hub."""
     if _has_lines_alone(path):
         return False
-    return is_hub_id(path, NO_ID) or is_saved_dataset(resolve_path("--data.path", path))
+    return is_hub_id(path, NO_ID) or has_saved_splits(resolve_path("--data.path", path))
 
 
 def left_out_notices(path: str) -> list[str]:

@@ -39,7 +39,7 @@ class DataConfig:
     tokenizer, encoder, mean and std of the checkpoint; its assets/ledger.json records which data were used from which
     step."""
     split: str = "train"
-    """Split of a saved or Hub dataset. Files have none."""
+    """Split of a saved or Hub dataset. Files, and saved datasets of one part, have none."""
     text_column: str = "text"
     """Field or column of the text. Of captioned pictures, text also stands for caption."""
     heldout_path: str | None = None

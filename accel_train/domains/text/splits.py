@@ -158,8 +158,8 @@ def _read_texts(config: DataConfig, known: Mapping[str, int] | None) -> Splits:
     check_options_have_effect(config.path, config.split, config.text_column, heldout)
     if is_split and not has_splits(config.path):
         raise UsageError(
-            f"--data.heldout_path {config.heldout_path!r}: --data.path {config.path!r} has no splits, as files have "
-            "none. Give the held-out file."
+            f"--data.heldout_path {config.heldout_path!r}: --data.path {config.path!r} has no splits, as files "
+            "and saved datasets of one part have none. Give the held-out file."
         )
     corpus, short = _read(config, config.path, config.split)
     if config.heldout_path is None:

@@ -239,6 +239,19 @@ def test_a_split_is_trained_on_beside_another_or_a_file(tmp_path: Path) -> None:
         prepared(tmp_path, split="valid", heldout_path=held, heldout_fraction=0)
 
 
+def test_a_split_of_a_dataset_without_splits_is_refused(tmp_path: Path) -> None:
+    import datasets
+
+    for name, lines in (("saved", LINES[:60]), ("other", LINES[60:])):
+        datasets.Dataset.from_dict({"text": lines}).save_to_disk(str(tmp_path / name))
+    saved, other = str(tmp_path / "saved"), str(tmp_path / "other")
+    for more in ({}, {"more_paths": (other,)}, {"heldout_path": other, "heldout_fraction": 0}):
+        with pytest.raises(UsageError, match=r"--data.split 'valid' has no effect with --data.path '.*saved'"):
+            prepared(tmp_path, path=saved, split="valid", **more)
+    with pytest.raises(UsageError, match=r"--data.path '.*saved' has no splits, as files and saved datasets of one"):
+        prepared(tmp_path, path=saved, heldout_path="split=valid", heldout_fraction=0)
+
+
 def test_a_source_that_is_held_out_as_a_whole_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("\n".join(LINES))
     held = str(tmp_path / "held.txt")

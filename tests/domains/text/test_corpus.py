@@ -186,13 +186,16 @@ def test_a_hub_id_may_name_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
 def test_options_that_a_source_would_ignore_are_refused(tmp_path: Path) -> None:
     jsonl(tmp_path / "rows.jsonl", {"text": "x"})
     datasets.Dataset.from_dict({"caption": ["one"]}).save_to_disk(str(tmp_path / "saved"))
-    for path, split, column in (("demo", "test", "text"), (str(tmp_path / "rows.jsonl"), "test", "caption")):
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"caption": ["one"]})}).save_to_disk(tmp_path / "splits")
+    files = (str(tmp_path / "rows.jsonl"), "test", "caption")
+    for path, split, column in (("demo", "test", "text"), files, (str(tmp_path / "saved"), "test", "caption")):
         with pytest.raises(UsageError, match=r"--data.split 'test' has no effect"):
             corpus.check_options_have_effect(path, split, column)
     for path in ("demo", "some.txt"):
         with pytest.raises(UsageError, match=r"--data.text_column 'caption' has no effect"):
             corpus.check_options_have_effect(path, "train", "caption")
-    for path in ("owner/name", str(tmp_path / "saved")):
+    corpus.check_options_have_effect(str(tmp_path / "saved"), "train", "caption")
+    for path in ("owner/name", str(tmp_path / "splits")):
         corpus.check_options_have_effect(path, "test", "caption")
 
 
