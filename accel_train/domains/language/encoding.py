@@ -17,7 +17,7 @@ from accel_train.data.tables.text_sources import content_key, text_key
 from accel_train.domains.language import packing, templates
 from accel_train.domains.language.packing import EncodedBlock, Tokens
 from accel_train.domains.language.row_sources import has_come_before
-from accel_train.domains.language.rows import Fault, Row, parsed
+from accel_train.domains.language.rows import FORMS, Fault, Row, parsed
 
 UNWRITTEN = "unwritten "
 """Before the name of a part in the count of training chats whose template does not write it."""
@@ -25,6 +25,8 @@ UNENDED = (
     "the chat template ends an answer with no special token of the tokenizer, so what the trained model generates ends "
     "by its length alone"
 )
+UNREAD = "unread "
+"""Before the name of a form in the count of training rows that are read by another one."""
 KEY_BYTES = 16
 """Of the hash of a row's words, kept to bring held-out rows into order: two different rows share them never."""
 TEXTS_AT_ONCE = 256
@@ -80,7 +82,8 @@ class _Block:
         """Rows by split (``train``, ``heldout``), by form (``plain``, ``chats``), ``bad`` and ``excluded`` ones.
 
         Of the training split: rows ``split`` or ``cut`` for their length, chats of ``several`` texts, the tokens
-        ``repeated`` in all of these but the last, and chats with parts that are `UNWRITTEN`.
+        ``repeated`` in all of these but the last, chats with parts that are `UNWRITTEN`, and rows with
+        forms that are `UNREAD`.
         """
 
     def add_all(self, rows: Sequence[Row]) -> None:
@@ -130,6 +133,8 @@ class _Block:
         self._counts["several"] += len(texts) > 1
         # The last text has nearly the whole chat.
         self._counts["repeated"] += sum(min(len(text.ids), limit) for text in texts[:-1])
+        for form in row.unread:
+            self._counts[UNREAD + form] += 1
         for part in encoded.unwritten:
             self._counts[UNWRITTEN + part] += 1
         if length > limit:
@@ -149,6 +154,18 @@ class _Block:
             counts=self._counts + Counter(bad=len(faults)),
             faults=faults,
         )
+
+
+def unread_notices(counts: Counter[str]) -> list[str]:
+    """Return notices of rows that have several forms."""
+    found = {form: counts[UNREAD + form] for form in FORMS}
+    order = ", ".join(FORMS)
+    return [
+        f"{count:,} rows have {form} beside another form, and it is not read: a row is read by the first that it has "
+        f"of {order}. Leave out of the rows what is not meant"
+        for form, count in found.items()
+        if count
+    ]
 
 
 def chat_notices(counts: Counter[str], answer_end: int | None) -> list[str]:

@@ -9,7 +9,7 @@ import json
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from accel_train.config import UsageError
@@ -25,6 +25,10 @@ SPEAKERS = {"human": "user", "gpt": "assistant"}
 """Roles by ShareGPT's names, where they differ."""
 ALPACA = ("instruction", "input", "output")
 """Alpaca's fields: what the user asks, what it is about, which may be missing or empty, and the answer."""
+PAIR = "prompt and completion"
+INSTRUCTION = "instruction and output"
+FORMS = ("messages", SHAREGPT, PAIR, DEFAULT_COLUMN, INSTRUCTION)
+"""Forms of a row. It is read by the first that it has."""
 FIELDS = ("messages", SHAREGPT, "prompt", "completion", *ALPACA, "tools", "chat_template_kwargs")
 """Optional fields of a row besides its text."""
 FOREIGN = {
@@ -56,6 +60,8 @@ class Row:
     tools: Sequence[Any] | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further names for the chat template, such as ``enable_thinking``: the row's ``chat_template_kwargs``."""
+    unread: tuple[str, ...] = ()
+    """Other forms that the row has beside the one that it is read by."""
 
     def is_trained(self, number: int) -> bool:
         """Return True if the message is an answer to learn: the assistant's, not of the prompt, its weight not 0."""
@@ -75,9 +81,9 @@ class Row:
 def parsed(found: Iterable[tuple[str, Mapping[str, Any] | str]], text_column: str) -> Iterator[Row | Fault]:
     """Yield the rows of places and fields, and a fault in place of an unusable one.
 
-    A row with a ``text_column`` other than the default is that text. Any other is a chat if it has ``messages`` or
-    ShareGPT's ``conversations``, a pair if it has ``prompt`` and ``completion`` (texts or lists of messages), else its
-    text is in ``text_column``, and without one Alpaca's ``instruction`` and ``output`` are a chat.
+    A row with a ``text_column`` other than the default is that text. Any other is read by the first of ``FORMS`` that
+    it has: a chat in ``messages`` or ShareGPT's ``conversations``, a pair of ``prompt`` and ``completion`` (texts or
+    lists of messages), text, or Alpaca's ``instruction`` and ``output``, which are a chat.
     """
     for place, fields in found:
         try:
@@ -93,27 +99,43 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
     # Tables fill the columns that a row does not have with None.
     null = [name for name, value in fields.items() if value is None]
     fields = _without_nulls(fields)
+    forms = _forms(fields, text_column)
+    if not forms:
+        return _formless(fields, null, text_column)
+    form = forms[0]
+    if form == PAIR:
+        found = _pair(place, fields["prompt"], fields["completion"], fields)
+    elif form == INSTRUCTION:
+        found = _chat(place, _alpaca_messages(fields), fields, "instruction, input and output")
+    elif form == text_column:
+        found = _plain(place, fields[text_column], text_column)
+    else:
+        found = _chat(place, fields[form], fields, form)
+    return found if isinstance(found, str) or not forms[1:] else replace(found, unread=tuple(forms[1:]))
+
+
+def _forms(fields: Mapping[str, Any], text_column: str) -> list[str]:
+    """Return the forms that a row has, the one that it is read by first."""
     # Named by the user, so that it comes before the forms found by themselves.
     if text_column != DEFAULT_COLUMN and text_column in fields:
-        return _plain(place, fields[text_column], text_column)
+        return [text_column]
     # A chat first: such rows often have a plain text of the same chat beside it.
-    name = SHAREGPT if SHAREGPT in fields and "messages" not in fields else "messages"
-    if name in fields:
-        return _chat(place, fields[name], fields, name)
-    if "prompt" in fields and "completion" in fields:
-        return _pair(place, fields["prompt"], fields["completion"], fields)
-    if "instruction" in fields and "output" in fields and text_column not in fields:
-        return _chat(place, _alpaca_messages(fields), fields, "instruction, input and output")
+    forms = [name for name in ("messages", SHAREGPT) if name in fields]
+    forms += [PAIR] if "prompt" in fields and "completion" in fields else []
+    forms += [text_column] if text_column in fields else []
+    return forms + ([INSTRUCTION] if "instruction" in fields and "output" in fields else [])
+
+
+def _formless(fields: Mapping[str, Any], null: Sequence[str], text_column: str) -> str:
+    """Return the fault of a row of no form. ``null`` has its fields that are null."""
     if text_column in null or (null and not fields):
         return f"null in {null}; text in {text_column!r}, or 'messages', or 'prompt' and 'completion', is required"
-    if text_column not in fields and "completion" in fields and "prompt" in null:
+    if "completion" in fields and "prompt" in null:
         return "'prompt' is null beside 'completion'; text is required, which may be empty, or a list of messages"
-    if text_column not in fields:
-        return (
-            f"no field {text_column!r}, 'messages', or 'prompt' and 'completion' among {sorted(fields)}"
-            f"{_remedy(fields, text_column)}"
-        )
-    return _plain(place, fields[text_column], text_column)
+    return (
+        f"no field {text_column!r}, 'messages', or 'prompt' and 'completion' among {sorted(fields)}"
+        f"{_remedy(fields, text_column)}"
+    )
 
 
 def _remedy(fields: Mapping[str, Any], text_column: str) -> str:

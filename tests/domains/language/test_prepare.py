@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -16,6 +17,7 @@ from accel_train.domains.language import perplexity, prepare, tokenizers
 from accel_train.domains.language.packing import IGNORED
 from accel_train.domains.language.prepare import DataConfig, LanguageData
 from accel_train.domains.language.pretrained import ModelConfig
+from accel_train.domains.language.rows import Row, parsed
 from tests.domains.language import tiny
 
 ANSWER = {"role": "assistant", "content": "Friends."}
@@ -454,6 +456,29 @@ def test_only_rows_with_the_text_of_heldout_ones_are_left_out(tmp_path: Path) ->
     assert data.train.texts == 50
     left_out = "7 rows left out of training, because held-out rows have their text"
     assert left_out in data.notices
+
+
+def test_a_row_of_several_forms_is_read_by_the_first_and_it_is_said(tmp_path: Path) -> None:
+    forms: dict[str, dict[str, Any]] = {
+        "messages": {"messages": [{"role": "user", "content": "m"}, ANSWER]},
+        "conversations": {"conversations": [{"from": "human", "value": "c"}, {"from": "gpt", "value": "Me."}]},
+        "prompt and completion": {"prompt": "p", "completion": " x"},
+        "text": {"text": "plain"},
+        "instruction and output": {"instruction": "i", "output": "o"},
+    }
+    names = list(forms)
+    for first, others in ((name, names[number:]) for number, name in enumerate(names)):
+        whole = {key: value for name in others for key, value in forms[name].items()}
+        found, alone = parsed([("1", whole), ("2", forms[first])], "text")
+        assert isinstance(found, Row)
+        assert isinstance(alone, Row)
+        assert found == dataclasses.replace(alone, place="1", unread=tuple(others[1:]))
+    (tmp_path / "held.txt").write_text("Who is there?")
+    held: dict[str, Any] = {"heldout_path": str(tmp_path / "held.txt"), "heldout_fraction": 0}
+    several = [{"text": line} | forms["instruction and output"] for line in LINES]
+    data = prepared(tmp_path, *several, *[forms["prompt and completion"] | forms["text"]] * 3, **held)
+    notices = [notice.split(" beside")[0] for notice in data.notices if "is not read" in notice]
+    assert notices == ["3 rows have text", "100 rows have instruction and output"]
 
 
 def test_what_the_template_does_not_write_is_counted(tmp_path: Path) -> None:

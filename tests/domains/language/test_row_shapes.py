@@ -54,7 +54,6 @@ class OneRow:
     option = "--data.path"
     key = ""
     rows = (1,)
-    notices = ()
 
     def __init__(self, row: Any) -> None:
         self.notices: list[str] = []
