@@ -12,6 +12,7 @@ from torch import nn
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cache_if_usable
 from accel_train.domains.language import pretrained, tokenizers
+from accel_train.domains.language.generation import ends
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.sources import find_base
 from accel_train.domains.models import quantised
@@ -19,6 +20,7 @@ from accel_train.domains.models.adapters import (
     add_adapter,
     compare_bases,
     embeds_base,
+    merge_adapter,
     refuse_other_scale,
     refuse_out_of_range,
     refuse_whole_model,
@@ -163,6 +165,38 @@ def attach(model: nn.Module, adapters: Mapping[str, Path], owner: Path, referenc
         refuse_whole_model(name, directory)
         compare_bases(base_reference(directory), reference, directory, owner)
         add_adapter(model, name, directory)
+
+
+class AdapterEnds:
+    """Where generation ends with each adapter of a model: at the ends of the base, and at its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._base = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        self._own: dict[str, list[int]] = {}
+
+    def read(self, adapter: str, directory: Path) -> None:
+        """Read the ends of an adapter from its directory. Raises ``UsageError``."""
+        self._own[adapter] = ends.saved_ends(directory)
+
+    def choose(self, adapter: str) -> None:
+        """Let generation end as it does with the ``adapter``, or with the base for a name without ends."""
+        config: Any = getattr(self._model, "generation_config", None)
+        if config is not None:
+            # Another adapter's are taken away: what one writes does not depend on which others are there.
+            config.eos_token_id = self._base
+            ends.add_ends(self._model, self._own.get(adapter, []))
+
+
+def load_merged(directory: Path) -> nn.Module:
+    """Return the model of a checkpoint or an export of adapters, merged into their base in fp32. Raises ``UsageError``.
+
+    A base of 8 or 4 bits is merged by its dequantised values, as in training.
+    """
+    model = load_adapted(directory, plain=True)
+    merge_adapter(model, ADAPTER)
+    ends.add_saved_ends(model, directory)
+    return model
 
 
 def save_whole(model: nn.Module, directory: Path, precision: Precision) -> None:

@@ -24,14 +24,13 @@ from accel_train.domains.language import (
 )
 from accel_train.domains.language.exported import llama as exported_llama
 from accel_train.domains.language.exported import model as exported_model
-from accel_train.domains.language.generation import asked, continuing, ends
+from accel_train.domains.language.generation import asked, continuing
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.models import lora
 from accel_train.domains.models.adapters import (
     BASE,
     choose_adapter,
     is_adapter,
-    merge_adapter,
     refuse_names,
     refuse_unknown,
 )
@@ -71,7 +70,7 @@ class LanguagePipeline:
         """The checkpoint or export, None for a model loaded from neither."""
         self.adapters: tuple[str, ...] = (lora.ADAPTER,) if hasattr(model, "peft_config") else ()
         """Names of adapters to choose from in a call; ``default`` is the one of a run of adapters."""
-        self._ends = ends.AdapterEnds(model)
+        self._ends = adapted.AdapterEnds(model)
         self._chosen = next(iter(self.adapters), BASE)
 
     @property
@@ -165,10 +164,8 @@ class LanguagePipeline:
         A base of 8 or 4 bits is merged by its dequantised values, as in training. Raises ``UsageError`` for a missing
         or different base, and for values out of the range of ``precision``.
         """
-        model = adapted.load_adapted(adapters, plain=True)
         # Merged in fp32 and rounded once, at the end.
-        merge_adapter(model, lora.ADAPTER)
-        ends.add_saved_ends(model, adapters)
+        model = adapted.load_merged(adapters)
         adapted.save_whole(model, directory, precision)
         tokenizers.load_tokenizer(str(adapters), None).save_pretrained(directory)
         described = adapted.read_description(adapters)

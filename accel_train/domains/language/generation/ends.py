@@ -19,31 +19,10 @@ def end_answers(model: nn.Module, token: int | None, tokenizer: Any) -> list[str
 
     The chat template of a model that is tuned on chats may end its answers in another way than the base its texts.
     """
-    if token is None or not _add_ends(model, [token]):
+    if token is None or not add_ends(model, [token]):
         return []
     piece = tokenizer.convert_ids_to_tokens(token)
     return [f"generation ends at {piece!r} as well, with which the chat template ends an answer"]
-
-
-class AdapterEnds:
-    """Where generation ends with each adapter of a model: at the ends of the base, and at its own."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._base = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-        self._own: dict[str, list[int]] = {}
-
-    def read(self, adapter: str, directory: Path) -> None:
-        """Read the ends of an adapter from its directory. Raises ``UsageError``."""
-        self._own[adapter] = _saved_ends(directory)
-
-    def choose(self, adapter: str) -> None:
-        """Let generation end as it does with the ``adapter``, or with the base for a name without ends."""
-        config: Any = getattr(self._model, "generation_config", None)
-        if config is not None:
-            # Another adapter's are taken away: what one writes does not depend on which others are there.
-            config.eos_token_id = self._base
-            _add_ends(self._model, self._own.get(adapter, []))
 
 
 def add_saved_ends(model: nn.Module, directory: Path) -> None:
@@ -51,10 +30,11 @@ def add_saved_ends(model: nn.Module, directory: Path) -> None:
 
     Raises ``UsageError`` for a damaged one.
     """
-    _add_ends(model, _saved_ends(directory))
+    add_ends(model, saved_ends(directory))
 
 
-def _saved_ends(directory: Path) -> list[int]:
+def saved_ends(directory: Path) -> list[int]:
+    """Return the ends in generation_config.json. Raises ``UsageError`` for a damaged one."""
     file = directory / CONFIG_FILE
     try:
         found = _listed(strict_json.read_object(file).get("eos_token_id"))
@@ -70,7 +50,7 @@ def _saved_ends(directory: Path) -> list[int]:
     return found
 
 
-def _add_ends(model: nn.Module, tokens: Sequence[int]) -> bool:
+def add_ends(model: nn.Module, tokens: Sequence[int]) -> bool:
     """Return False if generation ends at these tokens already, or the model cannot generate."""
     config: Any = getattr(model, "generation_config", None)
     if config is None:
