@@ -49,9 +49,9 @@ def start(config: ExperimentConfig) -> Accelerator:
     Releases whatever an earlier run in this process still holds. A run that ends in ``UsageError`` before its first
     step removes what it created in ``output_dir``.
 
-    Raises ``UsageError`` if the machine is not the requested one, a tracker is not installed, the attention kernel is
-    unknown, the device cannot obey the options of the loader, of its memory or of float8, or the caller is not the main
-    thread, because Python delivers signals to no other.
+    Raises ``UsageError`` if the machine is not the requested one, another process was started differently, a tracker is
+    not installed, the attention kernel is unknown, the device cannot obey the options of the loader, of its memory or
+    of float8, or the caller is not the main thread, because Python delivers signals to no other.
     """
     # Usage errors that need no other process are reported before the processes wait for each other.
     refuse_options(config)
@@ -69,6 +69,7 @@ def start(config: ExperimentConfig) -> Accelerator:
         collective_timeout_seconds=config.collective_timeout_seconds,
         distributed=config.distributed,
         logs=directory / "logs",
+        config=config,
     )
     config.profile.refuse_device(accelerator.device.type)
     connect_hosts(accelerator, config.collective_timeout_seconds)

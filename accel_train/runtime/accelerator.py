@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,11 +20,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
-from torch.distributed import PrefixStore, TCPStore
 
 from accel_train.config import UsageError, launched_processes
 from accel_train.data.sampler import accumulation_steps
-from accel_train.launch_files import flight_recorder, interfaces
+from accel_train.launch_files import flight_recorder
 from accel_train.launch_files.deepspeed_settings import check_file_of_environment, refuse_offload
 from accel_train.launch_files.parents import parent_command_lines
 from accel_train.launch_files.processes import device_of_process
@@ -40,10 +38,11 @@ from accel_train.launch_files.requested import (
     refuse_unsupported,
 )
 from accel_train.precision import Precision
-from accel_train.runtime import rehearsal, step_overhead, tested_versions
+from accel_train.runtime import step_overhead, tested_versions
 from accel_train.runtime.distributed_options import DistributedConfig, ddp_handlers
 from accel_train.runtime.early_stop import end_with_the_launcher
 from accel_train.runtime.exiting import begin_run
+from accel_train.runtime.hosts.connecting import connect
 from accel_train.runtime.strategy import strategy_of
 
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -60,12 +59,15 @@ def build_accelerator(
     collective_timeout_seconds: int = 1800,
     distributed: DistributedConfig | None = None,
     logs: Path | None = None,
+    config: object = None,
 ) -> Accelerator:
     """Build the ``Accelerator`` of this process and verify it. All ranks call it, once, before any heavy work.
 
     ZeRO's own settings (clipping, accumulation, batch sizes, precision) are generated from the arguments. NCCL writes
-    its last collectives to ``logs`` when one of them times out. Raises
-    ``UsageError`` if the machine differs from the launch request, and names both.
+    its last collectives to ``logs`` when one of them times out. ``config`` must be equal on all ranks.
+
+    Raises ``UsageError`` if the machine differs from the launch request, or one process from another, and names both.
+    ``MissingProcessError`` if a process does not come.
     """
     # Called here, because it looks whether Accelerate has state before this run makes some.
     begin_run().callback(_forget_accelerator())
@@ -94,7 +96,7 @@ def build_accelerator(
     if logs is not None and not _on_cpu():
         flight_recorder.set_up(logs, os.environ)
     timeout = timedelta(seconds=collective_timeout_seconds)
-    _connect(requested, timeout)
+    connect(requested, config, plugin, timeout, cpu=_on_cpu())
     accelerator = Accelerator(
         mixed_precision=ACCELERATE_PRECISION[precision],
         # The loop accumulates by itself. With more steps Accelerate would rescale the loss.
@@ -237,23 +239,6 @@ def _refuse_half_a_launch(world_size: int) -> None:
         )
 
 
-def _connect(requested: Requested, timeout: timedelta) -> None:
-    """Start the process group with our timeout."""
-    # DeepSpeed's later subgroups read their timeout, in minutes, from the environment (accelerate#3711).
-    minutes = math.ceil(timeout.total_seconds() / 60)
-    os.environ["DEEPSPEED_TIMEOUT"] = str(max(1, minutes))
-    interfaces.share_with_gloo(os.environ)
-    if requested.rehearsal:
-        rehearsal.connect(requested.strategy, timeout)
-        return
-    # `InitProcessGroupKwargs` would drop a timeout that equals its own default (accelerate#2611).
-    store: dict[str, Any] = {}
-    # DeepSpeed connects by itself.
-    if not (requested.strategy or "").startswith("zero"):
-        store = _store_of_this_attempt(timeout)
-    PartialState(cpu=_on_cpu(), timeout=timeout, **store)
-
-
 def _set_timeout_of_mesh(accelerator: Accelerator, timeout: timedelta) -> None:
     """Let the groups of HSDP wait as long as the process group. ``init_device_mesh`` takes no timeout for them."""
     if accelerator.torch_device_mesh is None:
@@ -264,25 +249,6 @@ def _set_timeout_of_mesh(accelerator: Accelerator, timeout: timedelta) -> None:
     torch_groups: Any = distributed_c10d
     for group in torch_groups._world.pg_map:
         torch_groups._set_pg_timeout(timeout, group)
-
-
-def _store_of_this_attempt(timeout: timedelta) -> dict[str, Any]:
-    """Return arguments of ``init_process_group`` for processes that torchrun has started again, else none.
-
-    torchrun's store still holds the addresses of the processes that have ended, and torch 2.13 reads them again: new
-    ones would wait for those, until the timeout.
-    """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
-    world_size = int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    shared = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
-    return {
-        "store": PrefixStore(f"attempt_{attempt}", shared),
-        "rank": int(os.environ["RANK"]),
-        "world_size": world_size,
-    }
 
 
 def _on_cpu() -> bool:

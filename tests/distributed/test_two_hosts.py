@@ -79,3 +79,34 @@ def test_two_hosts_follow_the_trajectory_of_one_process(hosts: tuple[str, str], 
     worst = max(abs(a - b) / abs(a) for a, b in zip(alone.losses(), found.losses(), strict=True))
     assert worst < 1e-5
     assert (tmp_path / "run" / "logs" / "rank_1.log").exists()
+
+
+def start_each(hosts: tuple[str, str], tmp_path: Path, *flags: tuple[str, ...]) -> list[subprocess.Popen[str]]:
+    """One process on each host, with the flags of that host."""
+    file = tmp_path / "multi_node.yaml"
+    file.write_text((PRESETS / "multi_node.yaml").read_text().replace("num_processes: 16", "num_processes: 2"))
+    tag = hosts[0].split("-")[1]
+    return [
+        start(host, rank, f"{'va' if rank == 0 else 'vb'}{tag}", file, tmp_path / "run", *flags[rank])
+        for rank, host in enumerate(hosts)
+    ]
+
+
+def test_hosts_with_other_options_are_refused_on_both(hosts: tuple[str, str], tmp_path: Path) -> None:
+    started = start_each(hosts, tmp_path, ("--max_steps", "1"), ("--max_steps", "1", "--seed", "7"))
+    outputs = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in started]
+    assert [process.returncode for process in started] == [2, 2], "\n".join(o[-3000:] for o in outputs)
+    for output in outputs:
+        assert "error (wrong usage, exit code 2): seed: 0 on " in output
+        assert "(process 0), but 7 on " in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_host_that_fails_alone_is_missed_by_the_other(hosts: tuple[str, str], tmp_path: Path) -> None:
+    limit = ("--max_steps", "1", "--collective_timeout_seconds", "20")
+    started = start_each(hosts, tmp_path, limit, (*limit, "--attention", "unheard_of"))
+    outputs = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in started]
+    assert [process.returncode for process in started] == [1, 2], "\n".join(o[-3000:] for o in outputs)
+    assert "waiting for 1 of 2 processes to connect to 10.231.77.1:" in outputs[0]
+    assert "MissingProcessError: collective_timeout_seconds: 20: 1 of 2 processes" in outputs[0]
+    assert "DistStoreError" not in outputs[0]

@@ -93,7 +93,7 @@ def test_more_processes_than_devices_are_refused_before_they_connect(monkeypatch
     names = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in (names | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(machine, "_connect", lambda *_: pytest.fail("connected"))
+    monkeypatch.setattr(machine, "connect", lambda *_, **__: pytest.fail("connected"))
     message = "num_processes: 4 processes on this machine need one device each, and 2 are visible"
     with pytest.raises(UsageError, match=message):
         build(global_batch_size=16)
@@ -104,11 +104,11 @@ def test_more_processes_than_devices_are_refused_before_they_connect(monkeypatch
 def test_a_ddp_launch_of_one_process_is_single(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU machine Accelerate names it MULTI_GPU, and wraps no model."""
 
-    def connect(*_: object) -> None:
+    def connect(*_: object, **__: object) -> None:
         PartialState(cpu=True)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
-    monkeypatch.setattr(machine, "_connect", connect)
+    monkeypatch.setattr(machine, "connect", connect)
     accelerator = build()
     assert accelerator.distributed_type == DistributedType.MULTI_GPU
     model = accelerator.prepare(torch.nn.Linear(2, 2))

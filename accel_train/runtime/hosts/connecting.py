@@ -1,0 +1,77 @@
+"""Start the process group, once all processes have come with the same start."""
+
+from __future__ import annotations
+
+import math
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from accelerate.state import PartialState
+from accelerate.utils import DeepSpeedPlugin
+from torch.distributed import PrefixStore, TCPStore
+
+from accel_train.config import launched_processes
+from accel_train.launch_files import interfaces
+from accel_train.runtime.hosts.meeting import meeting
+from accel_train.runtime.hosts.same_start import Facts, facts_of_start, launch_settings
+
+if TYPE_CHECKING:
+    from accel_train.launch_files.requested import Requested
+
+
+def connect(
+    requested: Requested, config: object, plugin: DeepSpeedPlugin | None, timeout: timedelta, *, cpu: bool
+) -> None:
+    """Start the process group with our timeout. All ranks.
+
+    Raises ``UsageError`` on every rank if one has another ``config`` (None is not compared), another ``plugin`` or
+    other code, and ``MissingProcessError`` if one does not come.
+    """
+    # DeepSpeed's later subgroups read their timeout, in minutes, from the environment (accelerate#3711).
+    minutes = math.ceil(timeout.total_seconds() / 60)
+    os.environ["DEEPSPEED_TIMEOUT"] = str(max(1, minutes))
+    interfaces.share_with_gloo(os.environ)
+    with meeting(_facts(requested, config, plugin), timeout):
+        if requested.rehearsal:
+            # Late: a real run has no use for it.
+            from accel_train.runtime import rehearsal
+
+            rehearsal.connect(requested.strategy, timeout)
+            return
+        # `InitProcessGroupKwargs` would drop a timeout that equals its own default (accelerate#2611).
+        store: dict[str, Any] = {}
+        # DeepSpeed connects by itself.
+        if requested.strategy != "deepspeed":
+            store = _store_of_this_attempt(timeout)
+        PartialState(cpu=cpu, timeout=timeout, **store)
+
+
+def _facts(requested: Requested, config: object, plugin: DeepSpeedPlugin | None) -> Facts:
+    # One process has nobody to differ from.
+    if launched_processes(os.environ) == 1:
+        return {}
+    deepspeed = None if plugin is None else plugin.deepspeed_config
+    facts = {"launch settings": launch_settings(requested.strategy, os.environ, deepspeed)}
+    if config is not None:
+        facts |= facts_of_start(config)
+    return facts
+
+
+def _store_of_this_attempt(timeout: timedelta) -> dict[str, Any]:
+    """Return arguments of ``init_process_group`` for processes that torchrun has started again, else none.
+
+    torchrun's store still holds the addresses of the processes that have ended, and torch 2.13 reads them again: new
+    ones would wait for those, until the timeout.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    world_size = int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    return {
+        "store": PrefixStore(f"attempt_{attempt}", shared),
+        "rank": int(os.environ["RANK"]),
+        "world_size": world_size,
+    }

@@ -1,0 +1,203 @@
+"""Meet the other processes before connecting to them: say who is missing, and refuse a start that differs.
+
+torch waits for missing processes in silence, and then names a key of its store. A process that fails before it connects
+leaves all others in that wait.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from accel_train import simulated
+from accel_train.config import UsageError, launched_processes
+from accel_train.runtime.hosts.same_start import Facts, Started, digest, packed, refuse_different_start
+from accel_train.wording import shortened
+
+FIRST_LINE_SECONDS = 15.0
+"""Wait before the first line about missing processes. The next one comes after twice as long, and so on."""
+LONGEST_PAUSE_SECONDS = 0.25
+"""Between two looks at the store."""
+SECONDS_TO_READ = 10.0
+"""How long a refused process leaves the others to read what it was started with."""
+
+logger = logging.getLogger(__name__)
+
+
+class MissingProcessError(RuntimeError):
+    """A process has not come to connect within ``collective_timeout_seconds``."""
+
+
+@contextmanager
+def meeting(facts: Facts, timeout: timedelta) -> Generator[None]:
+    """Wait for all processes and compare what they were started with, then connect them in the body. All ranks.
+
+    Raises ``UsageError`` on every process if one was started with other ``facts``, and ``MissingProcessError`` after
+    ``timeout``. Does nothing for one process, and does not wait where they are connected already.
+    """
+    # The other processes of a simulation are not there.
+    if launched_processes(os.environ) == 1 or simulated.active() is not None:
+        yield
+        return
+    if dist.is_initialized():
+        # Late: it has its place above this module, and is seldom needed.
+        from accel_train.runtime.main_alone import gather_on_hosts
+
+        mine = Started(socket.gethostname(), dist.get_rank(), facts)
+        first, *others = [Started(*started) for started in gather_on_hosts(tuple(mine))]
+        refuse_different_start(first, others)
+        yield
+        return
+    meeting_point = _Meeting(timeout)
+    meeting_point.compare(facts)
+    # It is open until here, because process 0 holds it for the others, whose groups connect through the same port.
+    try:
+        yield
+    except dist.DistError as error:
+        error.add_note(
+            "all processes had come, but could not be connected: one has ended since, or the hosts do not reach each "
+            "other on the network that was chosen; name its interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        )
+        raise
+
+
+def _one_of_each(here: Sequence[tuple[str, str]]) -> list[tuple[int, str]]:
+    """Return rank and host of the first process with each digest: the facts of all processes are too many to read."""
+    found: dict[str, tuple[int, str]] = {}
+    for rank, (host, known) in enumerate(here):
+        found.setdefault(known, (rank, host))
+    return list(found.values())
+
+
+class _Meeting:
+    """Place where the processes of one start meet: a store at the address by which torch connects them."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._end = time.monotonic() + timeout.total_seconds()
+        self._seconds = timeout.total_seconds()
+        # Every launcher sets them, and a start without one of them was refused before.
+        self._rank = int(os.environ["RANK"])
+        self._world_size = launched_processes(os.environ)
+        self._address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        self._host = socket.gethostname()
+        self._store = self._open()
+
+    def compare(self, facts: Facts) -> None:
+        """Wait for all processes. Raises ``UsageError`` on each of them if their facts differ."""
+        text = packed(facts)
+        # The facts first: whoever finds this process here may read them.
+        self._store.set(f"facts/{self._rank}", text)
+        self._store.set(f"here/{self._rank}", json.dumps([self._host, digest(text)]))
+        names = [f"here/{rank}" for rank in range(self._world_size)]
+        self._wait(lambda: self._store.check(names), self._describe_missing)
+        here: list[tuple[str, str]] = [json.loads(value) for value in self._store.multi_get(names)]
+        first, *others = [self._started(rank, host) for rank, host in _one_of_each(here)]
+        readers = self._store.add("readers", 1)
+        try:
+            refuse_different_start(first, others)
+        except UsageError:
+            self._let_others_read(readers)
+            raise
+        # torchrun keeps its store for processes that it starts again, and they must not meet those that have ended.
+        if readers == self._world_size:
+            for name in (*names, *(f"facts/{rank}" for rank in range(self._world_size)), "readers"):
+                self._store.delete_key(name)
+
+    def _started(self, rank: int, host: str) -> Started:
+        return Started(host, rank, json.loads(self._store.get(f"facts/{rank}")))
+
+    def _open(self) -> Store:
+        held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_holder = self._rank == 0 and not held_by_torchrun
+        if not is_holder:
+            # By hand, because torch prints a warning for every attempt.
+            self._wait(self._answers, self._describe_silence)
+        store = TCPStore(
+            *self._address,
+            self._world_size,
+            is_holder,
+            timedelta(seconds=max(1.0, self._end - time.monotonic())),
+            wait_for_workers=False,
+            # torch opens the same port again for its groups.
+            multi_tenant=True,
+        )
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"accel_train/{attempt}/{self._world_size}", store)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(self._address, timeout=5):
+                return True
+        except OSError:
+            return False
+
+    def _wait(self, done: Callable[[], bool], describe: Callable[[], str]) -> None:
+        pause = 0.01
+        following = FIRST_LINE_SECONDS
+        next_line = time.monotonic() + following
+        while not self._look(done):
+            now = time.monotonic()
+            if now > self._end:
+                raise MissingProcessError(
+                    f"collective_timeout_seconds: {self._seconds:g}: {describe()} has not come in time; its own host "
+                    "shows why: a refused option, an error, or no start at all. Mend that, and start all again"
+                )
+            # One line for each host: its processes wait for the same.
+            if now > next_line and os.environ.get("LOCAL_RANK", "0") == "0":
+                logger.warning("waiting for %s", describe())
+                following *= 2
+                next_line = now + following
+            # Most processes come within a second, and all of them ask one store.
+            time.sleep(pause)
+            pause = min(pause * 1.3, LONGEST_PAUSE_SECONDS)
+
+    def _look(self, done: Callable[[], bool]) -> bool:
+        try:
+            return done()
+        except dist.DistError as error:
+            raise MissingProcessError(
+                f"process 0 at {self._place} has ended while the others were waiting to connect ({error}); its own "
+                "host shows why"
+            ) from None
+
+    def _describe_missing(self) -> str:
+        missing: list[str] = []
+        here: list[str] = []
+        for rank in range(self._world_size):
+            name = f"here/{rank}"
+            if self._store.check([name]):
+                host, _ = json.loads(self._store.get(name))
+                here.append(f"{rank} on {host}")
+            else:
+                missing.append(str(rank))
+        return (
+            f"{len(missing)} of {self._world_size} processes to connect to {self._place} (process "
+            f"{shortened(missing, 8)}; here: process {shortened(here, 8)})"
+        )
+
+    def _describe_silence(self) -> str:
+        return (
+            f"process 0 of {self._world_size} processes, to connect to {self._place}, where nothing answers (here: "
+            f"process {self._rank} on {self._host})"
+        )
+
+    @property
+    def _place(self) -> str:
+        address, port = self._address
+        return f"{address}:{port}"
+
+    def _let_others_read(self, readers: int) -> None:
+        """Wait some seconds until all have read, because the store ends with process 0 or its launcher."""
+        end = time.monotonic() + SECONDS_TO_READ
+        while readers < self._world_size and time.monotonic() < end:
+            time.sleep(0.05)
+            readers = self._store.add("readers", 0)

@@ -1,0 +1,63 @@
+"""Processes wait for those that have not come, say so, and end with the name of what is missing."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from accel_train.runtime.hosts import meeting as module
+from accel_train.runtime.hosts.meeting import MissingProcessError, meeting
+from tests.waiting import free_port
+
+
+@pytest.fixture
+def one_of_two(monkeypatch: pytest.MonkeyPatch) -> int:
+    """This process is the only one of two that comes; returns the port. Its first line is due at once."""
+    port = free_port()
+    monkeypatch.setattr(module, "FIRST_LINE_SECONDS", 0.0)
+    for name, value in {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    return port
+
+
+def test_the_main_process_names_who_is_missing(
+    one_of_two: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    caplog.set_level(logging.WARNING)
+    missing = r"^collective_timeout_seconds: 1: 1 of 2 processes"
+    with pytest.raises(MissingProcessError, match=missing) as error, meeting({}, timedelta(seconds=1)):
+        pytest.fail("nobody came")
+    line = caplog.messages[0]
+    assert line.startswith(f"waiting for 1 of 2 processes to connect to 127.0.0.1:{one_of_two} (process 1; here: ")
+    assert "process 0 on " in line
+    assert "its own host shows why" in str(error.value)
+
+
+def test_another_process_names_the_address_that_does_not_answer(
+    one_of_two: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    caplog.set_level(logging.WARNING)
+    with pytest.raises(MissingProcessError, match="where nothing answers"), meeting({}, timedelta(seconds=1)):
+        pytest.fail("nobody came")
+    assert caplog.messages[0].startswith("waiting for process 0 of 2 processes, to connect to 127.0.0.1:")
+
+
+def test_a_connection_that_fails_after_all_have_come_names_the_network(
+    monkeypatch: pytest.MonkeyPatch, one_of_two: int
+) -> None:
+    monkeypatch.setattr(module._Meeting, "compare", lambda *_: None)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(dist.DistStoreError) as error, meeting({}, timedelta(seconds=9)):
+        raise dist.DistStoreError("wait timeout")
+    assert "GLOO_SOCKET_IFNAME" in error.value.__notes__[0]
+
+
+def test_one_process_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with meeting({}, timedelta(seconds=0)):
+        pass
