@@ -122,6 +122,13 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
         banner = adapt(machine, environment, settings.num_processes, request.arguments)
         print("\n".join(banner), flush=True)
         environment[REHEARSAL_VARIABLE] = "1"
+    if machine.num_machines > 1:
+        # torchrun waits for the other machines without a word.
+        print(
+            f"machine {settings.machine_rank} of {machine.num_machines}: the processes start once every machine has "
+            f"started this command and reaches {settings.main_process_ip}:{settings.main_process_port}",
+            flush=True,
+        )
     command = torchrun_command(settings, single=machine.strategy == "single" and not rehearsal)
     return [*command, str(recipe), *request.arguments], environment, machine.num_machines
 

@@ -2,35 +2,80 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import sys
+import time
 
 from accel_train.launch_files.machine_config import DEFAULT_PORT, MachineConfig
 from accel_train.launch_files.section import Section
+
+RESOLUTION_SECONDS = 1800.0
+"""Longest wait for a name that does not resolve yet, as long as processes wait for each other by default.
+
+A pod has no name before it runs, and a node to be added and an image to be pulled take many minutes."""
+PAUSE_SECONDS = 2.0
+"""Between two questions. Resolvers remember for some seconds that a name was unknown."""
+NOT_YET = (socket.EAI_AGAIN, socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+"""Answers to a name that may be known later: no answer, an unknown name, a name without an address."""
+NAME = re.compile(r"(?!-)[\w-]{1,63}(?<!-)(\.(?!-)[\w-]{1,63}(?<!-))*\.?", re.ASCII)
+"""What a name server takes for a name."""
 
 
 def check_rendezvous(machine: MachineConfig) -> None:
     """Refuse an impossible rendezvous: an unknown host, or a port in use on the main machine.
 
-    Resolves the host and binds the port for a moment. Call it once per machine, before processes start.
+    Waits up to ``RESOLUTION_SECONDS`` for the name of the host, and binds the port for a moment. Call it once per
+    machine, before processes start.
     """
     # Flags may have replaced both, and an error must show those in use.
     used = {"main_process_ip": machine.main_process_ip, "main_process_port": machine.main_process_port}
     section = Section(machine.path, "", dict(machine.raw) | used, machine.places)
     port = DEFAULT_PORT if machine.main_process_port is None else machine.main_process_port
     if machine.num_machines > 1:
-        host = str(machine.main_process_ip)
-        try:
-            socket.getaddrinfo(host, port)
-        except OSError as error:
-            raise section.refuse(
-                "main_process_ip",
-                "an address that this machine can resolve",
-                f"write the address of machine 0 (here: {error.strerror or error})",
-            ) from error
+        _resolve(section, str(machine.main_process_ip), port)
     # Without a port on a single machine, accelerate and torchrun look for a free one themselves.
     chosen_by_launcher = machine.num_machines == 1 and not machine.main_process_port
     if machine.machine_rank == 0 and port != 0 and not chosen_by_launcher:
         _check_port(section, port)
+
+
+def _resolve(section: Section, host: str, port: int) -> None:
+    """Wait until ``host`` has an address. Raises ``UsageError`` at once for text that never has one."""
+    begun = time.monotonic()
+    said = False
+    while True:
+        try:
+            socket.getaddrinfo(host, port)
+            return
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            waited = time.monotonic() - begun
+            if not _may_come(host, error) or waited > RESOLUTION_SECONDS:
+                after = f" after {waited:.0f} s" if said else ""
+                raise section.refuse(
+                    "main_process_ip",
+                    "an address that this machine can resolve",
+                    f"write the address of machine 0 (here{after}: {reason})",
+                ) from error
+        if not said:
+            print(
+                f"main_process_ip: {host} does not resolve yet ({reason}); it is tried again for "
+                f"{RESOLUTION_SECONDS / 60:.0f} minutes, because a machine may have no name before it runs",
+                file=sys.stderr,
+                flush=True,
+            )
+        said = True
+        time.sleep(PAUSE_SECONDS)
+
+
+def _may_come(host: str, error: Exception) -> bool:
+    """Return True if a later answer may differ: for a name, and not for a number that is no address."""
+    is_number = re.fullmatch(r"[\d.]+", host) is not None
+    # No name ends with it (RFC 6761): it stands in the preset, to be replaced.
+    if is_number or NAME.fullmatch(host) is None or host.endswith(".invalid"):
+        return False
+    return isinstance(error, socket.gaierror) and error.errno in NOT_YET
 
 
 def _check_port(section: Section, port: int) -> None:

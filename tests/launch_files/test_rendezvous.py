@@ -1,0 +1,91 @@
+"""A name that does not resolve yet is asked for again, within limits; text that is no name is refused at once."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accel_train.config import UsageError
+from accel_train.launch_files import rendezvous
+from accel_train.launch_files.machine_config import read_machine_config
+from accel_train.launch_files.rendezvous import check_rendezvous
+
+FILE = """\
+distributed_type: MULTI_CPU
+use_cpu: true
+num_machines: 2
+num_processes: 2
+machine_rank: 1
+main_process_ip: {}
+main_process_port: 29500
+"""
+
+
+def check(tmp_path: Path, host: str) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text(FILE.format(host))
+    check_rendezvous(read_machine_config(file))
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Let the resolver answer with these codes, one after the other, and then with an address."""
+    asked: list[str] = []
+
+    def answering(*codes: int) -> list[str]:
+        left = list(codes)
+
+        def resolve(host: str, port: int) -> list[object]:
+            asked.append(host)
+            if left:
+                raise socket.gaierror(left.pop(0), "Name or service not known")
+            return []
+
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        return asked
+
+    monkeypatch.setattr(rendezvous, "PAUSE_SECONDS", 0.0)
+    return answering
+
+
+@pytest.mark.parametrize("code", [socket.EAI_NONAME, socket.EAI_AGAIN])
+def test_a_pod_that_has_no_name_yet_is_waited_for(
+    code: int, answers: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = answers(code, code, code)
+    check(tmp_path, "mmdit-0.mmdit")
+    assert asked == ["mmdit-0.mmdit"] * 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("main_process_ip: mmdit-0.mmdit does not resolve yet (Name or service not known); it is")
+
+
+def test_the_wait_for_a_name_ends(
+    answers: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answers(*[socket.EAI_NONAME] * 9)
+    monkeypatch.setattr(rendezvous, "RESOLUTION_SECONDS", -1.0)
+    with pytest.raises(
+        UsageError, match=r"main_process_ip: mmdit-0`: must be an address that this machine can resolve"
+    ):
+        check(tmp_path, "mmdit-0")
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    "host", ["10.0.0.256", "10.0.0", "'two words'", "-a", "first-machine.invalid", "'::1::2'", "a..b"]
+)
+def test_what_is_no_name_is_refused_at_once(host: str, answers: Callable[..., list[str]], tmp_path: Path) -> None:
+    asked = answers(*[socket.EAI_NONAME] * 9)
+    with pytest.raises(UsageError, match="main_process_ip"):
+        check(tmp_path, host)
+    assert len(asked) <= 1
+
+
+def test_a_resolver_that_is_broken_is_not_waited_for(answers: Callable[..., list[str]], tmp_path: Path) -> None:
+    asked = answers(*[socket.EAI_FAIL] * 9)
+    with pytest.raises(UsageError, match="main_process_ip: mmdit-0"):
+        check(tmp_path, "mmdit-0")
+    assert len(asked) == 1
