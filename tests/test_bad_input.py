@@ -351,6 +351,11 @@ FILES = [
         prepare=write("c.yaml", 'output_dir: "a\\0b"'),
     ),
     Row(
+        "I32-no-utf-8",
+        "--output_dir {}/bad\udcff",
+        r"output_dir: '.* is refused: text in valid UTF-8 is required, and 'bad\\udcff' is none; correct --output_dir",
+    ),
+    Row(
         "I32-long",
         "{}/c.yaml",
         r"c\.yaml:1:1: output_dir: 'n{40}'\.\.\. \(300 characters\) is refused: a path is required .*255 bytes",
