@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from accel_train.drill import command as drilling
 from accel_train.planning import flags as planning
 from accel_train.rerun import arguments as rerun
 from accel_train.runtime.early_stop import stoppable
-from accel_train.runtime.exiting import exit_with
+from accel_train.runtime.exiting import exit_with, lose_output
 from accel_train.simulation.flags import read_arguments
 from accel_train.verification import command as verification
 
@@ -33,6 +34,20 @@ def _interruptible(argv: Sequence[str]) -> int:
         # As for the commands that also stop on other signals (`stoppable`).
         print("interrupted", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
+    except OSError as error:
+        # `accel-train doctor > report.txt` on a full disk. An error of another file names it.
+        if error.errno != errno.ENOSPC or error.filename is not None or _takes_output():
+            raise
+        lose_output(sys.stdout, error)
+        return 1
+
+
+def _takes_output() -> bool:
+    try:
+        print(flush=True)
+    except OSError:
+        return False
+    return True
 
 
 def _main(argv: Sequence[str]) -> int:

@@ -6,8 +6,10 @@ Only the standard library is imported at the top.
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 """Option of Linux's ``prctl``."""
@@ -37,3 +39,22 @@ def parent_command_lines(levels: int = 4) -> list[list[str]]:
         return [parent.cmdline() for parent in parents]
     except psutil.Error:
         return []
+
+
+def launcher_with_traceback() -> str | None:
+    """Name the launcher of this process, or None if there is none or it prints no traceback for exit code 2."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun"
+    try:
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return None
+    # As the kernel has them: the command and its arguments, each ended by a zero byte.
+    words = command.decode(errors="replace").split("\0")
+    if "-q" in words or "--quiet" in words:
+        return None
+    # The interpreter comes first, then a script, or -m and a module.
+    names = {Path(word).name for word in words[1:3]}
+    if names & {"accelerate", "accelerate-launch", "accelerate.commands.launch"}:
+        return "accelerate launch"
+    return None

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from accel_train.config import MendedError, UsageError, requested_output_dir
+from accel_train.launch_files.parents import launcher_with_traceback
 
 SECONDS_TO_BE_HEARD = 5
 """Delay of the other local ranks after a usage error. torchrun ends all of them when the first one exits."""
@@ -219,7 +220,7 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     if code is None:
         code = 0
     if code == EXIT_PREEMPTED and not asks_again and _rank() == "0":
-        launcher = _launcher()
+        launcher = launcher_with_traceback()
         if launcher is not None:
             print(_ignorable(launcher, "this run has stopped as it was asked to"), file=sys.stderr, flush=True)
     _leave(int(code), reported=EXIT_AGAIN if asks_again else int(code))
@@ -235,6 +236,28 @@ def discard_unread_output() -> bool:
     return _discard_if_unread(sys.stdout)
 
 
+def _is_written(stream: TextIO) -> bool:
+    """Write the rest of a stream. Returns False if it was lost, not if the reader has left a run that wrote it all."""
+    try:
+        stream.flush()
+    except OSError as error:
+        lose_output(stream, error)
+        return False
+    _discard_if_unread(stream)
+    return True
+
+
+def lose_output(stream: TextIO, error: OSError) -> None:
+    """Say why a stream cannot be written, unless its reader has left, and discard what follows."""
+    if not isinstance(error, BrokenPipeError):
+        with suppress(OSError):
+            print(f"standard output: cannot be written ({error.strerror})", file=sys.stderr, flush=True)
+    # Without this, Python would fail once more when it flushes at exit.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 def _discard_if_unread(stream: TextIO) -> bool:
     try:
         poll = select.poll()
@@ -244,10 +267,7 @@ def _discard_if_unread(stream: TextIO) -> bool:
         # Captured output of a notebook or a test has no file descriptor.
         return False
     if unread:
-        # Without this, Python would fail once more when it flushes at exit.
-        discard = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(discard, stream.fileno())
-        os.close(discard)
+        lose_output(stream, BrokenPipeError())
     return unread
 
 
@@ -260,7 +280,7 @@ def _report(text: str) -> None:
     rank = _rank()
     if rank != "0":
         shown = f"[rank {rank}] {text}"
-    launcher = _launcher()
+    launcher = launcher_with_traceback()
     if launcher is not None:
         shown += "\n" + _ignorable(launcher, "the error is the one above")
     print(shown, file=sys.stderr, flush=True)
@@ -279,25 +299,6 @@ def _ignorable(launcher: str, why: str) -> str:
 
 def _rank() -> str:
     return os.environ.get("RANK", "0")
-
-
-def _launcher() -> str | None:
-    """Name the launcher of this process, or None if there is none or it prints no traceback for exit code 2."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "torchrun"
-    try:
-        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    except OSError:
-        return None
-    # As the kernel has them: the command and its arguments, each ended by a zero byte.
-    words = command.decode(errors="replace").split("\0")
-    if "-q" in words or "--quiet" in words:
-        return None
-    # The interpreter comes first, then a script, or -m and a module.
-    names = {Path(word).name for word in words[1:3]}
-    if names & {"accelerate", "accelerate-launch", "accelerate.commands.launch"}:
-        return "accelerate launch"
-    return None
 
 
 def _log(text: str) -> None:
@@ -365,10 +366,9 @@ def _leave(code: int, reported: int) -> NoReturn:
     _ignore_stops()
     report_exit_code(reported)
     logging.shutdown()
-    if discard_unread_output() and code == 0:
+    if code == 0 and not _is_written(sys.stdout):
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _is_written(sys.stderr)
     torch = sys.modules.get("torch")
     # As text: this may be the end of a start that was refused because it is no number.
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")

@@ -149,6 +149,36 @@ def test_output_that_nobody_reads_ends_without_a_traceback(length: int) -> None:
     assert process.returncode == 1
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_finished_run_whose_lines_nobody_reads_any_more_has_not_failed(rank: str) -> None:
+    code = "import sys; from accel_train.runtime.exiting import exit_with; exit_with(lambda argv: wait())"
+    code = f"def wait(): print('step', flush=True); sys.stdin.read()\n{code}"
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", code]
+    several = environment(RANK=rank, WORLD_SIZE="2")
+    with subprocess.Popen(command, cwd=ROOT, env=several, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"step\n"
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_does_not_fit_on_its_disk_is_one_line(unbuffered: str) -> None:
+    code = "import accel_train.cli as cli; cli._main = lambda argv: print('versions'); cli.main()"
+    own = environment(PYTHONUNBUFFERED=unbuffered)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=own, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.stderr == "standard output: cannot be written (No space left on device)\n"
+    assert done.returncode == 1
+
+
 def test_another_broken_pipe_is_an_error() -> None:
     code = "from accel_train.runtime.exiting import exit_with; exit_with(lambda argv: _raise())"
     code = f"def _raise(): raise BrokenPipeError('a worker')\n{code}"
