@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from accel_train.checkpoints import opening
+from accel_train.checkpoints import opening, refused
 from accel_train.checkpoints.policy import RunOptions
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
@@ -135,8 +135,22 @@ def open_runs(rank: int, folder: Path, port: int) -> None:
     run = opening.open_run(RunOptions(str(folder / "run"), {"seed": 0}), accelerator, "data")
     ended.append(run.decision)
     run.close()
+    ended.append(open_unseen(rank, folder / "unseen", accelerator))
     (folder / f"rank{rank}").write_text("\n".join(ended))
     accelerator.end_training()
+
+
+def open_unseen(rank: int, directory: Path, accelerator: Accelerator) -> str:
+    """Open a directory that the second process does not see, as a recipe does; returns whether it is left."""
+    before = refused.present(directory)
+    accelerator.wait_for_everyone()
+    if rank == 1:
+        opening._wait_until_visible = lambda _: False
+    with pytest.raises(UsageError, match="is not seen by 1 process"):
+        opening.open_run(RunOptions(str(directory), {"seed": 0}), accelerator, "data")
+    refused.remove_new(directory, before, rank)
+    accelerator.wait_for_everyone()
+    return f"left: {directory.exists()}"
 
 
 def test_whatever_the_main_process_raises_while_it_opens_a_run_reaches_all(tmp_path: Path) -> None:
@@ -144,6 +158,7 @@ def test_whatever_the_main_process_raises_while_it_opens_a_run_reaches_all(tmp_p
     assert first[:2] == second[:2] == ["OSError: [Errno 28] No space left on device", "MemoryError: too large"]
     assert first[2:5] == ["NeedsTwoError: of two", "SystemExit: 3", "KeyboardInterrupt: "]
     assert second[2:5] == [f"OtherProcessError: process 0: {text}" for text in first[2:5]]
+    assert first[-1] == "left: False"
     assert first[5:] == second[5:]
     assert first[6].startswith("fresh start in ")
 
