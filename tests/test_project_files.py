@@ -281,6 +281,26 @@ ON_CPU = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_c
 SEVERAL = "machine_rank: 0\nmain_process_ip: 127.0.0.1\nmain_process_port: 29500\n"
 
 
+@pytest.mark.parametrize("script", ["slurm", "slurm_multi_node"])
+def test_a_slurm_script_needs_gpus_and_keeps_the_tasks_of_an_array_apart(script: str, tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text('#!/bin/bash\necho "run: $RUN"\nkill -USR1 $PPID\n')
+    (tmp_path / "scontrol").write_text("#!/bin/bash\necho first\n")
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_NNODES": "1"}
+    variables |= {"SLURM_ARRAY_TASK_ID": "3", "RUN": str(tmp_path / "run")}
+    command = ["bash", str(CLUSTER / f"{script}.sbatch"), "recipe.py"]
+    refused = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "SLURM_GPUS_ON_NODE: is not set: request GPUs with --gpus-per-node" in refused.stderr
+    variables["SLURM_GPUS_ON_NODE"] = "8"
+    # The signal comes before anything has made the directory.
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.stdout == f"run: {tmp_path / 'run-3'}\n"
+    assert (tmp_path / "run-3" / "STOP").exists()
+    assert done.stderr == ""
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
