@@ -5,6 +5,7 @@ Samples are seeded one by one. Every error names the samples being read, their s
 
 import contextlib
 import os
+import shutil
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard, cast
@@ -27,10 +28,25 @@ ADDED_FIELDS = ("sample", "occurrence", "position", "weight")
 # In place of the index of the sample being read.
 IDLE = -1
 WHOLE_BATCH = -2
+SHARED_MEMORY = "/dev/shm"
+"""Where workers put micro-batches for the training process."""
+MIB = 2**20
 
 
 class LoadingError(RuntimeError):
     """A sample could not be read. The text names step, samples and worker. All workers are closed."""
+
+
+def advice_on_memory(error: Exception) -> str:
+    """Return what to add to the error of a worker that found no room for a micro-batch. Empty for other errors."""
+    if "shared memory" not in str(error):
+        return ""
+    room = shutil.disk_usage(SHARED_MEMORY)
+    return (
+        f". {SHARED_MEMORY} has {room.total / MIB:.0f} MiB, of which {room.free / MIB:.0f} MiB are free: start the "
+        "container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of medium Memory), or lower "
+        "loader.num_workers or loader.prefetch_factor; loader.num_workers=0 needs none of it"
+    )
 
 
 class Reader:
@@ -89,7 +105,8 @@ class Reader:
                 if isinstance(error, kind):
                     # It has the remedy and needs no traceback.
                     raise kind(f"{activity} of {request}, in {reader}: {error}") from None
-            text = f"{activity} of {request}, in {reader}: {type(error).__name__}: {error}"
+            cause = f"{type(error).__name__}: {error}{advice_on_memory(error)}"
+            text = f"{activity} of {request}, in {reader}: {cause}"
             if get_worker_info() is None:
                 raise LoadingError(text) from error
             # A worker's exception arrives as text only, so the traceback becomes part of it.

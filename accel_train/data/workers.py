@@ -6,21 +6,24 @@ import ctypes
 import gc
 import itertools
 import multiprocessing
+import os
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Generator, Iterator
 from multiprocessing.context import BaseContext
-from typing import Any, cast
+from multiprocessing.queues import Queue
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from accel_train.config import UsageError
 from accel_train.data.datasets import Batch
 from accel_train.data.options import LoaderSettings
-from accel_train.data.reading import IDLE, WHOLE_BATCH, LoadingError, Reader
+from accel_train.data.reading import IDLE, WHOLE_BATCH, LoadingError, Reader, advice_on_memory
 from accel_train.data.sampler import Request
 
 POLL_SECONDS = 2.0
@@ -156,10 +159,37 @@ class _Flag:
         return self._value.value
 
 
+if TYPE_CHECKING:
+    AnyQueue = Queue[Any]
+else:
+    # Generic for type checkers alone.
+    AnyQueue = Queue
+
+
+class _ReportingQueue(AnyQueue):
+    """Queue that delivers an error in the place of a micro-batch that its thread could not send.
+
+    That of Python prints a traceback and drops the item, and the training process would wait for it until its timeout.
+    """
+
+    def _on_queue_feeder_error(self, e: Exception, obj: Any) -> None:
+        worker = get_worker_info()
+        # The training process sends requests, which always fit.
+        if worker is None:
+            print(f"a request was not sent to the workers: {e}", file=sys.stderr, flush=True)
+            return
+        number, _ = obj
+        # As it is, for `Workers.read` to raise: the DataLoader passes on whatever has the number of a request.
+        reader = f"worker {worker.id} (pid {os.getpid()})"
+        cause = f"{type(e).__name__}: {e}{advice_on_memory(e)}"
+        self.put((number, LoadingError(f"{reader} has read a micro-batch and could not hand it over: {cause}")))
+
+
 def _context_without_shared_lock() -> BaseContext:
     # A copy, because the context is shared with every other user of multiprocessing.
     context: Any = copy.copy(multiprocessing.get_context())
     context.Event = lambda: _Flag(context)
+    context.Queue = lambda: _ReportingQueue(ctx=context)
     return context
 
 

@@ -19,8 +19,8 @@ OBJECT_STORES = ("fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.blobfuse2")
 
 
 def small_shared_memory(facts: Facts) -> Finding | None:
-    """DataLoader workers hand micro-batches over in /dev/shm. A container has 64 MiB of it by default, and one that
-    fills it ends with `Bus error`.
+    """DataLoader workers hand micro-batches over in /dev/shm. A container has 64 MiB of it by default, and a
+    run that fills it ends with an error.
     """
     size = facts.host.shared_memory_bytes
     if facts.workers == 0 or size is None or size > SMALL_SHARED_MEMORY:
@@ -30,7 +30,7 @@ def small_shared_memory(facts: Facts) -> Finding | None:
     return Finding(
         option="/dev/shm",
         value=f"{size / MIB:.0f} MiB",
-        reason=f"{waiting} micro-batches wait in it, and a worker that finds no room ends with `Bus error`",
+        reason=f"{waiting} micro-batches wait in it, and a run whose worker finds no room ends",
         remedy="start the container with --ipc=host or --shm-size=16g (Kubernetes: an emptyDir of medium Memory)",
     )
 

@@ -4,10 +4,12 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +152,47 @@ def test_a_worker_killed_while_it_reads():
     assert re.search(rf"It was worker 1 \(pid \d+\), reading sample {BAD} of step 4\.", text), text
     assert "lower loader.num_workers" in text
     assert multiprocessing.active_children() == []
+
+
+class Sent:
+    """Has micro-batches that a worker can read and cannot send."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.zeros(2**21)}  # 8 MiB
+
+    def fingerprint(self) -> str:
+        return "sent"
+
+
+class SentAtOnce(Sent):
+    """torch shares its micro-batches in a thread that sends them, and not while they are collated."""
+
+    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+        return {"x": torch.zeros(len(indices), 2**21)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "begins"),
+    [
+        ("Sent", "collating of step 1, micro-batch 1 "),
+        ("SentAtOnce", r"worker 0 \(pid \d+\) has read a micro-batch and could not hand it over: RuntimeError: "),
+    ],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="a /dev/shm of its own needs root")
+def test_a_full_dev_shm_is_named_at_once(kind, begins):
+    code = f"from tests.data.test_reading import {kind}, steps_of; list(steps_of({kind}(), num_workers=2))"
+    small = 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", small, "sh", sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    if "unshare: " in ended.stderr or "mount: " in ended.stderr:
+        pytest.skip(ended.stderr)
+    line = next(line for line in ended.stderr.splitlines() if "LoadingError: " in line)
+    assert re.search(f"LoadingError: {begins}", line)
+    assert "/dev/shm has 4 MiB, of which " in line
+    assert "--shm-size=16g" in line
 
 
 def test_a_worker_killed_before_it_sent_anything():
