@@ -52,10 +52,9 @@ def _facts(requested: Requested, config: object, plugin: DeepSpeedPlugin | None)
     if launched_processes(os.environ) == 1:
         return {}
     deepspeed = None if plugin is None else plugin.deepspeed_config
-    facts = {"launch settings": launch_settings(requested.strategy, os.environ, deepspeed)}
-    if config is not None:
-        facts |= facts_of_start(config)
-    return facts
+    settings = launch_settings(requested.strategy, os.environ, deepspeed)
+    known = {} if config is None else facts_of_start(config)
+    return {"launch settings": settings, **known}
 
 
 def _store_of_this_attempt(timeout: timedelta) -> dict[str, Any]:
