@@ -7,8 +7,8 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +60,24 @@ def open_run(
     # Stays empty on other processes: a lock cannot be sent to them.
     held: list[locks.Lock] = []
 
-    def open_on_main() -> Json:
-        try:
-            return _open(options, directory, data_fingerprint, derived, held)
-        except BaseException as error:
-            # Cleaning up after a refused start takes the lock again (`refused.remove_new`).
-            for lock in held:
-                lock.release(type(error))
-            raise
-
-    opened = on_main(accelerator, open_on_main)
-    _check_shared(directory, opened["checkpoint"], accelerator)
+    with _released_on_error(held):
+        opened = on_main(accelerator, lambda: _open(options, directory, data_fingerprint, derived, held))
+        _check_shared(directory, opened["checkpoint"], accelerator)
     lock = None
     if held:
         lock = held[0]
     return Run(directory=directory, timeout_seconds=options.collective_timeout_seconds, **opened, _lock=lock)
+
+
+@contextmanager
+def _released_on_error(held: list[locks.Lock]) -> Generator[None]:
+    try:
+        yield
+    except BaseException as error:
+        # Cleaning up after a refused start takes the lock again (`refused.remove_new`).
+        for lock in held:
+            lock.release(type(error))
+        raise
 
 
 def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved: Json, held: list[locks.Lock]) -> Json:
@@ -92,7 +95,7 @@ def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved:
     inside = weights is not None and weights.resolve().is_relative_to(directory.resolve())
     if options.overwrite and inside:
         raise UsageError(f"overwrite: true would delete the weights of init_from: {weights}; copy them first")
-    # Held from here on, so that `open_on_main` releases it after any error below.
+    # Held from here on, so that it is released after any error below.
     held.append(_prepare_directory(directory, overwrite=options.overwrite))
     experiment = dict(options.experiment) | {names.DATA_FINGERPRINT: data_fingerprint}
     if _is_used(directory):
