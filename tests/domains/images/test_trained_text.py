@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import accel_train
@@ -56,12 +56,14 @@ def trained(base: Any) -> Any:
 
 
 def with_values(model: nn.Module) -> nn.Module:
-    """Second matrices that are not zero, as after training."""
+    """Second matrices that are not zero, and magnitudes that are not the base's, as after training."""
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 parameter.copy_(0.3 * torch.randn_like(parameter))
+            if ".lora_magnitude_vector." in name:
+                parameter.mul_(0.5 + torch.rand_like(parameter))
     return model
 
 
@@ -253,6 +255,8 @@ def test_diffusers_reads_every_layer_of_every_encoder(name: str, variant: str, t
         pipeline = with_frozen_text(base).pipeline(CPU)
         with quiet():
             pipeline.load_lora_weights(tmp_path, weight_name=file)
+        if file == adapter_files.DIFFUSERS_FILE:
+            assert_same_adapter(pipeline, model, "default_0")
         for part in ("unet", *ENCODERS[name]):
             expected = changes_of(model.get_submodule(part))
             found = changes_of(getattr(pipeline, part))
@@ -263,12 +267,66 @@ def test_diffusers_reads_every_layer_of_every_encoder(name: str, variant: str, t
     with safe_open(tmp_path / files[-1], "pt") as opened:
         names = set(opened.keys())
     if variant == "dora":
-        assert f"{ENCODERS[name][-1]}.text_model.encoder.layers.0.mlp.fc1.lora_magnitude_vector" in names
+        assert f"{ENCODERS[name][-1]}.text_model.encoder.layers.0.mlp.fc1.lora_magnitude_vector.weight" in names
     else:
         prefixes = ("lora_te1_", "lora_te2_") if name == "sdxl" else ("lora_te_",)
         for prefix in prefixes:
             stem = f"{prefix}text_model_encoder_layers_0_self_attn_q_proj"
             assert {f"{stem}.lora_down.weight", f"{stem}.lora_up.weight", f"{stem}.alpha"} <= names
+
+
+def assert_same_adapter(pipeline: Any, model: nn.Module, adapter: str) -> None:
+    """Assert that a pipeline has each tensor of the trained adapter of a model, with its very values."""
+    for part in ("unet", *(name for name in pipeline.components if name.startswith("text_encoder"))):
+        expected = lora.by_key_of_peft(dict(model.get_submodule(part).named_parameters()))
+        found = lora.by_key_of_peft(dict(getattr(pipeline, part).named_parameters()), adapter)
+        assert expected
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_trained_magnitudes_of_text_encoders_are_loaded_and_merged(is_older: bool, tmp_path: Path) -> None:
+    """Also from the diffusers file of an earlier version, which diffusers alone reads without them."""
+    base: Any = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save("sd1", tmp_path / "base")))))
+    model = built(base, variant="dora")
+    tensors = {key: value.contiguous() for key, value in lora.by_key_of_peft(dict(model.state_dict())).items()}
+    about = lora.adapter_config(model, "base")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / lora.CONFIG_FILE).write_text(json.dumps(about))
+    save_file(tensors, out / f"{lora.WEIGHTS_STEM}.safetensors")
+    adapter_files.write_diffusers(out, tensors, about, "unet")
+    file = out / adapter_files.DIFFUSERS_FILE
+    if is_older:
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata()
+        older = {key.replace("_vector.weight", "_vector"): value for key, value in load_file(file).items()}
+        save_file(older, file, metadata=metadata)
+    pipeline = with_frozen_text(base).pipeline(CPU)
+    adapter_files.load_directory(pipeline, "unet", out, "trained")
+    assert_same_adapter(pipeline, model, "trained")
+    layer: Any = model.get_submodule("text_encoder.encoder.layers.0.mlp.fc1")
+    inputs = torch.randn(2, layer.in_features)
+    expected = layer(inputs)
+    pipeline.fuse_lora(safe_fusing=True)
+    pipeline.unload_lora_weights()
+    merged = pipeline.text_encoder.get_submodule("encoder.layers.0.mlp.fc1")
+    torch.testing.assert_close(merged(inputs), expected)
+    assert (expected - layer.base_layer(inputs)).abs().max() > 0.1
+
+
+def test_a_file_whose_tensors_are_not_found_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Magnitudes too, of which diffusers warns alone."""
+    base: Any = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save("sd1", tmp_path / "base")))))
+    model = built(base, variant="dora")
+    monkeypatch.setattr(adapter_files, "_key_of_diffusers", lambda _, path: path)
+    tensors = lora.by_key_of_peft(dict(model.state_dict()))
+    adapter_files.write_diffusers(tmp_path, tensors, lora.adapter_config(model, "base"), "unet")
+    pipeline = with_frozen_text(base).pipeline(CPU)
+    message = r"diffusers found 120 of its 132 tensors in StableDiffusionPipeline, and not text_encoder\..*magnitude"
+    with pytest.raises(UsageError, match=message):
+        adapter_files.load_into(pipeline, "unet", tmp_path / adapter_files.DIFFUSERS_FILE, "trained")
 
 
 def test_peft_reads_its_own_files(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from accel_train.config import UsageError
@@ -27,6 +27,7 @@ from accel_train.domains.images.pipelines.loading import text_encoders
 from accel_train.domains.models import adapters, lora
 from accel_train.store import strict_json
 from accel_train.store.weights import TensorReader
+from accel_train.wording import shortened
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 KOHYA_FILE = "kohya_lora.safetensors"
@@ -36,6 +37,8 @@ PREFIX = "base_model.model."
 """Of the keys in peft's own files."""
 LAYER = ".lora_A."
 """In the name of one tensor of each layer."""
+MAGNITUDE = ".lora_magnitude_vector"
+"""End of the key of DoRA's magnitudes, in peft's own files."""
 DENOISER = "denoiser"
 TEXT = "text_encoder"
 """Beginning of the names of text encoders."""
@@ -54,7 +57,7 @@ def write_diffusers(directory: Path, tensors: Mapping[str, Tensor], settings: Ma
     packed: dict[str, Any] = {}
     for part, of_part in by_component(tensors, component).items():
         # diffusers finds the component by the first word of a key.
-        below |= {f"{part}.{path}": tensor for path, tensor in of_part.items()}
+        below |= {f"{part}.{_key_of_diffusers(part, path)}": tensor for path, tensor in of_part.items()}
         values = kept
         if is_joint(tensors):
             values = kept | settings_of_part(part, of_part, settings)
@@ -62,6 +65,12 @@ def write_diffusers(directory: Path, tensors: Mapping[str, Tensor], settings: Ma
     metadata = {"format": "pt", METADATA_KEY: json.dumps(packed, indent=2, sort_keys=True)}
     save_file(below, directory / DIFFUSERS_FILE, metadata=metadata)
     return f"{DIFFUSERS_FILE}: {len(below)} tensors for pipeline.load_lora_weights"
+
+
+def _key_of_diffusers(part: str, path: str) -> str:
+    # Of text encoders, transformers reads the file. It puts the adapter's name behind `lora_magnitude_vector`, and does
+    # not know that peft's files leave `.weight` out: without it, the magnitudes would stay those of the base.
+    return f"{path}.weight" if part.startswith(TEXT) and path.endswith(MAGNITUDE) else path
 
 
 def is_joint(tensors: Mapping[str, Tensor]) -> bool:
@@ -80,10 +89,12 @@ def by_component(tensors: Mapping[str, Tensor], component: str) -> dict[str, dic
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         part, _, path = key.removeprefix(PREFIX).partition(".")
-        if part.startswith(TEXT) and not path.startswith(TEXT_MODEL):
-            path = TEXT_MODEL + path
-        found.setdefault(part, {})[path] = tensor
+        found.setdefault(part, {})[_below_text_model(path) if part.startswith(TEXT) else path] = tensor
     return found
+
+
+def _below_text_model(path: str) -> str:
+    return path if path.startswith(TEXT_MODEL) else TEXT_MODEL + path
 
 
 def settings_of_part(part: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,13 +181,20 @@ def load_directory(pipeline: Any, component: str, directory: Path, name: str) ->
 
     Raises ``UsageError`` as ``load_into``.
     """
-    if (directory / DIFFUSERS_FILE).is_file():
-        load_into(pipeline, component, directory / DIFFUSERS_FILE, name)
+    file = directory / DIFFUSERS_FILE
+    if file.is_file() and not _drops_magnitudes(file):
+        load_into(pipeline, component, file, name)
         return
     with tempfile.TemporaryDirectory() as temporary:
         tensors = read_adapter(directory)
         write_diffusers(Path(temporary), tensors, peft_settings(directory), component)
         load_into(pipeline, component, Path(temporary) / DIFFUSERS_FILE, name)
+
+
+def _drops_magnitudes(file: Path) -> bool:
+    """Return True for a file of an earlier version, whose magnitudes of text encoders diffusers does not find."""
+    with safe_open(file, "pt") as opened:
+        return any(key.startswith(TEXT) and key.endswith(MAGNITUDE) for key in opened.keys())  # noqa: SIM118
 
 
 def peft_settings(directory: Path) -> dict[str, Any]:
@@ -191,24 +209,44 @@ def peft_settings(directory: Path) -> dict[str, Any]:
 def load_into(pipeline: Any, component: str, file: Path, adapter: str) -> None:
     """Load ``pytorch_lora_weights.safetensors`` by diffusers, as ``adapter``.
 
-    Raises ``UsageError`` if it leaves a layer out.
+    Raises ``UsageError`` if it leaves a tensor out.
     """
     with quiet(), warnings.catch_warnings():
         # Several adapters are what is asked for.
         warnings.filterwarnings("ignore", "Already found a `peft_config` attribute", UserWarning)
         # By the same function that others use, so that what we write is tried whenever it is read.
         pipeline.load_lora_weights(file.parent, weight_name=file.name, adapter_name=adapter)
-    model: Any = getattr(pipeline, component)
-    parts = [model, *text_encoders(pipeline).values()]
-    loaded = 0
-    for part in parts:
-        # peft puts the adapter's name behind the matrix's.
-        loaded += sum(1 for name, _ in part.named_parameters() if f"{LAYER}{adapter}." in name)
-    with safe_open(file, "pt") as opened:
-        expected = sum(1 for key in opened.keys() if LAYER in key)  # noqa: SIM118, an opened file is no dict
-    # diffusers warns of keys that it does not know and continues without them.
-    if loaded != expected:
+    expected = load_file(file)
+    # diffusers warns of keys that it does not know and continues without them, with initial values in their place.
+    left_out = _left_out(expected, _loaded(pipeline, component, adapter))
+    if left_out:
+        found = len(expected) - len(left_out)
         raise UsageError(
-            f"{file}: diffusers found {loaded} of its {expected} layers in {type(model).__name__}; give the base that "
-            "the adapter was trained on"
+            f"{file}: diffusers found {found} of its {len(expected)} tensors in {type(pipeline).__name__}, and not "
+            f"{shortened(left_out, 2)}; give the base that the adapter was trained on"
         )
+
+
+def _loaded(pipeline: Any, component: str, adapter: str) -> dict[str, Tensor]:
+    """Return the tensors of an adapter in a pipeline, by the keys of diffusers' file."""
+    parts = {component: getattr(pipeline, component), **text_encoders(pipeline)}
+    found: dict[str, Tensor] = {}
+    for part, model in parts.items():
+        of_part = lora.by_key_of_peft(dict(model.named_parameters()), adapter)
+        for key, parameter in of_part.items():
+            path = key.removeprefix(PREFIX)
+            if part.startswith(TEXT):
+                path = _below_text_model(path)
+            found[f"{part}.{_key_of_diffusers(part, path)}"] = parameter
+    return found
+
+
+def _left_out(expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> list[str]:
+    """List the tensors of a file that a model does not have, or with other values."""
+    missing: list[str] = []
+    for key, value in expected.items():
+        found = loaded.get(key)
+        # A base of half precision rounds what it takes.
+        if found is None or not torch.allclose(found.cpu(), value.to(found.dtype), rtol=0, atol=0, equal_nan=True):
+            missing.append(key)
+    return missing
