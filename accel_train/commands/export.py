@@ -13,12 +13,12 @@ from accel_train import loading
 from accel_train.commands import diff, places
 from accel_train.commands.tensor_files import temporary_directory, write_collection
 from accel_train.config import UsageError, expand_path
-from accel_train.domains.models import lora
 from accel_train.export import verify_adapter_script
 from accel_train.export.proof import NotRepeatedError, packages, write_proof
 from accel_train.pipeline import ADAPTER_DESCRIPTION, Convertible
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files, commit, strict_json, weights
+from accel_train.store.adapters import peft_layout
 from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.weights import FLOATS, TensorInfo
@@ -62,7 +62,7 @@ def export(
     tensors = _best_copy(found, source)
     # Beside the target, because a rename must not cross file systems.
     temporary = target.with_name(f".tmp-export-{target.name}-{os.getpid()}")
-    is_adapter = lora.CONFIG_FILE in found.manifest["files"]
+    is_adapter = peft_layout.CONFIG_FILE in found.manifest["files"]
     if merged:
         _refuse_unmergeable(found, is_adapter)
     merging = None
@@ -70,7 +70,7 @@ def export(
         if merged:
             merging = _write_merged(found, temporary, tensors, precision)
         elif is_adapter:
-            write_collection(temporary, lora.WEIGHTS_STEM, lora.by_key_of_peft(tensors), precision)
+            write_collection(temporary, peft_layout.WEIGHTS_STEM, peft_layout.by_key_of_peft(tensors), precision)
             _copy_extras(found, temporary)
         else:
             write_collection(temporary, "model", tensors, precision, found.manifest.get("buffers", ()))

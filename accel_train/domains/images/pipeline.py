@@ -330,7 +330,8 @@ class PicturePipeline:
             return [f"without {adapter_files.DIFFUSERS_FILE}: diffusers has no {MMDIT.name}; peft reads its own files"]
         tensors = adapter_files.read_adapter(directory)
         found = adapter_files.peft_settings(directory)
-        lines = [adapter_files.write_diffusers(directory, tensors, found, described["denoiser"])]
+        lines = adapter_files.write_components(directory, tensors, found)
+        lines.append(adapter_files.write_diffusers(directory, tensors, found, described["denoiser"]))
         facts = described.get("kohya")
         if facts is None:
             reason = f"{described['family']} has no names in kohya's scripts; use {adapter_files.DIFFUSERS_FILE}"
@@ -368,7 +369,7 @@ def write_files(
     ``base_files`` are those of the start. Reads no file of the base, which may be gone or updated by now.
     """
     adapted: Any = model
-    atomic_files.write_json(directory / lora.CONFIG_FILE, lora.adapter_config(model, base.location, base.revision))
+    adapter_files.write_settings(directory, lora.adapter_config(model, base.location, base.revision))
     family = base.family
     side = evaluation.pixels(data)
     facts = kohya_facts(family.pipelines[0], prediction, adapted.config, base.source, side)

@@ -13,18 +13,11 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.domains.models.lora import (
-    CONFIG_FILE,
-    WEIGHTS_STEM,
-    LoraConfig,
-    PartOfModel,
-    adapter_key,
-    by_key_of_peft,
-    import_peft,
-    inject,
-)
+from accel_train.domains.models.lora import LoraConfig, PartOfModel, import_peft, inject
 from accel_train.precision import Precision
 from accel_train.store import strict_json, weights
+from accel_train.store.adapters import peft_layout
+from accel_train.store.adapters.peft_layout import CONFIG_FILE, adapter_key, by_key_of_peft
 from accel_train.store.pretrained_base import refuse_other_base
 from accel_train.store.weights import TensorInfo, TensorReader
 from accel_train.wording import did_you_mean, nearest, shortened
@@ -48,10 +41,12 @@ def read_adapter(directory: Path) -> dict[str, TensorInfo]:
 
     Raises ``UsageError`` for a malformed file, and for a directory without adapters.
     """
-    is_peft = any(directory.glob(f"{WEIGHTS_STEM}*.safetensors"))
     # An export and a folder of peft have one set. A checkpoint may have trained and averaged weights.
-    if is_peft:
-        return weights.find_tensors(directory, WEIGHTS_STEM)
+    exported: dict[str, TensorInfo] = {}
+    for beginning, folder in peft_layout.folders(directory).items():
+        exported |= peft_layout.of_whole(weights.find_tensors(folder, peft_layout.WEIGHTS_STEM), beginning)
+    if exported:
+        return exported
     stem = weights.best_stem(directory)
     found = by_key_of_peft(weights.find_tensors(directory, stem))
     if not found:

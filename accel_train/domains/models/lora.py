@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -15,17 +15,13 @@ from torch import nn
 from accel_train.config import NonNegativeInt, PositiveFloat, UsageError
 from accel_train.domains.models import quantised
 from accel_train.precision import Precision, dtype_of, kept_in_fp32
+from accel_train.store.adapters.peft_layout import ADAPTER
 from accel_train.wording import did_you_mean, nearest, shortened
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 Variant = Literal["lora", "dora", "rslora"]
 BasePrecision = Literal["fp32", "bf16", "fp16", "int8", "fp8", "nf4"]
-ADAPTER = "default"
-"""Name of the adapter in a model. peft leaves it out of file names and keys."""
 CPU = torch.device("cpu")
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_STEM = "adapter_model"
 LINEAR = ("Linear", "Conv1D")  # the second is GPT-2's name for a linear layer
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 HEAD = re.compile(r"(^|[._])(head|lm_head|classifier|score)$|^proj_out$")
@@ -283,23 +279,3 @@ def adapter_config(model: nn.Module, base: str | None, revision: str | None = No
     values = {name: sorted(v) if isinstance(v, set) else v for name, v in settings.to_dict().items()}
     # As peft's save_pretrained writes it: whoever loads the file wants to use the adapter, not to train it.
     return values | {"base_model_name_or_path": base, "revision": revision, "inference_mode": True}
-
-
-def by_key_of_peft(tensors: Mapping[str, T], adapter: str = ADAPTER) -> dict[str, T]:
-    """Return the tensors of an adapter by the keys of peft's files. Leaves out other tensors."""
-    found: dict[str, T] = {}
-    for name, tensor in tensors.items():
-        key = adapter_key(name, adapter)
-        if key is not None:
-            found[key] = tensor
-    return found
-
-
-def adapter_key(name: str, adapter: str = ADAPTER) -> str | None:
-    """Return peft's key of a parameter of an adapter, None for any other parameter."""
-    # peft's files name DoRA's magnitudes without the `.weight` of the parameter.
-    if f".lora_magnitude_vector.{adapter}." in name:
-        return f"base_model.model.{name.partition('.lora_magnitude_vector.')[0]}.lora_magnitude_vector"
-    if not re.search(rf"\.lora_[AB]\.{re.escape(adapter)}\.", name):
-        return None
-    return f"base_model.model.{name.replace(f'.{adapter}.', '.')}"

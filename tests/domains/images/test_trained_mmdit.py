@@ -29,12 +29,13 @@ from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveC
 from accel_train.domains.images.trained_mmdit.finding import MAKE_DEMO
 from accel_train.domains.images.trained_mmdit.run_base import LEVELS, MMDiTBase
 from accel_train.domains.models import adapters
-from accel_train.domains.models.lora import ADAPTER, LoraConfig, apply_lora, with_effect
+from accel_train.domains.models.lora import LoraConfig, apply_lora, with_effect
 from accel_train.domains.models.patches import as_grid, from_patches, joined, to_patches
 from accel_train.domains.models.vae import load_vae
 from accel_train.domains.text.dataset import load_assets
 from accel_train.domains.text.trained_model import load_both_ways
 from accel_train.store import commit
+from accel_train.store.adapters.peft_layout import ADAPTER
 from tests.domains.images import tiny_pipelines as tiny
 from tests.trained import CAPTIONS, picture_run, text_run
 

@@ -22,7 +22,6 @@ from accel_train.config import UsageError
 from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images.kohya.metadata import kohya_facts
 from accel_train.domains.images.pipelines import adapter_files, encoding, loading
-from accel_train.domains.images.pipelines.adapter_files import PREFIX
 from accel_train.domains.images.pipelines.components import quiet
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig
 from accel_train.domains.images.trained_text import adapters
@@ -31,6 +30,8 @@ from accel_train.domains.images.trained_text.joint import DenoiserWithText
 from accel_train.domains.models import lora
 from accel_train.domains.models.lora import LoraConfig
 from accel_train.store import commit
+from accel_train.store.adapters import peft_layout
+from accel_train.store.adapters.peft_layout import PREFIX
 from tests.domains.images import tiny_pipelines as tiny
 from tests.domains.images.test_lora_recipe import STEPS, drawn_by_diffusers, pictures, settings, train, weights_of
 from tests.domains.images.test_objective import Made
@@ -187,6 +188,9 @@ def test_text_encoders_are_trained_resumed_exported_and_loaded(
     assert all(torch.equal(again[key], value) for key, value in trained_weights.items())
 
     assert cli._main(["checkpoints", "export", str(run), str(tmp_path / "out")]) == 0
+    assert sorted(path.parent.name for path in (tmp_path / "out").rglob("adapter_model.safetensors")) == sorted(
+        ("unet", *ENCODERS[name])
+    )
     of_run = np.asarray(Image.open(run / "report" / "pictures" / f"step_{STEPS:08d}.png"), np.float64)
     exported = drawn_by_diffusers(tmp_path, name, adapter_files.DIFFUSERS_FILE)
     # The picture of the run is in whole levels.
@@ -242,7 +246,7 @@ def changes_of(model: nn.Module) -> dict[str, Tensor]:
 def test_diffusers_reads_every_layer_of_every_encoder(name: str, variant: str, tmp_path: Path) -> None:
     base: Any = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save(name, tmp_path / "base")))))
     model = built(base, variant=variant)
-    tensors = lora.by_key_of_peft(dict(model.state_dict()))
+    tensors = peft_layout.by_key_of_peft(dict(model.state_dict()))
     about = lora.adapter_config(model, "base")
     adapter_files.write_diffusers(tmp_path, tensors, about, "unet")
     files = [adapter_files.DIFFUSERS_FILE]
@@ -278,8 +282,8 @@ def test_diffusers_reads_every_layer_of_every_encoder(name: str, variant: str, t
 def assert_same_adapter(pipeline: Any, model: nn.Module, adapter: str) -> None:
     """Assert that a pipeline has each tensor of the trained adapter of a model, with its very values."""
     for part in ("unet", *(name for name in pipeline.components if name.startswith("text_encoder"))):
-        expected = lora.by_key_of_peft(dict(model.get_submodule(part).named_parameters()))
-        found = lora.by_key_of_peft(dict(getattr(pipeline, part).named_parameters()), adapter)
+        expected = peft_layout.by_key_of_peft(dict(model.get_submodule(part).named_parameters()))
+        found = peft_layout.by_key_of_peft(dict(getattr(pipeline, part).named_parameters()), adapter)
         assert expected
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], value) for key, value in expected.items())
@@ -290,12 +294,12 @@ def test_trained_magnitudes_of_text_encoders_are_loaded_and_merged(is_older: boo
     """Also from the diffusers file of an earlier version, which diffusers alone reads without them."""
     base: Any = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save("sd1", tmp_path / "base")))))
     model = built(base, variant="dora")
-    tensors = {key: value.contiguous() for key, value in lora.by_key_of_peft(dict(model.state_dict())).items()}
+    tensors = {key: value.contiguous() for key, value in peft_layout.by_key_of_peft(dict(model.state_dict())).items()}
     about = lora.adapter_config(model, "base")
     out = tmp_path / "out"
     out.mkdir()
-    (out / lora.CONFIG_FILE).write_text(json.dumps(about))
-    save_file(tensors, out / f"{lora.WEIGHTS_STEM}.safetensors")
+    (out / peft_layout.CONFIG_FILE).write_text(json.dumps(about))
+    save_file(tensors, out / f"{peft_layout.WEIGHTS_STEM}.safetensors")
     adapter_files.write_diffusers(out, tensors, about, "unet")
     file = out / adapter_files.DIFFUSERS_FILE
     if is_older:
@@ -304,6 +308,8 @@ def test_trained_magnitudes_of_text_encoders_are_loaded_and_merged(is_older: boo
         older = {key.replace("_vector.weight", "_vector"): value for key, value in load_file(file).items()}
         save_file(older, file, metadata=metadata)
     pipeline = with_frozen_text(base).pipeline(CPU)
+    if not is_older:
+        adapter_files.write_components(out, tensors, about)
     adapter_files.load_directory(pipeline, "unet", out, "trained")
     assert_same_adapter(pipeline, model, "trained")
     layer: Any = model.get_submodule("text_encoder.encoder.layers.0.mlp.fc1")
@@ -321,12 +327,46 @@ def test_a_file_whose_tensors_are_not_found_is_refused(tmp_path: Path, monkeypat
     base: Any = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save("sd1", tmp_path / "base")))))
     model = built(base, variant="dora")
     monkeypatch.setattr(adapter_files, "_key_of_diffusers", lambda _, path: path)
-    tensors = lora.by_key_of_peft(dict(model.state_dict()))
+    tensors = peft_layout.by_key_of_peft(dict(model.state_dict()))
     adapter_files.write_diffusers(tmp_path, tensors, lora.adapter_config(model, "base"), "unet")
     pipeline = with_frozen_text(base).pipeline(CPU)
     message = r"diffusers found 120 of its 132 tensors in StableDiffusionPipeline, and not text_encoder\..*magnitude"
     with pytest.raises(UsageError, match=message):
         adapter_files.load_into(pipeline, "unet", tmp_path / adapter_files.DIFFUSERS_FILE, "trained")
+
+
+@pytest.mark.parametrize(("name", "variant"), [("sd1", "dora"), ("sdxl", "lora")])
+def test_peft_reads_the_folder_of_each_component(name: str, variant: str, tmp_path: Path) -> None:
+    import peft
+
+    base: Any = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save(name, tmp_path / "base")))))
+    model = built(base, variant=variant).eval()
+    tensors = {key: value.contiguous() for key, value in peft_layout.by_key_of_peft(dict(model.state_dict())).items()}
+    about = lora.adapter_config(model, "base")
+    out = tmp_path / "out"
+    out.mkdir()
+    adapter_files.write_settings(out, about)
+    save_file(tensors, out / f"{peft_layout.WEIGHTS_STEM}.safetensors")
+    older = adapter_files.read_adapter(out)
+    adapter_files.write_components(out, tensors, about)
+    found = adapter_files.read_adapter(out)
+    assert found.keys() == older.keys() == tensors.keys()
+    assert all(torch.equal(found[key], value) for key, value in tensors.items())
+    pipeline = with_frozen_text(base).pipeline(CPU)
+    for part in ("unet", *ENCODERS[name]):
+        loaded = peft.PeftModel.from_pretrained(getattr(pipeline, part), out / part)
+        expected = peft_layout.by_key_of_peft(dict(model.get_submodule(part).named_parameters()))
+        of_peft = peft_layout.by_key_of_peft(dict(loaded.base_model.model.named_parameters()))
+        assert of_peft.keys() == expected.keys()
+        assert all(torch.equal(of_peft[key], value) for key, value in expected.items())
+        if part != "unet":
+            ids = torch.arange(1, 8)[None]
+            ours = model.get_submodule(part)(input_ids=ids).last_hidden_state
+            assert torch.equal(loaded(input_ids=ids).last_hidden_state, ours)
+            with loaded.disable_adapter():
+                assert (loaded(input_ids=ids).last_hidden_state - ours).abs().max() > 1e-2
+    # A whole on one component would leave the initial values there, with a warning alone.
+    assert not list(out.glob(f"{peft_layout.WEIGHTS_STEM}*"))
 
 
 def test_peft_reads_its_own_files(tmp_path: Path) -> None:
@@ -338,7 +378,7 @@ def test_peft_reads_its_own_files(tmp_path: Path) -> None:
     about = lora.adapter_config(model, "base")
     other = base.denoiser("fp32")
     peft.inject_adapter_in_model(peft.LoraConfig(**about), other)
-    tensors = lora.by_key_of_peft(dict(model.state_dict()))
+    tensors = peft_layout.by_key_of_peft(dict(model.state_dict()))
     peft.set_peft_model_state_dict(other, {key.removeprefix(PREFIX): value for key, value in tensors.items()})
     found = changes_of(other)
     expected = changes_of(model)
@@ -443,7 +483,7 @@ def test_adapters_to_start_from_have_the_scale_of_their_options(tmp_path: Path) 
     """Refused before a model is built."""
     base = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save("sdxl", tmp_path / "base")))))
     values = lora.adapter_config(built(base), "some/base")
-    (tmp_path / lora.CONFIG_FILE).write_text(json.dumps(values))
+    (tmp_path / peft_layout.CONFIG_FILE).write_text(json.dumps(values))
     config = LoraConfig(rank=RANK, alpha=ALPHA)
     adapters.build(base, config, TEXT, "fp32", CPU, tmp_path)
     with pytest.raises(UsageError, match=r"^--text_encoders\.alpha 2: .*; give --text_encoders\.alpha 5$"):

@@ -21,6 +21,7 @@ from accel_train.domains.models import adapters, lora, quantised
 from accel_train.domains.models.float8 import Float8Linear
 from accel_train.domains.models.lora import LoraConfig, PartOfModel, apply_lora
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
+from accel_train.store.adapters import peft_layout
 from accel_train.store.pretrained_base import PretrainedBase
 from tests.distributed.foreign_models import MODELS
 from tests.speed.test_compile import batch as mmdit_batch
@@ -52,7 +53,7 @@ def test_the_scale_of_an_adapter_is_alpha_by_rank_and_1_without_one() -> None:
     model = llama()
     parts = [PartOfModel("model.layers.0", 8, None), PartOfModel("model.layers.1", 2, 6.0)]
     apply_lora(model, LoraConfig(rank=4, targets=("q_proj",)), parts=parts)
-    scales = [layer.self_attn.q_proj.scaling[lora.ADAPTER] for layer in model.model.layers]
+    scales = [layer.self_attn.q_proj.scaling[peft_layout.ADAPTER] for layer in model.model.layers]
     assert scales == [1.0, 3.0, 1.0]
 
 
@@ -82,10 +83,10 @@ def test_peft_loads_what_is_exported_and_merged_is_the_same(variant: Any, tmp_pa
     apply_lora(model, LoraConfig(rank=2, variant=variant))
     trained_a_little(model)
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    adapter = lora.by_key_of_peft(weights)
+    adapter = peft_layout.by_key_of_peft(weights)
     assert len(adapter) == sum(1 for p in model.parameters() if p.requires_grad)
-    save_file(adapter, tmp_path / f"{lora.WEIGHTS_STEM}.safetensors")
-    (tmp_path / lora.CONFIG_FILE).write_text(json.dumps(lora.adapter_config(model, "some/base")))
+    save_file(adapter, tmp_path / f"{peft_layout.WEIGHTS_STEM}.safetensors")
+    (tmp_path / peft_layout.CONFIG_FILE).write_text(json.dumps(lora.adapter_config(model, "some/base")))
     loaded = peft.PeftModel.from_pretrained(llama(), tmp_path).eval()
     torch.testing.assert_close(logits(loaded), logits(model))
     assert loaded.peft_config["default"].base_model_name_or_path == "some/base"
@@ -333,7 +334,7 @@ def saved_adapters(folder: Path, config: LoraConfig, parts: list[PartOfModel]) -
     model = nn.ModuleDict({"q_proj": nn.Linear(4, 4), "encoder": nn.ModuleDict({"q_proj": nn.Linear(4, 4)})})
     apply_lora(model, config, parts=parts)
     folder.mkdir()
-    (folder / lora.CONFIG_FILE).write_text(json.dumps(lora.adapter_config(model, "some/base")))
+    (folder / peft_layout.CONFIG_FILE).write_text(json.dumps(lora.adapter_config(model, "some/base")))
     return folder
 
 

@@ -25,7 +25,8 @@ from accel_train.domains.images.kohya.metadata import written
 from accel_train.domains.images.pipelines.components import quiet
 from accel_train.domains.images.pipelines.loading import text_encoders
 from accel_train.domains.models import adapters, lora
-from accel_train.store import strict_json
+from accel_train.store import atomic_files, strict_json
+from accel_train.store.adapters.peft_layout import CONFIG_FILE, PREFIX, WEIGHTS_STEM, by_key_of_peft
 from accel_train.store.weights import TensorReader
 from accel_train.wording import shortened
 
@@ -33,8 +34,6 @@ DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 KOHYA_FILE = "kohya_lora.safetensors"
 METADATA_KEY = "lora_adapter_metadata"
 """Key of an adapter's settings, as diffusers looks for them."""
-PREFIX = "base_model.model."
-"""Of the keys in peft's own files."""
 LAYER = ".lora_A."
 """In the name of one tensor of each layer."""
 MAGNITUDE = ".lora_magnitude_vector"
@@ -87,9 +86,18 @@ def by_component(tensors: Mapping[str, Tensor], component: str) -> dict[str, dic
         below = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
         return {component: below}
     found: dict[str, dict[str, Tensor]] = {}
+    for part, of_part in _components(tensors).items():
+        for path, tensor in of_part.items():
+            found.setdefault(part, {})[_below_text_model(path) if part.startswith(TEXT) else path] = tensor
+    return found
+
+
+def _components(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return tensors of several components by component, and by their name in its model."""
+    found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         part, _, path = key.removeprefix(PREFIX).partition(".")
-        found.setdefault(part, {})[_below_text_model(path) if part.startswith(TEXT) else path] = tensor
+        found.setdefault(part, {})[path] = tensor
     return found
 
 
@@ -114,6 +122,26 @@ def settings_of_part(part: str, tensors: Mapping[str, Tensor], settings: Mapping
         # peft finds the end of a path, with text_model before it or without.
         "target_modules": sorted(layer.removeprefix(TEXT_MODEL) for layer in downs),
     }
+
+
+def write_components(directory: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> list[str]:
+    """Let an export have a folder of peft for each component in place of one for all, and return a line about them.
+
+    Does nothing for adapters of the denoiser alone.
+    """
+    if not is_joint(tensors):
+        return []
+    parts = _components(tensors)
+    for part, of_part in parts.items():
+        folder = directory / part
+        folder.mkdir()
+        file = folder / f"{WEIGHTS_STEM}.safetensors"
+        save_file({f"{PREFIX}{path}": tensor for path, tensor in of_part.items()}, file, metadata={"format": "pt"})
+        write_settings(folder, {**settings, **settings_of_part(part, of_part, settings)})
+    # No model of others has all components. peft would put these adapters on one of them, with initial values.
+    for file in directory.glob(f"{WEIGHTS_STEM}*"):
+        file.unlink()
+    return [f"{', '.join(parts)}: a folder for each, for PeftModel.from_pretrained(COMPONENT, FOLDER) of peft"]
 
 
 def write_kohya(
@@ -197,9 +225,14 @@ def _drops_magnitudes(file: Path) -> bool:
         return any(key.startswith(TEXT) and key.endswith(MAGNITUDE) for key in opened.keys())  # noqa: SIM118
 
 
+def write_settings(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Write adapter_config.json."""
+    atomic_files.write_json(directory / CONFIG_FILE, settings)
+
+
 def peft_settings(directory: Path) -> dict[str, Any]:
     """Read adapter_config.json. Raises ``UsageError``."""
-    path = directory / lora.CONFIG_FILE
+    path = directory / CONFIG_FILE
     try:
         return strict_json.read_object(path)
     except (OSError, ValueError) as error:
@@ -232,7 +265,7 @@ def _loaded(pipeline: Any, component: str, adapter: str) -> dict[str, Tensor]:
     parts = {component: getattr(pipeline, component), **text_encoders(pipeline)}
     found: dict[str, Tensor] = {}
     for part, model in parts.items():
-        of_part = lora.by_key_of_peft(dict(model.named_parameters()), adapter)
+        of_part = by_key_of_peft(dict(model.named_parameters()), adapter)
         for key, parameter in of_part.items():
             path = key.removeprefix(PREFIX)
             if part.startswith(TEXT):

@@ -20,8 +20,8 @@ from accel_train.domains.images.pipelines.drawing import draw_pictures
 from accel_train.domains.images.pipelines.inputs import Inputs
 from accel_train.domains.images.pipelines.validation import EvaluationConfig
 from accel_train.domains.models.adapters import choose_adapter
-from accel_train.domains.models.lora import ADAPTER
 from accel_train.metrics import evaluation
+from accel_train.store.adapters.peft_layout import ADAPTER
 from accel_train.store.atomic_files import replace_file
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Files of adapters: those of peft, and of exports."""
