@@ -185,7 +185,7 @@ class ExperimentConfig:
     overwrite: bool = False
     """Delete checkpoints, metrics and the report in output_dir and start again from step 0. Logs and trackers stay."""
     init_from: str | None = None
-    """Run, checkpoint, or directory with model.safetensors to load the weights from. No optimizer, no step."""
+    """Run, checkpoint, directory with model.safetensors or export of adapters, for the weights alone. No step."""
     evaluate_only: bool = False
     """Evaluate and sample from the newest checkpoint in output_dir, or (resume never) initial weights. No training."""
     collective_timeout_seconds: TimeoutSeconds = 1800

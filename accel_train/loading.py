@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cache_directory
 from accel_train.pipeline import ADAPTER_DESCRIPTION, Pipeline, TrainedModel
 from accel_train.store import manifest, names, strict_json
+from accel_train.store.exports.verification import EXPORTED_OPTIONS, MAX_DESCRIPTION_BYTES, verify_export
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +28,9 @@ DOMAINS = "accel_train.domains"
 ALLOWED = re.compile(r"accel_train\.domains\.([a-z_]+)\.pipeline:([A-Z][A-Za-z]*)")
 """Names allowed in a config.json. A folder is data and must never decide about the code to import: only the pipelines
 inside this package can be named."""
-MAX_DESCRIPTION_BYTES = 16 << 20
 DESCRIPTIONS = ("config.json", ADAPTER_DESCRIPTION, "adapter_config.json", "model_index.json")
 """Descriptions of weights: the first one present counts. adapter_config.json alone is of peft, or of an older version,
 and the last of diffusers."""
-EXPORTED_OPTIONS = "experiment.json"
-"""In every export, also of a recipe that describes no model in config.json."""
 PROOFS = ("example.json", ADAPTER_DESCRIPTION)
 """In an export: the sha256 of all other files, with its example, or with the base of adapters."""
 
@@ -131,7 +128,7 @@ def find(place: Place) -> Path:
     is_export = any((path / file).is_file() for file in (*DESCRIPTIONS, EXPORTED_OPTIONS))
     # A checkpoint has config.json too, and is told from an export by its name or its manifest.
     if is_export and not manifest.NAME.fullmatch(path.name) and not (path / manifest.MANIFEST).is_file():
-        _verify_export(path)
+        verify_export(path, PROOFS)
         return path
     checkpoint, skipped = places.newest_at(path)
     # Warned of, because without the damaged checkpoint the model is that of an earlier step.
@@ -208,29 +205,3 @@ def read_description(directory: Path) -> dict[str, Any]:
 def _description_file(directory: Path) -> Path:
     found = [name for name in DESCRIPTIONS if (directory / name).is_file()]
     return directory / (found or DESCRIPTIONS)[0]
-
-
-def _verify_export(directory: Path) -> None:
-    """Compare the files of an export with their hashes. Exports of older versions, and folders of others, have none."""
-    for name in PROOFS:
-        path = directory / name
-        if not path.is_file():
-            continue
-        try:
-            files: dict[str, Any] = strict_json.read_object(path, MAX_DESCRIPTION_BYTES).get("files", {})
-            wrong = [name for name, digest in files.items() if _sha256(directory, name) != digest]
-        except (AttributeError, ValueError) as error:
-            raise UsageError(f"{path}: cannot be read ({error}); export the model again") from None
-        if wrong:
-            raise UsageError(
-                f"{directory}: {', '.join(sorted(wrong))} changed since the export; export the model again"
-            )
-
-
-def _sha256(directory: Path, name: str) -> str | None:
-    path = directory / name
-    # The list is data like the rest: it must not have files read outside of the folder.
-    if ".." in Path(name).parts or not path.is_file():
-        return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

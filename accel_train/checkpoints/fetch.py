@@ -13,9 +13,12 @@ from typing import Any
 
 from accel_train.checkpoints import refused
 from accel_train.config import UsageError, expand_path
-from accel_train.store import atomic_files, commit, names
+from accel_train.pipeline import ADAPTER_DESCRIPTION
+from accel_train.store import atomic_files, commit, names, strict_json
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory
+from accel_train.store.exports import peft_layout
+from accel_train.store.exports.verification import EXPORTED_OPTIONS, verify_export
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.strict_json import UnreadableError
 
@@ -92,21 +95,35 @@ def _explain_errors(place: str) -> Generator[None]:
 def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
     """Find the weights of ``init_from``, with notices about them, before a model is built.
 
-    ``init_from`` is a run or a directory made by ``convert`` (the newest verified checkpoint counts), a checkpoint, or
-    another program's directory with weights. Raises ``UsageError`` for anything else, and for damaged checkpoints.
+    ``init_from`` is a run or a directory made by ``convert`` (the newest verified checkpoint counts), a checkpoint,
+    another program's directory with weights, or an export of adapters or a folder of peft. Raises ``UsageError`` for
+    anything else, and for damaged checkpoints and exports.
     """
     if init_from is None:
         return None, []
     source, reasons = _verified(expand_path(init_from))
-    if any((source / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json")):
+    has_model = any((source / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json"))
+    if not has_model and peft_layout.folders(source):
+        # A checkpoint was verified above.
+        verify_export(source, (ADAPTER_DESCRIPTION,))
+        return source, [f"adapters of {source}{_collection(source)}"]
+    if has_model:
         return source, [f"weights of {source}", *(f"refused: {reason}" for reason in reasons)]
     problem = "is a file" if source.exists() else "does not exist"
     if source.is_dir():
         problem = f"holds {_content(source)}"
     raise UsageError(
-        f"init_from: {source} {problem}; a directory with model.safetensors, or a run with a checkpoint, is required; "
-        "correct --init_from or leave it out"
+        f"init_from: {source} {problem}; a run with a checkpoint, a directory with model.safetensors, or an export of "
+        "adapters or a folder of peft, is required; correct --init_from or leave it out"
     )
+
+
+def _collection(export: Path) -> str:
+    """Return a remark about which weights of its run an export has."""
+    path = export / EXPORTED_OPTIONS
+    is_ema = path.is_file() and strict_json.read_object(path).get("weights") == "ema"
+    # A run to start from gives the trained ones, with other losses.
+    return " (EMA weights)" if is_ema else ""
 
 
 def _verified(source: Path) -> tuple[Path, list[str]]:

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError
+from accel_train.pipeline import ADAPTER_DESCRIPTION
 from accel_train.runtime.strategy import layout_of
-from accel_train.store import manifest, pretrained_base, weights
+from accel_train.store import manifest, pretrained_base, strict_json, weights
+from accel_train.store.exports import peft_layout
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import DATA_FINGERPRINT
 from accel_train.store.run_file import is_covered
@@ -42,10 +44,39 @@ def load_initial_weights(model: nn.Module, run: Run, base: Mapping[str, Any] | N
             _load_into(model, run.checkpoint.path, run.checkpoint.manifest, base, persistent_buffers(model))
     elif run.initial_weights is not None:
         described: Mapping[str, Any] = {}
+        folders = peft_layout.folders(run.initial_weights)
+        parameters = peft_layout.by_key_of_peft({name: name for name, _ in model.named_parameters()})
+        if folders and parameters:
+            _load_adapter(model, run.initial_weights, folders, parameters, base)
+            return
         # Another tool's directory may have a manifest.json of its own. Without ours, every parameter is required.
         if manifest.is_checkpoint(run.initial_weights):
             described = _read_manifest(run.initial_weights)
         _load_into(model, run.initial_weights, described, base)
+
+
+def _load_adapter(
+    model: nn.Module,
+    directory: Path,
+    folders: Mapping[str, Path],
+    parameters: Mapping[str, str],
+    base: Mapping[str, Any] | None,
+) -> None:
+    """Load the adapter of an export or of peft's ``folders``. ``parameters`` has the model's names by peft's keys."""
+    description = directory / ADAPTER_DESCRIPTION
+    recorded: Mapping[str, Any] = {}
+    if description.is_file():
+        recorded = strict_json.read_object(description).get("base", {})
+    if "files" in recorded:
+        pretrained_base.refuse_other_weights(recorded, base, directory)
+    else:
+        logger.warning("init_from: nothing in %s says which files its base is, so the base is not compared", directory)
+    tensors: dict[str, weights.TensorInfo] = {}
+    for beginning, folder in folders.items():
+        found = weights.find_tensors(folder, peft_layout.WEIGHTS_STEM)
+        tensors |= peft_layout.of_whole(found, beginning)
+    by_name = {parameters.get(key, key): info for key, info in tensors.items()}
+    weights.load_tensors(directory, by_name, model, required=parameters.values())
 
 
 def _read_manifest(directory: Path) -> Mapping[str, Any]:

@@ -18,8 +18,8 @@ from accel_train.export.proof import NotRepeatedError, packages, write_proof
 from accel_train.pipeline import ADAPTER_DESCRIPTION, Convertible
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files, commit, strict_json, weights
-from accel_train.store.adapters import peft_layout
 from accel_train.store.atomic_files import fsync_directory
+from accel_train.store.exports import peft_layout
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.weights import FLOATS, TensorInfo
 from accel_train.wording import readable_size

@@ -316,6 +316,18 @@ def load_weights(
     tensors = find_tensors(directory, stem)
     if stem == "ema" and required is None and any(directory.glob("model*.safetensors")):
         tensors = find_tensors(directory, "model") | tensors
+    return load_tensors(directory, tensors, model, strict=strict, required=required)
+
+
+def load_tensors(
+    directory: Path,
+    tensors: Mapping[str, TensorInfo],
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    required: Collection[str] | None = None,
+) -> list[str]:
+    """Load tensors by their names in the model, as ``load_weights``. Errors name their ``directory``."""
     parameters = dict(model.named_parameters())
     state: Json = model.state_dict(keep_vars=True)
     # A state dict can hold other objects than tensors (`get_extra_state`).

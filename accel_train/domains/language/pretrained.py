@@ -19,8 +19,8 @@ from accel_train.domains.models.pretrained import without_notices_of_imports
 from accel_train.pipeline import ADAPTER_DESCRIPTION, DESCRIBED
 from accel_train.precision import Precision
 from accel_train.store import strict_json
-from accel_train.store.adapters.peft_layout import CONFIG_FILE
 from accel_train.store.atomic_files import write_json
+from accel_train.store.exports.peft_layout import CONFIG_FILE
 from accel_train.store.manifest import Checkpoint
 from accel_train.wording import did_you_mean, nearest
 

@@ -16,8 +16,8 @@ from accel_train.config import UsageError
 from accel_train.domains.models.lora import LoraConfig, PartOfModel, import_peft, inject
 from accel_train.precision import Precision
 from accel_train.store import strict_json, weights
-from accel_train.store.adapters import peft_layout
-from accel_train.store.adapters.peft_layout import CONFIG_FILE, adapter_key, by_key_of_peft
+from accel_train.store.exports import peft_layout
+from accel_train.store.exports.peft_layout import CONFIG_FILE, adapter_key, by_key_of_peft
 from accel_train.store.pretrained_base import refuse_other_base
 from accel_train.store.weights import TensorInfo, TensorReader
 from accel_train.wording import did_you_mean, nearest, shortened
@@ -142,7 +142,9 @@ def refuse_other_scale(initial_weights: Path | None, config: LoraConfig, parts: 
     """
     if initial_weights is None or not is_adapter(initial_weights):
         return
-    pairs = _scales(config, parts, _settings(initial_weights))
+    trained = _settings(initial_weights)
+    _refuse_other_patterns(initial_weights, trained, parts)
+    pairs = _scales(config, parts, trained)
     other = {name: pair for name, pair in pairs.items() if pair.ours != pair.theirs}
     if other:
         given = " and ".join(pair.given for pair in other.values())
@@ -150,6 +152,18 @@ def refuse_other_scale(initial_weights: Path | None, config: LoraConfig, parts: 
         raise UsageError(
             f"{given}: the adapters of --init_from, {initial_weights}, were trained with {required}, and would compute "
             f"something else; give {required}"
+        )
+
+
+def _refuse_other_patterns(directory: Path, trained: Any, parts: Sequence[PartOfModel]) -> None:
+    """Raise ``UsageError`` for peft's settings with scales for some layers alone. Their weights would fit."""
+    patterns = {**trained.rank_pattern, **trained.alpha_pattern}
+    foreign = sorted(patterns.keys() - {part.pattern for part in parts})
+    # Those of a checkpoint are of this project's own options.
+    if foreign and peft_layout.folders(directory):
+        raise UsageError(
+            f"init_from: the adapters of {directory} have another rank or alpha on {shortened(foreign, 3)}, which no "
+            "option here has; merge them into the base with peft, and start from that"
         )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from accel_train.config import NonNegativeInt, PositiveFloat, UsageError
 from accel_train.domains.models import quantised
 from accel_train.precision import Precision, dtype_of, kept_in_fp32
-from accel_train.store.adapters.peft_layout import ADAPTER
+from accel_train.store.exports.peft_layout import ADAPTER
 from accel_train.wording import did_you_mean, nearest, shortened
 
 logger = logging.getLogger(__name__)

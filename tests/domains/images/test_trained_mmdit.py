@@ -35,7 +35,7 @@ from accel_train.domains.models.vae import load_vae
 from accel_train.domains.text.dataset import load_assets
 from accel_train.domains.text.trained_model import load_both_ways
 from accel_train.store import commit
-from accel_train.store.adapters.peft_layout import ADAPTER
+from accel_train.store.exports.peft_layout import ADAPTER
 from tests.domains.images import tiny_pipelines as tiny
 from tests.trained import CAPTIONS, picture_run, text_run
 

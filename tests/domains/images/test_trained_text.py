@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +31,8 @@ from accel_train.domains.images.trained_text.joint import DenoiserWithText
 from accel_train.domains.models import lora
 from accel_train.domains.models.lora import LoraConfig
 from accel_train.store import commit
-from accel_train.store.adapters import peft_layout
-from accel_train.store.adapters.peft_layout import PREFIX
+from accel_train.store.exports import peft_layout
+from accel_train.store.exports.peft_layout import PREFIX
 from tests.domains.images import tiny_pipelines as tiny
 from tests.domains.images.test_lora_recipe import STEPS, drawn_by_diffusers, pictures, settings, train, weights_of
 from tests.domains.images.test_objective import Made
@@ -210,6 +211,35 @@ def test_text_encoders_are_trained_resumed_exported_and_loaded(
     without = np.asarray(loaded("a cat", seed=7, adapter="base"), np.float64)
     assert np.array_equal(without, drawn_by_the_base(tmp_path / "base", loaded.sampler))
     assert np.abs(mine - without).max() > 3
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_a_run_begins_from_an_export_as_from_the_run(tmp_path: Path) -> None:
+    """With magnitudes and text encoders."""
+    tiny.save("sd1", tmp_path / "base")
+    pictures(tmp_path / "photos")
+    settings(tmp_path, "sd1")
+    flags = (*FLAGS, "--lora.variant", "dora", "--max_steps", "2", "--evaluation.every", "0")
+    run = train(tmp_path, "first", *flags)
+    out = tmp_path / "out"
+    assert cli._main(["export", str(run), str(out)]) == 0
+    expected = losses(train(tmp_path, "of_run", *flags, "--init_from", str(run)))
+    assert expected != losses(run)
+    assert losses(train(tmp_path, "of_export", *flags, "--init_from", str(out))) == expected
+    with pytest.raises(UsageError, match=r"^--text_encoders\.rank 3: the adapters of --init_from, .*out, were trained"):
+        train(tmp_path, "other", *flags, "--text_encoders.rank", "3", "--init_from", str(out))
+    shutil.copytree(tmp_path / "base", tmp_path / "another")
+    file = tmp_path / "another" / "unet" / "diffusion_pytorch_model.safetensors"
+    save_file({key: 2 * value for key, value in load_file(file).items()}, file)
+    with pytest.raises(UsageError, match=r"out: its frozen weights are those of .*base, and .*another has another"):
+        train(tmp_path, "other", *flags, "--base.source", str(tmp_path / "another"), "--init_from", str(out))
+    (out / "unet" / "adapter_model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"out: unet/adapter_model\.safetensors changed since the export"):
+        train(tmp_path, "other", *flags, "--init_from", str(out))
 
 
 def drawn_by_the_base(base: Path, sampler: Mapping[str, Any]) -> Any:

@@ -183,3 +183,42 @@ def test_adapters_to_start_from_have_the_scale_of_their_training(
         UsageError, match=rf"^--lora\.{name} {value}.* give --lora\.{name} {trained}( --lora.alpha 2)?$"
     ):
         causal_lm.main([str(begun / "tiny.yaml"), *flags, "--lora.rank", "2", f"--lora.{name}", value])
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_a_run_begins_from_exported_adapters_as_from_their_run(
+    begun: Path, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An export, or the files that peft writes, of which nothing says on which base they were trained."""
+    flags = ("--model.source", str(base), "--lora.rank", "2", "--log.log_every", "1")
+
+    def begin(name: str, place: Path) -> list[float]:
+        run = begun / name
+        assert (
+            causal_lm.main([str(begun / "tiny.yaml"), *flags, "--init_from", str(place), "--output_dir", str(run)]) == 0
+        )
+        return losses(run)
+
+    expected = begin("of_run", begun / "adapters")
+    out, folder = begun / "exported", begun / "peft"
+    assert cli._main(["export", str(begun / "adapters"), str(out), "--weights", "model"]) == 0
+    assert begin("of_export", out) == expected
+    assert "so the base is not compared" not in caplog.text
+    folder.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).write_bytes((out / name).read_bytes())
+    assert begin("of_peft", folder) == expected
+    assert "so the base is not compared" in caplog.text
+    described = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(described | {"alpha_pattern": {"q_proj": 7}}))
+    with pytest.raises(UsageError, match=r"have another rank or alpha on q_proj, which no option here has"):
+        begin("other", folder)
+    flip = bytearray((out / "adapter_model.safetensors").read_bytes())
+    flip[-1] ^= 1
+    (out / "adapter_model.safetensors").write_bytes(flip)
+    with pytest.raises(UsageError, match=r"adapter_model\.safetensors changed since the export"):
+        begin("other", out)

@@ -21,7 +21,7 @@ from accel_train.domains.models import adapters, lora, quantised
 from accel_train.domains.models.float8 import Float8Linear
 from accel_train.domains.models.lora import LoraConfig, PartOfModel, apply_lora
 from accel_train.domains.models.mmdit import MMDiTConfig, MultimodalMMDiT, MultimodalMMDiTConfig
-from accel_train.store.adapters import peft_layout
+from accel_train.store.exports import peft_layout
 from accel_train.store.pretrained_base import PretrainedBase
 from tests.distributed.foreign_models import MODELS
 from tests.speed.test_compile import batch as mmdit_batch

@@ -26,7 +26,7 @@ from accel_train.domains.images.pipelines.components import quiet
 from accel_train.domains.images.pipelines.loading import text_encoders
 from accel_train.domains.models import adapters, lora
 from accel_train.store import atomic_files, strict_json
-from accel_train.store.adapters.peft_layout import CONFIG_FILE, PREFIX, WEIGHTS_STEM, by_key_of_peft
+from accel_train.store.exports.peft_layout import CONFIG_FILE, PREFIX, WEIGHTS_STEM, by_key_of_peft
 from accel_train.store.weights import TensorReader
 from accel_train.wording import shortened
 

@@ -21,8 +21,8 @@ from accel_train.domains.images.pipelines.inputs import Inputs
 from accel_train.domains.images.pipelines.validation import EvaluationConfig
 from accel_train.domains.models.adapters import choose_adapter
 from accel_train.metrics import evaluation
-from accel_train.store.adapters.peft_layout import ADAPTER
 from accel_train.store.atomic_files import replace_file
+from accel_train.store.exports.peft_layout import ADAPTER
 
 logger = logging.getLogger(__name__)
 FILE = "before_after.png"

@@ -1,1 +1,0 @@
-"""Files of adapters: those of peft, and of exports."""

@@ -1,0 +1,44 @@
+"""Files of an export, against the sha256 that were written with it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_train.config import UsageError
+from accel_train.store import strict_json
+
+MAX_DESCRIPTION_BYTES = 16 << 20
+EXPORTED_OPTIONS = "experiment.json"
+"""In every export, also of a recipe that describes no model in config.json."""
+
+
+def verify_export(directory: Path, proofs: Sequence[str]) -> None:
+    """Compare the files of an export with their hashes, in the files named ``proofs``. Raises ``UsageError``.
+
+    Exports of older versions, and folders of others, have none.
+    """
+    for name in proofs:
+        path = directory / name
+        if not path.is_file():
+            continue
+        try:
+            files: dict[str, Any] = strict_json.read_object(path, MAX_DESCRIPTION_BYTES).get("files", {})
+            wrong = [name for name, digest in files.items() if _sha256(directory, name) != digest]
+        except (AttributeError, ValueError) as error:
+            raise UsageError(f"{path}: cannot be read ({error}); export the model again") from None
+        if wrong:
+            raise UsageError(
+                f"{directory}: {', '.join(sorted(wrong))} changed since the export; export the model again"
+            )
+
+
+def _sha256(directory: Path, name: str) -> str | None:
+    path = directory / name
+    # The list is data like the rest: it must not have files read outside of the folder.
+    if ".." in Path(name).parts or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
