@@ -73,8 +73,11 @@ def json_rows(lines: Iterable[tuple[str, str]], bad: BadRows) -> Iterator[tuple[
             yield place, row
 
 
-def hub_dataset(path: str, split: str, option: str = "--data.path") -> Any:
-    """Load a dataset of the Hub, ``owner/name`` or ``owner/name:configuration``, from its data files only."""
+def hub_dataset(path: str, split: str, option: str = "--data.path", wanted: str = "a file") -> Any:
+    """Load a dataset of the Hub, ``owner/name`` or ``owner/name:configuration``, from its data files only.
+
+    ``wanted`` names what may be given instead. Raises ``UsageError``, which begins with the path: most are misspelt.
+    """
     import datasets
 
     name, _, configuration = path.partition(":")
@@ -83,8 +86,8 @@ def hub_dataset(path: str, split: str, option: str = "--data.path") -> Any:
     except Exception as error:
         # Name, network, permission, split or script: the user can fix all of them.
         raise UsageError(
-            f"{option} {path!r}, --data.split {split!r}: no such file or folder, and the hub answered "
-            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. Give a file, or a hub id "
+            f"{option} {path!r}, split {split!r}: no such file or folder, and the hub answered "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. Give {wanted}, or a hub id "
             "(owner/name or owner/name:configuration) whose data are plain files (datasets that need a script "
             "are refused); without a network, the dataset must be in the cache of `datasets`."
         ) from None

@@ -10,6 +10,7 @@ from typing import Any, cast
 from accel_train.config import UsageError, expand_path
 from accel_train.data.tables.sharded_table import ShardedTable
 from accel_train.data.tables.shards import ShardIndex, index_shards
+from accel_train.data.tables.text_sources import hub_dataset
 from accel_train.domains.images.sources import (
     CAPTION_COLUMNS,
     Bytes,
@@ -27,6 +28,8 @@ from accel_train.wording import did_you_mean, nearest
 CACHE_BYTES = 2**28
 """Decoded row groups kept by each process."""
 CAPTIONS_AT_ONCE = 4096
+PLACES = "a folder of pictures, parquet files, a folder of dataset.save_to_disk"
+"""What may be given in place of a dataset of the Hub, in messages."""
 PICTURE_TYPES = ("Image", "binary", "large_binary", "Value('binary", "struct<bytes")
 """Beginnings of the types of such columns. A picture of `datasets` is a struct of bytes and path in parquet."""
 
@@ -145,17 +148,14 @@ def _load(source: Source) -> Any:
     import datasets
 
     folder = expand_path(source.path)
+    if not is_saved_dataset(folder):
+        return hub_dataset(source.path, source.split, source.option, wanted=PLACES)
     try:
-        if is_saved_dataset(folder):
-            loaded: Any = datasets.load_from_disk(str(folder))
-        else:
-            name, _, configuration = source.path.partition(":")
-            loaded = datasets.load_dataset(name, configuration or None, split=source.split)
-    except Exception as error:  # name, network, permission, split, script, damaged files: a dozen types
+        loaded: Any = datasets.load_from_disk(str(folder))
+    except Exception as error:  # damaged Arrow files raise half a dozen types
         raise UsageError(
-            f"{source.named}, split {source.split!r}: {type(error).__name__}: {' '.join(str(error).split())[:200]}. "
-            "Give a folder of pictures, parquet files, a folder of dataset.save_to_disk, or a Hub id (owner/name or "
-            "owner/name:configuration) whose data are plain files; without a network it must be in the cache."
+            f"{source.named}: {type(error).__name__}: {' '.join(str(error).split())[:200]}. Save it again with "
+            "dataset.save_to_disk."
         ) from None
     if isinstance(loaded, datasets.DatasetDict):
         if source.split not in loaded:
