@@ -1,7 +1,7 @@
 """Check this export of an adapter: its files, and those of its base. Needs Python alone.
 
     python verify.py            # the files of this folder
-    python verify.py BASE       # and the weights of the base, a folder
+    python verify.py BASE       # and the weights of the base, a folder, or the one of its pipeline
 
 Compares the sha256 of every file with pipeline.json. Exit code 0: all is as it was exported, and as it was trained on;
 1: something differs.
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 DIRECTORY = Path(__file__).resolve().parent
+DENOISERS = ("unet", "transformer")
+"""Folders in a pipeline of diffusers."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,9 +37,12 @@ def main(arguments: Sequence[str]) -> int:
     if not recorded:
         print("FAILED: the export does not name the files of its base")
         return 1
-    others = other_files(Path(arguments[0]), recorded)
-    if others:
-        print(f"FAILED: {arguments[0]} is another base than {base['source']}, or incomplete: {', '.join(others)}")
+    base_folder = Path(arguments[0])
+    # The files of an adapter on a denoiser alone are named in its folder, and people have that of the pipeline.
+    folders = [base_folder, *(base_folder / name for name in DENOISERS)]
+    others = [other_files(folder, recorded) for folder in folders]
+    if all(others):
+        print(f"FAILED: {arguments[0]} is another base than {base['source']}, or incomplete: {', '.join(others[0])}")
         return 1
     print(f"verified: this adapter is as it was exported, and {arguments[0]} has the weights that it was trained on")
     return 0
