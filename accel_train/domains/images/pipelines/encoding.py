@@ -19,8 +19,11 @@ from accel_train.domains.images.sources import SHOWN_NAMES
 from accel_train.domains.models.pretrained import config_hash
 from accel_train.wording import shortened
 
-TRUNCATED = "The following part of your input was truncated"
-"""Beginning of diffusers' warning, which repeats the rest of a caption: megabytes if a caption is a whole book."""
+CUT = ("The following part of your input was truncated", "Token indices sequence length is longer than")
+"""Beginnings of diffusers' warning, which repeats the rest of a caption: megabytes if a caption is a whole book, and of
+transformers', of an error that does not come: pipelines cut such a caption."""
+OF_TOKENIZERS = "transformers.tokenization_utils_base"
+"""Module, and so logger, of the second."""
 
 
 @torch.no_grad()
@@ -43,14 +46,14 @@ def encode_texts(pipeline: Any, base: Base, captions: Sequence[str]) -> dict[str
 
 @contextmanager
 def _without_truncated(pipeline: Any) -> Generator[None]:
-    """Suppress the pipeline's warnings with the cut part of a caption; ``describe_cut`` names the captions."""
+    """Suppress the libraries' warnings of captions that are cut; ``describe_cut`` names the captions."""
 
     def wanted(record: logging.LogRecord) -> bool:
-        return TRUNCATED not in str(record.msg)
+        return not any(beginning in str(record.msg) for beginning in CUT)
 
     with ExitStack() as after:
         # A logger for each module: a pipeline may inherit the method from another one.
-        for module in {kind.__module__ for kind in type(pipeline).__mro__}:
+        for module in {OF_TOKENIZERS, *(kind.__module__ for kind in type(pipeline).__mro__)}:
             logger = logging.getLogger(module)
             logger.addFilter(wanted)
             after.callback(logger.removeFilter, wanted)
