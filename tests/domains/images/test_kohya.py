@@ -67,12 +67,13 @@ def changes(tensors: Adapter) -> dict[str, Tensor]:
 
 
 def write(folder: Path, pipeline: Any, tensors: Adapter) -> dict[str, str]:
-    """Write the file, and return its metadata."""
+    """Write the file, and return its metadata. The line about it names the base that diffusers reads nothing for."""
     levels = levels_of(pipeline.scheduler, "base")
     family = type(pipeline).__name__
     facts = kohya_facts(family, levels.prediction, denoiser_of(pipeline).config, "base", tiny.SIDE)
     assert facts is not None
-    adapter_files.write_kohya(folder, tensors, {"r": RANK, "lora_alpha": ALPHA}, facts)
+    line = adapter_files.write_kohya(folder, tensors, {"r": RANK, "lora_alpha": ALPHA}, facts)
+    assert ("diffusers draws the base with it" in line) == (family == "StableDiffusion3Pipeline")
     with safe_open(folder / adapter_files.KOHYA_FILE, "pt") as file:
         return file.metadata()
 

@@ -174,7 +174,10 @@ def write_kohya(
         named[f"{name}.alpha"] = torch.tensor(layer.alpha)
     metadata = written(facts) | {"ss_network_dim": str(rank), "ss_network_alpha": str(alpha)}
     save_file(named, directory / KOHYA_FILE, metadata={"format": "pt", **metadata})
-    return f"{KOHYA_FILE}: {layers} layers, {len(named)} keys, for kohya's scripts and ComfyUI"
+    line = f"{KOHYA_FILE}: {layers} layers, {len(named)} keys, for kohya's scripts and ComfyUI"
+    # It looks for keys of its own alone, and warns where it finds none.
+    silent = f"; diffusers draws the base with it, without an error: give it {DIFFUSERS_FILE}"
+    return line + (silent if facts.get("names") == "sd3" else "")
 
 
 def _alpha(rank: int, alpha: float, settings: Mapping[str, Any]) -> float:
