@@ -307,11 +307,10 @@ def load_weights(
 ) -> list[str]:
     """Load a collection into a model before it is sharded. Any process, no collective.
 
-    The file must hold the tensors named in ``required``, by default all parameters. What an EMA has no average of,
-    buffers and frozen parameters, is read from the weights beside it, unless ``required`` is given. Raises
-    ``UsageError`` before the model is changed if names, shapes or dtypes do not fit, or for a parameter with NaN or
-    infinity. With ``strict`` False, names may be in the file or in the model alone, and they are returned. Shapes must
-    still fit.
+    The file must hold the tensors named in ``required``, by default all parameters: of an EMA, buffers and frozen
+    parameters are then those of the weights beside it. Raises ``UsageError`` before the model is changed if names,
+    shapes or dtypes do not fit, or for a parameter with NaN or infinity. With ``strict`` False, names may be in the file
+    or in the model alone, and they are returned. Shapes must still fit.
     """
     tensors = find_tensors(directory, stem)
     if stem == "ema" and required is None and any(directory.glob("model*.safetensors")):
@@ -337,9 +336,7 @@ def load_tensors(
     unexpected = tensors.keys() - known.keys()
     one_sided = sorted(missing | unexpected)
     common = {name: info for name, info in tensors.items() if name in known}
-    misfits: dict[str, str] = {}
-    for name, info in common.items():
-        misfits[name] = _describe_misfit(name, info, known[name])
+    misfits = {name: _describe_misfit(name, info, known[name]) for name, info in common.items()}
     if strict:
         for name in one_sided:
             misfits[name] = _describe_one_sided(name, tensors.get(name), known.get(name))
