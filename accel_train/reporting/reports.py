@@ -17,7 +17,7 @@ from accel_train.reporting.comparisons import build_comparisons
 from accel_train.reporting.memory import MemoryReport
 from accel_train.reporting.watched_steps import watched_steps
 from accel_train.runtime.main_alone import on_main
-from accel_train.training.gradients.loss_checks import count_without_weight, refuse_without_weight
+from accel_train.training.gradients.loss_checks import count_unweighted, refuse_unweighted
 from accel_train.training.health.comparing import Comparisons
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepGuard, StepResult
@@ -69,7 +69,7 @@ class Reports:
         """Count a step. At a log point, wait for the device and write a training line.
 
         Collective then, and where the processes are compared. Raises ``ReplicasDifferError``, and ``UsageError`` for a
-        loss that is not multiplied by its weight.
+        loss, or a weight of a loss term, that is not multiplied by the sample's weight.
         """
         self.throughput.end_of_step()
         self.losses.add(result)
@@ -79,9 +79,9 @@ class Reports:
         totals: dict[str, float] = {}
         # The sum over processes waits for the device, so in all other steps the counts stay on it.
         if logs:
-            self._counts.add(without_weight=count_without_weight(result))
+            self._counts.add(**count_unweighted(result))
             totals = self._counts.take(self.opened.accelerator)
-            refuse_without_weight(totals.pop("without_weight"))
+            refuse_unweighted(totals)
         self.throughput.update(
             samples=self.opened.batch_size(batches.step),
             data_wait_seconds=batches.data_wait_seconds,

@@ -1,4 +1,4 @@
-"""What the window and the log points refuse: a mean of the losses, and a loss that is not multiplied by its weight."""
+"""What the window and the log points refuse: a mean of the losses, and a loss or weight without that of the sample."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from accel_train.config import UsageError
 from accel_train.training.accumulation import GradientWindow
-from accel_train.training.gradients.loss_checks import count_without_weight, refuse_without_weight
+from accel_train.training.gradients.loss_checks import count_unweighted, refuse_unweighted
 from accel_train.training.step_guard import StepResult
 
 COEFFICIENTS = {"main": 1.0, "off": 0.0}
@@ -89,21 +89,47 @@ def test_a_window_without_anything_to_train_is_refused(
         GradientWindow(accelerator, model, micro_batches, coefficients, step=4)
 
 
+def counts_of(accelerator: Accelerator, weights: list[Tensor], losses: list[Tensor]) -> dict[str, int]:
+    return {name: int(count) for name, count in count_unweighted(finished(accelerator, weights, losses)).items()}
+
+
 def test_a_loss_without_weight_is_counted_in_trained_terms_only(accelerator: Accelerator) -> None:
     weights = [torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.5, 0.0])]
     losses = [torch.tensor([2.0, 0.0, 3.0]), torch.tensor([2.0, 5.0])]
-    found = count_without_weight(finished(accelerator, weights, losses))
-    assert int(found) == 2
+    assert counts_of(accelerator, weights, losses) == {"lost_weights": 2, "weighted_padding": 0}
     below = [-loss for loss in losses]
-    assert int(count_without_weight(finished(accelerator, weights, below))) == 2
+    assert counts_of(accelerator, weights, below)["lost_weights"] == 2
     right = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
-    assert int(count_without_weight(finished(accelerator, weights, right))) == 0
+    assert counts_of(accelerator, weights, right) == {"lost_weights": 0, "weighted_padding": 0}
     # Of sums nothing can be said.
     sums = [weight.sum() for weight in weights]
-    assert int(count_without_weight(finished(accelerator, sums, sums))) == 0
+    assert counts_of(accelerator, sums, sums) == {"lost_weights": 0, "weighted_padding": 0}
 
 
-def test_the_message_says_what_to_multiply() -> None:
-    refuse_without_weight(0)
+def test_a_weight_of_a_term_that_padding_has_is_counted_in_trained_terms_only(accelerator: Accelerator) -> None:
+    model = accelerator.prepare(nn.Linear(1, 1))
+    weight = torch.tensor([1.0, 1.0, 0.0])
+    tokens = torch.tensor([3, 0, 5])
+    batch = {"sample": torch.arange(3), "weight": weight}
+    for weights, expected in ((tokens, 1), (tokens * weight, 0), ((tokens * weight).sum(), 0)):
+        window = GradientWindow(accelerator, model, [(batch, {"main": weights, "off": tokens})], COEFFICIENTS, step=0)
+        for _ in window:
+            window.backward({name: torch.ones(3) * weight * model.weight.sum() for name in COEFFICIENTS})
+        counts = count_unweighted(window.finish(0.0))
+        assert {name: int(count) for name, count in counts.items()} == {"lost_weights": 0, "weighted_padding": expected}
+    # Of two trained terms a sample counts once.
+    window = GradientWindow(accelerator, model, [(batch, tokens)], {"main": 1.0, "more": 1.0}, step=0)
+    for _ in window:
+        window.backward({name: torch.ones(3) * model.weight.sum() for name in ("main", "more")})
+    counts = count_unweighted(window.finish(0.0))
+    assert {name: int(count) for name, count in counts.items()} == {"lost_weights": 1, "weighted_padding": 1}
+
+
+def test_the_messages_say_what_to_multiply() -> None:
+    totals = {"lost_weights": 0.0, "weighted_padding": 0.0, "tokens": 7.0}
+    refuse_unweighted(totals)
+    assert totals == {"tokens": 7.0}
     with pytest.raises(UsageError, match=r"3 sample\(s\) of this step have weight 0, .*\(losses \* batch"):
-        refuse_without_weight(3)
+        refuse_unweighted({"lost_weights": 3.0, "weighted_padding": 0.0})
+    with pytest.raises(UsageError, match=r'2 sample\(s\) .*"NAME": tokens \* batch\["weight"\]'):
+        refuse_unweighted({"lost_weights": 0.0, "weighted_padding": 2.0})

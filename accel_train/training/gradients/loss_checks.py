@@ -81,27 +81,48 @@ def refuse_further_dimensions(what: str, values: Tensor, weight: Tensor) -> None
         )
 
 
-def count_without_weight(result: StepResult) -> Tensor:
-    """Count the samples on this process that have ``weight`` 0 and a loss in a trained term. No device wait.
+def count_unweighted(result: StepResult) -> dict[str, Tensor]:
+    """Count the samples on this process with loader's ``weight`` 0 that count in a trained term all the same.
 
-    ``weight`` is the loader's. That of a term may be 0 where a loss is added to the mean over other samples.
+    ``lost_weights``: by a loss that is not 0. ``weighted_padding``: by a weight of the term above 0. No device wait.
+    The other way round is no fault: the weight of a term may be 0 where a loss is added to the mean over other samples.
     """
     evidence = result.evidence
-    found = torch.zeros((), device=evidence.totals.device)
-    for losses, rows in zip(evidence.losses, evidence.rows, strict=True):
-        weight = rows.get("weight")
+    losses_found = torch.zeros((), device=evidence.totals.device)
+    weights_found = torch.zeros_like(losses_found)
+    for losses, weights, rows in zip(evidence.losses, evidence.weights, evidence.rows, strict=True):
+        if "weight" not in rows:
+            continue
+        is_padding = rows["weight"] == 0
+        # A sample counts once, whatever the number of terms.
+        has_loss = torch.zeros_like(is_padding)
+        has_weight = torch.zeros_like(is_padding)
         for name, loss in zip(evidence.terms, losses, strict=True):
-            if weight is not None and result.coefficients[name] != 0 and loss.shape == weight.shape:
-                # NaN is no case of it: NaN times 0 is NaN, and the step guard finds it.
-                found += ((weight == 0) & (loss.abs() > 0)).sum()
-    return found
+            if result.coefficients[name] == 0:
+                continue
+            # NaN is no case of it: NaN times 0 is NaN, and the step guard finds it.
+            if loss.shape == is_padding.shape:
+                has_loss |= loss.abs() > 0
+            if weights[name].shape == is_padding.shape:
+                has_weight |= weights[name] > 0
+        losses_found += (is_padding & has_loss).sum()
+        weights_found += (is_padding & has_weight).sum()
+    return {"lost_weights": losses_found, "weighted_padding": weights_found}
 
 
-def refuse_without_weight(samples: float) -> None:
-    """Raise ``UsageError`` if ``count_without_weight`` has found any on some process."""
-    if samples > 0:
+def refuse_unweighted(counts: dict[str, float]) -> None:
+    """Take those of ``count_unweighted`` from the counts of all processes. Raises ``UsageError`` for any above 0."""
+    of_losses = counts.pop("lost_weights")
+    of_weights = counts.pop("weighted_padding")
+    why = "Such a sample only fills a micro-batch, or stands in for one that is left out"
+    if of_losses > 0:
         raise UsageError(
-            f"window.backward: {samples:g} sample(s) of this step have weight 0, and their loss is not 0; multiply the "
-            'loss of each sample by its weight (losses * batch["weight"]). Such a sample only fills a micro-batch, or '
-            "stands in for one that is left out"
+            f"window.backward: {of_losses:g} sample(s) of this step have weight 0, and their loss is not 0; multiply "
+            f'the loss of each sample by its weight (losses * batch["weight"]). {why}'
+        )
+    if of_weights > 0:
+        raise UsageError(
+            f"prepared.window: {of_weights:g} sample(s) of this step have weight 0, and a loss term in which their "
+            "weight is above 0: its mean would be over more samples than the global batch has; multiply the weights of "
+            f'each term by it, as in (batch, {{"NAME": tokens * batch["weight"]}}). {why}'
         )
