@@ -223,7 +223,7 @@ class Training:
         They are summed over the processes at the log point. ``Throughput.update`` defines each. ``fields`` are added to
         the line unchanged.
         """
-        self.prepared.calls.note("training.report")
+        self.prepared.calls.report(result, batches.step)
         if self.measure is not None:
             self.measure(result)
             return

@@ -28,6 +28,7 @@ from accel_train.training.gradients.sync import (
     reduce_once,
     reduce_without_step,
     when_to_reduce,
+    will_rebuild_buckets,
     zero_stage_of,
 )
 from accel_train.training.health.evidence import Evidence, of_samples
@@ -107,6 +108,7 @@ class GradientWindow:
         self._reset_attempt()
         self._is_last = False
         self._is_complete = False
+        self._is_finished = False
         self._overflows = 0
         self._loss_scale: Mapping[str, Any] | None = None
         """fp16: the loss scale before this step, once it was lowered."""
@@ -130,7 +132,7 @@ class GradientWindow:
         Raises ``RuntimeError`` if the gradient of the step before was not removed.
         """
         self._leftovers.refuse(self.step)
-        if _will_rebuild_buckets(self.model, self.accelerator.num_processes):
+        if will_rebuild_buckets(self.model, self.accelerator.num_processes):
             yield from self._rebuild_buckets()
         yield from self._attempt()
         while self._overflowed():
@@ -261,7 +263,8 @@ class GradientWindow:
         ``NonFiniteError`` on every rank. A guard on the device waits for nothing: the optimizer's next ``step`` clips,
         or does nothing, and ``guard.check`` raises later. ZeRO's engine has clipped already, to the same norm, and
         skips a step with a non-finite gradient. A step that the guard leaves out does not move the weights. Raises
-        ``RuntimeError`` unless the window was iterated to its end with one ``backward`` for each micro-batch.
+        ``RuntimeError`` unless the window was iterated to its end with one ``backward`` for each micro-batch, and in a
+        second call.
         """
         self._refuse_incomplete()
         norm = self._norm  # fp16 has measured it before the loss scale was decided
@@ -295,6 +298,12 @@ class GradientWindow:
         )
 
     def _refuse_incomplete(self) -> None:
+        if self._is_finished:
+            raise RuntimeError(
+                f"step {self.step + 1}: window.finish was called twice, and the second time it would measure and clip "
+                "a gradient that is clipped already; call it once for each window, and keep what it returns"
+            )
+        self._is_finished = True
         done, required = len(self._sums), len(self.inputs)
         if done == required and self._is_complete:
             return
@@ -360,18 +369,6 @@ class GradientWindow:
         if hasattr(norm, "full_tensor"):  # FSDP2: each rank has the norm of its shards
             norm = norm.full_tensor()
         return norm.to(device)
-
-
-def _will_rebuild_buckets(model: Any, processes: int) -> bool:
-    """Return True before the first backward of DDP, after which torch's ``Reducer`` rebuilds its buckets.
-
-    The position of an element in its bucket decides the order of its summation over three or more processes. The first
-    step after a start would therefore differ in its last bits from the same step within a run, and a resume would not
-    be exact.
-    """
-    if processes <= 2 or not isinstance(model, nn.parallel.DistributedDataParallel):
-        return False
-    return not model._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage]
 
 
 def _summed(values: Tensor) -> Tensor:

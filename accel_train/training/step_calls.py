@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from accel_train.training.parameters import local_of
+
+if TYPE_CHECKING:
+    from accel_train.training.step_guard import StepResult
 
 REQUIRED = ("training.report", "training.save_if_due")
 
@@ -60,6 +63,19 @@ class StepCalls:
     def note(self, name: str) -> None:
         """Note one of ``REQUIRED``."""
         self._called.add(name)
+
+    def report(self, result: StepResult, step: int) -> None:
+        """Note ``training.report``. Raises ``RuntimeError`` unless ``result`` is that of ``step``, from 0."""
+        self.note("training.report")
+        # A loop without `window.finish` may give None, or still hold the result of the step before.
+        evidence = getattr(result, "evidence", None)
+        if evidence is None or evidence.step != step:
+            given = "no result" if evidence is None else f"the result of step {evidence.step + 1}"
+            raise RuntimeError(
+                f"step {step + 1}: training.report was given {given}, so the gradient was neither checked nor clipped; "
+                "call result = window.finish(config.optimizer.max_grad_norm) after the loop over the window, before "
+                "optimizer.step, and pass its result to training.report and training.save_if_due"
+            )
 
     def require(self, step: int, *, updates: bool) -> None:
         """Raise ``RuntimeError`` if a call of step ``step`` (from 1) is missing, or the optimizer stepped twice.

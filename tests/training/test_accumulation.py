@@ -12,9 +12,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.training import accumulation
 from accel_train.training.accumulation import GradientWindow
-from accel_train.training.gradients.sync import no_sync, resolve_sync
+from accel_train.training.gradients.sync import no_sync, resolve_sync, will_rebuild_buckets
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen
 from accel_train.training.step_guard import NonFiniteError
 from tests import zygote
@@ -105,7 +104,7 @@ def test_the_backward_for_ddp_s_buckets_counts_nowhere(
         return model
 
     expected = norm_after_a_step()
-    monkeypatch.setattr("accel_train.training.accumulation._will_rebuild_buckets", lambda *_: True)
+    monkeypatch.setattr("accel_train.training.accumulation.will_rebuild_buckets", lambda *_: True)
     found = norm_after_a_step()
     for (name, before), after in zip(expected.named_buffers(), found.buffers(), strict=True):
         assert torch.equal(before, after), name
@@ -126,8 +125,8 @@ def test_ddp_s_buckets_cost_a_backward_only_where_their_order_matters(
     class Ddp(nn.parallel.DistributedDataParallel):
         _has_rebuilt_buckets = has_rebuilt
 
-    assert accumulation._will_rebuild_buckets(Ddp.__new__(Ddp), processes) == expected
-    assert not accumulation._will_rebuild_buckets(nn.Linear(1, 1), processes)
+    assert will_rebuild_buckets(Ddp.__new__(Ddp), processes) == expected
+    assert not will_rebuild_buckets(nn.Linear(1, 1), processes)
 
 
 def test_the_norm_is_clipped_and_reported_as_it_was(accelerator: Accelerator) -> None:
@@ -287,6 +286,17 @@ def test_a_step_takes_the_backward_of_each_micro_batch_once(accelerator: Acceler
             break
     with pytest.raises(RuntimeError, match=says):
         window.finish(1.0)
+
+
+def test_a_window_is_finished_once(accelerator: Accelerator) -> None:
+    """The second time the norm would be that of the clipped gradient."""
+    model = accelerator.prepare(nn.Linear(6, 2))
+    window = window_over(accelerator, model, 4)
+    for inputs in window:
+        window.backward(sums(model, inputs))
+    window.finish(1e-3)
+    with pytest.raises(RuntimeError, match=r"step 8: window\.finish was called twice"):
+        window.finish(1e-3)
 
 
 class InItsGradients(torch.optim.SGD):

@@ -91,3 +91,15 @@ def reduce_once(engine: Any) -> Generator[None]:
                 setattr(engine, name, lambda _: None)
                 left.callback(delattr, engine, name)
             raise
+
+
+def will_rebuild_buckets(model: Any, processes: int) -> bool:
+    """Return True before the first backward of DDP, after which torch's ``Reducer`` rebuilds its buckets.
+
+    The position of an element in its bucket decides the order of its summation over three or more processes. The first
+    step after a start would therefore differ in its last bits from the same step within a run, and a resume would not
+    be exact.
+    """
+    if processes <= 2 or not isinstance(model, nn.parallel.DistributedDataParallel):
+        return False
+    return not model._has_rebuilt_buckets  # pyright: ignore[reportPrivateUsage]
