@@ -25,6 +25,7 @@ from accel_train.training.step_guard import StepGuard, StepResult
 if TYPE_CHECKING:
     from accel_train.data.loader import StepBatches
     from accel_train.train_state import Experiment, TrainState
+    from accel_train.training.step_calls import StepCalls
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Reports:
     norms: PartNorms
     memory: MemoryReport
     comparisons: Comparisons
+    calls: StepCalls
     gpu: GpuFigures | None
     """Of the main process on CUDA."""
     _counts: LocalCounts = field(default_factory=LocalCounts)
@@ -68,8 +70,9 @@ class Reports:
     ) -> None:
         """Count a step. At a log point, wait for the device and write a training line.
 
-        Collective then, and where the processes are compared. Raises ``ReplicasDifferError``, and ``UsageError`` for a
-        loss, or a weight of a loss term, that is not multiplied by the sample's weight.
+        Collective then, and where the processes are compared. Raises ``ReplicasDifferError``, ``RuntimeError`` for a
+        learning rate that ``set_learning_rate`` has not set, and ``UsageError`` for a loss, or a weight of a loss term,
+        that is not multiplied by the sample's weight.
         """
         self.throughput.end_of_step()
         self.losses.add(result)
@@ -79,6 +82,7 @@ class Reports:
         totals: dict[str, float] = {}
         # The sum over processes waits for the device, so in all other steps the counts stay on it.
         if logs:
+            self.calls.refuse_other_rates(batches.done)
             self._counts.add(**count_unweighted(result))
             totals = self._counts.take(self.opened.accelerator)
             refuse_unweighted(totals)
@@ -214,5 +218,6 @@ def build_reports(opened: Experiment, prepared: TrainState) -> Reports:
         norms=norms,
         memory=memory,
         comparisons=comparisons,
+        calls=prepared.calls,
         gpu=gpu,
     )

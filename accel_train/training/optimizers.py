@@ -243,7 +243,7 @@ def set_learning_rate(optimizer: HasParameterGroups, factor: float) -> None:
     """Set lr = base_lr * factor in every group, 0 in frozen ones. Does not wait for the device."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0 if group["frozen"] else group["base_lr"] * factor
-    note_learning_rates(optimizer)
+    note_learning_rates(optimizer, factor)
 
 
 def set_frozen(optimizer: HasParameterGroups, parts: Collection[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 REQUIRED = ("training.report", "training.save_if_due")
 
-_RATED = "_accel_train_learning_rates_set"
-"""Attribute of an optimizer whose learning rates were set in the present step."""
+_FACTOR = "_accel_train_learning_rate_factor"
+"""Attribute of an optimizer: the factor of its learning rates in the present step, None until it is set."""
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -24,9 +24,9 @@ def unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def note_learning_rates(optimizer: Any) -> None:
+def note_learning_rates(optimizer: Any, factor: float) -> None:
     """Note that ``set_learning_rate`` was called for the coming step of ``optimizer``."""
-    setattr(unwrapped(optimizer), _RATED, True)
+    setattr(unwrapped(optimizer), _FACTOR, factor)
 
 
 class StepCalls:
@@ -41,6 +41,9 @@ class StepCalls:
         self._called: set[str] = set()
         self._steps = 0
         self._depth = 0
+        self._rates: list[float] | None = None
+        """Learning rates of the groups behind the optimizer's step. An optimizer may change its own in it."""
+        self._has_begun = False
         if self._counts_steps:
             self._optimizer.register_step_pre_hook(self._enter)
             self._optimizer.register_step_post_hook(self._leave)
@@ -53,12 +56,14 @@ class StepCalls:
         self._depth -= 1
         if self._depth == 0:
             self._steps += 1
+            self._rates = [group["lr"] for group in self._optimizer.param_groups]
 
     def begin(self) -> None:
         """Forget the calls of the step before."""
         self._called.clear()
         self._steps = 0
-        setattr(self._optimizer, _RATED, False)
+        self._rates = None
+        setattr(self._optimizer, _FACTOR, None)
 
     def note(self, name: str) -> None:
         """Note one of ``REQUIRED``."""
@@ -85,17 +90,46 @@ class StepCalls:
         for name in REQUIRED:
             if name not in self._called:
                 raise RuntimeError(f"step {step}: the loop did not call {name}; add the call")
-        if not getattr(self._optimizer, _RATED, False):
+        if getattr(self._optimizer, _FACTOR, None) is None:
             raise RuntimeError(
                 f"step {step}: the loop did not call set_learning_rate, so --schedule has no effect on it; call "
                 "set_learning_rate(prepared.optimizer, opened.learning_rate_factor(batches.step)) before "
                 "optimizer.step, or with a factor of your own"
             )
+        self.refuse_other_rates(step)
         if self._counts_steps and updates and self._steps != 1:
             raise RuntimeError(
                 f"step {step}: optimizer.step was called {self._steps} times between two steps of the loop, and once "
                 "is required; call it after window.finish"
             )
+
+    def refuse_other_rates(self, step: int) -> None:
+        """Raise ``RuntimeError`` if something else than ``set_learning_rate`` sets the learning rates.
+
+        Such a rate has no effect, because the next step sets its own, and a log line would have it all the same.
+        """
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        found = [group["lr"] for group in groups]
+        if found != self._rates:
+            # Without a step that was seen, as under ZeRO, the rates are those set before it, if they were.
+            factor = getattr(self._optimizer, _FACTOR, None)
+            used = self._rates or ([] if factor is None else [group["base_lr"] * factor for group in groups])
+            for group, now, before in zip(groups, found, used, strict=False):
+                # A group may be frozen for the coming step already.
+                if now != before and not group["frozen"]:
+                    _refuse_scheduler(step, f"the learning rate {before:g} of this step has become {now:g}")
+        # torch's schedulers leave it in the groups, before the first rate that they change.
+        if not self._has_begun and groups and "initial_lr" in groups[0]:
+            _refuse_scheduler(step, "a scheduler of torch was built for the optimizer")
+        self._has_begun = True
+
+
+def _refuse_scheduler(step: int, finding: str) -> NoReturn:
+    raise RuntimeError(
+        f"step {step}: {finding}, which has no effect, because set_learning_rate sets the rate of each step; leave the "
+        "scheduler out, and choose --schedule.kind, or call set_learning_rate(prepared.optimizer, factor) with a "
+        "factor of your own"
+    )
 
 
 class Leftovers:

@@ -1,0 +1,98 @@
+"""Learning rates that something else than ``set_learning_rate`` sets are refused before they are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
+from accel_train.training.step_calls import StepCalls
+
+CPU = torch.device("cpu")
+PARTS = {"first": ["0"]}
+
+
+def optimizer_over(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer, _ = build_optimizer(model, OptimizerConfig(lr=0.1), CPU, PARTS)
+    return optimizer
+
+
+def step(calls: StepCalls, optimizer: torch.optim.Optimizer, model: nn.Module, after: Callable[[], Any]) -> None:
+    """One step of a loop, as ``loop.training`` checks it. ``after`` follows the optimizer's step."""
+    calls.begin()
+    set_learning_rate(optimizer, 0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    after()
+    calls.note("training.report")
+    calls.note("training.save_if_due")
+    calls.require(1, updates=True)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+
+def test_a_scheduler_of_torch_is_refused_in_the_first_step(model: nn.Module) -> None:
+    optimizer = optimizer_over(model)
+    calls = StepCalls(optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)  # its first change is far away
+    with pytest.raises(RuntimeError, match=r"step 1: a scheduler of torch .* leave the scheduler out"):
+        step(calls, optimizer, model, scheduler.step)
+
+
+def test_a_rate_that_changes_after_the_step_is_refused(model: nn.Module) -> None:
+    optimizer = optimizer_over(model)
+    calls = StepCalls(optimizer)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=1)
+    for _ in range(2):
+        step(calls, optimizer, model, lambda: plateau.step(1.0))
+    with pytest.raises(RuntimeError, match=r"learning rate 0\.05 of this step has become 0\.005, which has no effect"):
+        step(calls, optimizer, model, lambda: plateau.step(1.0))
+    # A log point asks before it writes the line.
+    with pytest.raises(RuntimeError, match=r"has become 0\.005"):
+        calls.refuse_other_rates(3)
+
+
+def test_a_rate_is_compared_with_the_one_set_where_no_step_is_seen(model: nn.Module) -> None:
+    """DeepSpeed's optimizer has no hooks."""
+    optimizer = optimizer_over(model)
+    calls = StepCalls(optimizer)
+    calls.begin()
+    calls.refuse_other_rates(1)  # that `set_learning_rate` is missing has a message of its own
+    set_learning_rate(optimizer, 0.5)
+    calls.refuse_other_rates(1)
+    optimizer.param_groups[-1]["lr"] = 0.04
+    with pytest.raises(RuntimeError, match=r"learning rate 0\.05 of this step has become 0\.04"):
+        calls.refuse_other_rates(1)
+
+
+def test_frozen_parts_and_rates_set_before_the_step_pass(model: nn.Module) -> None:
+    optimizer = optimizer_over(model)
+    calls = StepCalls(optimizer)
+    for frozen in (["first"], [], []):
+        # The parts of the next step, before its rate.
+        step(calls, optimizer, model, lambda parts=frozen: set_frozen(optimizer, parts))
+
+
+class Own(torch.optim.SGD):
+    """Has its own idea of the learning rate, in its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] /= 2
+        return super().step(closure)
+
+
+def test_an_optimizer_may_change_its_rate_in_its_step(model: nn.Module) -> None:
+    groups = [{"params": model.parameters(), "lr": 0.1, "base_lr": 0.1, "frozen": False}]
+    optimizer = Own(groups, lr=0.1)
+    calls = StepCalls(optimizer)
+    for _ in range(3):
+        step(calls, optimizer, model, lambda: None)
