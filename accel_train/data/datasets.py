@@ -6,7 +6,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from accel_train.config import UsageError
 
@@ -70,6 +70,20 @@ def collate_of(dataset: MapDataset) -> Collate:
     return dataset.collate if isinstance(dataset, CollatingDataset) else default_collate
 
 
+def refuse_other_than_map_style(dataset: object) -> None:
+    """Raise `UsageError` for data without a length and an index, such as a `DataLoader`."""
+    # It has both, and raises in them.
+    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return
+    remedy = "read it into a list, or into files with an index"
+    if hasattr(dataset, "dataset"):
+        remedy = "pass the dataset itself (its .dataset). Order, micro-batches and workers are made from the options"
+    raise UsageError(
+        f"dataset: a {type(dataset).__name__} was given, and a map-style dataset is required, with len(dataset) and a "
+        f"dict of tensors in dataset[i]; {remedy}"
+    )
+
+
 def sample_of(dataset: MapDataset, index: int) -> Mapping[str, Tensor]:
     """Return `dataset[index]`. Raises `UsageError` if it is no dict, such as torchvision's (image, label)."""
     sample: Any = dataset[index]
@@ -90,6 +104,7 @@ def fingerprint_of(dataset: MapDataset) -> str:
     # Imported here, because most users of this module draw nothing.
     from accel_train.rng import preserve_random_states, seed_generators
 
+    refuse_other_than_map_style(dataset)
     digest = hashlib.sha256()
     with preserve_random_states():
         for index in range(len(dataset)):

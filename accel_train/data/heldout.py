@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from accel_train import rng
-from accel_train.data.datasets import Batch, MapDataset, collate_of, sample_of
+from accel_train.data.datasets import Batch, MapDataset, collate_of, refuse_other_than_map_style, sample_of
 from accel_train.data.grouping.shape_groups import ShapeGroups, shape_groups
 from accel_train.data.progress import Progress
 from accel_train.data.sampler import BatchShard, Draw
@@ -31,8 +31,10 @@ def heldout_batches(
     Samples of different shapes come in batches of one shape each, of at most ``batch_size``, as in training.
 
     Random draws in a sample are the same in every evaluation on any process: the global generators are seeded by its
-    index and restored afterwards. Process 0 shows the progress of a long evaluation.
+    index and restored afterwards. Process 0 shows the progress of a long evaluation. Raises `UsageError` for data
+    without a length and an index.
     """
+    refuse_other_than_map_style(dataset)
     groups = shape_groups(dataset, len(dataset))
     if groups is not None:
         shard = BatchShard(rank, world_size, batch_size)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel_train.data.datasets import Batch, MapDataset
+from accel_train.data.datasets import Batch, MapDataset, refuse_other_than_map_style
 from accel_train.data.grouping.bucketing import Buckets, resolve_buckets
 from accel_train.data.grouping.shape_groups import ShapeGroups, describe, shape_groups
 from accel_train.data.options import LoaderConfig, LoaderSettings, resolve_loader
@@ -88,6 +88,7 @@ def iterate_steps(
     instead. Every rank calls it with its own `shard`. No collectives.
     """
     # Everything is checked here, before the first step is asked for: the generators below start late.
+    refuse_other_than_map_style(dataset)
     if len(dataset) != sampler.dataset_size:
         raise ValueError(f"the sampler is for {sampler.dataset_size} samples, the dataset has {len(dataset)}")
     refuse_small_batches(sampler, shard.world_size, shard.micro_batch_size)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from accel_train.config import UsageError
 from accel_train.data import loader
+from accel_train.data.datasets import fingerprint_of
 from accel_train.data.heldout import heldout_batches
 from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.options import LoaderConfig, resolve_loader
@@ -192,6 +193,33 @@ def test_a_dataset_may_collate_its_samples_in_training_and_evaluation():
 def test_another_dataset_than_the_sampler_was_made_for():
     with pytest.raises(ValueError, match="for 39 samples, the dataset has 40"):
         iterate_steps(Noisy(40), StepSampler(39, 8, seed=0), BatchShard(0, 1, 8), start_step=0, max_steps=1, device=CPU)
+
+
+class Stream(IterableDataset):
+    """A dataset without an index, whose class has one that raises."""
+
+    def __iter__(self):
+        return iter(range(8))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (DataLoader(list(range(8)), batch_size=1), "a DataLoader was given, .*pass the dataset itself"),
+        (Stream(), "a Stream was given, .*read it into a list"),
+        (iter(range(8)), "a range_iterator was given, and a map-style dataset is required"),
+    ],
+)
+def test_data_without_an_index_are_refused_in_training_and_evaluation(given, words):
+    shard = BatchShard(0, 1, 4)
+    readers = (
+        lambda: iterate_steps(given, StepSampler(8, 4, 0), shard, start_step=0, max_steps=1, device=CPU),
+        lambda: next(heldout_batches(given, 8, 4, 0, 1, CPU)),
+        lambda: fingerprint_of(given),
+    )
+    for read in readers:
+        with pytest.raises(UsageError, match=words):
+            read()
 
 
 def test_auto_settings():
