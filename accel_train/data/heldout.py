@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from accel_train import rng
+from accel_train.config import UsageError
 from accel_train.data.datasets import Batch, MapDataset, collate_of, refuse_other_than_map_style, sample_of
 from accel_train.data.grouping.shape_groups import ShapeGroups, shape_groups
 from accel_train.data.progress import Progress
@@ -32,9 +33,10 @@ def heldout_batches(
 
     Random draws in a sample are the same in every evaluation on any process: the global generators are seeded by its
     index and restored afterwards. Process 0 shows the progress of a long evaluation. Raises `UsageError` for data
-    without a length and an index.
+    without a length and an index, and for none at all.
     """
     refuse_other_than_map_style(dataset)
+    _refuse_empty(len(dataset), samples)
     groups = shape_groups(dataset, len(dataset))
     if groups is not None:
         shard = BatchShard(rank, world_size, batch_size)
@@ -58,11 +60,20 @@ def heldout_pairs(
     The partner of sample i is sample ``(i + n // 2) % n``, a fixed derangement that is the same for every sharding.
     Refuses samples of different shapes, whose partners would not fit into one batch.
     """
+    _refuse_empty(len(dataset), samples)
     if shape_groups(dataset, len(dataset)) is not None:
         raise ValueError("heldout_pairs: the held-out samples differ in shape, so their partners fit no batch")
     for count, index, weight in _shares(len(dataset), samples, batch_size, rank, world_size):
         partner = (index + count // 2) % count
         yield _collate(dataset, index, weight, device), _collate(dataset, partner, weight, device)
+
+
+def _refuse_empty(size: int, samples: int) -> None:
+    if min(size, samples) < 1:
+        raise UsageError(
+            f"held-out set: it has {size} samples, an evaluation of {samples} is asked for, and at least 1 is needed; "
+            "check its path, split and filters, or train without an evaluation (leave training.evaluate out)"
+        )
 
 
 def _shares(

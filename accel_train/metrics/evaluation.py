@@ -63,7 +63,8 @@ def weighted_sums(
     All processes must call it with equally many batches (``heldout_batches``), because a forward of a sharded model is
     a collective. Each value is a sum of weight x metric over the samples of the batch, with the same shape in every
     batch. One of the values is the sum of weights, and the caller divides by it: means over batches would overweight
-    the samples of a short batch. One reduction and one device wait for any number of batches. No gradients.
+    the samples of a short batch. One reduction and one device wait for any number of batches. No gradients. Raises
+    ``UsageError`` for none.
     """
     totals: dict[str, Tensor] = {}
     call: Call = []
@@ -80,7 +81,10 @@ def weighted_sums(
                 wide = widest(value)
                 totals[name] = totals[name] + wide if name in totals else wide
     if not totals:
-        raise ValueError("no batch to evaluate: the held-out set is empty, or sums_of returned nothing")
+        raise UsageError(
+            "weighted_sums: no batch to evaluate, or sums_of returned nothing, and at least one of each is required; "
+            "check the path, split and filters of the held-out set, and the dict that sums_of returns"
+        )
     # One vector for all names: a reduction costs its latency, whatever its size here.
     local = torch.cat([value.flatten() for value in totals.values()])
     reduced: Any = accelerator.reduce(local, "sum")

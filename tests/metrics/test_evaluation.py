@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.data.heldout import heldout_batches
+from accel_train.data.heldout import heldout_batches, heldout_pairs
 from accel_train.loop import heldout_means
 from accel_train.metrics.evaluation import EvaluationStopped, evaluating, stoppable, stopping_point, weighted_sums
 from accel_train.training.ema import Ema, EmaConfig
@@ -89,8 +89,13 @@ def test_sums_are_exact_where_fp32_would_lose_them(accelerator: Accelerator) -> 
 
 
 def test_nothing_to_evaluate_is_an_error(accelerator: Accelerator) -> None:
-    with pytest.raises(ValueError, match="no batch to evaluate"):
+    with pytest.raises(UsageError, match="no batch to evaluate"):
         weighted_sums(accelerator, list[Tensor](), lambda v: {"v": v})
+    batches = heldout_batches([], 0, 4, 0, 1, CPU)
+    with pytest.raises(UsageError, match=r"held-out set: it has 0 samples, .* check its path, split and filters"):
+        weighted_sums(accelerator, batches, lambda batch: {"v": batch["weight"].sum()})
+    with pytest.raises(UsageError, match="held-out set: it has 2 samples, an evaluation of 0 is asked for"):
+        next(heldout_pairs([{"x": torch.zeros(1)}] * 2, 0, 4, 0, 1, CPU))
 
 
 def test_modes_weights_and_gradients_come_back() -> None:
