@@ -13,7 +13,7 @@ import signal
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -192,6 +192,9 @@ class Agreement:
             self._pending = None
 
 
+COMMON_CALLS = ("evaluate", "report", "save_if_due")
+"""Calls of a training loop that all processes make together."""
+
 _host_groups = weakref.WeakKeyDictionary[Any, Any]()
 """Ours beside each default group. torch owns both: one that outlived `destroy_process_group` would abort the exit."""
 
@@ -243,10 +246,21 @@ def explain(error: BaseException | None) -> None:
         error.add_note(
             f"{where} waited in vain for another process, which is stuck or slow: its logs/rank_N.log ends with what "
             "it did last, and `py-spy dump --pid PID` shows where it is. If it was only slow, give a larger "
-            "--collective_timeout_seconds."
+            f"--collective_timeout_seconds.{_alone_in(frames)}"
         )
     elif any(words in text for words in GONE):
         error.add_note(
             f"{where} failed because another process has ended or its host is gone; its logs/rank_N.log has the error "
             "to look for."
         )
+
+
+def _alone_in(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return a hint for a wait within a call of the training loop: the other process may never have made it."""
+    for frame in frames:
+        if frame.name in COMMON_CALLS and Path(frame.filename).parts[-2:] == ("accel_train", "loop.py"):
+            return (
+                f" This process waits in training.{frame.name}, which every process must call: not within `if "
+                "accelerator.is_main_process`."
+            )
+    return ""

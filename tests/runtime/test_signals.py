@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accel_train import loop
 from accel_train.runtime import early_stop, signals
 from accel_train.runtime.early_stop import STOP_FILE, STOPPING
 from accel_train.runtime.exiting import EXIT_ASKED, EXIT_PREEMPTED
@@ -177,3 +178,16 @@ def test_ranks_agree_on_the_largest_or_the_smallest_number_of_the_step_before(mo
     steps = [({"stop": 0, "room": 7}, {"stop": 0, "room": 5}), ({"stop": 1, "room": -2}, {"stop": 0, "room": 9})]
     found = [[rank.exchange(values) for rank, values in zip(ranks, step, strict=True)] for step in (*steps, steps[0])]
     assert found == [[None] * 2, [{"stop": 0, "room": 5}] * 2, [{"stop": 1, "room": -2}] * 2]
+
+
+@pytest.mark.parametrize(("call", "names_it"), [("evaluate", True), ("save_if_due", True), ("_save", False)])
+def test_a_wait_within_a_call_of_the_loop_names_the_call(call: str, names_it: bool) -> None:
+    """Another process may never have made it, as under `if accelerator.is_main_process`."""
+    named: dict[str, Any] = {}
+    exec(compile(f"def {call}(): raise RuntimeError('Timed out waiting 20 ms')", loop.__file__, "exec"), named)
+    with pytest.raises(RuntimeError) as raised:
+        named[call]()
+    signals.explain(raised.value)
+    (note,) = raised.value.__notes__
+    assert "waited in vain for another process" in note
+    assert (f"This process waits in training.{call}, which every process must call" in note) == names_it
