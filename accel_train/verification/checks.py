@@ -231,14 +231,17 @@ CHECKS = (
         "equal micro-batches, against one batch",
         ("accumulated",),
         _agrees("accumulated"),
-        "The gradient depends on how the batch is divided: give each term's sum and its true weight to the window.",
+        "The gradient depends on how the batch is divided: give each term's sum and its true weight to the window. Or "
+        "the loss of a sample depends on the others of its micro-batch, as with batch norm and with negatives from the "
+        "batch (CLIP, InfoNCE): docs/recipes.md, Contrastive losses.",
     ),
     Check(
         "ragged",
         "unequal micro-batches, against one batch",
         ("ragged",),
         _agrees("ragged"),
-        "A mean of means, or a micro-batch divided by a size that it does not have: give sums and their true weights.",
+        "A mean of means, or a micro-batch divided by a size that it does not have: give sums and their true weights. "
+        "Or the loss of a sample depends on the others of its micro-batch, as with accumulation.",
     ),
     Check(
         "two_processes",
@@ -246,7 +249,8 @@ CHECKS = (
         ("two_processes",),
         _agrees("two_processes"),
         "A draw, a weight or a count belongs to the rank: key draws by the sample, multiply by batch['weight'], which "
-        "is 0 for a repeated sample. Or a forward stands outside of the loop over the window, which reduces too early.",
+        "is 0 for a repeated sample. Or the loss of a sample depends on the others of its micro-batch, as with "
+        "accumulation. Or a forward stands outside of the loop over the window, which reduces too early.",
     ),
     Check(
         "fsdp2",

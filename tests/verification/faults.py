@@ -11,6 +11,7 @@ WEIGHTS = 'weighted = [(batch, batch["weight"]) for batch in batches.micro_batch
 LOSSES = 'metrics_of(prepared.model, batch)["loss"] * batch["weight"]'
 LOSS = "    return {"
 LOGITS = 'logits = model(batch["place"]).float()'
+ENTROPY = 'loss = nn.functional.cross_entropy(logits, batch["ring"], reduction="none")'
 MODEL = "return RingModel(nn.Linear(2, width), nn.GELU(),"
 PREPARE = "    prepared = preparation.prepare(opened, preparation.build_model(opened, build_model, config.width))\n"
 OPTIMIZER = "    optimizer = prepared.optimizer\n"
@@ -65,6 +66,11 @@ FAULTS = {
         "ragged",
         (WEIGHTS, WEIGHTS.replace('batch["weight"]', "torch.tensor(1.0 * config.micro_batch_size)")),
         also="two_processes",
+    ),
+    "negatives from the batch": _fault(
+        "accumulation",
+        (ENTROPY, "loss = nn.functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)), reduction='none')"),
+        also="ragged two_processes",
     ),
     "clip forgotten": _fault("clip", (CLIP, "window.finish(0.0)"), said="expected"),
     "clip divided by the processes": _fault(

@@ -92,6 +92,7 @@ def refused(*words: str) -> str:
 
 QUICK = (
     ("mean of means",),
+    ("negatives from the batch",),
     ("clip forgotten", "schedule counted by process", "a reduction for each micro-batch"),
     ("evaluation that leaves the model in eval mode", "optimizer state dropped on resume"),
     ("unkeyed dropout",),
@@ -110,6 +111,12 @@ def test_planted_faults_are_named(names: Sequence[str], tmp_path: Path, capsys: 
     assert failed(results) == expected, results
     assert all(fault.said in results[fault.named_by]["reason"] for fault in planted)
     assert code == 1
+
+
+def test_negatives_from_the_batch_are_named_among_the_causes() -> None:
+    for check in CHECKS:
+        if check.name in ("accumulation", "ragged", "two_processes"):
+            assert "the loss of a sample depends on the others of its micro-batch" in check.failure
 
 
 @pytest.mark.slow  # one fault of most checks is named above; here, each of them by itself, and that nothing else is
