@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.training.feedback.factors import term_factor
+from accel_train.training.feedback.factors import quotient_of_step, term_quotient
 from accel_train.training.gradients.loss_checks import by_term, refuse_empty, refuse_means
 from accel_train.training.gradients.step_metrics import StepMetrics
 from accel_train.training.gradients.sync import (
@@ -106,9 +106,7 @@ class GradientWindow:
             self._balance = self.guard.balance.factors(self.weights)
         self._factors = self._factors_of_terms()
         self._reset_attempt()
-        self._is_last = False
-        self._is_complete = False
-        self._is_finished = False
+        self._is_last = self._is_complete = self._is_finished = False
         self._overflows = 0
         self._loss_scale: Mapping[str, Any] | None = None
         """fp16: the loss scale before this step, once it was lowered."""
@@ -119,8 +117,10 @@ class GradientWindow:
         # The number of processes undoes the averaging of DDP, FSDP2 and ZeRO.
         processes = self.accelerator.num_processes
         factors: list[Tensor] = []
+        self._quotients: dict[str, Tensor] = {}
         for name, coefficient in self.coefficients.items():
-            factor = term_factor(coefficient * processes, self.weights[name])
+            self._quotients[name] = quotient = term_quotient(coefficient * processes, self.weights[name])
+            factor = quotient.nan_to_num(0.0, 0.0, 0.0).float()
             if self._balance:
                 factor = factor * self._balance[name]
             factors.append(factor)
@@ -330,6 +330,9 @@ class GradientWindow:
             rows=[of_samples(inputs) for inputs in self.inputs],
             precision=str(self.accelerator.mixed_precision),
             weights=self._local_weights,
+            quotient=quotient_of_step(
+                self.coefficients, self._quotients, self.weights, self._local_weights[0], self.inputs[0]
+            ),
         )
 
     def _reduce_sums(self) -> Tensor:

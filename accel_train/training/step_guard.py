@@ -150,7 +150,7 @@ class StepGuard:
         # The kernel sets its flag and never clears it, so with `stop` the optimizer stays stopped.
         if self.config.non_finite == "skip":
             self._non_finite.zero_()
-        check_and_unscale([evidence.totals, norm], self._non_finite, self._one)  # a scale of 1 changes neither
+        check_and_unscale(evidence.must_be_finite(norm), self._non_finite, self._one)  # a scale of 1 changes neither
         spike = evidence.spike
         if spike is not None and self.config.skips_spikes:
             torch.maximum(self._non_finite, spike, out=self.found)

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+Reason = Literal["loss", "gradient", "weight", "spike"]
 _ADVICE = {"bf16": "try --precision fp32", "fp16": "try --precision bf16, which overflows later, or fp32"}
 """Further remedy by precision. A run in fp32 has no finer precision to go to."""
 
@@ -25,12 +26,13 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step with a value that is not finite, or a spike. The same on every rank."""
+    """A step with a value that is not finite, or a spike, or without any weight. The same on every rank."""
 
     step: int
     """0-based, as the loop counts."""
-    reason: Literal["loss", "gradient", "spike"]
-    """``loss``: a sum of a term is not finite. ``gradient``: the sums are finite and the norm is not."""
+    reason: Reason
+    """``loss``: a sum of a term is not finite. ``gradient``: the sums are finite and the norm is not. ``weight``: no
+    sample has a weight in a term that the step trains, so that the mean over them is 0 / 0."""
     loss_sums: dict[str, float]
     """Sum of each term over the global batch."""
     grad_norm: float | None
@@ -52,12 +54,20 @@ class BadStep:
         number = self.step + 1
         if self.reason == "spike":
             return f"gradient norm {self.grad_norm} of step {number} is a spike"
+        if self.reason == "weight":
+            return f"no sample of step {number} has a weight above 0 in a loss term that the step trains"
         value = self.loss_sums if self.reason == "loss" else f"norm {self.grad_norm}"
         return f"{self.reason} of step {number} is not finite ({value})"
 
     @property
     def explanation(self) -> str:
         """The reason for the stop, and the remedy."""
+        if self.reason == "weight":
+            return (
+                f"{self.finding}, so its mean is 0 / 0, and an update would only be momentum and weight decay; the "
+                f"optimizer has not stepped and the last checkpoint is untouched. Samples concerned: {self.suspects}. "
+                "Leave such samples out of the data, raise --global_batch_size, or give --health.non_finite skip"
+            )
         return (
             f"{self.finding}; the optimizer has not stepped and the last checkpoint is untouched. Samples "
             f"concerned: {self.suspects}. Look at those samples, lower the learning rate, or "
@@ -101,6 +111,14 @@ class Evidence:
     """Weight of each term in each micro-batch of this rank, () or (B,)."""
     spike: Tensor | None = None
     """1 if the norm is a spike, else 0. None if nothing looks for spikes."""
+    quotient: Tensor | None = None
+    """Not finite if no trained term has a weight in the global batch. None where one is known to have."""
+
+    def must_be_finite(self, norm: Tensor) -> list[Tensor]:
+        """Return what tells a bad step, with the norm of its gradient, on the device of the sums. No wait."""
+        if self.quotient is None:
+            return [self.totals, norm]
+        return [self.totals, norm, self.quotient.to(self.totals)]
 
     def examine(self) -> Examined:
         """Read the step. Waits for the device once. Where it is bad, the ranks exchange their samples.
@@ -119,9 +137,15 @@ class Evidence:
             return Examined(values[-1], self._bad("loss", values, self._non_finite_samples()))
         if not all(map(math.isfinite, values)):
             return Examined(values[-1], self._bad("gradient", values, self._all_samples()))
+        # All factors are 0 in such a step, and the gradient with them: in all others nothing more is read.
+        if (self.norm is None or values[-1] == 0) and self._has_no_weight():
+            return Examined(values[-1], self._bad("weight", values, self._all_samples()))
         if is_spike:
             return Examined(values[-1], self._bad("spike", values, self._all_samples()))
         return Examined(values[-1], None)
+
+    def _has_no_weight(self) -> bool:
+        return self.quotient is not None and not math.isfinite(float(self.quotient))
 
     def _non_finite_samples(self) -> set[int]:
         """Samples with a loss that is not finite: of a micro-batch without losses by sample, all of them."""
@@ -144,9 +168,7 @@ class Evidence:
                 found.update(rows["sample"].tolist())
         return found
 
-    def _bad(
-        self, reason: Literal["loss", "gradient", "spike"], values: Sequence[float], suspects: set[int]
-    ) -> BadStep:
+    def _bad(self, reason: Reason, values: Sequence[float], suspects: set[int]) -> BadStep:
         # Not strict: the norm stands behind the sums.
         by_term = dict(zip(self.terms, values, strict=False))
         norm = values[-1] if self.norm is not None else None

@@ -139,7 +139,12 @@ def _event(record: Record) -> Event | None:
 
 
 def _bad_step(record: Record) -> str:
-    reasons = {"spike": "a spike of the gradient norm", "loss": "loss not finite", "gradient": "gradient not finite"}
+    reasons = {
+        "spike": "a spike of the gradient norm",
+        "loss": "loss not finite",
+        "gradient": "gradient not finite",
+        "weight": "no sample with a weight",
+    }
     reason = str(record.get("reason"))
     outcome = "skipped" if record.get("skipped") else "trained all the same"
     return f"{reasons.get(reason, reason)}, {outcome}"
