@@ -215,7 +215,10 @@ def has_come_before(source: RowBlocks, number: int) -> bool:
 
 def option_of(source: RowBlocks, number: int) -> str:
     """Return the option that names the source of a block."""
-    return source.sources[source.place_of(number)[0]].option if isinstance(source, MixedRows) else source.option
+    if not isinstance(source, MixedRows):
+        return source.option
+    of_mixture, _ = source.place_of(number)
+    return source.sources[of_mixture].option
 
 
 def parts_of(source: RowBlocks) -> tuple[RowBlocks, ...]:

@@ -111,7 +111,9 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
         found = _plain(place, fields[text_column], text_column)
     else:
         found = _chat(place, fields[form], fields, form)
-    return found if isinstance(found, str) or not forms[1:] else replace(found, unread=tuple(forms[1:]))
+    if isinstance(found, str) or not forms[1:]:
+        return found
+    return replace(found, unread=tuple(forms[1:]))
 
 
 def _forms(fields: Mapping[str, Any], text_column: str) -> list[str]:
@@ -120,10 +122,14 @@ def _forms(fields: Mapping[str, Any], text_column: str) -> list[str]:
     if text_column != DEFAULT_COLUMN and text_column in fields:
         return [text_column]
     # A chat first: such rows often have a plain text of the same chat beside it.
-    forms = [name for name in ("messages", SHAREGPT) if name in fields]
-    forms += [PAIR] if "prompt" in fields and "completion" in fields else []
-    forms += [text_column] if text_column in fields else []
-    return forms + ([INSTRUCTION] if "instruction" in fields and "output" in fields else [])
+    fields_of_forms = (
+        ("messages", ("messages",)),
+        (SHAREGPT, (SHAREGPT,)),
+        (PAIR, ("prompt", "completion")),
+        (text_column, (text_column,)),
+        (INSTRUCTION, ("instruction", "output")),
+    )
+    return [form for form, names in fields_of_forms if fields.keys() >= {*names}]
 
 
 def _formless(fields: Mapping[str, Any], null: Sequence[str], text_column: str) -> str:

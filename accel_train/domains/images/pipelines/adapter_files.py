@@ -88,7 +88,9 @@ def by_component(tensors: Mapping[str, Tensor], component: str) -> dict[str, dic
     found: dict[str, dict[str, Tensor]] = {}
     for part, of_part in _components(tensors).items():
         for path, tensor in of_part.items():
-            found.setdefault(part, {})[_below_text_model(path) if part.startswith(TEXT) else path] = tensor
+            if part.startswith(TEXT):
+                path = _below_text_model(path)
+            found.setdefault(part, {})[path] = tensor
     return found
 
 
@@ -102,7 +104,7 @@ def _components(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def _below_text_model(path: str) -> str:
-    return path if path.startswith(TEXT_MODEL) else TEXT_MODEL + path
+    return TEXT_MODEL + path.removeprefix(TEXT_MODEL)
 
 
 def settings_of_part(part: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Any]:
