@@ -402,7 +402,7 @@ RESUMING = [
     Row(
         "I35-not-a-checkpoint",
         "--init_from {}",
-        r"init_from: .* holds .*texts\.jsonl; a directory with model\.safetensors",
+        r"init_from: .* holds .*texts\.jsonl; a run with a checkpoint, a directory with model\.safetensors",
     ),
     Row(
         "I35-damaged-run",

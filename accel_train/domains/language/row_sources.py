@@ -217,8 +217,7 @@ def option_of(source: RowBlocks, number: int) -> str:
     """Return the option that names the source of a block."""
     if not isinstance(source, MixedRows):
         return source.option
-    of_mixture, _ = source.place_of(number)
-    return source.sources[of_mixture].option
+    return source.sources[source.place_of(number)[0]].option
 
 
 def parts_of(source: RowBlocks) -> tuple[RowBlocks, ...]:
