@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.training.feedback.factors import quotient_of_step, term_quotient
+from accel_train.training.feedback.factors import quotient_of_step, term_factor
 from accel_train.training.gradients.loss_checks import by_term, refuse_empty, refuse_means
 from accel_train.training.gradients.step_metrics import StepMetrics
 from accel_train.training.gradients.sync import (
@@ -117,10 +117,8 @@ class GradientWindow:
         # The number of processes undoes the averaging of DDP, FSDP2 and ZeRO.
         processes = self.accelerator.num_processes
         factors: list[Tensor] = []
-        self._quotients: dict[str, Tensor] = {}
         for name, coefficient in self.coefficients.items():
-            self._quotients[name] = quotient = term_quotient(coefficient * processes, self.weights[name])
-            factor = quotient.nan_to_num(0.0, 0.0, 0.0).float()
+            factor = term_factor(coefficient * processes, self.weights[name])
             if self._balance:
                 factor = factor * self._balance[name]
             factors.append(factor)
@@ -330,9 +328,7 @@ class GradientWindow:
             rows=[of_samples(inputs) for inputs in self.inputs],
             precision=str(self.accelerator.mixed_precision),
             weights=self._local_weights,
-            quotient=quotient_of_step(
-                self.coefficients, self._quotients, self.weights, self._local_weights[0], self.inputs[0]
-            ),
+            quotient=quotient_of_step(self.coefficients, self.weights, self._local_weights[0], self.inputs[0]),
         )
 
     def _reduce_sums(self) -> Tensor:

@@ -9,28 +9,22 @@ import torch
 from torch import Tensor
 
 
-def term_quotient(coefficient: float, weight: Tensor) -> Tensor:
-    """Quotient of a coefficient and a weight of the global batch: not finite for a term without weight in this step."""
-    dtype = weight.dtype if weight.is_floating_point() else torch.float32
-    return _constant(coefficient, weight.device, dtype) / weight
-
-
 def term_factor(coefficient: float, weight: Tensor) -> Tensor:
     """Quotient in fp32, 0 for a term without weight in this step."""
-    return term_quotient(coefficient, weight).nan_to_num_(0.0, 0.0, 0.0).float()
+    dtype = weight.dtype if weight.is_floating_point() else torch.float32
+    return (_constant(coefficient, weight.device, dtype) / weight).nan_to_num_(0.0, 0.0, 0.0).float()
 
 
 def quotient_of_step(
     coefficients: Mapping[str, float],
-    quotients: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
     local: Mapping[str, Tensor],
     inputs: Mapping[str, object],
 ) -> Tensor | None:
     """Return a value that is not finite if no trained term has a weight in the global batch. None: one has.
 
-    ``quotients`` and ``weights`` are those of the terms in the global batch, ``local`` the weights in a micro-batch of
-    this process with these ``inputs``.
+    ``weights`` are those of the terms in the global batch, ``local`` those in a micro-batch of this process with these
+    ``inputs``.
     """
     trained = [name for name, coefficient in coefficients.items() if coefficient != 0]
     of_loader = inputs.get("weight")
@@ -38,8 +32,6 @@ def quotient_of_step(
         # Those are never all 0, but in steps that the loop leaves out by itself.
         if local[name] is of_loader:
             return None
-    if len(trained) == 1:
-        return quotients[trained[0]]
     if not trained:
         return None
     total = weights[trained[0]]
