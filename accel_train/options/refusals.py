@@ -26,9 +26,11 @@ def impossible_text(key: str, value: object) -> str | None:
     if "\0" in value:
         return f"{cut(value)} is refused: text without the character NUL is required"
     # Bytes of a command line that are no UTF-8 arrive as surrogates, and no file of the run could hold them.
-    found = re.search("[^/]*[\ud800-\udfff]+", value)
+    found = re.search("[\ud800-\udfff]+", value)
     if found:
-        return f"{cut(value)} is refused: text in valid UTF-8 is required, and {found[0]!r} is none"
+        # Of a path, the name with them.
+        part = value[value.rfind("/", 0, found.start()) + 1 : found.end()]
+        return f"{cut(value)} is refused: text in valid UTF-8 is required, and {part!r} is none"
     if not key.endswith(PLACES):
         return None
     return too_long(value)
