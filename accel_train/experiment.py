@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -148,6 +148,47 @@ def late_evaluation(config: ExperimentConfig, max_steps: int) -> list[str]:
     if every < max_steps or origin not in ("command line", origin_of(config, _length_option(config))):
         return []
     return [f"evaluation.every: {every}: the run has {max_steps} steps, so its one evaluation is at the end"]
+
+
+class PreparedData(Protocol):
+    """Data of a run, as the recipes prepare them."""
+
+    @property
+    def train(self) -> Sized:
+        """Training samples, those of an epoch."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the data."""
+        ...
+
+    @property
+    def ledger(self) -> Ledger:
+        """That of the checkpoint to resume, if the data may change. Else empty."""
+        ...
+
+
+def open_on_data(
+    config: ExperimentConfig,
+    accelerator: Accelerator,
+    data: PreparedData,
+    *,
+    notices: Sequence[str] = (),
+    metrics: Sequence[str] | None = None,
+    patience_after: int = 0,
+) -> Experiment:
+    """Call ``open_experiment`` with the size, the fingerprint and the ledger of prepared data. Collective."""
+    return open_experiment(
+        config,
+        accelerator,
+        dataset_size=len(data.train),
+        fingerprint=data.fingerprint,
+        ledger=data.ledger,
+        notices=notices,
+        metrics=metrics,
+        patience_after=patience_after,
+    )
 
 
 def open_experiment(

@@ -170,12 +170,10 @@ def main(argv: Sequence[str]) -> int:
     data = startup.prepare_data(accelerator, preparing)
     order = StepSampler(len(data.train), config.global_batch_size, config.seed)
     hf_config = pretrained.resolve_config(model_config, data.tokenizer, config.data.max_length)
-    opened = experiment.open_experiment(
+    opened = experiment.open_on_data(
         config,
         accelerator,
-        dataset_size=len(data.train),
-        fingerprint=data.fingerprint,
-        ledger=data.ledger,
+        data,
         notices=data.notices,
         metrics=perplexity.METRICS,
     )

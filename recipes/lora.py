@@ -184,12 +184,10 @@ def main(argv: Sequence[str]) -> int:
         logs.info(logger, *inputs.notices)
         return 0
     order = StepSampler(len(inputs.train), config.global_batch_size, config.seed, blocks=inputs.train.order)
-    opened = experiment.open_experiment(
+    opened = experiment.open_on_data(
         config,
         accelerator,
-        dataset_size=len(inputs.train),
-        fingerprint=inputs.fingerprint,
-        ledger=inputs.ledger,
+        inputs,
         notices=inputs.notices,
         metrics=(*objective.METRICS, *before_after.metric_names(config.evaluation)) if len(inputs.heldout) else (),
     )

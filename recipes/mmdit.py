@@ -185,12 +185,10 @@ def main(argv: Sequence[str]) -> int:
     preparing = partial(prepare_data, config, device=str(accelerator.device), weights=weights)
     data, scores = startup.prepare_data(accelerator, preparing)
     order = sampler.StepSampler(len(data.train), config.global_batch_size, config.seed, blocks=data.train.order)
-    opened = experiment.open_experiment(
+    opened = experiment.open_on_data(
         config,
         accelerator,
-        dataset_size=len(data.train),
-        fingerprint=data.fingerprint,
-        ledger=data.ledger,
+        data,
         notices=[*data.notices, *picture_scores.notices(scores)],
         metrics=[*baseline_scores.metric_names(data), *picture_scores.metric_names(scores)],
     )

@@ -182,12 +182,10 @@ def main(argv: Sequence[str]) -> int:
     checks.check_tasks(config, data.tasks, data.strides, operator_learning.trained_terms(config.objective, data.tasks))
     lengths = experiment.lengths(config, accelerator, len(data.train))
     stages = checks.check_stages(config.objective, lengths.schedule, lengths.max_steps, lengths.decay_steps)
-    opened = experiment.open_experiment(
+    opened = experiment.open_on_data(
         config,
         accelerator,
-        dataset_size=len(data.train),
-        fingerprint=data.fingerprint,
-        ledger=data.ledger,
+        data,
         notices=[*data.notices, *stages, *chosen.notices(data, config.evaluation)],
         metrics=scores.metric_names(data, refined=config.model.residual_depth > 0),
         patience_after=config.objective.last_stage,

@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_train import __version__
-
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -79,15 +77,10 @@ def cpu_name() -> str:
 
 def package_versions() -> dict[str, str]:
     """Return the installed versions of packages with effect on a run's numbers."""
-    from importlib.metadata import PackageNotFoundError, version
+    # Imported here, because the tools read this module for other things.
+    from accel_train.runtime.tested_versions import installed_versions
 
-    versions = {"accel_train": __version__}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
+    return installed_versions(PACKAGES)
 
 
 def command_line(arguments: Sequence[str]) -> str:

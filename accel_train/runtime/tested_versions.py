@@ -6,11 +6,13 @@ needed. ``tests/runtime/test_tested_versions.py`` keeps the table complete and l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
+
+from accel_train import __version__
 
 
 @dataclass(frozen=True)
@@ -178,3 +180,14 @@ def notice() -> str | None:
     if not newer:
         return None
     return f"newer than tested: {newer}. If a private name has changed, an error names it; install a tested version"
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of this package and of those of ``packages`` that are installed."""
+    found = {"accel_train": __version__}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -10,14 +10,13 @@ import json
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_train import __version__
 from accel_train.config import UsageError, expand_path
 from accel_train.options.tree import flatten, to_tree
 from accel_train.runtime.exiting import recipe_file
+from accel_train.runtime.tested_versions import installed_versions
 from accel_train.wording import shortened
 
 MAY_DIFFER = ("cache_dir", "num_workers", "workers")
@@ -65,7 +64,7 @@ def facts_of_start(config: object) -> Facts:
         # One text in two working directories is two places.
         if name == "output_dir":
             options[name] = str(expand_path(value))
-    return {"options": options, "packages": _versions(), "files": _hashes()}
+    return {"options": options, "packages": installed_versions(COMPARED_PACKAGES), "files": _hashes()}
 
 
 def launch_settings(
@@ -76,16 +75,6 @@ def launch_settings(
     settings |= {name.lower(): value for name, value in environment.items() if name.startswith(LAUNCH_VARIABLES)}
     settings |= {f"deepspeed_config.{name}": repr(value) for name, value in flatten(deepspeed or {}).items()}
     return settings
-
-
-def _versions() -> dict[str, str]:
-    found = {"accel_train": __version__}
-    for name in COMPARED_PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _hashes() -> dict[str, str]:
