@@ -90,10 +90,16 @@ def die_alone(rank: int, folder: Path, port: int) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     accelerator = Accelerator(cpu=True)
-    connect_hosts(accelerator, timeout_seconds=600)  # else it may die while they connect, with another error
+    connect_hosts(accelerator, timeout_seconds=600)
     (folder / f"rank{rank}").write_text("alive")
+
+    def die() -> None:
+        # One process is connected before the other: to die in between is another error, of the connection.
+        until((folder / "rank1").exists)
+        os._exit(0)
+
     with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer|Broken pipe"):
-        on_main(accelerator, lambda: os._exit(0))
+        on_main(accelerator, die)
     (folder / f"rank{rank}").write_text("noticed")
     accelerator.end_training()
 
