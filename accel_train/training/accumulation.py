@@ -33,7 +33,13 @@ from accel_train.training.gradients.sync import (
 )
 from accel_train.training.health.evidence import Evidence, of_samples
 from accel_train.training.health.leaving_out import leave_out
-from accel_train.training.parameters import clear_gradients, prepared_parameters, widest, without_gradients
+from accel_train.training.parameters import (
+    clear_gradients,
+    prepared_parameters,
+    summed,
+    widest,
+    without_gradients,
+)
 from accel_train.training.step_calls import leftovers_of
 from accel_train.training.step_guard import GradientNorms, StepGuard, StepResult, read_loss_scale, write_loss_scale
 
@@ -233,26 +239,32 @@ class GradientWindow:
         weights = self._local_weights[len(self._sums) % len(self._local_weights)]
         refuse_means(of_terms, weights, self.coefficients)
         losses = [of_terms[k].float() for k in self.coefficients]
-        terms = [_summed(loss) for loss in losses]
+        terms = [summed(loss) for loss in losses]
         self._metrics.add(metrics or {})
         self._losses.append([loss.detach() for loss in losses])
         self._sums.append([term.detach() for term in terms])
         if self._times is not None:
             self._times.end("forward")
-        parts = [term * factor for term, factor in zip(terms, self._factors, strict=True)]
-        loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+        if len(terms) == 1 and self._zero_stage == 0 and self.accelerator.scaler is None:
+            # The gradient of the product below by its term, without the product. All that Accelerate would add is a
+            # division by its own accumulation steps, which are 1.
+            terms[0].backward(self._factors[0].to(terms[0].device))
+        else:
+            self._backward_of_sum(terms)
+        if self._times is not None:
+            self._times.end("backward")
+
+    def _backward_of_sum(self, terms: list[Tensor]) -> None:
+        loss = torch.stack([term * factor for term, factor in zip(terms, self._factors, strict=True)]).sum()
         # ZeRO's engine steps right after this backward, so the losses must be known before it.
         if self._is_last and self._zero_stage > 0 and self.guard.refuses(self._evidence(None)):
             # The engine discards a step by itself if its gradient is not finite. This makes sure that it is not: a loss
             # can be NaN in a part that has no gradient.
             loss = loss * math.nan
         if self._zero_stage == 0 and self.accelerator.scaler is None:
-            # All that Accelerate would add is a division by its own accumulation steps, which are 1.
             loss.backward()
         else:
             self.accelerator.backward(loss)
-        if self._times is not None:
-            self._times.end("backward")
 
     def finish(self, max_grad_norm: float) -> StepResult:
         """Measure the norm of the global gradient, have it clipped to ``max_grad_norm`` (0: not), and check the step.
@@ -370,19 +382,12 @@ class GradientWindow:
         return norm.to(device)
 
 
-def _summed(values: Tensor) -> Tensor:
-    """Sum over the samples of a micro-batch, unless it is one already, in fp32 at least: bf16 does not count to 257."""
-    if values.is_floating_point() and values.itemsize < 4:
-        values = values.float()
-    return values.sum() if values.ndim else values
-
-
 def _global_weights(accelerator: Accelerator, micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Sum the weights over all micro-batches and ranks, in fp64 where the device has it: exact for any count."""
-    local = {name: _summed(weight) for name, weight in micro_batches[0].items()}
+    local = {name: summed(weight) for name, weight in micro_batches[0].items()}
     if len(micro_batches) > 1:
         for name in local:
-            wide = [widest(_summed(weights[name])) for weights in micro_batches]
+            wide = [widest(summed(weights[name])) for weights in micro_batches]
             local[name] = torch.stack(wide).sum()
     if accelerator.num_processes == 1:
         return local

@@ -148,6 +148,13 @@ def widest(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.device.type == "mps" else tensor.double()
 
 
+def summed(values: Tensor) -> Tensor:
+    """Sum over the samples of a micro-batch, unless it is one already, in fp32 at least: bf16 does not count to 257."""
+    if values.is_floating_point() and values.itemsize < 4:
+        values = values.float()
+    return values.sum() if values.ndim else values
+
+
 def square_of_norm(tensor: Tensor) -> Tensor:
     """Return the sum of the squares, in the widest type, without a copy of the tensor in that type."""
     widest_type = widest(tensor.new_empty(0)).dtype

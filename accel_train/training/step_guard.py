@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from accel_train.training.feedback.factors import term_factor
+from accel_train.training.feedback.factors import constant, term_factor
 from accel_train.training.health.evidence import BadStep, Evidence, NonFiniteError
 from accel_train.training.health.history import History
 from accel_train.training.health.options import HealthConfig
@@ -155,11 +155,10 @@ class StepGuard:
         if spike is not None and self.config.skips_spikes:
             torch.maximum(self._non_finite, spike, out=self.found)
         # The optimizer divides by it, and by 1 where the norm is below the limit.
-        limit: Tensor | float = max_grad_norm
         if usual is not None and self.config.clips_spikes:
-            limit = usual.clamp(max=max_grad_norm or math.inf)
-        if isinstance(limit, Tensor) or limit > 0:
-            torch.clamp(norm / limit, min=1.0, out=self.scale)
+            torch.maximum(norm / usual.clamp(max=max_grad_norm or math.inf), self._one, out=self.scale)
+        elif max_grad_norm > 0:
+            torch.maximum(norm / constant(max_grad_norm, norm.device, norm.dtype), self._one, out=self.scale)
         else:
             self.scale.fill_(1.0)
         if self._spikes is not None:

@@ -121,3 +121,15 @@ def test_hooks_run_once_and_a_closure_gives_its_loss() -> None:
     assert float(pair.fused.step(closure).detach()) > 0
     assert not torch.equal(before, pair.ours[0])
     assert calls == ["before", "after"]
+
+
+def test_gradients_are_removed_or_set_to_zero() -> None:
+    pair = Pair()
+    pair.step(0, without=(1,))
+    for optimizer in (pair.fused, pair.torch):
+        optimizer.zero_grad(set_to_none=False)
+    found = [parameter.grad for parameter in pair.ours]
+    assert found[1] is None
+    assert all(gradient is None or not gradient.any() for gradient in found)
+    pair.fused.zero_grad()
+    assert [parameter.grad for parameter in pair.ours] == [None] * len(SHAPES)

@@ -12,7 +12,7 @@ from torch import Tensor
 def term_factor(coefficient: float, weight: Tensor) -> Tensor:
     """Quotient in fp32, 0 for a term without weight in this step."""
     dtype = weight.dtype if weight.is_floating_point() else torch.float32
-    return (_constant(coefficient, weight.device, dtype) / weight).nan_to_num_(0.0, 0.0, 0.0).float()
+    return (constant(coefficient, weight.device, dtype) / weight).nan_to_num_(0.0, 0.0, 0.0).float()
 
 
 def quotient_of_step(
@@ -43,11 +43,14 @@ def quotient_of_step(
 @lru_cache(maxsize=64)
 def constants(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Numbers on the device in fp32, (K,)."""
-    return torch.stack([_constant(value, device, torch.float32) for value in values])
+    return torch.stack([constant(value, device, torch.float32) for value in values])
 
 
 @lru_cache(maxsize=64)
-def _constant(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A number on the device, filled there because a copy from the host would wait."""
+def constant(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A number on the device, filled there because a copy from the host would wait.
+
+    An operator takes a tensor in half the time of a number, of which it makes one in every call.
+    """
     with torch.inference_mode(False):  # the first caller may be an evaluation
         return torch.full((), value, device=device, dtype=dtype)
