@@ -89,7 +89,12 @@ class _Meeting:
         self._world_size = launched_processes(os.environ)
         self._address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         self._host = socket.gethostname()
-        self._store = self._open()
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = self._open()
+        self._store = PrefixStore(f"accel_train/{attempt}/{self._world_size}", store)
+        # For processes that count another number of them, and therefore wait at another place.
+        self._counts = PrefixStore(f"accel_train/{attempt}/counts", store)
+        self._counts.set(str(self._rank), json.dumps([self._world_size, self._host]))
 
     def compare(self, facts: Facts) -> None:
         """Wait for all processes. Raises ``UsageError`` on each of them if their facts differ."""
@@ -111,6 +116,8 @@ class _Meeting:
         if readers == self._world_size:
             for name in (*names, *(f"facts/{rank}" for rank in range(self._world_size)), "readers"):
                 self._store.delete_key(name)
+            for rank in range(self._world_size):
+                self._counts.delete_key(str(rank))
 
     def _started(self, rank: int, host: str) -> Started:
         return Started(host, rank, json.loads(self._store.get(f"facts/{rank}")))
@@ -121,7 +128,7 @@ class _Meeting:
         if not is_holder:
             # By hand, because torch prints a warning for every attempt.
             self._wait(self._answers, self._describe_silence)
-        store = TCPStore(
+        return TCPStore(
             *self._address,
             self._world_size,
             is_holder,
@@ -130,8 +137,6 @@ class _Meeting:
             # torch opens the same port again for its groups.
             multi_tenant=True,
         )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return PrefixStore(f"accel_train/{attempt}/{self._world_size}", store)
 
     def _answers(self) -> bool:
         try:
@@ -181,7 +186,22 @@ class _Meeting:
                 missing.append(str(rank))
         return (
             f"{len(missing)} of {self._world_size} processes to connect to {self._place} (process "
-            f"{shortened(missing, 8)}; here: process {shortened(here, 8)})"
+            f"{shortened(missing, 8)}; here: process {shortened(here, 8)}){self._describe_other_counts()}"
+        )
+
+    def _describe_other_counts(self) -> str:
+        """Name processes that were started with another number of processes."""
+        others: list[str] = []
+        for rank in range(self._world_size):
+            if self._counts.check([str(rank)]):
+                count, host = json.loads(self._counts.get(str(rank)))
+                if count != self._world_size:
+                    others.append(f"{rank} on {host} of {count}")
+        if not others:
+            return ""
+        return (
+            f"; started as part of another number of processes: process {shortened(others, 8)}: give the same "
+            "--num_processes and --num_machines (torchrun: --nnodes, --nproc_per_node; WORLD_SIZE) on every host"
         )
 
     def _describe_silence(self) -> str:

@@ -37,6 +37,22 @@ def test_the_main_process_names_who_is_missing(
     assert "its own host shows why" in str(error.value)
 
 
+def test_processes_that_count_another_number_of_them_are_named(
+    one_of_two: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that was started with another --num_machines would wait for processes that nobody starts."""
+    monkeypatch.setenv("RANK", "0")
+    of_two = module._Meeting(timedelta(seconds=9))
+    assert "another number" not in of_two._describe_missing()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    of_three = module._Meeting(timedelta(seconds=9))
+    for one, other in ((of_two, f"1 on {of_two._host} of 3"), (of_three, f"0 on {of_two._host} of 2")):
+        assert f"started as part of another number of processes: process {other}: give the same" in (
+            one._describe_missing()
+        )
+
+
 def test_another_process_names_the_address_that_does_not_answer(
     one_of_two: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
