@@ -31,6 +31,11 @@ FORMS = ("messages", SHAREGPT, PAIR, DEFAULT_COLUMN, INSTRUCTION)
 """Forms of a row. It is read by the first that it has."""
 FIELDS = ("messages", SHAREGPT, "prompt", "completion", *ALPACA, "tools", "chat_template_kwargs")
 """Optional fields of a row besides its text."""
+TOKENIZERS_OWN = frozenset(
+    "conversation chat_template tools add_generation_prompt continue_final_message tokenize sanitize_control_tokens "
+    "padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+"""Arguments of transformers' ``apply_chat_template`` that no template sees."""
 FOREIGN = {
     "chosen": "rows of preferences are not trained on; write the prompt and the chosen answer as 'messages', or as "
     "'prompt' and 'completion'",
@@ -106,7 +111,7 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
     if form == PAIR:
         found = _pair(place, fields["prompt"], fields["completion"], fields)
     elif form == INSTRUCTION:
-        found = _chat(place, _alpaca_messages(fields), fields, "instruction, input and output")
+        found = _alpaca(place, fields)
     elif form == text_column:
         found = _plain(place, fields[text_column], text_column)
     else:
@@ -179,13 +184,16 @@ def _chat(place: str, messages: Any, fields: Mapping[str, Any], name: str, first
     return fault or Row(place, messages=messages, first_trained=first_trained, tools=tools, template_options=options)
 
 
-def _alpaca_messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _alpaca(place: str, fields: Mapping[str, Any]) -> Row | str:
     """Return Alpaca's fields as a chat of one answer."""
     asked = fields["instruction"]
-    about = fields.get("input")
-    if about and isinstance(asked, str) and isinstance(about, str):
+    about = fields.get("input", "")
+    if not isinstance(about, str):
+        return f"'input' is {type(about).__name__}; text is required, which may be empty"
+    if about and isinstance(asked, str):
         asked = f"{asked}\n\n{about}"
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": fields["output"]}]
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": fields["output"]}]
+    return _chat(place, messages, fields, "instruction, input and output")
 
 
 def _pair(place: str, prompt: Any, completion: Any, fields: Mapping[str, Any]) -> Row | str:
@@ -290,6 +298,11 @@ def _tools_fault(tools: Any) -> str | None:
 def _options_fault(options: Any) -> str | None:
     if not isinstance(options, Mapping):
         return f"'chat_template_kwargs' is {type(options).__name__}; an object is required"
+    if reserved := sorted(TOKENIZERS_OWN & options.keys()):
+        return (
+            f"'chat_template_kwargs' has {reserved}, which the tokenizer takes and no template sees; names that the "
+            "chat template reads, such as enable_thinking, are required"
+        )
     return _unpaired_fault("chat_template_kwargs", options)
 
 

@@ -200,6 +200,11 @@ def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
         ({"conversations": [{"from": "human", "value": "x"}]}, "no message has the role 'assistant'"),
         ({"conversations": "x"}, "'conversations' is 'x'; a list of messages is required"),
         ({"instruction": "a", "output": 3}, r"message 2 \(assistant\) has int as 'content'"),
+        ({"instruction": "a", "input": 3, "output": "b"}, "'input' is int; text is required, which may be empty"),
+        (
+            {"messages": [USER, ANSWER], "chat_template_kwargs": {"max_length": 4, "truncation": True, "mood": "glad"}},
+            r"'chat_template_kwargs' has \['max_length', 'truncation'\], which the tokenizer takes",
+        ),
         ({"instruction": "a", "input": "b"}, "no field 'text', 'messages', or 'prompt' and 'completion'"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "rows of preferences are not trained on; write the prompt"),
         ({"messages": [USER, {"role": "assistant", "value": "x"}]}, r"message 2 \(assistant\) has no 'content'"),
