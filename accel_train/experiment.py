@@ -27,7 +27,7 @@ from accel_train.metrics.logs import info
 from accel_train.runtime import threads
 from accel_train.runtime.exiting import current_run
 from accel_train.runtime.main_alone import on_main
-from accel_train.train_state import Experiment, smaller_micro_batch
+from accel_train.train_state import Experiment, in_use, smaller_micro_batch
 from accel_train.training import schedules
 from accel_train.training.schedules import ScheduleConfig
 
@@ -274,7 +274,7 @@ def _open_run(
     config: ExperimentConfig, accelerator: Accelerator, fingerprint: str, length: _Length, micro_batch_size: int
 ) -> Run:
     # The run is saved with the schedule and the micro-batch that it trains with.
-    options = replace(config, schedule=length.schedule, micro_batch_size=micro_batch_size).run_options()
+    options = in_use(config, micro_batch_size, length.schedule).run_options()
     run = open_run(options, accelerator, fingerprint, length.resolved)
     # The lock is released however this run ends, so that a notebook can open the directory again.
     current_run.push(run.close)

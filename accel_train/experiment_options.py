@@ -130,7 +130,7 @@ class ExperimentConfig:
     """Options of a run. A recipe's config extends it with its model, data and objective.
 
     The one class that is extended rather than composed: flags and YAML keep short names (``--seed``, not
-    ``--run.seed``), and they mean the same in every recipe.
+    ``--run.seed``), and they mean the same in every recipe. Its checks run before a recipe's own ``__post_init__``.
     """
 
     recipe: ClassVar[Recipe] = Recipe()
@@ -339,7 +339,7 @@ class ExperimentConfig:
 
         @functools.wraps(own)
         def with_the_checks_of_every_recipe(self: ExperimentConfig) -> None:
-            # A recipe that forgets `super().__post_init__()` would switch them off in silence.
+            # A recipe that had to call them could forget to, and they would be off in silence.
             ExperimentConfig.__post_init__(self)
             own(self)
 
@@ -368,6 +368,9 @@ class ExperimentConfig:
 
     def _resolve_micro_batch(self) -> None:
         """Put a number in the place of ``auto``. Raises ``UsageError`` where nothing could reduce it."""
+        # A recipe that calls `super().__post_init__()` comes here twice.
+        if self.micro_batch_is_auto:
+            return
         if self.out_of_memory == "stop" and self.regrow_after:
             raise WithoutEffectError(
                 f"regrow_after: {self.regrow_after}: has no effect with out_of_memory: stop, which halves nothing; "

@@ -33,8 +33,6 @@ from accel_train.train_state import Experiment, TrainState
 from accel_train.training.step_guard import NonFiniteError, StepResult
 
 logger = logging.getLogger(__name__)
-SAMPLES = "samples"
-"""Name of the sum of the weights, the denominator of the other sums."""
 
 
 @contextmanager
@@ -349,13 +347,13 @@ def heldout_means(
         weight = batch["weight"]
         metrics = dict(metrics_of(prepared.model, batch))
         evaluation.require_samples(metrics, weight)
-        metrics[SAMPLES] = torch.ones_like(weight)
+        metrics[evaluation.SAMPLES] = torch.ones_like(weight)
         return {name: (values * weight).sum() for name, values in metrics.items()}
 
     with evaluation.evaluating(prepared.model, prepared.ema):
         batches = evaluation.heldout_batches(prepared.accelerator, dataset, len(dataset), batch_size)
         sums = evaluation.weighted_sums(prepared.accelerator, batches, sums_of)
-    samples = sums.pop(SAMPLES)  # less than the rows read: repeated ones have weight 0
+    samples = sums.pop(evaluation.SAMPLES)  # less than the rows read: repeated ones have weight 0
     return {f"heldout_{name}": float(total / samples) for name, total in sums.items()}
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,15 @@ def smaller_micro_batch(config: ExperimentConfig) -> out_of_memory.SmallerMicroB
     if config.out_of_memory == "stop" or config.run_options().overwrite:
         return None
     return out_of_memory.recorded(expand_path(config.output_dir), config.micro_batch_size)
+
+
+def in_use(config: ExperimentConfig, micro_batch_size: int, schedule: ScheduleConfig) -> ExperimentConfig:
+    """Return a copy of the config with the micro-batch and schedule in use. Not ``replace``: the checks in
+    ``__post_init__`` are about the values asked for, and would refuse those that the run has fallen back to."""
+    used = copy.copy(config)
+    object.__setattr__(used, "micro_batch_size", micro_batch_size)
+    object.__setattr__(used, "schedule", schedule)
+    return used
 
 
 @dataclass(frozen=True)
@@ -169,8 +179,7 @@ class Experiment:
 
     def config_in_use(self) -> dict[str, Any]:
         """Return the config as nested values, with the micro-batch and schedule in use where they differ from it."""
-        used = replace(self.config, micro_batch_size=self.micro_batch_size, schedule=self.schedule)
-        return to_tree(used)
+        return to_tree(in_use(self.config, self.micro_batch_size, self.schedule))
 
     def with_ledger(self, write_extras: Callable[[Path], None] | None) -> Callable[[Path], None]:
         """Return a function that writes the extra files of a checkpoint, and the ledger of its data."""

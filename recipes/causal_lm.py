@@ -85,7 +85,6 @@ class Config(experiment.ExperimentConfig):
     evaluation: samples.EvaluationConfig = field(default_factory=samples.EvaluationConfig)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         pretrained.refuse_adapters_without_source(self.model, self.lora)
         self.data.refuse_beside(self.model.source)
 

@@ -91,7 +91,6 @@ class Config(experiment.ExperimentConfig):
     evaluation: validation.EvaluationConfig = field(default_factory=validation.EvaluationConfig)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.lora.rank == 0:
             raise UsageError("lora.rank: 0, and this recipe trains adapters alone; give --lora.rank 16")
         self.evaluation.refuse_without_heldout(self.data)

@@ -69,7 +69,6 @@ class Config(experiment.ExperimentConfig):
     evaluation: both_ways.EvaluationConfig = field(default_factory=both_ways.EvaluationConfig)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         modes.refuse_unlearned(self.modes, self.text, self.times, self.latent)
         modes.refuse_unlearned_guidance(self.modes, self.evaluation.guidance())
 

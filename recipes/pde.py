@@ -83,7 +83,6 @@ class Config(experiment.ExperimentConfig):
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         checks.check_model(self.model, self.objective, self.checkpoints)
         checks.check_weights(self.task_weights, self.data.tasks)
 

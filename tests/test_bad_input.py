@@ -190,6 +190,7 @@ FLAGS = [
     ),
     Row("I25", "--a.b.c 1", r"--a\.b\.c: unknown option"),
     Row("I25-nearest", "--optimiser.lr 1", r"did you mean '--optimizer\.lr'\?"),
+    Row("I25-namesakes", "--lr 1", r"did you mean '--optimizer\.lr' or '--balance\.lr'\?"),
     Row(
         "I25-yaml",
         "{}/c.yaml",

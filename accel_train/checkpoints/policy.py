@@ -192,7 +192,8 @@ def due(config: CheckpointConfig, step: int, epoch: Callable[[int], float]) -> b
     # Epochs are fractions and grow with every step: save at the step that passes a multiple of `every`.
     if every <= 0:
         return False
-    return int(epoch(step) / every) > int(epoch(step - 1) / every)
+    # A step that ends on a multiple may be rounded to just below it, and the save would be a step late or be lost.
+    return int(epoch(step) / every + 1e-9) > int(epoch(step - 1) / every + 1e-9)
 
 
 def warn_about_grace(checkpoint: Checkpoint | None, config: CheckpointConfig, main: bool) -> None:

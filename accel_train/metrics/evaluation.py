@@ -17,6 +17,8 @@ from accel_train.training.ema import Ema
 from accel_train.training.parameters import widest
 
 B = TypeVar("B")
+SAMPLES = "samples"
+"""Name of the sum of the weights, the denominator of the other sums."""
 
 
 @contextmanager
@@ -95,7 +97,12 @@ def weighted_sums(
 
 
 def require_samples(metrics: Mapping[str, Tensor], weight: Tensor) -> None:
-    """Raise ``UsageError`` for metrics without one value for each sample, in the shape of ``weight`` (B,)."""
+    """Raise ``UsageError`` for metrics without one value for each sample, in the shape of ``weight`` (B,).
+
+    So does the name ``samples``, which counts them.
+    """
+    if SAMPLES in metrics:
+        raise UsageError(f"metrics_of: {SAMPLES!r} counts the samples of the evaluation; give the metric another name")
     for name, values in metrics.items():
         if values.shape != weight.shape:
             raise UsageError(

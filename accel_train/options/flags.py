@@ -293,6 +293,9 @@ def _unknown(name: str, known: Sequence[str]) -> str:
     if other is not None:
         return f" is a name of other scripts; here {in_this_recipe(other, known)}"
     meant = nearest_option(name, known)
+    namesakes = [option for option in known if option.rpartition(".")[2] == name]
+    if meant in namesakes:
+        return ": unknown option (did you mean " + " or ".join(f"'--{option}'" for option in namesakes) + "?)"
     if meant:
         return ": unknown option" + did_you_mean(f"--{meant}")
     return ": unknown option; --help all lists all"

@@ -1,12 +1,13 @@
-"""Which end of a metric is best."""
+"""Which end of a metric is best, and which steps save."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Literal
 
 import pytest
 
-from accel_train.checkpoints.policy import CheckpointConfig
+from accel_train.checkpoints.policy import CheckpointConfig, due
 from accel_train.config import UsageError
 
 
@@ -28,3 +29,11 @@ def test_a_direction_that_the_recipe_declares_must_be_that_of_the_option() -> No
         CheckpointConfig(best_metric="quality").refuse_other_direction(declared)
     with pytest.raises(UsageError, match="best_mode: max: for burgers_nrmse the recipe declares min"):
         CheckpointConfig(best_metric="burgers_nrmse", best_mode="max").refuse_other_direction(declared)
+
+
+@pytest.mark.parametrize(("every", "steps_of_an_epoch"), [(0.1, 10), (0.3, 10), (1 / 3, 9), (0.7, 10), (2.0, 7)])
+def test_no_save_by_epochs_is_lost_to_rounding(every: float, steps_of_an_epoch: int) -> None:
+    config = CheckpointConfig(save_every_epochs=every)
+    found = [step for step in range(1, 2001) if due(config, step, lambda step: step / steps_of_an_epoch)]
+    exact = Fraction(every).limit_denominator(100) * steps_of_an_epoch
+    assert found == [step for step in range(1, 2001) if step // exact > (step - 1) // exact]

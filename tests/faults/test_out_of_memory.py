@@ -27,7 +27,7 @@ from accel_train.runtime.exiting import StartAgain
 from accel_train.speed import out_of_memory
 from accel_train.store import commit, failpoints, manifest
 from accel_train.store.names import MICRO_BATCH_FILE
-from accel_train.train_state import double_micro_batch
+from accel_train.train_state import double_micro_batch, in_use
 from accel_train.watching.html_report.events import events_of
 from tests import compiling, zygote
 from tests.distributed.launching import LAUNCH_FILES, ROOT, SMALL, environment
@@ -322,6 +322,26 @@ def test_auto_follows_the_flags_and_the_processes(tmp_path: Path, monkeypatch: p
         size("--micro_batch_size", "5", "--out_of_memory", "stop", "--regrow_after", "3")
     with pytest.raises(UsageError, match="micro_batch_size"):
         size("--micro_batch_size", "automatic")
+
+
+@pytest.mark.slow  # of the config alone, below
+def test_a_run_that_has_halved_to_one_sample_starts_again(tmp_path: Path) -> None:
+    """A check of what was asked for refuses to let a micro-batch of one grow."""
+    directory = tmp_path / "run"
+    done = run(directory, "--regrow_after", "50", "--micro_batch_size", "4", ROOM="1", ROOM_FROM="2")
+    assert done.returncode == 0, done.stdout
+    assert sizes_of_starts(directory) == [4, 2, 1]
+
+
+def test_checks_of_what_was_asked_for_are_not_of_what_is_in_use(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Config(ExperimentConfig):
+        extra: int = 0
+
+    config = Config(output_dir=str(tmp_path), global_batch_size=4, micro_batch_size=2, regrow_after=3, max_steps=2)
+    used = in_use(config, 1, config.schedule)
+    assert (used.micro_batch_size, used.regrow_after, config.micro_batch_size) == (1, 3, 2)
+    assert type(used) is Config
 
 
 @pytest.mark.slow

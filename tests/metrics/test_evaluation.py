@@ -63,6 +63,8 @@ def test_a_heldout_metric_without_a_value_for_each_sample_is_refused(
     assert found == {"heldout_loss": pytest.approx(whole_mean(model), rel=1e-6)}
     with pytest.raises(UsageError, match=rf"metrics_of: 'loss' has shape {re.escape(str(shape))}, and one .* 5 samp"):
         heldout_means(prepared, Drawn(), 5, lambda model, batch: {"loss": torch.ones(shape)})
+    with pytest.raises(UsageError, match="metrics_of: 'samples' counts the samples"):
+        heldout_means(prepared, Drawn(), 5, lambda model, batch: {"samples": batch["weight"]})
 
 
 def ema_of(accelerator: Accelerator, model: nn.Module) -> Ema:

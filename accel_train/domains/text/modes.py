@@ -70,8 +70,6 @@ class ModeConfig:
     """Coefficient of the latent loss. The text loss has 1."""
 
     def __post_init__(self) -> None:
-        if self.mode == "mixed" and sum(self.weights) == 0:
-            raise UsageError("weights 0 0 0: at least one mode needs a weight above 0; give for example 1 1 1")
         if (self.mode == "sequential") != bool(self.phases):
             raise UsageError(
                 f"mode {self.mode} with phases {list(self.phases)}: sequential needs phases and the other modes read "
@@ -79,16 +77,21 @@ class ModeConfig:
             )
         # Parsed here as well, so that a wrong phase is an error before the data is read.
         refuse_random_conditions(self.parsed())
+        has_mixed = self.mode == "mixed" or any(phase.mode == "mixed" for phase in self.parsed())
+        if has_mixed and sum(self.weights) == 0:
+            raise UsageError("modes.weights 0 0 0: at least one mode needs a weight above 0; give for example 1 1 1")
         self._refuse_unread()
 
     def drawn(self) -> set[Mode]:
         """Return the modes that steps of a run can have."""
-        phases = self.parsed() or [phase_of_step(self, 0)]
-        modes: set[Mode] = {mode for phase in phases for mode in phase.modes}
-        if all(phase.mode == "mixed" for phase in phases):
-            # A weight of 0 is never drawn.
-            modes = {mode for mode, weight in zip(MODES, self.weights, strict=True) if weight}
-        return modes
+        drawn: set[Mode] = set()
+        for phase in self.parsed() or [phase_of_step(self, 0)]:
+            if phase.mode == "mixed":
+                # A weight of 0 is never drawn.
+                drawn |= {mode for mode, weight in zip(MODES, self.weights, strict=True) if weight}
+            else:
+                drawn.add(phase.mode)
+        return drawn
 
     def describe(self) -> str:
         """Return the option that decides the modes, with its value."""
@@ -213,14 +216,9 @@ def learned_conditions(config: ModeConfig) -> set[Part]:
     Unconditional steps teach both, because each modality then has a time of its own, which may be 0.
     """
     learned: set[Part] = set()
-    for phase in config.parsed() or [phase_of_step(config, 0)]:
-        weights = dict(zip(MODES, config.weights, strict=True))
-        for mode in phase.modes:
-            condition = CONDITION[mode]
-            if phase.mode == "mixed" and not weights[mode]:
-                # A mode with weight 0 is never drawn.
-                continue
-            learned |= {"text", "latent"} if condition is None else {condition}
+    for mode in config.drawn():
+        condition = CONDITION[mode]
+        learned |= {"text", "latent"} if condition is None else {condition}
     return learned
 
 

@@ -49,6 +49,7 @@ def test_phases_follow_each_other_and_start_again() -> None:
     ("options", "message"),
     [
         ({"weights": (0, 0, 0)}, "at least one mode"),
+        ({"mode": "sequential", "phases": ("l2t:2", "mixed:2"), "weights": (0, 0, 0)}, "at least one mode"),
         ({"mode": "sequential"}, "sequential needs phases"),
         ({"phases": ("l2t:3",)}, "the other modes read none"),
         ({"mode": "sequential", "phases": ("l2t",)}, "MODE:STEPS"),
@@ -86,6 +87,11 @@ def test_refusals(options: dict[str, object], message: str) -> None:
         ({"conditioning_dropout": 0.0, "mode": "mixed"}, True),  # by its unconditional steps
         ({"conditioning_dropout": 0.0, "mode": "t2l"}, False),
         ({"conditioning_dropout": 0.0, "mode": "mixed", "weights": (0.0, 1.0, 1.0)}, False),
+        # Beside a phase of a mode of its own, too, a weight of 0 is never drawn.
+        (
+            {"conditioning_dropout": 0.0, "mode": "sequential", "phases": ("mixed:9", "t2l:9"), "weights": (0, 0, 1)},
+            False,
+        ),
     ],
 )
 def test_guidance_needs_a_model_that_has_been_without_its_condition(options: dict[str, Any], is_learned: bool) -> None:
