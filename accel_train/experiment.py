@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from accel_train.checkpoints.opening import kept, open_run
+from accel_train.checkpoints.opening import open_run, values_of_first_start
 from accel_train.checkpoints.policy import refuse_unknown_metric
 from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError, expand_path, origin_of
@@ -36,23 +36,6 @@ COUNTABLE = 2**53
 """Most samples that a run may read: beyond it a float does not represent every integer."""
 SHORTENED = {"schedule.warmup": "warmup_steps", "schedule.cycle": "cycle_steps"}
 """Keys in ``resolved`` of a run with a shortened warm-up or first cycle: the steps asked for, and the steps used."""
-
-
-class Lengths(NamedTuple):
-    """Optimizer steps of a run, and its schedule with their number."""
-
-    max_steps: int
-    decay_steps: int
-    schedule: ScheduleConfig
-
-
-def lengths(config: ExperimentConfig, accelerator: Accelerator, dataset_size: int) -> Lengths:
-    """Return the length of the run and of its schedule. Collective. Raises ``UsageError``.
-
-    The schedule is that of the first start that trained.
-    """
-    length = _resolve_length(config, accelerator, dataset_size)
-    return Lengths(length.max_steps, length.resolved["schedule.decay_steps"], length.schedule)
 
 
 def _max_steps(config: ExperimentConfig, dataset_size: int) -> int:
@@ -102,7 +85,7 @@ def _schedule(config: ExperimentConfig, earlier: Mapping[str, Any], steps: int) 
     return schedules.shortened(schedule, steps, free)
 
 
-class _Length(NamedTuple):
+class RunLength(NamedTuple):
     """Length and schedule of a run, as resolved by this start."""
 
     max_steps: int
@@ -112,14 +95,23 @@ class _Length(NamedTuple):
     notices: list[str]
 
     @property
+    def decay_steps(self) -> int:
+        """Length of the schedule."""
+        return self.resolved["schedule.decay_steps"]
+
+    @property
     def kept_flags(self) -> str:
         """Flags of shortened options, for a command with another ``decay_steps``: those of the file may not fit it."""
         shortened = {name: self.resolved[key] for key, name in SHORTENED.items() if key in self.resolved}
         return "".join(f" --schedule.{name} {used}" for name, (_, used) in shortened.items())
 
 
-def _resolve_length(config: ExperimentConfig, accelerator: Accelerator, dataset_size: int) -> _Length:
-    earlier = on_main(accelerator, lambda: kept(config.run_options()))
+def resolve_length(config: ExperimentConfig, accelerator: Accelerator, dataset_size: int) -> RunLength:
+    """Return the length of the run and of its schedule, of which the first start that trained decides some values.
+
+    Collective. Raises ``UsageError``.
+    """
+    earlier = on_main(accelerator, lambda: values_of_first_start(config.run_options()))
     max_steps = _max_steps(config, dataset_size)
     decay_steps = _decay_steps(config, earlier, max_steps)
     schedule = _schedule(config, earlier, decay_steps)
@@ -138,7 +130,7 @@ def _resolve_length(config: ExperimentConfig, accelerator: Accelerator, dataset_
             f"schedule.{name}: {asked} is more than fits into {where}: shortened to {used}; to choose the number "
             f"yourself, give --schedule.{name}"
         )
-    return _Length(max_steps, schedule, resolved, notices)
+    return RunLength(max_steps, schedule, resolved, notices)
 
 
 def late_evaluation(config: ExperimentConfig, max_steps: int) -> list[str]:
@@ -220,7 +212,7 @@ def open_experiment(
         gates.refuse_unknown_gates(metrics)
     log_findings(config, accelerator, "data", dataset_size=dataset_size)
     # Only now, because the length of an epoch needs the data.
-    length = _resolve_length(config, accelerator, dataset_size)
+    length = resolve_length(config, accelerator, dataset_size)
     max_steps = length.max_steps
     config.profile.refuse_beyond(max_steps)
     micro_batch_size, size_notices = _agree_on_micro_batch(config, accelerator)
@@ -271,7 +263,7 @@ def _agree_on_micro_batch(config: ExperimentConfig, accelerator: Accelerator) ->
 
 
 def _open_run(
-    config: ExperimentConfig, accelerator: Accelerator, fingerprint: str, length: _Length, micro_batch_size: int
+    config: ExperimentConfig, accelerator: Accelerator, fingerprint: str, length: RunLength, micro_batch_size: int
 ) -> Run:
     # The run is saved with the schedule and the micro-batch that it trains with.
     options = in_use(config, micro_batch_size, length.schedule).run_options()

@@ -113,8 +113,8 @@ def _reread_after_growth(
 ) -> Generator[StepBatches]:
     """Yield the steps. After one that changes the batch size, read again: prefetched batches have the old size."""
     opened = training.opened
-    changes = len(opened.run.grown)
     while True:
+        changes = len(opened.run.grown)
         with closing(steps):
             for batches in steps:
                 yield batches
@@ -122,7 +122,6 @@ def _reread_after_growth(
                     break
             else:
                 return
-        changes = len(opened.run.grown)
         steps = read(training)
 
 
@@ -160,12 +159,12 @@ class Training:
     stopped: bool = False
     """The run was asked to stop, and its work is saved."""
     measure: Callable[[StepResult], None] | None = None
-    """Takes the result of each step, which then moves nothing: no update, no record, no save, no evaluation."""
+    """If set, takes the result of each step, which then changes nothing: no update, record, save or evaluation."""
     _ended: bool = False
     part: Part = "step"
     """What the loop is doing, and after an error what it was doing."""
-    evaluation_remedy: str | None = None
-    """How to run the evaluation after the last step that a stop interrupted: what follows "start". None: not owed."""
+    rerun_hint: str | None = None
+    """How to run the final evaluation that a stop interrupted, as in "start ...". None: none is owed."""
     _result: StepResult | None = None
     _metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of an evaluation after the current step."""
@@ -285,9 +284,9 @@ class Training:
             return
         if not self.opened.config.checkpoints.save_state:
             # From weights alone no start resumes.
-            self.evaluation_remedy = "again with --evaluate_only"
+            self.rerun_hint = "again with --evaluate_only"
             return
-        self.evaluation_remedy = "the same command again"
+        self.rerun_hint = "the same command again"
         # Before the saver's last exchange with the others, which may end the launcher once they have left.
         if self.opened.accelerator.is_main_process:
             self.opened.run.owe_evaluation(self.done)
@@ -384,8 +383,8 @@ def finish(training: Training) -> int:
     if training.stopped and step >= opened.max_steps:
         info(logger, f"stopped after the last step, {step}, which is saved (exit code 75)")
         # Only the wait for the Hub may have been interrupted, after the evaluation.
-        if training.evaluation_remedy is not None:
-            info(logger, f"start {training.evaluation_remedy} to evaluate it")
+        if training.rerun_hint is not None:
+            info(logger, f"start {training.rerun_hint} to evaluate it")
         return EXIT_PREEMPTED
     if opened.run.owes_evaluation and opened.accelerator.is_main_process:
         # A recipe that asks for `config.evaluate_only` alone has come here without a step.

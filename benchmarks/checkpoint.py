@@ -60,9 +60,9 @@ class State:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything by name, live."""
-        view = self.average.view
+        view = self.average.shards
         found = {f"model.{n}": view.master(n) for n in view.parameters}
-        found |= {f"ema.{n}": t for n, t in self.average.shards.items()}
+        found |= {f"ema.{n}": t for n, t in self.average.averages.items()}
         for key in ("exp_avg", "exp_avg_sq"):
             found |= {f"{key}.{n}": view.state(n, key) for n in view.parameters}
         return found

@@ -232,9 +232,9 @@ class Ours:
         for name in held:
             delattr(self.inner, name)
         parameters = list(self.model.parameters())
-        masters = [self.average.view.master(name) for name in self.average.shards]
-        averages = list(self.average.shards.values())
-        along = {self.average.view.parameters[name]: shard for name, shard in self.average.shards.items()}
+        masters = [self.average.shards.master(name) for name in self.average.averages]
+        averages = list(self.average.averages.values())
+        along = {self.average.shards.parameters[name]: shard for name, shard in self.average.averages.items()}
 
         def update() -> None:
             torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)

@@ -209,7 +209,7 @@ class Training:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that is saved, by name, live."""
-        view = self.average.view
+        view = self.average.shards
         found = {f"model.{n}": view.master(n) for n in view.parameters}
         for key in ("exp_avg", "exp_avg_sq"):
             found |= {f"{key}.{n}": view.state(n, key) for n in view.parameters}

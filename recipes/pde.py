@@ -179,8 +179,8 @@ def main(argv: Sequence[str]) -> int:
     data = startup.prepare_data(accelerator, preparing)
     order = task_sampler.TaskSampler(data.train.sizes, config.global_batch_size, config.seed, config.task_weights)
     checks.check_tasks(config, data.tasks, data.strides, operator_learning.trained_terms(config.objective, data.tasks))
-    lengths = experiment.lengths(config, accelerator, len(data.train))
-    stages = checks.check_stages(config.objective, lengths.schedule, lengths.max_steps, lengths.decay_steps)
+    length = experiment.resolve_length(config, accelerator, len(data.train))
+    stages = checks.check_stages(config.objective, length.schedule, length.max_steps, length.decay_steps)
     opened = experiment.open_on_data(
         config,
         accelerator,

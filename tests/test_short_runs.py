@@ -52,7 +52,7 @@ def test_more_epochs_than_can_be_counted_are_refused(accelerator: Accelerator, t
     with pytest.raises(
         UsageError, match=r"max_epochs: 1e\+308: over 1,000 samples, .* give fewer epochs, or max_steps"
     ):
-        experiment._resolve_length(config, accelerator, SAMPLES)
+        experiment.resolve_length(config, accelerator, SAMPLES)
 
 
 @pytest.mark.parametrize(("recipe", "name", "length"), CASES, ids=[f"{name} {length}" for _, name, length in CASES])
@@ -61,7 +61,7 @@ def test_a_shipped_preset_runs_for_a_few_steps(
 ) -> None:
     full = load_config(recipe.Config, [name], presets=PRESETS).config
     config = loaded(recipe, name, length, tmp_path)
-    found = experiment._resolve_length(config, accelerator, SAMPLES)
+    found = experiment.resolve_length(config, accelerator, SAMPLES)
     option, value = length.removeprefix("--").split()
     assert getattr(config, option) == float(value)
     assert found.max_steps == (int(value) if option == "max_steps" else max(1, -(-10 // config.global_batch_size)))
@@ -77,10 +77,9 @@ def test_a_shipped_preset_runs_for_a_few_steps(
     assert (f"{other}: {was} of {name} gives way to {length.split()[0]} " in said) == (was is not None)
     assert len(found.notices) == (used != asked) + (was is not None)
 
-    lengths = experiment.lengths(config, accelerator, SAMPLES)
-    assert lengths == (found.max_steps, found.max_steps, found.schedule)
+    assert found.decay_steps == found.max_steps
     if recipe is pde:
-        check_stages(config.objective, lengths.schedule, lengths.max_steps, lengths.decay_steps)
+        check_stages(config.objective, found.schedule, found.max_steps, found.decay_steps)
 
 
 @pytest.mark.parametrize("flags", ["", " --schedule.decay_steps 300", " --schedule.decay_steps 300 --max_steps 400"])
@@ -92,7 +91,7 @@ def test_a_resume_keeps_the_shortened_warm_up(
     monkeypatch.setattr(experiment, "kept", lambda _: kept)
     config = loaded(mmdit, "demo", f"--max_steps 300{flags}", tmp_path)
     assert config.schedule.warmup_steps == 20
-    found = experiment._resolve_length(config, accelerator, SAMPLES)
+    found = experiment.resolve_length(config, accelerator, SAMPLES)
     assert found.schedule.warmup_steps == 0
     assert found.kept_flags == " --schedule.warmup_steps 0"
     (said,) = [notice for notice in found.notices if "warmup_steps" in notice]
@@ -103,7 +102,7 @@ def test_a_resume_keeps_the_shortened_warm_up(
     assert f"{found.kept_flags} and --allow" in remedy_when_finished(found.schedule, 6, 6, found.kept_flags)
     # With the flag it is what the first start has used, and nothing was shortened.
     asked = loaded(mmdit, "demo", f"--max_steps 300{flags}{found.kept_flags}", tmp_path)
-    again = experiment._resolve_length(asked, accelerator, SAMPLES)
+    again = experiment.resolve_length(asked, accelerator, SAMPLES)
     assert again.schedule.warmup_steps == 0
     assert again.kept_flags == ""
 
@@ -111,7 +110,7 @@ def test_a_resume_keeps_the_shortened_warm_up(
 def test_a_warm_up_of_the_file_that_sets_the_epochs_fits_few_data(accelerator: Accelerator, tmp_path: Path) -> None:
     """Its author cannot know how many steps they are; who gives the warm-up on the command line can."""
     config = loaded(causal_lm, "causal_lm_tune", "", tmp_path)
-    found = experiment._resolve_length(config, accelerator, 60)
+    found = experiment.resolve_length(config, accelerator, 60)
     assert (config.max_epochs, found.max_steps, found.schedule.warmup_steps) == (2, 4, 0)
     (said,) = [notice for notice in found.notices if "warmup_steps" in notice]
     assert (
@@ -119,7 +118,7 @@ def test_a_warm_up_of_the_file_that_sets_the_epochs_fits_few_data(accelerator: A
     )
     asked = loaded(causal_lm, "causal_lm_tune", "--schedule.warmup_steps 20", tmp_path)
     with pytest.raises(UsageError, match=r"schedule.warmup_steps=20: must not be more than max_epochs=2 \(4 steps\)"):
-        experiment._resolve_length(asked, accelerator, 60)
+        experiment.resolve_length(asked, accelerator, 60)
 
 
 @pytest.mark.parametrize("length", [SHORT, *OTHERS])

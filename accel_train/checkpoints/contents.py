@@ -63,7 +63,7 @@ def collections(
 
     def read_average(name: str) -> Tensor:
         # Asked for at each save, because the average of a schedule-free optimizer is computed on demand.
-        return ema.shards[name]
+        return ema.averages[name]
 
     found = [_weights(shards, precision, saved)]
     if ema.is_on:
@@ -86,7 +86,7 @@ def plan(shards: Shards, collections: Sequence[Collection], saved: Sequence[str]
 
 def plan_after_a_step(ema: Ema, config: CheckpointConfig, run: Run, world_size: int) -> planning.Plan:
     """Return the plan of a save once the optimizer has state."""
-    shards = ema.view
+    shards = ema.shards
     keys = shards.state_names() if config.save_state else {}
     saved = saved_names(shards, run)
     return plan(shards, collections(shards, ema, config, keys, saved), saved, world_size)
@@ -173,8 +173,8 @@ def texts(
     health = ema.guard.state()
     numbers: Mapping[str, Any] = {}
     if step > 0:  # without a step there is no state yet
-        numbers = ema.view.numbers()
-    loss_scale = read_loss_scale(accelerator, ema.view.model)
+        numbers = ema.shards.numbers()
+    loss_scale = read_loss_scale(accelerator, ema.shards.model)
     if config.save_state:
         # The optimizer has not counted the steps that were left out.
         left_out = int(health.get("skipped", 0)) + int(health.get("without_samples", 0))

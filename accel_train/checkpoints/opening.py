@@ -301,7 +301,7 @@ def _is_used(directory: Path) -> bool:
     return bool(refused.find_saved(directory) or set_aside(directory))
 
 
-def kept(options: RunOptions) -> Mapping[str, Any]:
+def values_of_first_start(options: RunOptions) -> Mapping[str, Any]:
     """Return the values derived by an earlier start and kept by this one, such as ``schedule.decay_steps``.
 
     They come from the run in ``output_dir``, else from the checkpoint named by ``resume``. A start from step 0 has

@@ -157,7 +157,7 @@ def _restore(checkpoint: Checkpoint, accelerator: Accelerator, shards: Shards, e
     if numbers:
         # After `set_step`: an optimizer of the user's own has its step counts among its numbers.
         shards.set_numbers(numbers)
-    if ema is not None and ema.shards:
+    if ema is not None and ema.averages:
         _restore_ema(checkpoint, shards, ema, exact=exact, exact_ema=exact_ema)
     if has_state:
         trainer_state = checkpoint.json("trainer_state.json")
@@ -217,7 +217,7 @@ def _restore_ema(
     if not weight_map:
         weight_map = _weight_map(checkpoint, "ema" if has_ema else "model", shards)
     for name, whole in _read_tensors(checkpoint, weight_map):
-        ema.shards[name].copy_(shards.shard_of(name, whole))
+        ema.averages[name].copy_(shards.shard_of(name, whole))
 
 
 def _refuse_foreign_state(

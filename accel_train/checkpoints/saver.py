@@ -67,11 +67,11 @@ class Saver:
         on_commit: Callable[[Checkpoint], None] = lambda _: None,
     ) -> None:
         # At the start, and not hours later at the first save.
-        contents.refuse_unsavable(ema.view, run)
+        contents.refuse_unsavable(ema.shards, run)
         self._accelerator = accelerator
         self._run = run
         self._config = config
-        self._shards = ema.view
+        self._shards = ema.shards
         self._ema = ema
         self._write_extras = write_extras
         self._epoch = epoch

@@ -31,7 +31,7 @@ def evaluating(model: nn.Module, ema: Ema) -> Generator[None]:
     model.eval()
     try:
         # Metrics must not depend on the rank whose running statistics are used.
-        ema.view.agree_on_buffers()
+        ema.shards.agree_on_buffers()
         with ema.applied(), torch.no_grad():
             yield
     finally:

@@ -44,7 +44,7 @@ class MemoryReport:
         self._gradients = Held()
         self._rest = 0
         """Bytes of the peak before the update that no category explains."""
-        self._watch: Any = ema.view.optimizer.register_step_pre_hook(lambda *_: self._before_update())
+        self._watch: Any = ema.shards.optimizer.register_step_pre_hook(lambda *_: self._before_update())
 
     def first_step(self, log: Recorder, step: int) -> None:
         """Write the event ``memory`` after the first step. Later calls do nothing."""
@@ -76,7 +76,7 @@ class MemoryReport:
     def _before_update(self) -> None:
         """Count gradients where they are complete. ZeRO-1 and -2 step one group after the other: the largest counts."""
         with _harmless():
-            self._gradients.raise_to(held_gradients(self._ema.view, self._device))
+            self._gradients.raise_to(held_gradients(self._ema.shards, self._device))
             if self._device.type == "cuda":
                 # The optimizer makes its state only now, so the activations had no more than the rest of this peak.
                 peak = torch.cuda.max_memory_allocated(self._device)

@@ -200,7 +200,7 @@ def build_reports(opened: Experiment, prepared: TrainState) -> Reports:
     )
     by_sample = opened.run.directory if config.log.per_sample else None
     losses = SampleLosses(accelerator, config.recipe.timesteps, by_sample, opened.start_step)
-    norms = PartNorms(accelerator, prepared.ema.view, config.log.grad_norms, ratios=config.log.update_ratios)
+    norms = PartNorms(accelerator, prepared.ema.shards, config.log.grad_norms, ratios=config.log.update_ratios)
     info(logger, *norms.notices)
     gpu = None
     if accelerator.is_main_process and accelerator.device.type == "cuda":
@@ -211,7 +211,7 @@ def build_reports(opened: Experiment, prepared: TrainState) -> Reports:
         opened=opened,
         run_info=prepared.run_info,
         guard=prepared.guard,
-        weights=prepared.ema.view,
+        weights=prepared.ema.shards,
         log=log,
         throughput=throughput,
         losses=losses,

@@ -226,12 +226,12 @@ class Ledger(TorchDispatchMode):
                 held[category] += event.after - event.before
             yield number, held
 
-    def peak_in_blocks(self, block: int = BLOCK) -> int:
+    def peak_in_blocks(self) -> int:
         """Return the peak if each storage takes a whole number of blocks."""
         total = most = 0
         for event in self.events:
             if category_of(event.record) != HOST:
-                total += _rounded(event.after, block) - _rounded(event.before, block)
+                total += _rounded(event.after, BLOCK) - _rounded(event.before, BLOCK)
             most = max(most, total)
         return most
 

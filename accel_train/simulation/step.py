@@ -232,7 +232,7 @@ class Steps:
                     yield first
         else:
             # Optimizers allocate their state in their first step. Counted is one in the middle of a run.
-            self._prepared.ema.view.create_state()
+            self._prepared.ema.shards.create_state()
         counter = StepCounter(self._prepared)
         with counter.recording(self._batches, buckets):
             yield self._batches
@@ -352,7 +352,7 @@ class StepCounter:
         yield Kept(ledgers.PARAMETERS, False, list(model.parameters()))
         yield Kept(ledgers.BUFFERS, False, list(model.buffers()))
         yield Kept(ledgers.OPTIMIZER, False, [value for value in state if isinstance(value, Tensor)])
-        yield Kept(ledgers.EMA, False, list(self._prepared.ema.shards.values()))
+        yield Kept(ledgers.EMA, False, list(self._prepared.ema.averages.values()))
         yield Kept(ledgers.GRADIENTS, False, list(buckets))
 
     def _mark(self, held: Iterable[Kept]) -> None:

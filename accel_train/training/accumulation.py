@@ -257,7 +257,7 @@ class GradientWindow:
     def _backward_of_sum(self, terms: list[Tensor]) -> None:
         loss = torch.stack([term * factor for term, factor in zip(terms, self._factors, strict=True)]).sum()
         # ZeRO's engine steps right after this backward, so the losses must be known before it.
-        if self._is_last and self._zero_stage > 0 and self.guard.refuses(self._evidence(None)):
+        if self._is_last and self._zero_stage > 0 and self.guard.discards(self._evidence(None)):
             # The engine discards a step by itself if its gradient is not finite. This makes sure that it is not: a loss
             # can be NaN in a part that has no gradient.
             loss = loss * math.nan

@@ -12,6 +12,7 @@ import torch
 from accel_train.config import FractionBelowOne, UsageError
 from accel_train.training.optimizer_choice import averages_weights
 from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
+from accel_train.training.parameters import unwrapped
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepGuard
 from accel_train.wording import shortened
@@ -37,7 +38,7 @@ class Ema:
     def __init__(self, config: EmaConfig, shards: Shards, guard: StepGuard | None = None) -> None:
         self.config = config
         self.guard = guard or StepGuard()
-        self.view = shards
+        self.shards = shards
         """The averaged parameters, with their optimizer's state."""
         self._shards: dict[str, torch.Tensor] = {}
         if self.is_on:
@@ -60,12 +61,12 @@ class Ema:
         return self.config.decay > 0
 
     @property
-    def shards(self) -> dict[str, torch.Tensor]:
+    def averages(self) -> dict[str, torch.Tensor]:
         """EMA by parameter name, this rank's shard."""
         return self._shards
 
     def held(self) -> list[torch.Tensor]:
-        """Return its tensors as they are, for their size: ``shards`` may have to compute them first."""
+        """Return its tensors as they are, for their size: ``averages`` may have to compute them first."""
         return list(self._shards.values())
 
     def update(self, step: int) -> None:
@@ -94,7 +95,7 @@ class Ema:
             return
         self._announced_step = step
         averages: dict[torch.Tensor, torch.Tensor] = {
-            self.view.parameters[name]: shard for name, shard in self._shards.items()
+            self.shards.parameters[name]: shard for name, shard in self._shards.items()
         }
         self._fused.average_next(averages, 1 - decay_at(self.config.decay, step))
 
@@ -113,7 +114,7 @@ class Ema:
 
     def _move(self, step: int) -> None:
         # Asked for in every step, because FSDP2 and DeepSpeed may replace the tensors behind the names.
-        masters = [self.view.master(name) for name in self._shards]
+        masters = [self.shards.master(name) for name in self._shards]
         decay = decay_at(self.config.decay, step)
         # None unless the device may leave out this very step, which the host then does not know.
         weight_of_step = self.guard.weight_of_step
@@ -144,18 +145,18 @@ class Ema:
         if not self.is_on:
             yield
             return
-        averages = self.shards
+        averages = self.averages
         # Under DDP and FSDP2 the forward uses the master weights themselves, and `show` overwrites them.
-        trained = {name: self.view.master(name).clone() for name in averages}
-        self.view.show(averages)
+        trained = {name: self.shards.master(name).clone() for name in averages}
+        self.shards.show(averages)
         try:
             yield
         except Exception:
-            self._is_left = not self.view.shows_alone
+            self._is_left = not self.shards.shows_alone
             raise
         finally:
             if not self._is_left:
-                self.view.show(trained)
+                self.shards.show(trained)
 
 
 class OptimizerAverage(Ema):
@@ -181,7 +182,7 @@ class OptimizerAverage(Ema):
         self._is_stale = True
 
     @property
-    def shards(self) -> dict[str, torch.Tensor]:
+    def averages(self) -> dict[str, torch.Tensor]:
         if self._is_stale:
             self._read_average()
             # A restored average stays until the next step: without optimizer state it could not be computed.
@@ -190,7 +191,7 @@ class OptimizerAverage(Ema):
 
     @torch.no_grad()
     def _read_average(self) -> None:
-        masters = {name: self.view.master(name) for name in self._shards}
+        masters = {name: self.shards.master(name) for name in self._shards}
         trained = {name: master.clone() for name, master in masters.items()}
         # `eval` writes the average over the trained weights, in place, and from there it is copied.
         self._optimizer.eval()
@@ -208,7 +209,7 @@ def build_ema(config: EmaConfig, shards: Shards, guard: StepGuard, optimizer: An
     Raises ``UsageError`` for an EMA beside such an average, because a checkpoint has one of them.
     """
     # Accelerate's wrapper has both methods whether its optimizer has them or not.
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = unwrapped(optimizer)
     if not averages_weights(inner):
         return Ema(config, shards, guard)
     if config.decay > 0:

@@ -148,6 +148,11 @@ def widest(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.device.type == "mps" else tensor.double()
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside of Accelerate's wrapper, and any other as it is."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
 def summed(values: Tensor) -> Tensor:
     """Sum over the samples of a micro-batch, unless it is one already, in fp32 at least: bf16 does not count to 257."""
     if values.is_floating_point() and values.itemsize < 4:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_train.training.optimizer_classes import eight_bit
-from accel_train.training.parameters import ParamGroup
+from accel_train.training.parameters import ParamGroup, unwrapped
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -74,7 +74,7 @@ def sharding_of(model: Any, module: nn.Module, first: nn.Parameter, optimizer: A
         return ZeroStage3(model)
     if hasattr(model, "zero_optimization_stage"):
         return ZeroStage12(model)
-    innermost: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's wrapper
+    innermost: torch.optim.Optimizer = unwrapped(optimizer)
     if isinstance(first, DTensor):
         return DTensors(module, innermost)
     return WholeTensors(innermost)

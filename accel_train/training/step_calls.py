@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from accel_train.training.parameters import local_of
+from accel_train.training.parameters import local_of, unwrapped
 
 if TYPE_CHECKING:
     from accel_train.training.step_guard import StepResult
@@ -17,11 +17,6 @@ REQUIRED = ("training.report", "training.save_if_due")
 
 _FACTOR = "_accel_train_learning_rate_factor"
 """Attribute of an optimizer: the factor of its learning rates in the present step, None until it is set."""
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside of Accelerate's wrapper, and any other as it is."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def note_learning_rates(optimizer: Any, factor: float) -> None:

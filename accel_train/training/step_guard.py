@@ -23,6 +23,7 @@ from accel_train.training.health.evidence import BadStep, Evidence, NonFiniteErr
 from accel_train.training.health.history import History
 from accel_train.training.health.options import HealthConfig
 from accel_train.training.health.spikes import Spikes
+from accel_train.training.parameters import unwrapped
 
 if TYPE_CHECKING:
     from accel_train.training.feedback.balance import LossBalance
@@ -72,16 +73,16 @@ class StepGuard:
         """(2,) of each unread step: not finite, spike."""
         self._error: NonFiniteError | None = None
         if self.on_device:
-            self.found = torch.zeros((), device=device)
-            self.scale = torch.ones((), device=device)
+            self.found_inf = torch.zeros((), device=device)
+            self.grad_scale = torch.ones((), device=device)
             self._one = torch.ones((), device=device)
-            self._non_finite = self.found
+            self._non_finite = self.found_inf
             if config.skips_spikes:
                 # Apart, because a spike stops its own step only.
                 self._non_finite = torch.zeros((), device=device)
             # Attributes read by torch's fused optimizers, as set by ``GradScaler.step``.
-            optimizer.found_inf = self.found
-            optimizer.grad_scale = self.scale
+            optimizer.found_inf = self.found_inf
+            optimizer.grad_scale = self.grad_scale
 
     def watch(self, evidence: Evidence, norm: Tensor, max_grad_norm: float) -> float | None:
         """Decide about one step, before the optimizer's. Returns the norm, or None where it is on the device only.
@@ -118,7 +119,7 @@ class StepGuard:
         """Return the norm for the median: of a spike that is clipped, the norm that is left of it."""
         return norm if usual is None or not self.config.clips_spikes else torch.minimum(norm, usual)
 
-    def refuses(self, evidence: Evidence) -> bool:
+    def discards(self, evidence: Evidence) -> bool:
         """Return True if this step's losses are bad and it is to be left out. For engines that step in the backward.
 
         Waits for the device. Raises ``NonFiniteError`` if the run is to stop. ``watch`` still has to follow.
@@ -153,20 +154,20 @@ class StepGuard:
         check_and_unscale(evidence.must_be_finite(norm), self._non_finite, self._one)  # a scale of 1 changes neither
         spike = evidence.spike
         if spike is not None and self.config.skips_spikes:
-            torch.maximum(self._non_finite, spike, out=self.found)
+            torch.maximum(self._non_finite, spike, out=self.found_inf)
         # The optimizer divides by it, and by 1 where the norm is below the limit.
         if usual is not None and self.config.clips_spikes:
-            torch.maximum(norm / usual.clamp(max=max_grad_norm or math.inf), self._one, out=self.scale)
+            torch.maximum(norm / usual.clamp(max=max_grad_norm or math.inf), self._one, out=self.grad_scale)
         elif max_grad_norm > 0:
-            torch.maximum(norm / constant(max_grad_norm, norm.device, norm.dtype), self._one, out=self.scale)
+            torch.maximum(norm / constant(max_grad_norm, norm.device, norm.dtype), self._one, out=self.grad_scale)
         else:
-            self.scale.fill_(1.0)
+            self.grad_scale.fill_(1.0)
         if self._spikes is not None:
-            self._spikes.add(self._trained_norm(norm, usual), trained=1 - self.found)
+            self._spikes.add(self._trained_norm(norm, usual), trained=1 - self.found_inf)
         self._unread.append(evidence)
         if self._judges_each:
             # Stacking copies them: the flags are overwritten by the next step.
-            second = torch.zeros_like(self.found) if spike is None else spike
+            second = torch.zeros_like(self.found_inf) if spike is None else spike
             self._verdicts.append(torch.stack([self._non_finite, second]))
 
     @property
@@ -196,7 +197,7 @@ class StepGuard:
     def _read(self, unread: list[Evidence], verdicts: list[Tensor]) -> None:
         if not self._judges_each:
             # One flag tells of all steps: most often there is nothing to examine.
-            if bool(self.found):
+            if bool(self.found_inf):
                 for evidence in unread:
                     self._note(evidence.examine().bad)
             return
@@ -207,12 +208,12 @@ class StepGuard:
     @property
     def weight_of_step(self) -> Tensor | None:
         """0 on the device if the current step is left out there, else 1. None if the host knows that it is trained."""
-        return 1 - self.found if self.on_device and self.config.skips else None
+        return 1 - self.found_inf if self.on_device and self.config.skips else None
 
-    def entering(self, norm: Tensor) -> Tensor:
+    def clipped_norm(self, norm: Tensor) -> Tensor:
         """Return the norm of the gradient of the current step after clipping, from that before."""
         if self.on_device:
-            return norm / self.scale
+            return norm / self.grad_scale
         return norm.clamp(max=self.max_grad_norm) if self.max_grad_norm > 0 else norm
 
     def state(self) -> dict[str, Any]:
@@ -340,7 +341,7 @@ def resolve_step_guard(
     if accelerator.device.type == "cpu" and not on_cpu:
         reason = "every step is known to be finite before the next: on a CPU there is nothing to wait for"
         return StepGuard(None, accelerator.device, config), reason
-    inner = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's wrapper
+    inner = unwrapped(optimizer)
     because = None
     devices = [p.device for group in inner.param_groups for p in group["params"]]
     device = devices[0] if devices else accelerator.device

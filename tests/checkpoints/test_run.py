@@ -335,7 +335,7 @@ def test_a_damaged_run_json(
     facts = {"run_id": first.run_id, "experiment": first.saved["experiment"], "resolved": first.saved["resolved"]}
     commit.rewrite_manifest(path, facts)
     harm(first.directory / "run.json")
-    assert opening.kept(options_of(config)) == {"optimizer.decay_steps": 10}
+    assert opening.values_of_first_start(options_of(config)) == {"optimizer.decay_steps": 10}
     with pytest.raises(UsageError, match="seed: 0 there, 1 now"):
         start(accelerator, replace(config, seed=1))
     again = start(accelerator, replace(config, max_steps=20), decay=20)
@@ -585,18 +585,18 @@ def test_what_an_earlier_start_derived_is_known_before_the_run_is_opened(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
     config, derived = Config(str(tmp_path / "run")), {"optimizer.decay_steps": 10}
-    assert opening.kept(options_of(config)) == {}
+    assert opening.values_of_first_start(options_of(config)) == {}
     start(accelerator, config, trains=False)
-    assert opening.kept(options_of(config)) == {}
+    assert opening.values_of_first_start(options_of(config)) == {}
     first = start(accelerator, config)
-    assert opening.kept(options_of(config)) == derived
-    assert opening.kept(replace(config, overwrite=True)) == {}
+    assert opening.values_of_first_start(options_of(config)) == derived
+    assert opening.values_of_first_start(replace(config, overwrite=True)) == {}
     source = make(first.checkpoints, step=3)
     commit.rewrite_manifest(source, {"experiment": first.saved["experiment"], "resolved": derived})
     for place in (source, tmp_path / "run"):
-        assert opening.kept(Config(str(tmp_path / "unused"), resume=str(place))) == derived
+        assert opening.values_of_first_start(Config(str(tmp_path / "unused"), resume=str(place))) == derived
     with pytest.raises(UsageError, match="nowhere does not exist"):
-        opening.kept(Config(str(tmp_path / "unused"), resume=str(tmp_path / "nowhere")))
+        opening.values_of_first_start(Config(str(tmp_path / "unused"), resume=str(tmp_path / "nowhere")))
     assert not (tmp_path / "unused").exists()
 
 

@@ -82,9 +82,9 @@ class Toy:
         return [step for step, _ in manifest.committed(self.run.checkpoints)]
 
     def state(self) -> dict[str, torch.Tensor]:
-        view = self.average.view
+        view = self.average.shards
         found = {f"model/{n}": view.master(n).clone() for n in view.parameters}
-        found |= {f"ema/{n}": t.clone() for n, t in self.average.shards.items()}
+        found |= {f"ema/{n}": t.clone() for n, t in self.average.averages.items()}
         for key in view.state_names():
             found |= {f"{key}/{n}": view.state(n, key).clone() for n in view.parameters}
         return found
@@ -181,7 +181,7 @@ def test_an_exported_precision_still_resumes_bit_for_bit(tmp_path: Path, precisi
         assert {t.dtype for t in load_file(saved.file(f"{stem}.safetensors")).values()} == {dtype}
     second = Toy(tmp_path / "run", seed=1)
     run = replace(second.run, checkpoint=saved)
-    assert restore.restore(run, second.accelerator, second.average.view, second.average) == 5
+    assert restore.restore(run, second.accelerator, second.average.shards, second.average) == 5
     found = second.state()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[k], expected[k]) for k in expected)
@@ -209,7 +209,7 @@ def test_the_ema_is_restored_from_what_is_nearest_to_it(
     )
     given = [None if file is None else {"weight": file} for file in (exact, exact_ema)]
     restore._restore_ema(checkpoint, shards, ema, exact=given[0], exact_ema=given[1])
-    assert float(ema.shards["weight"]) == numbers[read]
+    assert float(ema.averages["weight"]) == numbers[read]
 
 
 def test_an_extra_file_whose_name_no_manifest_can_hold_is_left_out(toy: Toy, caplog: pytest.LogCaptureFixture) -> None:
@@ -234,12 +234,12 @@ def test_optimizer_state_that_is_missing_is_named(tmp_path: Path, caplog: pytest
     saved = commit.verify(first.run.checkpoints / "checkpoint_00000002")
     again = Toy(tmp_path / "run")
     run = replace(again.run, checkpoint=saved)
-    restore.restore(run, again.accelerator, again.average.view, again.average)
+    restore.restore(run, again.accelerator, again.average.shards, again.average)
     assert "it lacks optimizer state" not in caplog.text
     index = saved.json("optimizer/index.json")
     del index["state"]["exp_avg"]["0.bias"]
     atomic_files.write_json(saved.file("optimizer/index.json"), index)
-    restore.restore(run, again.accelerator, again.average.view, again.average)
+    restore.restore(run, again.accelerator, again.average.shards, again.average)
     assert "it lacks optimizer state (exp_avg of 0.bias), which begins anew" in caplog.text
 
 
@@ -275,7 +275,7 @@ def test_a_parameter_without_gradient_in_some_steps_resumes_exactly(tmp_path: Pa
     again = build()
     again.run = replace(again.run, checkpoint=saved)
     restore.load_initial_weights(again.model, again.run)
-    restore.restore(again.run, again.accelerator, again.average.view, again.average)
+    restore.restore(again.run, again.accelerator, again.average.shards, again.average)
     for number in range(saved_at + 1, 6):
         step(first, number)
         step(again, number)
@@ -434,7 +434,7 @@ def test_random_states_go_on_unless_the_number_of_processes_is_another(toy: Toy,
     torch.manual_seed(int.from_bytes(bytes.fromhex(state["random_state"][0]["torch"])[:4], "little") + 1)
     random.seed(1)
     before = torch.get_rng_state(), random.getstate()
-    restore.restore(replace(toy.run, checkpoint=saved), toy.accelerator, toy.average.view, toy.average)
+    restore.restore(replace(toy.run, checkpoint=saved), toy.accelerator, toy.average.shards, toy.average)
     goes_on = contents.random_state() == json.loads(json.dumps(state["random_state"][0]))
     stays = torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     assert (goes_on, stays) == (processes == 1, processes == 2)
@@ -521,7 +521,7 @@ def test_whether_a_resume_is_bit_exact_is_said(
     saved = commit.verify(first.run.checkpoints / "checkpoint_00000002")
     run = replace(second.run, checkpoint=saved, saved={"experiment": experiment | changed})
     with caplog.at_level("INFO"):
-        restore.restore(run, second.accelerator, second.average.view, second.average, ("max_steps",))
+        restore.restore(run, second.accelerator, second.average.shards, second.average, ("max_steps",))
     assert re.search(f"(^|\n).*{says}", caplog.text)
     assert ("not bit-exact" in caplog.text) == says.startswith("not")
 
@@ -529,21 +529,21 @@ def test_whether_a_resume_is_bit_exact_is_said(
 def test_a_buffer_with_infinity_is_saved_loaded_and_exported(tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run")
     mask = torch.full((3, 3), float("-inf")).triu(1)
-    toy.average.view.module.register_buffer("mask", mask.clone())
+    toy.average.shards.module.register_buffer("mask", mask.clone())
     toy.average = Ema(EmaConfig(0.5), Shards(toy.model, toy.optimizer))
     toy.train(CheckpointConfig(), 1)
     saved = commit.verify(toy.run.checkpoints / "checkpoint_00000001")
     again = Toy(tmp_path / "run", seed=1)
-    again.average.view.module.register_buffer("mask", torch.zeros(3, 3))
-    restore.load_initial_weights(again.average.view.module, replace(again.run, checkpoint=saved))
-    assert torch.equal(again.average.view.module.get_buffer("mask"), mask)
+    again.average.shards.module.register_buffer("mask", torch.zeros(3, 3))
+    restore.load_initial_weights(again.average.shards.module, replace(again.run, checkpoint=saved))
+    assert torch.equal(again.average.shards.module.get_buffer("mask"), mask)
     export.export(str(saved.path), str(tmp_path / "out"), precision="fp16")
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["mask"], mask.half())
 
 
 def test_a_buffer_of_two_modules_is_saved_once_and_one_that_can_be_computed_not_at_all(tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run")
-    module = toy.average.view.module
+    module = toy.average.shards.module
     shared = torch.ones(3)
     for layer in (module[0], module[2]):
         layer.register_buffer("shared", shared)
@@ -560,7 +560,7 @@ class Stateful(torch.nn.Linear):
 
 def test_state_that_would_be_lost_is_refused_at_the_start(tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run")
-    toy.average.view.module.add_module("stateful", Stateful(1, 1).requires_grad_(False))
+    toy.average.shards.module.add_module("stateful", Stateful(1, 1).requires_grad_(False))
     with pytest.raises(UsageError, match=r"stateful has state of its own \(get_extra_state\)"):
         toy.saver(CheckpointConfig())
 
@@ -568,7 +568,7 @@ def test_state_that_would_be_lost_is_refused_at_the_start(tmp_path: Path) -> Non
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint16])
 def test_a_dtype_that_no_checkpoint_holds_is_refused_at_the_start(tmp_path: Path, dtype: torch.dtype) -> None:
     toy = Toy(tmp_path / "run")
-    toy.average.view.module.register_buffer("rotations", torch.zeros(2, dtype=dtype))
+    toy.average.shards.module.register_buffer("rotations", torch.zeros(2, dtype=dtype))
     toy.average = Ema(EmaConfig(0.5), Shards(toy.model, toy.optimizer))
     with pytest.raises(UsageError, match=f"the model: rotations has the dtype {dtype}, which a checkpoint cannot hold"):
         toy.saver(CheckpointConfig())
@@ -578,13 +578,13 @@ def test_a_dtype_that_no_checkpoint_holds_is_refused_at_the_start(tmp_path: Path
 def test_parameters_wider_than_fp32_are_refused_at_the_start(tmp_path: Path, dtype: torch.dtype, found: str) -> None:
     """A checkpoint would round them, and the resume from it would not be exact."""
     toy = Toy(tmp_path / "run")
-    toy.average.view.module.register_parameter("modes", nn.Parameter(torch.ones(2, dtype=dtype)))
+    toy.average.shards.module.register_parameter("modes", nn.Parameter(torch.ones(2, dtype=dtype)))
     toy.average = Ema(EmaConfig(0.0), Shards(toy.model, toy.optimizer))
     with pytest.raises(UsageError, match=f"the model: modes is {found}"):
         toy.saver(CheckpointConfig())
     # Before anything is built from them.
     with pytest.raises(UsageError, match=f"the model: modes is {found}"):
-        preparation._trained_in_fp32(toy.average.view.module)
+        preparation._trained_in_fp32(toy.average.shards.module)
     # Frozen ones are saved in their own type.
     preparation._trained_in_fp32(nn.Linear(1, 1, dtype=torch.float64).requires_grad_(False))
 
@@ -595,8 +595,8 @@ def test_weights_alone_can_be_evaluated(tmp_path: Path) -> None:
     saved = commit.verify(first.run.checkpoints / "checkpoint_00000002")
     assert not (saved.path / "optimizer").exists()
     second = Toy(tmp_path / "run", seed=1)
-    restore.restore(replace(second.run, checkpoint=saved), second.accelerator, second.average.view, second.average)
-    assert all(torch.equal(t, second.average.shards[n]) for n, t in first.average.shards.items())
+    restore.restore(replace(second.run, checkpoint=saved), second.accelerator, second.average.shards, second.average)
+    assert all(torch.equal(t, second.average.averages[n]) for n, t in first.average.averages.items())
 
 
 def test_the_loss_scale_is_saved_and_restored(tmp_path: Path) -> None:
@@ -610,7 +610,7 @@ def test_the_loss_scale_is_saved_and_restored(tmp_path: Path) -> None:
     assert saved.json("trainer_state.json")["loss_scale"] == {"scale": 2.0**10, "steps": 2}
     again = Toy(tmp_path / "run", seed=1)
     again.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=5)
-    restore.restore(replace(again.run, checkpoint=saved), again.accelerator, again.average.view, again.average)
+    restore.restore(replace(again.run, checkpoint=saved), again.accelerator, again.average.shards, again.average)
     restored = again.accelerator.scaler
     restored.scale(torch.ones(()))
     assert restored.get_scale() == 2.0**10

@@ -33,8 +33,8 @@ def flip_after(at: int, of_ema: bool) -> None:
     def flipping(ema: Ema, step: int) -> None:
         update(ema, step)
         if step + 1 == at and is_concerned():
-            name, parameter = list(ema.view.parameters.items())[-1]
-            local = ema.shards[name] if of_ema else parameter
+            name, parameter = list(ema.shards.parameters.items())[-1]
+            local = ema.averages[name] if of_ema else parameter
             local = getattr(local, "_local_tensor", local)
             bits = local.data.view(-1)[:1].view({4: torch.int32, 2: torch.int16}[local.element_size()])
             # Not the last: the next update may round it away, which depends on the processor.

@@ -37,7 +37,7 @@ def digest(training: Training) -> dict[str, torch.Tensor]:
         return shard.detach().reshape(-1)[: shards.extent(name)[1]].clone()
 
     found = {f"weight {name}": own(name, shards.master(name)) for name in shards.parameters}
-    found |= {f"ema {name}": own(name, shard) for name, shard in training.average.shards.items()}
+    found |= {f"ema {name}": own(name, shard) for name, shard in training.average.averages.items()}
     for key, names in shards.state_names().items():
         found |= {f"{key} {name}": own(name, shards.state(name, key)) for name in names}
     counts = [float(state["step"]) for state in shards._sharding.optimizer.state.values() if "step" in state]

@@ -132,7 +132,7 @@ def trajectory(accelerator: Accelerator, sync: Any) -> dict[str, Any]:
         "losses": losses,
         "weights": float(sum(w.double().square().sum() for w in whole.values())),
         "exp_avg": float(sum(shards.full(n, shards.state(n, "exp_avg")).double().square().sum() for n in names)),
-        "ema": float(sum(shards.full(n, ema.shards[n]).double().square().sum() for n in names)),
+        "ema": float(sum(shards.full(n, ema.averages[n]).double().square().sum() for n in names)),
         "averaged_output": averaged,
         "evaluation_left_no_trace": all(torch.equal(whole[n], after[n]) for n in names),
         "inverse": all(torch.equal(shards.full(n, shards.shard_of(n, whole[n])), whole[n]) for n in names),
@@ -402,7 +402,7 @@ def trained_bytes(accelerator: Accelerator, option: Any) -> dict[str, Any]:
         accelerator.num_processes,
     )
     state_bytes = sum(4 * shards.state(name, key).numel() for key, of in state.items() for name in of)
-    ema_bytes = sum(4 * shard.numel() for shard in ema.shards.values())
+    ema_bytes = sum(4 * shard.numel() for shard in ema.averages.values())
     totals: Any = accelerator.reduce(torch.tensor([state_bytes, ema_bytes]), "sum")
     return {
         "trained": sum(4 * shards.shape(name).numel() for name in shards.parameters),

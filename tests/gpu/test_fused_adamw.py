@@ -77,7 +77,7 @@ class Run:
 
     def values(self) -> list[torch.Tensor]:
         moments = [self.optimizer.state[p][key] for p in self.model.parameters() for key in ("exp_avg", "exp_avg_sq")]
-        return [*(p.detach() for p in self.model.parameters()), *moments, *self.average.shards.values()]
+        return [*(p.detach() for p in self.model.parameters()), *moments, *self.average.averages.values()]
 
 
 def test_one_pass_is_torchs_kernel_and_the_average_after_it() -> None:

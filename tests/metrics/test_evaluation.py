@@ -115,7 +115,7 @@ def test_modes_weights_and_gradients_come_back() -> None:
         parameters=["weight"], optimizer=None, master=master, show=show, agree_on_buffers=lambda: None
     )
     average = Ema(EmaConfig(), view)
-    average.shards["weight"].zero_()
+    average.averages["weight"].zero_()
     before = linear.weight.detach().clone()
     with evaluating(model, average):
         assert not any(module.training for module in model.modules())

@@ -100,8 +100,8 @@ class Run:
         for name, parameter in self.model.named_parameters():
             gradient = torch.randn(parameter.shape, generator=generator)
             parameter.grad = None if name == without else gradient
-        self.guard.found.fill_(found)
-        self.guard.scale.fill_(scale)
+        self.guard.found_inf.fill_(found)
+        self.guard.grad_scale.fill_(scale)
         self.ema.announce(number)
         self.optimizer.step()
         self.ema.update(number)
@@ -109,7 +109,7 @@ class Run:
     def values(self) -> list[Tensor]:
         moments = [self.optimizer.state[p][key] for p in self.model.parameters() for key in ("exp_avg", "exp_avg_sq")]
         counts = [self.optimizer.state[p]["step"] for p in self.model.parameters()]
-        return [*(p.detach() for p in self.model.parameters()), *moments, *counts, *self.ema.shards.values()]
+        return [*(p.detach() for p in self.model.parameters()), *moments, *counts, *self.ema.averages.values()]
 
     def check(self, other: Run) -> None:
         for mine, theirs in zip(self.values(), other.values(), strict=True):
@@ -212,11 +212,11 @@ def test_a_step_that_the_host_leaves_out_moves_nothing(stood_in: type[Reference.
     run.step(2, found=1.0)
     assert all(torch.equal(one, other) for one, other in zip(before, run.values(), strict=True))
     run.guard.skips_this_step = False
-    twin = copy.deepcopy(run.ema.shards)
+    twin = copy.deepcopy(run.ema.averages)
     run.step(3)
     for name, parameter in run.model.named_parameters():
         expected = twin[name].lerp(parameter.detach(), 1 - decay_at(0.99, 3))
-        torch.testing.assert_close(run.ema.shards[name], expected)
+        torch.testing.assert_close(run.ema.averages[name], expected)
 
 
 def test_a_gradient_that_is_not_contiguous_runs_torchs_kernel(stood_in: type[Reference.Chunks]) -> None:

@@ -24,22 +24,22 @@ def toy(tmp_path: Path) -> Toy:
 
 
 def off(toy: Toy) -> Toy:
-    toy.average = Ema(EmaConfig(0.0), toy.average.view)
+    toy.average = Ema(EmaConfig(0.0), toy.average.shards)
     return toy
 
 
 def test_the_average_is_that_of_the_formula(toy: Toy) -> None:
-    view = toy.average.view
+    view = toy.average.shards
     expected = {n: view.master(n).double() for n in view.parameters}
     for step in range(20):
         toy.step(step)
         decay = decay_at(0.5, step)
         expected = {n: decay * e + (1 - decay) * view.master(n).double() for n, e in expected.items()}
-    for name, tensor in toy.average.shards.items():
+    for name, tensor in toy.average.averages.items():
         torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-5, atol=1e-7)
     trained = {n: view.master(n).clone() for n in view.parameters}
     with toy.average.applied():
-        assert all(torch.equal(view.master(n), t) for n, t in toy.average.shards.items())
+        assert all(torch.equal(view.master(n), t) for n, t in toy.average.averages.items())
     assert all(torch.equal(view.master(n), t) for n, t in trained.items())
 
 
@@ -56,7 +56,7 @@ def test_an_error_waits_for_nobody(toy: Toy, monkeypatch: pytest.MonkeyPatch) ->
             raise RuntimeError("of this process alone")
 
     toy.step(0)
-    view = toy.average.view
+    view = toy.average.shards
     trained = {n: view.master(n).clone() for n in view.parameters}
     with pytest.raises(RuntimeError, match="alone"):
         fails()
@@ -91,12 +91,12 @@ def test_a_forgotten_update_is_named_before_it_is_evaluated_or_saved(toy: Toy, t
 
 def test_switched_off_it_keeps_no_tensor_and_the_average_is_the_weights(toy: Toy) -> None:
     off(toy).step(0)
-    view = toy.average.view
+    view = toy.average.shards
     trained = {n: view.master(n).clone() for n in view.parameters}
-    assert not toy.average.shards
+    assert not toy.average.averages
     with toy.average.applied():
         assert all(torch.equal(view.master(n), t) for n, t in trained.items())
-    assert not toy.average.shards
+    assert not toy.average.averages
 
 
 def test_switched_off_a_run_saves_and_restores(toy: Toy, tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_switched_off_a_run_saves_and_restores(toy: Toy, tmp_path: Path) -> None
     saved = commit.verify(toy.run.checkpoints / "checkpoint_00000002")
     assert not list(saved.path.glob("ema*"))
     other = off(Toy(tmp_path / "other", seed=1))
-    restore.restore(replace(other.run, checkpoint=saved), other.accelerator, other.average.view, other.average)
-    assert not other.average.shards
+    restore.restore(replace(other.run, checkpoint=saved), other.accelerator, other.average.shards, other.average)
+    assert not other.average.averages
     found = other.state()
     assert all(torch.equal(t, found[n]) for n, t in toy.state().items())
 
@@ -116,7 +116,7 @@ def test_switched_off_on_resume_the_weights_stay_the_trained_ones(toy: Toy, tmp_
     saved = commit.verify(toy.run.checkpoints / "checkpoint_00000002")
     assert list(saved.path.glob("ema*"))
     other = off(Toy(tmp_path / "other", seed=1))
-    restore.restore(replace(other.run, checkpoint=saved), other.accelerator, other.average.view, other.average)
-    view = other.average.view
-    assert all(torch.equal(view.master(n), toy.average.view.master(n)) for n in view.parameters)
-    assert not other.average.shards
+    restore.restore(replace(other.run, checkpoint=saved), other.accelerator, other.average.shards, other.average)
+    view = other.average.shards
+    assert all(torch.equal(view.master(n), toy.average.shards.master(n)) for n in view.parameters)
+    assert not other.average.averages

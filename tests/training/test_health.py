@@ -141,7 +141,7 @@ class Training:
     def state(self) -> dict[str, Any]:
         """Everything that a step may move, in the optimizer's own form: counters, codes of 8 bits, numbers."""
         found: dict[str, Any] = {f"weight {name}": p.detach().clone() for name, p in self.shards.parameters.items()}
-        found |= {f"ema {name}": shard.clone() for name, shard in self.average.shards.items()}
+        found |= {f"ema {name}": shard.clone() for name, shard in self.average.averages.items()}
         inner = self.optimizer.optimizer
         for name, parameter in self.shards.parameters.items():
             state = inner.state.get(parameter, {})

@@ -68,11 +68,11 @@ def train(scale: float | None, steps: int, fused: bool = True) -> tuple[list[lis
         overflows += result.overflows
         assert result.fields().get("overflows") == (None if scale is None else overflows)  # of the run so far
         figures.append([float(result.loss), float(result.grad_norm)])
-    view = average.view
+    view = average.shards
     state = {f"model/{n}": view.master(n) for n in view.parameters}
     state |= {f"{key}/{n}": view.state(n, key) for key, names in view.state_names().items() for n in names}
     state |= {f"step/{n}": optimizer.state[p]["step"] for n, p in view.parameters.items()}
-    return figures, overflows, state | {f"ema/{n}": t for n, t in average.shards.items()}
+    return figures, overflows, state | {f"ema/{n}": t for n, t in average.averages.items()}
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -330,7 +330,7 @@ class Prepared:
 
     def resume(self, saved: manifest.Checkpoint) -> int:
         run = replace(self.run, checkpoint=saved)
-        return restore.restore(run, self.accelerator, self.average.view, self.average)
+        return restore.restore(run, self.accelerator, self.average.shards, self.average)
 
 
 @pytest.fixture

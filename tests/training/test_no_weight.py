@@ -63,7 +63,7 @@ class Training:
         return result
 
     def state(self) -> list[Tensor]:
-        return self.weights() + [shard.clone() for shard in self.ema.shards.values()]
+        return self.weights() + [shard.clone() for shard in self.ema.averages.values()]
 
     def weights(self) -> list[Tensor]:
         """Weights and the optimizer's state."""

@@ -211,7 +211,7 @@ def test_without_clipping_a_gradient_counts_with_its_own_norm(on_device: bool, f
     training = Training(OptimizerConfig(lr=1e-2, fused=True), HealthConfig(), on_device=on_device)
     training.max_grad_norm = 0.0
     norm = training.step(0).grad_norm
-    assert float(training.guard.entering(norm)) == float(norm) > 0
+    assert float(training.guard.clipped_norm(norm)) == float(norm) > 0
 
 
 def test_the_device_is_waited_for_at_the_end_of_a_window_only(fresh: None) -> None:

@@ -320,7 +320,7 @@ def test_the_average_of_a_schedule_free_optimizer_is_its_own() -> None:
     model, optimizer = ours(SCHEDULE_FREE)
     by_hand_model, by_hand = ours(SCHEDULE_FREE)
     average = build_ema(EmaConfig(0.0), Shards(model, optimizer), StepGuard(), optimizer)
-    assert all(torch.equal(average.shards[name], p) for name, p in model.named_parameters())  # before the first step
+    assert all(torch.equal(average.averages[name], p) for name, p in model.named_parameters())  # before the first step
     train(model, optimizer, range(9))
     train(by_hand_model, by_hand, range(9))
     average.update(8)
@@ -342,15 +342,15 @@ def test_a_restored_average_stays_until_the_next_step() -> None:
     class_of(SCHEDULE_FREE.name)
     model, optimizer = ours(SCHEDULE_FREE)
     average = build_ema(EmaConfig(0.0), Shards(model, optimizer), StepGuard(), optimizer)
-    average.shards["head.bias"].copy_(torch.tensor([3.0, 4.0]))
+    average.averages["head.bias"].copy_(torch.tensor([3.0, 4.0]))
     with average.applied():
         assert model.head.bias.tolist() == [3.0, 4.0]
     assert model.head.bias.tolist() == [0.0, 0.0]
     train(model, optimizer, range(2))
     average.update(1)
-    assert average.shards["head.bias"].tolist() != [3.0, 4.0]  # computed from here on
-    average.shards["head.bias"].copy_(torch.tensor([5.0, 6.0]))  # a rollback restores it again
-    assert average.shards["head.bias"].tolist() == [5.0, 6.0]
+    assert average.averages["head.bias"].tolist() != [3.0, 4.0]  # computed from here on
+    average.averages["head.bias"].copy_(torch.tensor([5.0, 6.0]))  # a rollback restores it again
+    assert average.averages["head.bias"].tolist() == [5.0, 6.0]
 
 
 def test_an_ema_beside_the_average_of_the_optimizer_is_refused() -> None:

@@ -26,12 +26,11 @@ HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")
 class BadRows:
     """Counter of unusable rows. The first row beyond the limit raises ``UsageError``."""
 
-    def __init__(self, limit: int, option: str = "--data.path") -> None:
+    def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.option = option
         self.count = 0
 
-    def add(self, place: str, reason: str, option: str | None = None) -> None:
+    def add(self, place: str, reason: str, option: str = "--data.path") -> None:
         """Count one row, or raise with its place and the reason. ``option`` names its source, if there are several."""
         self.count += 1
         if self.count > self.limit:
@@ -39,7 +38,7 @@ class BadRows:
             if self.limit:
                 before = f" ({self.limit} bad rows before it were left out)"
             raise UsageError(
-                f"{option or self.option}: {place}: {reason}{before}. Correct the row, or raise --data.max_bad_rows "
+                f"{option}: {place}: {reason}{before}. Correct the row, or raise --data.max_bad_rows "
                 f"(now {self.limit}) to leave bad rows out."
             )
 

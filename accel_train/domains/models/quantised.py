@@ -123,14 +123,14 @@ def _on_device(weight: Any, bits: Bits, device: torch.device) -> Any:
     return weight
 
 
-def dequantise(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Replace quantised layers by plain ones with their dequantised values, in place, on their device."""
+def dequantise(model: nn.Module) -> None:
+    """Replace quantised layers by plain ones with their dequantised values in fp32, in place, on their device."""
     # A list, because the loop replaces modules.
     for name, module in list(model.named_modules()):
         if not is_quantised(module):
             continue
         layer: Any = module
-        values = _values(layer).to(dtype)
+        values = _values(layer).float()
         # On the meta device, because weight and bias are replaced at once.
         made = nn.Linear(layer.in_features, layer.out_features, _has_bias(layer), device="meta")
         made.weight = nn.Parameter(values, requires_grad=False)

@@ -90,14 +90,14 @@ def _steps(
 
 def _state(prepared: TrainState) -> dict[str, int]:
     """Hash the state over all processes. Collective."""
-    shards = prepared.ema.view
+    shards = prepared.ema.shards
     state: list[Tensor] = []
     for key, names in shards.state_names().items():
         state += [shards.state(name, key) for name in names]
     parts: dict[str, Iterable[Tensor]] = {
         "weights": [shards.master(name) for name in shards.parameters],
         "optimizer": state,
-        "ema": prepared.ema.shards.values(),
+        "ema": prepared.ema.averages.values(),
     }
     found: dict[str, int] = {}
     for name, tensors in parts.items():

@@ -35,7 +35,7 @@ class EngineTensors:
 
     def __init__(self, prepared: Any) -> None:
         self._ema = prepared.ema
-        self._shards = prepared.ema.view
+        self._shards = prepared.ema.shards
         self._zero = prepared.model.optimizer
         self.is_stage_3 = hasattr(self._zero, "fp32_partitioned_groups_flat")
         # Stages 1 and 2 have one name for it, stage 3 another.
@@ -67,7 +67,7 @@ class EngineTensors:
         yield Kept(ledgers.MASTERS, self._offloads, masters)
         state = [value for values in self._shards.optimizer.state.values() for value in values.values()]
         yield Kept(ledgers.OPTIMIZER, self._offloads, [value for value in state if isinstance(value, Tensor)])
-        yield Kept(ledgers.EMA, self._offloads, list(self._ema.shards.values()))
+        yield Kept(ledgers.EMA, self._offloads, list(self._ema.averages.values()))
         yield Kept(ledgers.BUFFERS, False, list(self._shards.module.buffers()))
         yield from self.gradients()
         yield Kept(ledgers.COMMUNICATION, False, self._buckets())

@@ -277,9 +277,9 @@ class AttentionRow:
         return f"{self.name:<15} {milliseconds:9.3f} ms  {errors}  {kernels}".rstrip()
 
 
-def attention_rows(needs: AttentionNeeds, machine: Machine | None = None, seconds: float = 0.5) -> list[AttentionRow]:
+def attention_rows(needs: AttentionNeeds, seconds: float = 0.5) -> list[AttentionRow]:
     """Try every kernel of the table on this device: time, errors and device kernels, or the reason against it."""
-    machine = machine or machine_of(needs.device)
+    machine = machine_of(needs.device)
     return [_row(name, needs, machine, seconds) for name in NAMES]
 
 

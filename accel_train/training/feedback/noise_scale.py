@@ -101,7 +101,7 @@ class NoiseScale:
         guard = result.guard
         assert guard is not None, "a training loop has a guard"
         if not guard.skips_this_step:
-            self.add(guard.entering(result.grad_norm), size, guard.weight_of_step)
+            self.add(guard.clipped_norm(result.grad_norm), size, guard.weight_of_step)
         if done % self._every:
             return False
         self.observe(_square_of_mean(shards, accelerator))

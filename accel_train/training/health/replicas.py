@@ -124,17 +124,17 @@ class Replicas:
         self._zero = strategy.startswith("zero")
 
     def _tensors(self) -> dict[str, Tensor]:
-        weights = self._ema.view
+        weights = self._ema.shards
         # ZeRO-1 and -2 gather the weights of the forward on every process; masters and EMA are shards.
         if self._zero:
             return {name: parameter.data for name, parameter in weights.parameters.items()}
         # Asked for in every check, because FSDP2 may replace the tensors behind the names.
         found = {name: weights.master(name) for name in weights.parameters}
-        return found | {f"EMA of {name}": shard for name, shard in self._ema.shards.items()}
+        return found | {f"EMA of {name}": shard for name, shard in self._ema.averages.items()}
 
     def _place(self) -> int:
         """Return a number of this process's part of the weights. Those with the same one hold the same."""
-        weights = self._ema.view
+        weights = self._ema.shards
         if self._zero or weights.replicated:
             return 0
         extents = [weights.extent(name) for name in weights.parameters]

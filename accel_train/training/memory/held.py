@@ -51,7 +51,7 @@ class Held:
 
 
 def held(ema: Ema, device: torch.device) -> Held:
-    """Count what the training of ``ema.view`` holds now. Allocates nothing, and does not wait for the device.
+    """Count what the training of ``ema.shards`` holds now. Allocates nothing, and does not wait for the device.
 
     ``weights`` are those of the forward, trained: this process's shard under FSDP2 and ZeRO-3. ``master_weights`` are
     fp32 weights of the optimizer where they are a second copy, under ZeRO. ``gradients`` are the ``grad`` of parameters
@@ -94,7 +94,7 @@ def plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _categories(ema: Ema) -> dict[str, Iterable[Tensor]]:
-    shards = ema.view
+    shards = ema.shards
     return {
         WEIGHTS: _weights(shards, shards.parameters.values()),
         FROZEN: _weights(shards, shards.frozen.values()),
