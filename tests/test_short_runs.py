@@ -88,7 +88,7 @@ def test_a_resume_keeps_the_shortened_warm_up(
 ) -> None:
     """Also with the flags that the notice of a longer run recommends."""
     kept = {"schedule.decay_steps": 6, "schedule.warmup": [20, 0]}
-    monkeypatch.setattr(experiment, "kept", lambda _: kept)
+    monkeypatch.setattr(experiment, "values_of_first_start", lambda _: kept)
     config = loaded(mmdit, "demo", f"--max_steps 300{flags}", tmp_path)
     assert config.schedule.warmup_steps == 20
     found = experiment.resolve_length(config, accelerator, SAMPLES)

@@ -97,7 +97,7 @@ class CheckpointConfig:
                 "metric that has to get better (a key of evaluation.json); add it"
             )
         # A metric of another name may be one of your own, whose direction only you know.
-        if self.best_metric and self.best_mode == "min" and self.best_metric.endswith(LARGER_IS_BETTER):
+        if self.best_metric and self.best_mode == "min" and _is_better_the_larger(self.best_metric):
             raise UsageError(
                 f"checkpoints.best_mode: min: {self.best_metric} is better the larger it is, and min would keep the "
                 "worst; give --checkpoints.best_mode max"
@@ -165,12 +165,17 @@ class CheckpointConfig:
 
 
 LARGER_IS_BETTER = (
-    *("accuracy", "acc", "top1", "top5", "recall", "f1", "auc", "r2", "iou", "dice", "psnr", "ssim", "bleu", "rouge"),
-    *("cosine", "gain", "caption_exact", "caption_words"),
+    *("accuracy", "acc", "top1", "top5", "recall", "f1", "auc", "auroc", "r2", "iou", "miou", "dice", "psnr", "ssim"),
+    *("bleu", "rouge", "cosine", "gain", "caption_exact", "caption_words"),
 )
-"""Ends of the names of metrics: the usual ones, and those of the recipes."""
+"""Last words of the names of metrics: the usual ones, and those of the recipes."""
 _KEEP_MORE = ("keep_best", "keep_every", "keep_window_steps", "keep_window_epochs")
 """Options that keep checkpoints older than the newest ``keep_last``."""
+
+
+def _is_better_the_larger(metric: str) -> bool:
+    # Whole words: `err2` is no r2.
+    return f"_{metric}".endswith(tuple(f"_{words}" for words in LARGER_IS_BETTER))
 
 
 def refuse_unknown_metric(best_metric: str | None, metrics: Sequence[str]) -> None:

@@ -38,7 +38,9 @@ class EarlyStopping:
         """The run should end now."""
         self._accelerator = accelerator
         self._sign = 1.0 if mode == "min" else -1.0
-        self._values: list[float] = []
+        self._best: float | None = None
+        self._best_step = 0
+        self._since_best = 0
 
     def resume(self, directory: Path, start_step: int) -> None:
         """Count the evaluations up to the step to resume from."""
@@ -55,7 +57,11 @@ class EarlyStopping:
         """Count the evaluation after ``step`` steps. Return True to end the run, on every process. Collective."""
         self.exhausted = on_main(self._accelerator, lambda: self._count(step, metrics), training=True)
         if self.exhausted:
-            info(logger, f"no better {self.metric} for {self.patience} evaluations: the run ends")
+            info(
+                logger,
+                f"no better {self.metric} for {self.patience} evaluations: the run ends. The best was that of step "
+                f"{self._best_step}; RUN@best, of this run's directory, is the best checkpoint that is kept",
+            )
         return self.exhausted
 
     def _count_earlier(self, directory: Path, start_step: int) -> bool:
@@ -74,7 +80,13 @@ class EarlyStopping:
             return False
         value = self._sign * float(metrics[self.metric])
         # A NaN compares with nothing, and is the worst.
-        self._values.append(math.inf if math.isnan(value) else value)
+        if math.isnan(value):
+            value = math.inf
         # The first of equal values, so a tie is no improvement.
-        best = self._values.index(min(self._values))
-        return len(self._values) - 1 - best >= self.patience
+        if self._best is None or value < self._best:
+            self._best = value
+            self._best_step = step
+            self._since_best = 0
+        else:
+            self._since_best += 1
+        return self._since_best >= self.patience

@@ -20,6 +20,11 @@ def test_the_smallest_of_what_is_better_the_larger_is_not_kept(name: str) -> Non
     ]
 
 
+@pytest.mark.parametrize("name", ["heldout_err2", "lr2", "inaccuracy"])
+def test_a_name_that_only_ends_in_such_letters_has_the_direction_that_is_given(name: str) -> None:
+    assert CheckpointConfig(best_metric=name).best_mode == "min"
+
+
 def test_a_direction_that_the_recipe_declares_must_be_that_of_the_option() -> None:
     declared: dict[str, Literal["min", "max"]] = {"nrmse": "min", "quality": "max"}
     CheckpointConfig(best_metric="burgers_nrmse").refuse_other_direction(declared)

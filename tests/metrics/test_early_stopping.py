@@ -36,6 +36,12 @@ def test_a_run_ends_when_it_stops_getting_better(accelerator: Accelerator) -> No
     assert highest.exhausted
 
 
+def test_the_step_of_the_best_is_named(accelerator: Accelerator, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    ended(EarlyStopping(accelerator, 2, "error"), 0.5, 0.4, 0.45, 0.4)
+    assert "no better error for 2 evaluations: the run ends. The best was that of step 2; RUN@best" in caplog.text
+
+
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_an_evaluation_that_is_not_a_number_is_never_the_best(mode: str, accelerator: Accelerator) -> None:
     early = EarlyStopping(accelerator, 2, "error", mode)

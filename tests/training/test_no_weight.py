@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accel_train.training.accumulation import GradientWindow
 from accel_train.training.ema import Ema, EmaConfig
-from accel_train.training.health.evidence import NonFiniteError
+from accel_train.training.health.evidence import Evidence, NonFiniteError
 from accel_train.training.health.options import HealthConfig
 from accel_train.training.shards import Shards
 from accel_train.training.step_guard import StepResult, resolve_step_guard
@@ -96,6 +96,38 @@ def test_a_step_without_weight_ends_the_run_that_stops_for_bad_ones(terms: tuple
     with pytest.raises(NonFiniteError, match=r"no sample of step 2 .* 0 / 0, .*give --health\.non_finite skip"):
         training.step(1, ignored=True).fields()
     assert all(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
+
+
+class OwnGradient(torch.autograd.Function):
+    """Adds a gradient of its own in the backward, as balancing losses of mixtures of experts do."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones(())
+
+
+@WHERE
+def test_a_gradient_beside_that_of_the_loss_does_not_hide_it(on_device: bool) -> None:
+    training = Training(SKIP, ("main",), on_device=on_device)
+    head = training.model
+    head.register_forward_hook(lambda module, _, output: OwnGradient.apply(output, module.weight.square().sum()))
+    training.step(0)
+    before = training.weights()
+    fields = training.step(1, ignored=True).fields()
+    assert fields["grad_norm"] > 0
+    assert fields["skipped_steps"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
+
+
+def test_weights_on_the_host_are_read_where_the_losses_are() -> None:
+    """A recipe may make them there: of one process nothing else moves them."""
+    sums = torch.zeros(1, device="meta")
+    evidence = Evidence(0, ("main",), sums, None, (), (), quotient=torch.tensor(0.5))
+    assert [found.device.type for found in evidence.must_be_finite(sums[0])] == ["meta"] * 3
 
 
 def test_it_is_found_without_a_wait_for_the_device() -> None:

@@ -104,7 +104,7 @@ def count_unweighted(result: StepResult) -> dict[str, Tensor]:
             if loss.shape == is_padding.shape:
                 has_loss |= loss.abs() > 0
             if weights[name].shape == is_padding.shape:
-                has_weight |= weights[name] > 0
+                has_weight |= (weights[name] > 0).to(is_padding.device)
         losses_found += (is_padding & has_loss).sum()
         weights_found += (is_padding & has_weight).sum()
     return {"lost_weights": losses_found, "weighted_padding": weights_found}

@@ -119,9 +119,9 @@ class Evidence:
         if self.quotient is None:
             return [self.totals, norm]
         quotient = self.quotient
-        # The kernel that reads them takes one dtype. Most weights have it, and the call alone takes a microsecond.
-        if quotient.dtype != self.totals.dtype:
-            quotient = quotient.to(self.totals.dtype)
+        # The kernel that reads them takes one dtype and device, which most weights have: the call takes a microsecond.
+        if quotient.dtype != self.totals.dtype or quotient.device != self.totals.device:
+            quotient = quotient.to(self.totals)
         return [self.totals, norm, quotient]
 
     def examine(self) -> Examined:
@@ -130,26 +130,24 @@ class Evidence:
         All ranks call it, and all find the same, because they read the same reduced values.
         """
         reduced = [self.totals]
-        further = [extra for extra in (self.norm, self.spike) if extra is not None]
+        further = [extra for extra in (self.norm, self.spike, self.quotient) if extra is not None]
         # One type and device for all, as torch.cat needs; the order is that in which the values are taken off again.
         reduced += [extra.reshape(1).to(self.totals) for extra in further]
         # One tensor, so that the host waits once.
         values: list[float] = torch.cat(reduced).tolist()
+        has_no_weight = self.quotient is not None and not math.isfinite(values.pop())
         is_spike = self.spike is not None and values.pop() > 0
         losses = values[: len(self.terms)]
         if not all(map(math.isfinite, losses)):
             return Examined(values[-1], self._bad("loss", values, self._non_finite_samples()))
         if not all(map(math.isfinite, values)):
             return Examined(values[-1], self._bad("gradient", values, self._all_samples()))
-        # All factors are 0 in such a step, and the gradient with them: in all others nothing more is read.
-        if (self.norm is None or values[-1] == 0) and self._has_no_weight():
+        # All factors are 0 in such a step. A gradient is one that a module makes in its backward, by itself.
+        if has_no_weight:
             return Examined(values[-1], self._bad("weight", values, self._all_samples()))
         if is_spike:
             return Examined(values[-1], self._bad("spike", values, self._all_samples()))
         return Examined(values[-1], None)
-
-    def _has_no_weight(self) -> bool:
-        return self.quotient is not None and not math.isfinite(float(self.quotient))
 
     def _non_finite_samples(self) -> set[int]:
         """Samples with a loss that is not finite: of a micro-batch without losses by sample, all of them."""
