@@ -10,7 +10,7 @@ from typing import Any
 from accel_train.anywhere.devices import visible_vram_gib
 from accel_train.config import UsageError
 
-HELP = "train on the devices that are there, and go on with another layout when their number changes"
+HELP = "train on whatever devices are available; adapt the layout when their number changes"
 
 
 @dataclass(frozen=True)

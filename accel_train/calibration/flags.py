@@ -11,7 +11,7 @@ from typing import Literal
 
 from accel_train.config import UsageError, expand_path, refuse_unusable_folder
 
-HELP = "measure the rates of this machine, and write them to a file for accel-train plan --device FILE"
+HELP = "measure the rates of this machine and write them to a file for accel-train plan --device FILE"
 DEFAULT_OUTPUT = "calibration.json"
 DEFAULT_SECONDS = 20.0
 STOPPED = "stopped; nothing was written"

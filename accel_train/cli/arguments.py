@@ -19,7 +19,7 @@ from accel_train.watching.arguments import add_monitor, add_report
 from accel_train.wording import did_you_mean, nearest
 
 EXPORT = (
-    "write weights with config.json, assets and options; of bundled recipes also model.py, which needs torch alone, "
+    "write weights with config.json, assets and options; for bundled recipes also model.py, which needs only torch, "
     "and verify.py, which repeats the outputs in example.safetensors"
 )
 
@@ -45,12 +45,13 @@ def build_parser(
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    doctor = commands.add_parser("doctor", help="versions, devices, kernels, and strategies this machine can run")
+    text = "show versions, devices, kernels and the strategies this machine can run"
+    doctor = commands.add_parser("doctor", help=text, description=text)
     doctor.add_argument("--attention", action="store_true", help="try every attention kernel: time, error, what ran")
     texts = {
-        "launch": "start a recipe from a strictly read accelerate launch file; forwards signals, keeps exit codes",
-        "rehearse": "run the launch file's strategy for real on CPU processes, before paying for the cluster",
-        "check": "read the launch file and the recipe's config, describe the run, name what looks wrong, run nothing",
+        "launch": "start a recipe from a strictly read accelerate launch file; forward signals, keep exit codes",
+        "rehearse": "run the launch file's strategy on CPU processes, before paying for the cluster",
+        "check": "read launch file and config, describe the run, report what looks wrong; run nothing",
     }
     for name, text in texts.items():
         launch = commands.add_parser(name, help=text, description=text)
@@ -62,7 +63,7 @@ def build_parser(
     anywhere.add_flags(run)
     _add_recipe(run, recipes)
     _add_before_a_run(commands, recipes)
-    text = "two configs of a recipe, or values of one option, run in turns: time, memory, losses with intervals; gates"
+    text = "benchmark two configs, or values of one option, in alternating runs: time, memory, loss, with intervals"
     _add_compare(commands.add_parser("compare", help=text, description=text), recipes)
     rerun.add_commands(commands)
     verify = commands.add_parser("verify", help=verification.HELP, description=verification.HELP)
@@ -71,23 +72,24 @@ def build_parser(
     drill = commands.add_parser("drill", help=drilling.HELP, description=drilling.HELP)
     drilling.add_flags(drill)
     _add_recipe(drill, recipes)
-    text = "copy a bundled recipe, or begin a new one, with presets and launch files"
+    text = "copy a bundled recipe with its presets and launch files, or start a new one"
     _add_init(commands.add_parser("init", help=text, description=text))
-    text = "sample from a trained model: a run, checkpoint, export or hub:org/name; its flags follow the place"
+    text = "sample from a trained model: a run, checkpoint, export or hub:org/name; put its flags after the place"
     _add_sample(commands.add_parser("sample", help=text, description=text))
-    text = "look through a dataset of pictures before a run; list, verify and clear the cache of latents and prompts"
+    text = "inspect a dataset of pictures before a run; list, verify or clear the cache of latents and prompts"
     _add_data(commands.add_parser("data", help=text, description=text))
-    text = "adapters from a dataset of pictures: check, plan for this machine, cache, train, validate, export"
+    text = "train adapters on a dataset of pictures: check, plan for this machine, cache, train, validate, export"
     _add_lora(commands.add_parser("lora", help=text, description=text))
-    text = "a live page of runs in the terminal: progress, losses, throughput; exit code 3 while an alert stands"
+    text = "watch runs in the terminal: progress, losses, throughput; exit code 3 while an alert stands"
     add_monitor(commands.add_parser("monitor", help=text, description=text))
-    text = "one HTML file about runs, to keep or to send: curves, events, evaluations, samples, how to resume"
+    text = "write one HTML file about runs: curves, events, evaluations, samples, how to resume"
     add_report(commands.add_parser("report", help=text, description=text))
     export = commands.add_parser("export", help=EXPORT, description=EXPORT)
     export.add_argument("place", metavar="RUN_OR_CHECKPOINT")
     _add_export(export)
-    _add_checkpoints(commands.add_parser("checkpoints", help="list, verify, compare, delete, convert, export, push"))
-    text = "print the script with which a shell completes this command, with the options and presets of recipes"
+    text = "list, verify, compare, prune, convert, export or push checkpoints"
+    _add_checkpoints(commands.add_parser("checkpoints", help=text, description=text))
+    text = "print a shell completion script, which knows the options and presets of recipes"
     _add_completion(commands.add_parser("completion", help=text, description=text))
     return parser
 
@@ -97,7 +99,7 @@ def _add_before_a_run(
     recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | None,
 ) -> None:
     """Add what tells memory and time before a machine is rented."""
-    text = "memory, collectives and FLOPs of a recipe's step at any number of processes, without any of them"
+    text = "count memory, collectives and FLOPs of a step at any world size, without GPUs"
     simulate = commands.add_parser("simulate", help=text, description=text)
     add_flags(simulate)
     _add_recipe(simulate, recipes)
@@ -123,10 +125,10 @@ def _add_sample(sample: argparse.ArgumentParser) -> None:
 
 def _add_data(data: argparse.ArgumentParser) -> None:
     actions = data.add_subparsers(dest="action", required=True, metavar="COMMAND")
-    text = "sizes, buckets, duplicates, captions, blur, exposure; exit code 1 below --min_dataset_quality"
+    text = "report sizes, buckets, duplicates, captions, blur, exposure; exit code 1 below --min_dataset_quality"
     check = actions.add_parser("check", help=text, description=text)
     check.add_argument("place", metavar="SOURCE", help="folder, parquet files, saved dataset or Hub id, as data.path")
-    text = "entries computed from data: latents of pictures, outputs of text encoders"
+    text = "manage entries computed from data: latents of pictures, outputs of text encoders"
     cache = actions.add_parser("cache", help=text, description=text)
     cache.add_argument("cache_action", choices=("ls", "verify", "clear"), metavar="ls|verify|clear")
     for parser in (check, cache):
@@ -269,7 +271,7 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
         action.add_argument("place", metavar=meaning)
         return action
 
-    ls = add("ls", "RUN_OR_DIRECTORY", "table of step, age, size, metric, state, verification and state on the Hub")
+    ls = add("ls", "RUN_OR_DIRECTORY", "list step, age, size, metric, state, verification and state on the Hub")
     ls.add_argument("--json", action="store_true", help="all fields, for programs")
     ls.add_argument("--quick", action="store_true", help="compare sizes only, hash nothing")
     add("verify", "RUN_OR_CHECKPOINT", "hash every file and compare with the manifest; exit code 1 if one is damaged")

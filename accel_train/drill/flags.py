@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from accel_train.config import UsageError, refuse_impossible
 
-HELP = "faults injected into short runs of a recipe: does it resume exactly, and what is lost? Exit code 1 if not"
+HELP = "inject faults into short runs and check that they resume exactly; exit code 1 if not"
 FEWEST_STEPS = 6
 HOURS = 24.0
 """Mean time between failures unless given: about what published logs of hundreds of accelerators show per job."""

@@ -13,7 +13,7 @@ from accel_train.planning.memory import default_margin
 
 Goal = Literal["speed", "memory", "balanced"]
 GOALS: tuple[Goal, ...] = ("speed", "memory", "balanced")
-HELP = "launch file, micro-batch and activation checkpointing with which a recipe fits GPUs that need not be there"
+HELP = "find the launch file, micro-batch and checkpointing that fit given GPUs, which need not be there"
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ COMMANDS = ("replay", "branch", "better", *samples.COMMANDS)
 
 def add_commands(commands: Any) -> None:
     """Add the parsers to the subparsers of ``accel-train``."""
-    text = "steps of a run again, from its checkpoint: losses and weights compared bit by bit; a receipt"
+    text = "repeat steps from a checkpoint, compare losses and weights bit by bit, and write a receipt"
     _add_replay(commands.add_parser("replay", help=text, description=text))
-    text = "a run forked at a checkpoint with changed options, on the same samples and noise; paired differences"
+    text = "fork a run with changed options on the same samples and noise; report paired differences"
     _add_branch(commands.add_parser("branch", help=text, description=text))
     samples.add_commands(commands)
     better.add_command(commands)

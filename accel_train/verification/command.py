@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-HELP = "short runs of a recipe on the CPU, compared: does its gradient depend on the layout? Exit code 1 if so"
+HELP = "prove that a recipe's gradient does not depend on the layout, by short runs on the CPU; exit code 1 if it does"
 
 
 def add_options(verify: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_train.config import refuse_impossible
 
-HELP = "which of two checkpoints is better on the same held-out samples: paired intervals; exit code 3 if not resolved"
+HELP = "decide which of two checkpoints is better on the same held-out samples; exit code 3 if unresolved"
 
 
 def add_command(commands: Any) -> None:

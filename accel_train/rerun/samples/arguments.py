@@ -10,9 +10,9 @@ COMMANDS = ("blame", "forget")
 
 def add_commands(commands: Any) -> None:
     """Add the parsers to the subparsers of ``accel-train``."""
-    text = "each sample of one step alone: loss and gradient norm, those that stand out, and the step without them"
+    text = "find the samples that stand out in one step, by the gradient of each alone"
     _add_blame(commands.add_parser("blame", help=text, description=text))
-    text = "a run trained again without some samples, from the newest checkpoint before their first use"
+    text = "retrain without given samples, from the newest checkpoint before their first use"
     _add_forget(commands.add_parser("forget", help=text, description=text))
 
 
