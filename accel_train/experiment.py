@@ -58,7 +58,7 @@ def _length_option(config: ExperimentConfig) -> str:
 def _decay_steps(config: ExperimentConfig, earlier: Mapping[str, Any], max_steps: int) -> int:
     """Return the length of the schedule. ``earlier`` holds the values that the first start resolved."""
     steps = earlier.get("schedule.decay_steps") or max_steps
-    length = None if config.max_epochs is None else f"max_epochs={config.max_epochs:g} ({steps} steps)"
+    length = None if config.max_epochs is None else f"max_epochs: {config.max_epochs:g} ({steps} steps)"
     return schedules.resolve_decay_steps(_schedule(config, earlier, steps), steps, length)
 
 

@@ -151,13 +151,12 @@ class ExperimentConfig:
     precision: Precision = "fp32"
     """Compute dtype. Weights, optimizer state and EMA stay fp32."""
     attention: str = "auto"
-    """Kernel of attention. auto: by a table of what each can do. tune: the fastest on these shapes, measured at the
-    start. Else a name that `accel-train doctor --attention` lists, or module:function of your own. A model of
-    transformers or diffusers keeps what its library chose with auto; it takes the names that the library has, and eager
-    is that of transformers. Each is proven against fp64 at the start; one that cannot run or is wrong is refused."""
+    """Attention kernel. auto: chosen by a table of capabilities. tune: the fastest on these shapes, measured at
+    startup. Or a name from `accel-train doctor --attention`, or your own module:function. For transformers and
+    diffusers models, auto keeps the library's choice. Every kernel is checked against fp64 at startup."""
     deterministic: bool = False
-    """Use kernels that give the same bits in every run (torch.use_deterministic_algorithms); what has none ends the
-    run. For a resume that is bit-exact on a GPU, and slower there. Not yet measured on a GPU."""
+    """Use kernels that give the same bits in every run (torch.use_deterministic_algorithms). An operation without a
+    deterministic kernel stops the run. Needed for bit-exact resume on a GPU; slower. Not yet measured on a GPU."""
     float8: Float8 = "none"
     """Run the matrix products of the blocks' large linear layers in float8 (torchao), the rest in bf16. Weights,
     optimizer and checkpoints stay fp32. tensorwise: one scale per tensor, the fastest, needs compute capability 8.9.
@@ -185,14 +184,15 @@ class ExperimentConfig:
     overwrite: bool = False
     """Delete checkpoints, metrics and the report in output_dir and start again from step 0. Logs and trackers stay."""
     init_from: str | None = None
-    """Run, checkpoint, directory with model.safetensors or export of adapters, for the weights alone. No step."""
+    """Weights to start from, at step 0: a run, a checkpoint, a directory with model.safetensors, or an adapter
+    export."""
     evaluate_only: bool = False
-    """Evaluate and sample from the newest checkpoint in output_dir, or (resume never) initial weights. No training."""
+    """Evaluate the newest checkpoint in output_dir without training. With --resume never: the initial weights."""
     collective_timeout_seconds: TimeoutSeconds = 1800
     """How long a process waits for the others before the run stops with an error. At most a year."""
     without_samples: tuple[NonNegativeInt, ...] = ()
-    """Samples of the training split, by index, that are left out wherever they come. All others keep their place, noise
-    and weight. A step that is left without any sample moves nothing. `accel-train blame` finds such indices."""
+    """Training samples to skip, by index. All others keep their position, noise and weight. A step with no sample left
+    changes nothing. `accel-train blame` finds such indices."""
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
@@ -347,10 +347,7 @@ class ExperimentConfig:
 
     def __post_init__(self) -> None:
         if (self.max_steps is None) == (self.max_epochs is None):
-            raise UsageError(
-                f"max_steps: {self.max_steps}, max_epochs: {self.max_epochs}: exactly one of the two is required; "
-                "set the other to None"
-            )
+            raise UsageError(f"max_steps: {self.max_steps}, max_epochs: {self.max_epochs}: give exactly one of them")
         self._resolve_micro_batch()
         if self.recipe.one_loss_term:
             self.balance.refuse_single_term(1)

@@ -200,7 +200,7 @@ def _log_choices(opened: Experiment, choices: Mapping[str, str]) -> None:
     for option, choice in choices.items():
         log = details if opened.config.is_default(option) else info
         log(logger, choice)
-    info(logger, f"other choices and their reasons: {log_file(opened.run.directory, rank=0)}")
+    info(logger, f"automatic choices, with reasons: {log_file(opened.run.directory, rank=0)}")
 
 
 def _run_info(

@@ -243,11 +243,11 @@ FLAGS = [
         "--optimizer.betas 0.9 1.0",
         r"optimizer\.betas\.1: 1\.0 is refused: .*less than 1.*--optimizer\.betas$",
     ),
-    Row("I28-warmup", "--schedule.warmup_steps 41", r"warmup_steps=41.*40"),
+    Row("I28-warmup", "--schedule.warmup_steps 41", r"warmup_steps: 41.*40"),
     Row(
         "I28-warmup-of-the-file",
         "{}/c.yaml",
-        r"warmup_steps=41: must not be more than max_steps=40",
+        r"warmup_steps: 41: must not be more than max_steps: 40",
         prepare=write("c.yaml", f"{CONFIG}schedule: {{warmup_steps: 41}}\n"),
     ),
     Row("I28-short", "--max_steps 15", r"warmup_steps: 20 .* the 15 steps .* shortened to 1; .*fresh start", None),
@@ -257,7 +257,7 @@ FLAGS = [
         r"collective_timeout_seconds: 100000000000000 is refused: .*less than or equal to 31536000",
     ),
     Row("I28-floor", "--schedule.floor 2", r"schedule\.floor: 2 is refused: .*less than or equal to 1"),
-    Row("I28-steps-twice", "--max_epochs 2", r"max_steps: 40, max_epochs: 2\.0: exactly one of the two"),
+    Row("I28-steps-twice", "--max_epochs 2", r"max_steps: 40, max_epochs: 2\.0: give exactly one of them"),
     Row(
         "I28-epochs-of-steps",
         "{}/c.yaml --max_epochs 2",
@@ -474,7 +474,7 @@ DATA = [
     Row(
         "I45-few",
         "--global_batch_size 64 --micro_batch_size 64",
-        r"global_batch_size=64: the dataset has \d\d samples.*Lower it to",
+        r"global_batch_size: 64: the dataset has \d\d samples.*lower it to",
     ),
     Row(
         "I46-column",
@@ -585,7 +585,7 @@ DATA = [
         "--data.trust_remote_code True",
         r"--data\.trust_remote_code is a name of other scripts; .*: code from a repository is never run",
     ),
-    Row("I53-epochs", "--max_steps None", r"max_steps: None, max_epochs: None: exactly one of the two"),
+    Row("I53-epochs", "--max_steps None", r"max_steps: None, max_epochs: None: give exactly one of them"),
 ]
 
 OPENED: list[runs.Run] = []

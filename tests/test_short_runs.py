@@ -117,7 +117,7 @@ def test_a_warm_up_of_the_file_that_sets_the_epochs_fits_few_data(accelerator: A
         "schedule.warmup_steps: 20 is more than fits into the 4 steps of this run's schedule: shortened to 0;" in said
     )
     asked = loaded(causal_lm, "causal_lm_tune", "--schedule.warmup_steps 20", tmp_path)
-    with pytest.raises(UsageError, match=r"schedule.warmup_steps=20: must not be more than max_epochs=2 \(4 steps\)"):
+    with pytest.raises(UsageError, match=r"schedule.warmup_steps: 20: must not be more than max_epochs: 2 \(4 steps\)"):
         experiment.resolve_length(asked, accelerator, 60)
 
 

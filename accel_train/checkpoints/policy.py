@@ -30,12 +30,12 @@ class CheckpointConfig:
     """Options of saving: how often, in which form, and which checkpoints are kept."""
 
     save_every: NonNegativeInt = 0
-    """Optimizer steps between saves. 0 is off. The final state is always saved."""
+    """Optimizer steps between saves. 0: off. The final state is always saved."""
     save_every_minutes: NonNegativeFloat | None = None
-    """Minutes between saves, by the main process's clock. 0 is off. null: 10, or off if save_every or
+    """Minutes between saves, by the main process's clock. 0: off. None: 10, or off if save_every or
     save_every_epochs is set."""
     save_every_epochs: NonNegativeFloat = 0.0
-    """Epochs (passes over the data) between saves. 0 is off."""
+    """Epochs (passes over the data) between saves. 0: off."""
     save_state: bool = True
     """Save optimizer state. false: weights and EMA only, from which a run cannot resume."""
     save_precision: Precision = "fp32"
@@ -46,25 +46,26 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Write in the background. false: the loop waits until the checkpoint is committed."""
     keep_last: NonNegativeInt = 3
-    """Number of newest checkpoints to keep. 0 keeps all."""
+    """Number of newest checkpoints to keep. 0: all."""
     keep_best: NonNegativeInt = 0
-    """Number of best checkpoints by best_metric to keep as well. 0 is off."""
+    """Number of best checkpoints by best_metric to keep as well. 0: off."""
     best_metric: str | None = None
     """Name of an evaluation metric, as in report/evaluation.json."""
     best_mode: Literal["min", "max"] = "min"
     """Direction of best_metric: min if smaller is better."""
     patience: PositiveInt | None = None
-    """End the run after this many evaluations without a better best_metric (early stopping). null: run to the end."""
+    """End the run after this many evaluations without a better best_metric (early stopping). None: run to the end."""
     keep_every: NonNegativeInt = 0
-    """Also keep every checkpoint whose step is a multiple of this, forever. 0 is off."""
+    """Also keep every checkpoint whose step is a multiple of this, forever. 0: off."""
     keep_window_steps: NonNegativeInt = 0
-    """Also keep all checkpoints of the last this many steps. 0 is off."""
+    """Also keep all checkpoints of the last this many steps. 0: off."""
     keep_window_epochs: NonNegativeFloat = 0.0
-    """Also keep all checkpoints of the last this many epochs. 0 is off."""
+    """Also keep all checkpoints of the last this many epochs. 0: off."""
     pinned: tuple[str, ...] = ()
     """Names of checkpoints (checkpoint_00001200) to keep forever."""
     keep_state_last: NonNegativeInt = 0
-    """Number of newest checkpoints to keep with optimizer state, half of their size or more. 0: all of them."""
+    """Keep optimizer state only in this many of the newest checkpoints. It is at least half of a checkpoint. 0: in
+    all."""
     on_error: Literal["stop", "continue"] = "stop"
     """After a failed save: stop the run, or warn and continue. A failed final save always ends in an error."""
     grace_seconds: PositiveFloat = 30.0

@@ -25,7 +25,7 @@ class CacheConfig:
     """Which cache."""
 
     cache_dir: str | None = None
-    """Folder of the cache. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
+    """Folder of the cache. None: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
     json: bool = False
     """Print JSON, for programs."""
     unused_days: NonNegativeFloat = 0.0

@@ -43,17 +43,17 @@ class BatchScheduleConfig:
     """Factor of the learning rate where a step has n times global_batch_size samples. constant: 1. linear: n. sqrt: the
     square root of n."""
     noise_factor: NonNegativeFloat = 0.0
-    """Double the samples of a step when the measured gradient noise scale (arXiv:1812.06162) is more than so many times
-    their number. In place of `steps` and `sizes`, with adamw or adamw_offload. 0 = off. At a high learning rate the
-    estimate is too large, or missing, and then nothing grows."""
+    """Double the batch when the measured gradient noise scale (arXiv:1812.06162) exceeds this many times the batch
+    size. Replaces `steps` and `sizes`; adamw or adamw_offload only. At high learning rates the estimate is too large,
+    or missing, and then the batch does not grow. 0: off."""
     noise_steps: PositiveInt = 500
     """Optimizer steps of a window. At its end the samples double or stay, by the mean of its observations."""
     noise_every: PositiveInt = 10
     """Optimizer steps between two observations, each of which reads the running mean of the gradient once. Divides
     `noise_steps`."""
     max_size: PositiveInt | None = None
-    """Largest number of samples per step that noise_factor leads to. Required with it. That of global_batch_size: the
-    noise is measured, and nothing grows."""
+    """Upper limit of the batch that noise_factor may reach; required with it. Set it to global_batch_size to measure
+    the noise without growing."""
 
     def __post_init__(self) -> None:
         self._check_noise()
@@ -214,17 +214,17 @@ class LoaderConfig:
     run, across epochs."""
 
     num_workers: NonNegativeInt | Literal["auto"] = "auto"
-    """DataLoader workers per training process. 0 = read in the training process. auto = 0 on a CPU, whose cores are
+    """DataLoader workers per training process. 0: read in the training process. auto: 0 on a CPU, whose cores are
     busy with training, else the cores of this host per training process minus one, at most 8."""
 
     prefetch_factor: PositiveInt | None = None
-    """Micro-batches read ahead by each worker, kept in shared memory. None = 2. Needs workers."""
+    """Micro-batches read ahead by each worker, kept in shared memory. None: 2. Needs workers."""
 
     pin_memory: bool | Literal["auto"] = "auto"
-    """Read into page-locked host memory, so that copies to the GPU overlap with training. auto = on CUDA."""
+    """Read into page-locked host memory, so that copies to the GPU overlap with training. auto: on CUDA."""
 
     timeout_seconds: PositiveFloat | None = None
-    """Longest wait for one micro-batch before the run stops with an error. None = 300. Keep it below the
+    """Longest wait for one micro-batch before the run stops with an error. None: 300. Keep it below the
     timeout of collectives, which would otherwise fail first without naming the cause. Needs workers."""
 
     bucket_by_length: bool = False
@@ -234,15 +234,15 @@ class LoaderConfig:
 
     bucket_shapes: PositiveInt | None = None
     """Maximum number of padded lengths, chosen once from the data. Compilation, cuDNN and the caching allocator pay
-    for each. None = 4. Needs bucket_by_length."""
+    for each. None: 4. Needs bucket_by_length."""
 
     def __post_init__(self) -> None:
         if self.num_workers == 0:
-            self.refuse_worker_options("loader.num_workers=0")
+            self.refuse_worker_options("loader.num_workers: 0")
         if self.bucket_shapes is not None and not self.bucket_by_length:
             raise UsageError(
-                f"loader.bucket_shapes={self.bucket_shapes}: has no effect without buckets. Set "
-                "loader.bucket_by_length to True, or leave bucket_shapes out."
+                f"loader.bucket_shapes: {self.bucket_shapes}: has no effect without buckets; give "
+                "--loader.bucket_by_length, or leave it out"
             )
 
     def refuse_worker_options(self, reason: str) -> None:
@@ -251,8 +251,8 @@ class LoaderConfig:
         for name, value in given.items():
             if value is not None:
                 raise UsageError(
-                    f"loader.{name}={value}: needs at least 1 worker, but {reason}. Set loader.num_workers to 1 or "
-                    f"more, or leave {name} out."
+                    f"loader.{name}: {value}: at least 1 worker is required, but {reason}; give --loader.num_workers 1 "
+                    f"or more, or leave {name} out"
                 )
 
 
@@ -270,13 +270,13 @@ def resolve_loader(config: LoaderConfig, device: torch.device) -> LoaderSettings
     """Resolve `auto` to numbers, with the reason. Refuses settings this device cannot obey. Call it early."""
     if config.pin_memory is True and device.type != "cuda":
         raise UsageError(
-            f"loader.pin_memory=True: page-locked memory serves copies to a CUDA device, this run is on {device.type}. "
-            "Set pin_memory to auto or False."
+            f"loader.pin_memory: True: page-locked memory serves copies to a CUDA device, but this run is on "
+            f"{device.type}; give --loader.pin_memory auto or False"
         )
     if config.num_workers == "auto":
         workers, reason = _auto_workers(device)
         if workers == 0:
-            config.refuse_worker_options(f"loader.num_workers=auto chose 0 ({reason})")
+            config.refuse_worker_options(f"loader.num_workers: auto chose 0 ({reason})")
     else:
         workers = config.num_workers
         reason = "num_workers as asked"
@@ -311,7 +311,8 @@ def refuse_too_many(option: str, workers: int, processes: int = 1) -> None:
         return
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     raise UsageError(
-        f"{option}={workers}: with {processes} training process(es) on this host that is "
+        f"{option}: {workers}: with {processes} training process(es) on this host that is "
         f"{total} worker processes, about {total * 0.3:.0f} GiB, on {cores} core(s) "
-        f"and {memory_gib:.0f} GiB of memory. At most {limit} are started. Give {limit // processes} or less, or auto."
+        f"and {memory_gib:.0f} GiB of memory, and at most {limit} are started; give {limit // processes} or less, or "
+        "auto"
     )

@@ -123,18 +123,18 @@ class StepSampler:
         if self.blocks is not None and len(self.blocks) != size:
             raise ValueError(f"the blocks have {len(self.blocks)} rows, the dataset has {size}")
         if size == 0:
-            raise UsageError("dataset: it is empty, at least 1 sample is required. Check its path and filters.")
+            raise UsageError("dataset: it is empty, at least 1 sample is required; check its path and filters")
         if batch < 1:
-            raise UsageError(f"global_batch_size={batch}: must be at least 1. Raise it.")
+            raise UsageError(f"global_batch_size: {batch}: at least 1 is required; raise it")
         if max(self.schedule.sizes, default=1) > size:
             raise UsageError(
-                f"batch_schedule.sizes {list(self.schedule.sizes)}: the dataset has {size} samples, and no step can "
-                f"have more. Lower them to {size} or less, or use more data."
+                f"batch_schedule.sizes: {list(self.schedule.sizes)}: the dataset has {size} samples, and no step can "
+                f"have more; lower them to {size} or less, or use more data"
             )
         if (self.schedule.max_size or 1) > size:
             raise UsageError(
-                f"batch_schedule.max_size {self.schedule.max_size}: the dataset has {size} samples, and no step can "
-                f"have more. Lower it to {size} or less, or use more data."
+                f"batch_schedule.max_size: {self.schedule.max_size}: the dataset has {size} samples, and no step can "
+                f"have more; lower it to {size} or less, or use more data"
             )
         self.refuse_small_data()
 
@@ -143,8 +143,8 @@ class StepSampler:
         size = self.dataset_size
         if self.global_batch_size > size:
             raise UsageError(
-                f"global_batch_size={self.global_batch_size}: the dataset has {size} samples, at least one global "
-                f"batch is required. Lower it to {size} or less, or use more data."
+                f"global_batch_size: {self.global_batch_size}: the dataset has {size} samples, at least one global "
+                f"batch is required; lower it to {size} or less, or use more data"
             )
 
     def batch_size(self, step: int) -> int:

@@ -111,9 +111,9 @@ class Workers:
 
     def _explain_hang(self, worker: int, waited: float, request: Request) -> str:
         return (
-            f"loader.timeout_seconds={self._settings.timeout_seconds:g}: {request} did not arrive within {waited:.0f} "
-            f"seconds from {self._describe(worker)}. Raise it if the storage is slow; loader.num_workers=0 shows where "
-            "the dataset waits."
+            f"loader.timeout_seconds: {self._settings.timeout_seconds:g}: {request} did not arrive within {waited:.0f} "
+            f"seconds from {self._describe(worker)}; raise it if the storage is slow; --loader.num_workers 0 shows "
+            "where the dataset waits"
         )
 
     def _describe(self, worker: int) -> str:

@@ -37,11 +37,11 @@ class DistributedConfig:
 
     gradient_as_bucket_view: bool | None = None
     """DDP: gradients are views of the communication buckets, which saves 4 bytes per parameter and a copy.
-    None = True."""
+    None: True."""
 
     bucket_cap_mb: PositiveInt | None = None
     """DDP: MiB of gradients per reduction. Smaller buckets start earlier in the backward pass, larger ones are fewer.
-    None = 25."""
+    None: 25."""
 
     comm_hook: Literal["none", "bf16", "powersgd"] = "none"
     """DDP, for slow links between hosts. bf16 halves the bytes and rounds gradients to 8 bits of fraction, GPUs only.
@@ -49,19 +49,19 @@ class DistributedConfig:
     and not with precision fp16. Both make the result depend on the number of processes."""
 
     powersgd_rank: PositiveInt | None = None
-    """powersgd: rank of the factors of each matrix. Twice the rank is twice the bytes. None = 1."""
+    """powersgd: rank of the factors of each matrix. Twice the rank is twice the bytes. None: 1."""
 
     powersgd_start_step: PositiveInt | None = None
     """powersgd: reductions of full gradients before the first factors: one per optimizer step, or one per micro-batch
     with sync every. The count starts over at each start, because the state of the hook is not in the checkpoint. At
-    least 2. None = 1000."""
+    least 2. None: 1000."""
 
     static_graph: bool = False
     """DDP: promise that every step uses the same parameters in the same way. Not with accumulation."""
 
     fsdp2_prefetch: PositiveInt | None = None
     """FSDP2: blocks whose weights are gathered ahead of the computing one, in forward and backward, each in memory
-    until its use. For slow links. None = torch's default: the next block, as far as the host runs ahead."""
+    until its use. For slow links. None: torch's default: the next block, as far as the host runs ahead."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("powersgd_rank", "powersgd_start_step") if getattr(self, name) is not None]

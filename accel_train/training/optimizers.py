@@ -61,11 +61,11 @@ class OptimizerConfig:
     """Added to the root of the running square. Larger values damp the step where gradients are tiny."""
 
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled decay: a decayed weight loses lr * weight_decay of its value each step. 0 = off."""
+    """Decoupled decay: a decayed weight loses lr * weight_decay of its value each step. 0: off."""
 
     max_grad_norm: NonNegativeFloat = 1.0
     """Upper limit of the L2 norm of the gradient over all parameters and processes. A larger gradient is
-    scaled down to it. 0 = no clipping."""
+    scaled down to it. 0: no clipping."""
 
     lr_factors: tuple[str, ...] = ()
     """Other learning rates for some modules, as MODULE=FACTOR: head=10 blocks.0=0.1. MODULE is a name as in
@@ -75,26 +75,26 @@ class OptimizerConfig:
     """Further modules without weight decay, named as in lr_factors: pos_embed blocks.0."""
 
     fused: bool | Literal["auto"] = "auto"
-    """One kernel for the whole AdamW update instead of several per tensor. auto = where the device has it."""
+    """One kernel for the whole AdamW update instead of several per tensor. auto: where the device has it."""
 
     muon_lr: PositiveFloat | None = None
-    """muon: peak learning rate of the matrices. None = lr, suitable for match_rms_adamw. With original about 0.02."""
+    """muon: peak learning rate of the matrices. None: lr, suitable for match_rms_adamw. With original about 0.02."""
 
     muon_weight_decay: NonNegativeFloat | None = None
-    """muon: weight decay of the matrices. None = weight_decay."""
+    """muon: weight decay of the matrices. None: weight_decay."""
 
     muon_momentum: FractionBelowOne | None = None
-    """muon: decay of the running mean of the gradient. None = 0.95."""
+    """muon: decay of the running mean of the gradient. None: 0.95."""
 
     muon_nesterov: bool | None = None
-    """muon: look one gradient ahead of the running mean. None = True."""
+    """muon: look one gradient ahead of the running mean. None: True."""
 
     muon_adjust_lr_fn: Literal["match_rms_adamw", "original"] | None = None
     """muon: the learning rate of an m x n matrix is multiplied by 0.2 * sqrt(max(m, n)) (match_rms_adamw: AdamW's
-    usual size of update) or by sqrt(max(1, m/n)) (original). None = match_rms_adamw."""
+    usual size of update) or by sqrt(max(1, m/n)) (original). None: match_rms_adamw."""
 
     muon_precision: MuonPrecision | None = None
-    """muon: precision of the Newton-Schulz steps. None = fp32. bf16 is faster on a GPU, but the loss then depends on
+    """muon: precision of the Newton-Schulz steps. None: fp32. bf16 is faster on a GPU, but the loss then depends on
     the division of the batch: after 40 steps losses differ by about 1e-3 instead of 1e-7."""
 
     def __post_init__(self) -> None:

@@ -40,7 +40,7 @@ class ScheduleConfig:
 
     decay_steps: PositiveInt | None = None
     """Optimizer step of the floor, counted from the start of training, warm-up included. Later steps stay at the
-    floor. None = max_steps of the first start: raising max_steps later does not stretch the schedule. Not for
+    floor. None: max_steps of the first start: raising max_steps later does not stretch the schedule. Not for
     constant and inverse_sqrt, which have no end."""
 
     floor: Fraction = 0.0
@@ -54,36 +54,37 @@ class ScheduleConfig:
     """cosine_restarts: optimizer steps of the first cycle. The last cycle ends early at decay_steps."""
 
     cycle_multiplier: PositiveInt | None = None
-    """cosine_restarts: every cycle is this many times as long as the one before. None = 1, all equal."""
+    """cosine_restarts: every cycle is this many times as long as the one before. None: 1, all equal."""
 
     wsd_decay_fraction: Fraction | None = None
-    """wsd: share of decay_steps, at its end, over which the learning rate falls, in whole steps. None = 0.2."""
+    """wsd: share of decay_steps, at its end, over which the learning rate falls, in whole steps. None: 0.2."""
 
     def __post_init__(self) -> None:
         # The annotated range is checked by pydantic only, which a config built in Python never meets.
         if not 0 <= self.floor <= 1:
             raise UsageError(
-                f"schedule.floor={self.floor}: must be from 0 to 1, it is a fraction of the peak learning rate. "
-                "Give for example 0.1 for a tenth of the peak."
+                f"schedule.floor: {self.floor}: a fraction of the peak learning rate, from 0 to 1, is required; give "
+                "for example 0.1 for a tenth of the peak"
             )
         self._refuse_unread_options()
         if self.kind == "cosine_restarts" and (self.cycles is None) == (self.cycle_steps is None):
             raise UsageError(
-                f"schedule.cycles={self.cycles}, schedule.cycle_steps={self.cycle_steps}: kind=cosine_restarts "
-                "needs exactly one of the two. Give cycles (how many) or cycle_steps (length of the first)."
+                f"schedule.cycles: {self.cycles}, schedule.cycle_steps: {self.cycle_steps}: schedule.kind: "
+                "cosine_restarts requires exactly one of them; give cycles (how many) or cycle_steps (length of the "
+                "first)"
             )
         if self.cycles == 1 and self.cycle_multiplier not in (None, 1):
             raise UsageError(
-                f"schedule.cycle_multiplier={self.cycle_multiplier}: has no effect with cycles=1, which has no second "
-                "cycle. Give more cycles, or leave it out."
+                f"schedule.cycle_multiplier: {self.cycle_multiplier}: has no effect with schedule.cycles: 1, which has "
+                "no second cycle; give more cycles, or leave it out"
             )
         if self.kind == "inverse_sqrt" and self.warmup_steps == 0:
             raise UsageError(
-                "schedule.warmup_steps=0: kind=inverse_sqrt decays as sqrt(warmup_steps / step) and needs at least 1. "
-                "Give a warm-up, 1000 to 10000 steps is usual."
+                "schedule.warmup_steps: 0: schedule.kind: inverse_sqrt, which decays as sqrt(warmup_steps / step), "
+                "requires at least 1; give a warm-up, 1000 to 10000 steps is usual"
             )
         if self.decay_steps is not None:
-            check_lengths(self, self.decay_steps, f"schedule.decay_steps={self.decay_steps}")
+            check_lengths(self, self.decay_steps, f"schedule.decay_steps: {self.decay_steps}")
 
     @property
     def has_end(self) -> bool:
@@ -98,12 +99,12 @@ class ScheduleConfig:
         if self.kind == "constant" and self.floor != 0:
             unread.append("floor")
         if unread:
-            values = ", ".join(f"schedule.{name}={getattr(self, name)}" for name in unread)
+            values = ", ".join(f"schedule.{name}: {getattr(self, name)}" for name in unread)
             wanted = sorted({_OWN_KIND[name] for name in unread if name in _OWN_KIND})
-            hint = f", or use kind={' or '.join(wanted)}" if wanted else ""
-            default = ", ".join(f"{name}={getattr(type(self), name)}" for name in unread)
+            hint = f", or give --schedule.kind {' or '.join(wanted)}" if wanted else ""
+            default = ", ".join(f"{name} {getattr(type(self), name)}" for name in unread)
             raise WithoutEffectError(
-                f"{values}: schedule.kind={self.kind} does not read it. Leave it out (the default is {default}){hint}.",
+                f"{values}: schedule.kind: {self.kind} does not read it; leave it out (the default is {default}){hint}",
                 *(f"schedule.{name}" for name in unread),
             )
 
@@ -118,7 +119,7 @@ def resolve_decay_steps(config: ScheduleConfig, max_steps: int, length: str | No
     """
     if config.decay_steps is not None:
         return config.decay_steps
-    check_lengths(config, max_steps, length or f"max_steps={max_steps}")
+    check_lengths(config, max_steps, length or f"max_steps: {max_steps}")
     return max_steps
 
 
@@ -291,24 +292,24 @@ def check_lengths(config: ScheduleConfig, decay_steps: int, length: str) -> None
     warmup = config.warmup_steps
     if warmup > decay_steps:
         raise UsageError(
-            f"schedule.warmup_steps={warmup}: must not be more than {length}, "
-            "the peak would never be reached. Lower the one or raise the other."
+            f"schedule.warmup_steps: {warmup}: must not be more than {length}, or the peak would never be reached; "
+            "lower the one or raise the other"
         )
     if config.cycle_steps is not None and warmup + config.cycle_steps > decay_steps:
         raise UsageError(
-            f"schedule.cycle_steps={config.cycle_steps}: with warmup_steps={warmup} one cycle ends at step "
-            f"{warmup + config.cycle_steps}, after {length}. Shorten it to "
-            f"{decay_steps - warmup} or less, or give cycles instead."
+            f"schedule.cycle_steps: {config.cycle_steps}: with schedule.warmup_steps: {warmup} one cycle ends at step "
+            f"{warmup + config.cycle_steps}, after {length}; shorten it to "
+            f"{decay_steps - warmup} or less, or give cycles instead"
         )
     if config.cycles is not None and _are_too_many(config.cycles, config.cycle_multiplier or 1, decay_steps):
         raise UsageError(
-            f"schedule.cycles={config.cycles}, schedule.cycle_multiplier={config.cycle_multiplier or 1}: the first "
-            f"cycle would be shorter than a step, with {length} to divide. Give fewer cycles, each of "
-            f"{SHORTEST_CYCLE} steps or more."
+            f"schedule.cycles: {config.cycles}, schedule.cycle_multiplier: {config.cycle_multiplier or 1}: the first "
+            f"cycle would be shorter than a step, with {length} to divide; give fewer cycles, each of "
+            f"{SHORTEST_CYCLE} steps or more"
         )
     if config.kind == "wsd" and warmup + _wsd_steps(config, decay_steps) > decay_steps:
         raise UsageError(
-            f"schedule.wsd_decay_fraction={_wsd_fraction(config)}: a decay of "
-            f"{_wsd_steps(config, decay_steps)} steps and warmup_steps={warmup} are more than "
-            f"{length}. Shorten the warm-up or the decay."
+            f"schedule.wsd_decay_fraction: {_wsd_fraction(config)}: a decay of "
+            f"{_wsd_steps(config, decay_steps)} steps and schedule.warmup_steps: {warmup} are more than "
+            f"{length}; shorten the warm-up or the decay"
         )

@@ -97,7 +97,7 @@ def test_what_cannot_be_obeyed_is_refused() -> None:
         BatchScheduleConfig((5, 5), (8, 9))
     with pytest.raises(UsageError, match=r"learning_rate sqrt: has no effect without batch_schedule\.steps"):
         BatchScheduleConfig(learning_rate="sqrt")
-    with pytest.raises(UsageError, match=r"sizes \[8, 12, 6\]: the dataset has 11 samples"):
+    with pytest.raises(UsageError, match=r"sizes: \[8, 12, 6\]: the dataset has 11 samples"):
         scheduled(StepSampler(11, 4, seed=3), GROWING)
     with pytest.raises(UsageError, match=r"steps \[3, 5, 9\]: TaskSampler gives every step the same number"):
         scheduled(TaskSampler((31, 31), 4, 3), GROWING)

@@ -147,7 +147,7 @@ def test_what_was_chosen_is_printed(caplog):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"bucket_shapes": 3}, ["loader.bucket_shapes=3", "Set loader.bucket_by_length to True"]),
+        ({"bucket_shapes": 3}, ["loader.bucket_shapes: 3", "give --loader.bucket_by_length"]),
         (
             {"bucket_by_length": True},
             ["loader.bucket_by_length=True: Subset does not know", "length(index)", "to False"],

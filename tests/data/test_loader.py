@@ -292,11 +292,11 @@ def test_the_choice_is_printed(caplog, device, options, words):
     [
         (
             {"num_workers": 0, "prefetch_factor": 4},
-            ["loader.prefetch_factor=4", "loader.num_workers=0", "to 1 or more"],
+            ["loader.prefetch_factor: 4", "loader.num_workers: 0", "--loader.num_workers 1 or more"],
         ),
-        ({"num_workers": 0, "timeout_seconds": 9.0}, ["loader.timeout_seconds=9.0", "loader.num_workers=0"]),
-        ({"prefetch_factor": 4}, ["loader.prefetch_factor=4", "loader.num_workers=auto chose 0"]),
-        ({"pin_memory": True}, ["loader.pin_memory=True", "on cpu", "auto or False"]),
+        ({"num_workers": 0, "timeout_seconds": 9.0}, ["loader.timeout_seconds: 9.0", "loader.num_workers: 0"]),
+        ({"prefetch_factor": 4}, ["loader.prefetch_factor: 4", "loader.num_workers: auto chose 0"]),
+        ({"pin_memory": True}, ["loader.pin_memory: True", "on cpu", "auto or False"]),
     ],
 )
 def test_options_are_obeyed_or_refused(options, words):
@@ -340,5 +340,5 @@ def test_more_workers_than_the_cores_can_run_are_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr("accel_train.data.options.usable_cores", lambda: (4, "affinity"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert resolve_loader(LoaderConfig(num_workers=16), torch.device("cpu")).num_workers == 16
-    with pytest.raises(UsageError, match=r"num_workers=17: .* 34 .*, on 4 core.*At most 32.* 16 or less"):
+    with pytest.raises(UsageError, match=r"num_workers: 17: .* 34 .*, on 4 core.*at most 32.* 16 or less"):
         resolve_loader(LoaderConfig(num_workers=17), torch.device("cpu"))

@@ -229,7 +229,7 @@ def test_a_worker_that_hangs(monkeypatch):
     with pytest.raises(LoadingError) as error:
         list(steps_of(Faulty("hang"), num_workers=2, timeout_seconds=5.0))
     text = str(error.value)
-    assert text.startswith("loader.timeout_seconds=5: step 4, micro-batch 2 (samples ")
+    assert text.startswith("loader.timeout_seconds: 5: step 4, micro-batch 2 (samples ")
     assert f"reading sample {BAD} of step 4" in text
     assert "from worker 1 (pid " in text
     assert 5.0 <= time.monotonic() - started < 300  # not the 600 seconds of the sample
@@ -346,7 +346,7 @@ def test_where_no_sample_is_to_blame_the_batch_is(workers):
 @pytest.mark.slow  # one that hangs in a sample is quick
 def test_a_worker_that_hangs_in_a_whole_batch():
     with pytest.raises(
-        LoadingError, match=r"^loader\.timeout_seconds=5: step 4, micro-batch 2 .*a micro-batch of step 4 at once"
+        LoadingError, match=r"^loader\.timeout_seconds: 5: step 4, micro-batch 2 .*a micro-batch of step 4 at once"
     ):
         list(steps_of(Whole("hang"), num_workers=2, timeout_seconds=5.0))
 

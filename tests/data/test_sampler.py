@@ -101,8 +101,8 @@ def test_epoch_is_a_fraction():
     ("size", "batch", "words"),
     [
         (0, 8, ["empty", "at least 1"]),
-        (7, 8, ["global_batch_size=8", "7 samples", "Lower it to 7"]),
-        (7, 0, ["global_batch_size=0"]),
+        (7, 8, ["global_batch_size: 8", "7 samples", "lower it to 7"]),
+        (7, 0, ["global_batch_size: 0"]),
     ],
 )
 def test_datasets_that_are_too_small(size, batch, words):

@@ -105,7 +105,7 @@ def test_epoch_counts_samples_of_all_tasks():
 @pytest.mark.parametrize(
     ("sizes", "weights", "words"),
     [
-        ((40, 7), None, ["global_batch_size=8", "task 2 of 2 has 7 samples", "Lower it to 7"]),
+        ((40, 7), None, ["global_batch_size: 8", "task 2 of 2 has 7 samples", "lower it to 7"]),
         ((40, 0), None, ["task 2 of 2 has 0 samples"]),
         ((), None, ["task_weights []", "0 task(s)"]),
         ((40, 40), (1,), ["task_weights [1] for 2 task(s)", "leave task_weights out"]),

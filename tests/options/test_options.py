@@ -525,7 +525,7 @@ def test_a_recipe_that_forgets_the_checks_of_every_recipe_has_them() -> None:
                 raise UsageError("flavour: none")
 
     assert Forgetful(max_steps=4).flavour == "mild"
-    with pytest.raises(UsageError, match=r"max_steps: 4, max_epochs: 2: exactly one of the two is required"):
+    with pytest.raises(UsageError, match=r"max_steps: 4, max_epochs: 2: give exactly one of them"):
         Forgetful(max_steps=4, max_epochs=2)
     with pytest.raises(UsageError, match=r"flavour: none"):
         Forgetful(max_steps=4, flavour="none")

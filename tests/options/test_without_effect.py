@@ -97,7 +97,7 @@ ROWS = [
     Row(
         mmdit,
         "--schedule.kind cosine_restarts --schedule.cycles 1 --schedule.cycle_multiplier 2",
-        r"cycle_multiplier=2: .*no second cycle",
+        r"cycle_multiplier: 2: .*no second cycle",
         "--schedule.cycles 2",
     ),
     Row(

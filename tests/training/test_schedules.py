@@ -220,19 +220,19 @@ def test_cycles_without_a_shape_are_named(options: dict[str, int], steps: str | 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kind": "constant", "floor": 0.1}, ["floor=0.1", "kind=constant", "default is floor=0.0"]),
-        ({"kind": "constant", "decay_steps": 10}, ["decay_steps=10", "kind=constant"]),
-        ({"kind": "inverse_sqrt", "warmup_steps": 1, "decay_steps": 10}, ["decay_steps=10"]),
-        ({"kind": "inverse_sqrt"}, ["schedule.warmup_steps=0", "at least 1"]),
-        ({"kind": "cosine", "cycles": 2}, ["cycles=2", "kind=cosine_restarts"]),
-        ({"kind": "cosine", "wsd_decay_fraction": 0.1}, ["wsd_decay_fraction=0.1", "kind=wsd"]),
+        ({"kind": "constant", "floor": 0.1}, ["floor: 0.1", "kind: constant", "default is floor 0.0"]),
+        ({"kind": "constant", "decay_steps": 10}, ["decay_steps: 10", "kind: constant"]),
+        ({"kind": "inverse_sqrt", "warmup_steps": 1, "decay_steps": 10}, ["decay_steps: 10"]),
+        ({"kind": "inverse_sqrt"}, ["schedule.warmup_steps: 0", "at least 1"]),
+        ({"kind": "cosine", "cycles": 2}, ["cycles: 2", "--schedule.kind cosine_restarts"]),
+        ({"kind": "cosine", "wsd_decay_fraction": 0.1}, ["wsd_decay_fraction: 0.1", "--schedule.kind wsd"]),
         ({"kind": "cosine_restarts"}, ["exactly one"]),
         ({"kind": "cosine_restarts", "cycles": 2, "cycle_steps": 3}, ["exactly one"]),
-        ({"floor": 1.5}, ["floor=1.5", "0 to 1"]),
-        ({"floor": -0.1}, ["floor=-0.1"]),
-        ({"floor": math.nan}, ["floor=nan"]),
-        ({"warmup_steps": 11, "decay_steps": 10}, ["schedule.warmup_steps=11", "schedule.decay_steps=10"]),
-        ({"kind": "wsd", "warmup_steps": 9, "decay_steps": 10}, ["wsd_decay_fraction=0.2", "2 steps"]),
+        ({"floor": 1.5}, ["floor: 1.5", "0 to 1"]),
+        ({"floor": -0.1}, ["floor: -0.1"]),
+        ({"floor": math.nan}, ["floor: nan"]),
+        ({"warmup_steps": 11, "decay_steps": 10}, ["schedule.warmup_steps: 11", "schedule.decay_steps: 10"]),
+        ({"kind": "wsd", "warmup_steps": 9, "decay_steps": 10}, ["wsd_decay_fraction: 0.2", "2 steps"]),
     ],
 )
 def test_refusals(options, words):
@@ -244,17 +244,17 @@ def test_refusals(options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"warmup_steps": 101}, ["schedule.warmup_steps=101", "max_steps=100"]),
-        ({"kind": "constant", "warmup_steps": 101}, ["warmup_steps=101", "max_steps=100"]),
-        ({"kind": "wsd", "warmup_steps": 90}, ["warmup_steps=90", "20 steps", "max_steps=100"]),
-        ({"kind": "cosine_restarts", "warmup_steps": 1, "cycle_steps": 100}, ["schedule.cycle_steps=100", "to 99"]),
-        ({"kind": "cosine_restarts", "cycles": 101}, ["schedule.cycles=101", "max_steps=100", "fewer cycles"]),
-        ({"kind": "cosine_restarts", "cycles": 2**53}, [f"schedule.cycles={2**53}"]),
+        ({"warmup_steps": 101}, ["schedule.warmup_steps: 101", "max_steps: 100"]),
+        ({"kind": "constant", "warmup_steps": 101}, ["warmup_steps: 101", "max_steps: 100"]),
+        ({"kind": "wsd", "warmup_steps": 90}, ["warmup_steps: 90", "20 steps", "max_steps: 100"]),
+        ({"kind": "cosine_restarts", "warmup_steps": 1, "cycle_steps": 100}, ["schedule.cycle_steps: 100", "to 99"]),
+        ({"kind": "cosine_restarts", "cycles": 101}, ["schedule.cycles: 101", "max_steps: 100", "fewer cycles"]),
+        ({"kind": "cosine_restarts", "cycles": 2**53}, [f"schedule.cycles: {2**53}"]),
         (
             {"kind": "cosine_restarts", "cycles": 7, "cycle_multiplier": 2},
-            ["cycle_multiplier=2", "shorter than a step"],
+            ["cycle_multiplier: 2", "shorter than a step"],
         ),
-        ({"kind": "cosine_restarts", "cycles": 2**53, "cycle_multiplier": 2**53}, [f"cycle_multiplier={2**53}"]),
+        ({"kind": "cosine_restarts", "cycles": 2**53, "cycle_multiplier": 2**53}, [f"cycle_multiplier: {2**53}"]),
     ],
 )
 def test_lengths_are_checked_against_max_steps(options, words):

@@ -45,9 +45,9 @@ class TaskSampler:
         for task, size in enumerate(self.sizes):
             if size < self.global_batch_size:
                 raise UsageError(
-                    f"global_batch_size={self.global_batch_size}: task {task + 1} of {len(self.sizes)} has {size} "
-                    "samples, at least one global batch of each task is required. Lower it to "
-                    f"{min(self.sizes)} or less, or use more data."
+                    f"global_batch_size: {self.global_batch_size}: task {task + 1} of {len(self.sizes)} has {size} "
+                    "samples, at least one global batch of each task is required; lower it to "
+                    f"{min(self.sizes)} or less, or use more data"
                 )
 
     @property

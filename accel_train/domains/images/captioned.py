@@ -63,7 +63,7 @@ class PictureConfig:
     leave_out: tuple[str, ...] = ()
     """data.path emoji: groups to leave out, such as flags, and 'skin tones' for all but the yellow ones of people."""
     image_column: str | None = None
-    """Your own pictures: their column in a table. null: the only one. data.text_column is that of the captions."""
+    """Your own pictures: their column in a table. None: the only one. data.text_column is that of the captions."""
     max_left_out: Fraction = 0.1
     """Your own pictures: largest share of pictures and captions left out for any reason. More is an error."""
 

@@ -34,7 +34,7 @@ class PriorConfig:
 
     path: str | None = None
     """Pictures of the class with captions: any source accepted by data.path. Each training picture then comes with one
-    of them, cut to the same size, so a step takes twice the memory and time. null: none."""
+    of them, cut to the same size, so a step takes twice the memory and time. None: none."""
     weight: PositiveFloat = 1.0
     """Weight of their loss, which is added to that of the training pictures."""
     caption: str | None = None
@@ -102,13 +102,13 @@ class PictureDataConfig:
     split: str = "train"
     """Split of a saved or Hub dataset."""
     image_column: str | None = None
-    """Column of pictures in a table. null: the only one."""
+    """Column of pictures in a table. None: the only one."""
     caption_column: str | None = None
-    """Column of captions in a table, metadata.jsonl or metadata.csv. null: text or caption."""
+    """Column of captions in a table, metadata.jsonl or metadata.csv. None: text or caption."""
     caption_extension: str = ".txt"
     """Extension of the text file beside a picture."""
     default_caption: str | None = None
-    """Caption of pictures that have none; may be empty. null: they are left out."""
+    """Caption of pictures that have none; may be empty. None: they are left out."""
     caption_prefix: str = ""
     """Text before every caption, such as a trigger word: 'sks, '. Not before those of the prior."""
     resolutions: tuple[PositiveInt, ...] = (512,)
@@ -138,16 +138,16 @@ class PictureDataConfig:
     """Samples of one bucket that are drawn one after another, part of the order of samples. A micro-batch has one
     bucket, so larger groups make fewer and fuller ones; 1 mixes best."""
     heldout_path: str | None = None
-    """Held-out pictures: any source accepted by path. null: heldout_fraction of path."""
+    """Held-out pictures: any source accepted by path. None: heldout_fraction of path."""
     heldout_fraction: FractionBelowOne = 0.05
     """Share of pictures held out for evaluation, at least one, by a hash of the file. 0: none. Refused with
     heldout_path."""
     cache_dir: str | None = None
-    """Cache between runs. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
+    """Cache between runs. None: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
 
     cache_gib: PositiveFloat | None = None
     """Largest size in GiB of the latents and outputs of text encoders in the cache, of all runs together. What was used
-    longest ago is deleted first, and nothing that a live run uses. null: no limit."""
+    longest ago is deleted first, and nothing that a live run uses. None: no limit."""
     prior: PriorConfig = field(default_factory=PriorConfig)
     mask: MaskConfig = field(default_factory=MaskConfig)
 

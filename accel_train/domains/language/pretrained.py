@@ -36,14 +36,14 @@ class ModelConfig:
     """Causal language model of transformers. The options have their transformers names."""
 
     source: str | None = None
-    """Pretrained weights: a Hub id or a folder. null: train from scratch, with `config`."""
+    """Pretrained weights: a Hub id or a folder. None: train from scratch, with `config`."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id, also for its tokenizer."""
     config: str = SCRATCH
     """Architecture from scratch: a transformers model type (llama, gpt2, qwen3), or the Hub id or folder of a
     config.json, whose weights are not read."""
     hidden_size: PositiveInt | None = None
-    """Width, from scratch. null: that of `config`, as for the options below."""
+    """Width, from scratch. None: that of `config`, as for the options below."""
     intermediate_size: PositiveInt | None = None
     """Width of the feed-forward layers, from scratch."""
     num_hidden_layers: PositiveInt | None = None

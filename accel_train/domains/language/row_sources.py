@@ -50,7 +50,7 @@ class DataConfig:
     sample_by: SampleBy = "line"
     """Unit of a row in a .txt file: a line, a paragraph (separated by empty lines), or the whole file."""
     heldout_path: str | None = None
-    """Held-out rows: any source accepted by `path`, or split=NAME, another split of `path`. null: heldout_fraction of
+    """Held-out rows: any source accepted by `path`, or split=NAME, another split of `path`. None: heldout_fraction of
     `path`."""
     heldout_fraction: FractionBelowOne = 0.04
     """Share of rows held out for evaluation, by a hash of their words; one at least. No effect with heldout_path."""
@@ -61,9 +61,9 @@ class DataConfig:
     """Unusable rows (bad JSON, no text, nothing to learn) to leave out. The next one is an error with its place."""
     tokenizer: str | None = None
     """Hub id or folder of a tokenizer, or 'trained': a byte-level BPE of vocab_size tokens, trained on the training
-    rows (on a sample of more than 131,072). null: that of model.source, or 'trained' from scratch."""
+    rows (on a sample of more than 131,072). None: that of model.source, or 'trained' from scratch."""
     vocab_size: PositiveInt | None = None
-    """Tokens of the trained tokenizer, 300 or more. null: 2048."""
+    """Tokens of the trained tokenizer, 300 or more. None: 2048."""
     chat_template: str | None = None
     """Jinja file with a chat template that replaces the tokenizer's."""
     max_length: PositiveInt = 256
@@ -71,7 +71,7 @@ class DataConfig:
     packing: bool = True
     """Pack as many texts into a row as fit. They do not attend to each other; the loss is that of separate texts."""
     cache_dir: str | None = None
-    """Cache of tokens (4 bytes each) and trained tokenizers between runs. null: $ACCEL_TRAIN_CACHE, else
+    """Cache of tokens (4 bytes each) and trained tokenizers between runs. None: $ACCEL_TRAIN_CACHE, else
     ~/.cache/accel_train."""
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ class EvaluationConfig:
     samples: PositiveInt = 256
     """Maximum number of held-out rows."""
     batch_size: PositiveInt | None = None
-    """Rows per process and forward. null: as many as in a micro-batch, and so no more memory than training takes."""
+    """Rows per process and forward. None: as many as in a micro-batch, and so no more memory than training takes."""
     shown: NonNegativeInt = 4
     """Held-out texts to continue in report/samples.md."""
     prompt_tokens: PositiveInt = 6

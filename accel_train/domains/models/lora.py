@@ -46,7 +46,7 @@ class LoraConfig:
     2."""
     targets: tuple[str, ...] | None = None
     """Layers with an adapter: all-linear (all but the head), attention, or names such as q_proj v_proj, the last parts
-    of a module's path. null: all-linear of a language model, the projections of attention of a pipeline."""
+    of a module's path. None: all-linear of a language model, the projections of attention of a pipeline."""
 
     def __post_init__(self) -> None:
         given = {

@@ -199,5 +199,5 @@ def _refuse_short_stages(start: int, schedule: ScheduleConfig, max_steps: int, d
         except UsageError as error:
             raise UsageError(
                 f"objective.residual_from {start}: the schedule begins again there, with {start} steps before and "
-                f"{end - start} after: {error} Or move objective.residual_from."
+                f"{end - start} after: {error}, or move objective.residual_from"
             ) from None

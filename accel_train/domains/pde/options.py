@@ -133,7 +133,7 @@ class EvaluationConfig:
     samples: PositiveInt = 256
     """Held-out rows of each task, over all processes."""
     batch_size: PositiveInt | None = None
-    """Samples per process and forward. null: as many as in a micro-batch, and so no more memory than training takes."""
+    """Samples per process and forward. None: as many as in a micro-batch, and so no more memory than training takes."""
     trajectories: PositiveInt = 32
     """Held-out trajectories to roll out of each task with time, over all processes."""
     conditioning: ConditioningConfig = field(default_factory=ConditioningConfig)

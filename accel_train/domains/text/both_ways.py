@@ -364,7 +364,7 @@ class EvaluationConfig:
     samples: Annotated[int, Ge(2)] = 512
     """Held-out samples over all processes. At least 2, because each is also paired with another sample's latent."""
     batch_size: PositiveInt | None = None
-    """Samples per process and forward. null: as many as in a micro-batch, and so no more memory than training takes."""
+    """Samples per process and forward. None: as many as in a micro-batch, and so no more memory than training takes."""
     timesteps: PositiveInt = 16
     """Stratified noise levels per sample of the likelihood bound."""
     shown: PositiveInt = 6

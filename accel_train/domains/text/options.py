@@ -30,10 +30,10 @@ class DataConfig:
     batch, 4,096 lines) and tokenise when needed, for data larger than memory."""
     shuffle_blocks: PositiveInt | None = None
     """Blocks per shuffle window: rows are shuffled within a window, and each epoch draws the order of blocks. Part of
-    the order of samples. null: 16 with read shards, a full shuffle with read memory."""
+    the order of samples. None: 16 with read shards, a full shuffle with read memory."""
     cache_mib: PositiveInt | None = None
     """With read shards: cache of decoded texts in MiB, per process and worker, and as much again for mapped latents. If
-    a window of shuffle_blocks does not fit, blocks are read repeatedly. null: 256."""
+    a window of shuffle_blocks does not fit, blocks are read repeatedly. None: 256."""
     changed: Changed = "refuse"
     """Data that changed since the run began, such as added or removed rows. refuse: do not resume. allow: continue with
     tokenizer, encoder, mean and std of the checkpoint; its assets/ledger.json records which data were used from which
@@ -44,7 +44,7 @@ class DataConfig:
     """Field or column of the text. Of captioned pictures, text also stands for caption."""
     heldout_path: str | None = None
     """Held-out texts or pictures: any source accepted by `path`, or split=NAME, another split of `path`. Training texts
-    or pictures found in it are left out. null: heldout_fraction of `path`."""
+    or pictures found in it are left out. None: heldout_fraction of `path`."""
     heldout_fraction: FractionBelowOne = 0.04
     """Share of texts held out for evaluation, by a hash of their words; texts of one latent or picture are on one side.
     Not with heldout_path."""
@@ -64,21 +64,21 @@ class DataConfig:
     """Encoder of the latents: 'tfidf-svd' (fitted on the training split, needs no network), or a transformers encoder
     by Hub id or local directory with safetensors weights."""
     latent_dim: PositiveInt | None = None
-    """Latent dimensions: the size of tfidf-svd (null: 64), or the leading dimensions kept of a transformers encoder
-    (null: all)."""
+    """Latent dimensions: the size of tfidf-svd (None: 64), or the leading dimensions kept of a transformers encoder
+    (None: all)."""
     pooling: Pooling = "mean"
     """Pooling of a transformers encoder's token states to one latent: their mean, the first or the last."""
     normalise: bool = True
     """Scale each latent to length 1, after latent_dim."""
     encoder_max_length: PositiveInt | None = None
-    """Tokens read of each text by a transformers encoder. null: its maximum, but at most 512."""
+    """Tokens read of each text by a transformers encoder. None: its maximum, but at most 512."""
     encoder_batch_size: PositiveInt = 64
     """Texts per forward of a transformers encoder. Affects speed and memory only."""
     latents: str | None = None
     """Folder of ready-made latent shards (.npy or safetensors), instead of an encoder. The rows of `path` are then
     JSONL objects with the fields shard and idx in addition to the text."""
     cache_dir: str | None = None
-    """Cache of tokenizers, tokens, encoders and latents between runs. null: $ACCEL_TRAIN_CACHE, else
+    """Cache of tokenizers, tokens, encoders and latents between runs. None: $ACCEL_TRAIN_CACHE, else
     ~/.cache/accel_train."""
 
     def __post_init__(self) -> None:

@@ -22,10 +22,10 @@ class BalanceConfig:
     these factors."""
 
     decay: FractionBelowOne | None = None
-    """ema: share of the average kept by each step that trains the term. null: 0.99."""
+    """ema: share of the average kept by each step that trains the term. None: 0.99."""
 
     lr: PositiveFloat | None = None
-    """uncertainty: learning rate of the log-variances, with Adam. No schedule changes it. null: 0.01."""
+    """uncertainty: learning rate of the log-variances, with Adam. No schedule changes it. None: 0.01."""
 
     def __post_init__(self) -> None:
         readers = {"decay": "ema", "lr": "uncertainty"}

@@ -16,8 +16,8 @@ COMPARE_EVERY = 500
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """Bad steps: a loss or gradient that is not finite, or a gradient norm far above the usual one. And steps that do
-    not end."""
+    """Handling of bad steps (non-finite values, gradient spikes), of steps that hang, and of slow or diverging
+    processes."""
 
     non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """stop: end the run with the sample numbers, exit code 1. skip: leave out the step's update. Weights, optimizer
@@ -35,7 +35,7 @@ class HealthConfig:
 
     spike_factor: NonNegativeFloat = 0.0
     """A step is a spike if the norm of its gradient, before clipping, exceeds this many times the median of the last
-    spike_window trained steps. 0 = off. Try 10. No step is judged before as many were trained."""
+    spike_window trained steps. 0: off. Try 10. No step is judged before as many were trained."""
 
     spike: Literal["warn", "clip", "skip"] = "warn"
     """warn: train on a spike, with a warning and an event that has the sample numbers. clip: also scale its gradient
@@ -56,8 +56,8 @@ class HealthConfig:
     event. None: 500 with several processes. 0: never."""
 
     slow_factor: PositiveFloat = 1.3
-    """A process is slow that takes this many times as long as the median of the processes, or whose wait for data makes
-    a step this many times as long, in two checks in a row."""
+    """A process is slow if, in two checks in a row, it takes this many times the median of all processes, or its wait
+    for data makes a step this many times as long."""
 
     check_replicas_every: NonNegativeInt | None = None
     """Steps between two checks that processes with the same weights still hold the same bits: under DDP, ZeRO-1 and

@@ -73,13 +73,13 @@ def test_a_constant_learning_rate_has_no_end_before_the_stage() -> None:
         (
             {"kind": "wsd", "warmup_steps": 100},
             290,
-            r"290 steps before and 110 after: .*wsd_decay_fraction=.*the 110 steps of a stage",
+            r"290 steps before and 110 after: .*wsd_decay_fraction: .*the 110 steps of a stage",
         ),
         ({"kind": "wsd", "warmup_steps": 100}, 110, r"110 steps before and 290 after: .*the 110 steps of a stage"),
         (
             {"kind": "cosine_restarts", "cycle_steps": 300},
             300,
-            r"cycle_steps=300: .*step 300, after the 100 steps of a stage",
+            r"cycle_steps: 300: .*step 300, after the 100 steps of a stage",
         ),
     ],
 )

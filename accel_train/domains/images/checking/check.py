@@ -41,9 +41,9 @@ class CheckConfig:
     split: str = "train"
     """Split of a saved or Hub dataset."""
     image_column: str | None = None
-    """Column of pictures in a table. null: the only one."""
+    """Column of pictures in a table. None: the only one."""
     caption_column: str | None = None
-    """Column of captions in a table, metadata.jsonl or metadata.csv. null: text or caption."""
+    """Column of captions in a table, metadata.jsonl or metadata.csv. None: text or caption."""
     caption_extension: str = ".txt"
     """Extension of the text file beside a picture."""
     min_side: PositiveInt = 16
@@ -59,7 +59,7 @@ class CheckConfig:
     json: bool = False
     """Print everything as JSON, with a row for each picture."""
     cache_dir: str | None = None
-    """Cache of what was read before. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
+    """Cache of what was read before. None: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
 
     def __post_init__(self) -> None:
         # Refused with the options, and not after an hour of reading.

@@ -62,7 +62,7 @@ class BaseConfig:
     encoder_batch_size: PositiveInt = 8
     """Pictures or captions that are encoded at once, per process. Affects speed and memory only."""
     prompt_tokens: PositiveInt | None = None
-    """Longest prompt in tokens, cut there. null: as the pipeline does. CLIP's length is fixed."""
+    """Longest prompt in tokens, cut there. None: as the pipeline does. CLIP's length is fixed."""
     guidance: PositiveFloat = 1.0
     """Guidance scale given to a denoiser distilled from guidance (FLUX.1-dev), while it is trained."""
 

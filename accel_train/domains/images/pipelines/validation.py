@@ -39,15 +39,15 @@ class EvaluationConfig:
     samples: PositiveInt = 64
     """Held-out pictures for the losses, at most."""
     batch_size: PositiveInt | None = None
-    """Pictures per process and forward. null: those of a micro-batch, and so no more memory than training takes."""
+    """Pictures per process and forward. None: those of a micro-batch, and so no more memory than training takes."""
     prompts: tuple[str, ...] = ()
     """Prompts to draw at every evaluation, with the same noise each time. None given: no pictures."""
     steps: PositiveInt = 28
     """Denoising steps of a picture."""
     guidance: NonNegativeFloat | None = None
-    """Scale of guidance. null: the pipeline's default."""
+    """Scale of guidance. None: the pipeline's default."""
     side: PositiveInt | None = None
-    """Height and width of a picture in pixels. null: the first of data.resolutions."""
+    """Height and width of a picture in pixels. None: the first of data.resolutions."""
     heldout_prompts: NonNegativeInt = 0
     """Different captions of held-out pictures to draw without the adapter and with it, side by side in
     before_after.png. 0: none. Each costs two pictures in every evaluation."""

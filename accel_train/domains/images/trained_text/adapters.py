@@ -50,9 +50,9 @@ class TextEncoderConfig:
     """Rank of the adapters on the text encoders. 0: they are not trained. Otherwise captions are encoded at every step,
     and no embedding is cached."""
     alpha: PositiveFloat | None = None
-    """Their output is scaled by alpha / rank. null: the rank, a scale of 1."""
+    """Their output is scaled by alpha / rank. None: the rank, a scale of 1."""
     targets: tuple[str, ...] | None = None
-    """Layers of the encoders' blocks with an adapter: attention, all-linear, or names such as q_proj v_proj. null:
+    """Layers of the encoders' blocks with an adapter: attention, all-linear, or names such as q_proj v_proj. None:
     attention, as in diffusers' scripts. kohya's train all-linear."""
     lr_factor: PositiveFloat = 1.0
     """Their learning rate, as a multiple of optimizer.lr. 0.1 to 0.5 is usual."""

@@ -51,16 +51,16 @@ class PdeDataConfig:
     """Generated or from PDEBench: advection (1-D, periodic), burgers (1-D, viscous, periodic), darcy (2-D, steady).
     Files of our schema may hold any other task."""
     train_samples: PositiveInt | None = None
-    """Training trajectories or problems of each task. null: 1536 generated, all of a file."""
+    """Training trajectories or problems of each task. None: 1536 generated, all of a file."""
     heldout_samples: PositiveInt | None = None
-    """Held-out trajectories or problems of each task. null: 128 generated, all of a held-out file, a tenth of
+    """Held-out trajectories or problems of each task. None: 128 generated, all of a held-out file, a tenth of
     PDEBench's."""
     resolution_1d: PositiveInt | None = None
     """Points of 1-D fields. Of files, every n-th point is read: of periodic fields it must divide their points, of
-    others 421 give 211, 141, 106 or 85, and so on. null: 128 generated, all of a file."""
+    others 421 give 211, 141, 106 or 85, and so on. None: 128 generated, all of a file."""
     resolution_2d: PositiveInt | None = None
     """Points of 2-D fields along the width, the last axis. The height has as many if generated; of files, every n-th
-    point is read along both axes, with the n of the width. null: 32 generated, all of a file."""
+    point is read along both axes, with the n of the width. None: 32 generated, all of a file."""
     time_stride: PositiveInt = 2
     """Tasks with time: snapshots from a row's input to its target."""
     snapshots: PositiveInt = 21
@@ -82,10 +82,10 @@ class PdeDataConfig:
     """Files that changed since the run began, such as added samples. refuse: do not resume. allow: continue with the
     normalisation of the checkpoint; its assets/ledger.json records which data were used from which step."""
     cache_mib: PositiveInt | None = None
-    """Files: decoded chunks of each split kept by each process and each worker, in MiB. At least one is kept. null:
+    """Files: decoded chunks of each split kept by each process and each worker, in MiB. At least one is kept. None:
     256."""
     cache_dir: str | None = None
-    """Cache of generated data between runs. null: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
+    """Cache of generated data between runs. None: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
 
     def __post_init__(self) -> None:
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
