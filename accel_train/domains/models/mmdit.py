@@ -124,9 +124,10 @@ class ModelConfig:
     """Model options. Each value that `size` implies can be overridden."""
 
     size: Literal["demo", "tiny", "small", "base", "1b", "sd3_medium"] = "demo"
-    """Width/depth/heads of the transformer and its parameters: demo 192/4/4 (5 M, trains on 2 CPU cores),
-    tiny 512/8/8 (76 M), small 768/12/12 (255 M), base 1024/24/16 (0.9 B), 1b 2048/24/32 (3.6 B: one billion
-    per stream plus the modulation), sd3_medium 1536/24/24 (2 B) with the tanh GELU of SD3."""
+    """Width/depth/heads, and parameters of the whole model with a vocabulary of 16,384 (demo: 2,048): demo 192/4/4
+    (7 M, trains on 2 CPU cores), tiny 512/8/8 (98 M), small 768/12/12 (0.29 B), base 1024/24/16 (0.96 B), 1b
+    2048/24/32 (3.8 B: 1.2 B per stream, 1.2 B of modulation), sd3_medium 1536/24/24 (2.1 B) with the tanh GELU of
+    SD3."""
     blocks_from: str | None = None
     """Folder or Hub id of SD3 in diffusers' form: the blocks start from its weights, all else anew. With size
     sd3_medium, bias true and qk_norm false."""
