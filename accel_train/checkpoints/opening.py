@@ -211,7 +211,7 @@ def _refuse_without_checkpoint(options: RunOptions, directory: Path, reasons: li
     reasons = reasons or set_aside(directory)
     if reasons:
         raise CheckpointsUnusableError(
-            f"{directory}: checkpoints exist and none can be loaded; training does not start again by itself:\n  "
+            f"{directory}: checkpoints exist and none can be loaded; refusing to restart from step 0:\n  "
             + "\n  ".join(reasons)
         )
     demand = _demand(options)

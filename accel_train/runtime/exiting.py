@@ -1,5 +1,5 @@
-"""Begin and end the process of a recipe or command: what precedes its imports, its exit code, and the text of a usage
-error where a person reads it."""
+"""Start and exit of a recipe or command: the fast path before its imports, exit codes, and how usage errors are
+printed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXIT_AGAIN = 76
 EXIT_ASKED = 77
 """Reported in place of 75 by a process stopped on request before its first step."""
 STARTED_AGAIN_VARIABLE = "ACCEL_TRAIN_STARTED_AGAIN"
-"""Set by ``accel-train launch`` for a start continuing the run of the same command. ``one_run`` takes it away."""
+"""Set by ``accel-train launch`` for a start continuing the run of the same command. Removed by ``one_run``."""
 
 current_run = ExitStack()
 """Cleanup of the run in this process."""
@@ -83,7 +83,7 @@ def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
     def run(argv: Sequence[str]) -> int:
         global _continues, _recipe
         _recipe = file
-        # It is said of this run alone: neither of a process that it starts, nor of the next run in this one.
+        # Applies to this run only: not to processes it starts, nor to the next run in this process.
         _continues = os.environ.pop(STARTED_AGAIN_VARIABLE, None) is not None
         try:
             while True:

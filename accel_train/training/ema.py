@@ -1,4 +1,4 @@
-"""Averages of the weights, in fp32, on this rank's shards: an exponential moving one, or the optimizer's own."""
+"""Weight averaging in fp32 on this rank's shards: an EMA, or the optimizer's own average."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Ema:
     def require_update(self) -> None:
         """Raise ``RuntimeError`` if ``update`` has not followed the last ``announce``: it is not the EMA of the step.
 
-        Of an EMA that nobody announces steps to, nothing is known, and nothing is required.
+        Does nothing for an EMA used without ``announce``.
         """
         if self.is_on and self._owed_step is not None:
             without = " (or give --ema.decay 0, to train without an EMA)" if self.config.decay > 0 else ""

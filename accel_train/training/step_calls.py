@@ -1,4 +1,4 @@
-"""The calls of a training loop in one step. Without one of them a run goes on in silence, and trains something else."""
+"""Check that the loop makes every required call in each step. A missing one would silently train something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Guard against bad steps: not finite, or a spike of the gradient. Without a device wait in every step where possible.
+"""Detect bad steps (non-finite values, gradient spikes) and leave them out, where possible without waiting for the
+device in every step.
 
 torch's fused optimizers accept two tensors made for loss scaling: ``found_inf`` = 1 skips the update, and
 ``grad_scale`` divides the gradient. ``StepGuard`` owns both. A non-finite loss or norm sets the first on the device,

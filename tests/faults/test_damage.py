@@ -241,7 +241,7 @@ def test_all_checkpoints_damaged(trainers: Trainers, half: Path, ranks: int) -> 
     for resume in ("auto", "must"):
         run = trainers.run(half, *EVERY, "--resume", resume, ranks=ranks)
         assert set(run.wait()) == {1}
-        assert "checkpoints exist and none can be loaded; training does not start again by itself" in run.output()
+        assert "checkpoints exist and none can be loaded; refusing to restart from step 0" in run.output()
         assert "checkpoint_00000005: ema.safetensors has changed since it was written" in run.output()
         assert "checkpoint_00000010: model.safetensors is missing" in run.output()
     assert losses(half) == before
