@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu import counted
+from tests.planning.same_counts import assert_same_counts
 
 
 def test_the_file_has_every_entry() -> None:
@@ -25,4 +26,5 @@ def test_each_configuration_is_one_that_a_recipe_takes() -> None:
 @pytest.mark.slow  # ten seconds each
 @pytest.mark.parametrize("key", counted.entries())
 def test_an_entry_is_found_again(key: str) -> None:
-    assert counted.found_again(key) == counted.read()[key], "run: python -m tests.gpu.counted"
+    # Otherwise run: python -m tests.gpu.counted
+    assert_same_counts(counted.found_again(key), counted.read()[key])
