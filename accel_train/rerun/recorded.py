@@ -177,14 +177,19 @@ def open_hub_run(place: str, first: int, last: int, directory: Path) -> Recorded
     return RecordedRun(place, directory, saved, [], manifest.committed(directory / "checkpoints"))
 
 
-def options_at(run: RecordedRun, checkpoint: Checkpoint | None) -> Tree:
-    """Return the nested options of the run up to ``checkpoint``, or with None at its start.
+def experiment_at(run: RecordedRun, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
+    """Return the options of the run up to ``checkpoint``, or with None at its start, by the names that they had then.
 
     Those of the checkpoint, because a later start may have changed them with ``--allow``.
     """
-    flat: Mapping[str, Any] = run.saved["experiment"]
     if checkpoint is not None and checkpoint.manifest.get("experiment"):
-        flat = checkpoint.manifest["experiment"]
+        return checkpoint.manifest["experiment"]
+    return run.saved["experiment"]
+
+
+def options_at(run: RecordedRun, checkpoint: Checkpoint | None) -> Tree:
+    """Return ``experiment_at`` as nested options of this version."""
+    flat = experiment_at(run, checkpoint)
     # The fingerprint is of the data, not an option.
     return overlaid({}, {name: value for name, value in in_present_terms(flat).items() if name != "data_fingerprint"})
 
