@@ -12,8 +12,9 @@ import os
 import socket
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -29,6 +30,8 @@ LONGEST_PAUSE_SECONDS = 0.25
 """Between two looks at the store."""
 SECONDS_TO_READ = 10.0
 """How long a refused process leaves the others to read what it was started with."""
+
+_Answer = TypeVar("_Answer")
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +53,10 @@ def meeting(facts: Facts, timeout: timedelta) -> Generator[None]:
         return
     if dist.is_initialized():
         # Late: it has its place above this module, and is seldom needed.
+        from accel_train.runtime import signals
         from accel_train.runtime.main_alone import gather_on_hosts
 
+        signals.host_group(timeout.total_seconds())
         mine = Started(socket.gethostname(), dist.get_rank(), facts)
         first, *others = [Started(*started) for started in gather_on_hosts(tuple(mine))]
         refuse_different_start(first, others)
@@ -89,6 +94,8 @@ class _Meeting:
         self._world_size = launched_processes(os.environ)
         self._address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         self._host = socket.gethostname()
+        held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._is_holder = self._rank == 0 and not held_by_torchrun
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = self._open()
         self._store = PrefixStore(f"accel_train/{attempt}/{self._world_size}", store)
@@ -105,13 +112,14 @@ class _Meeting:
         names = [f"here/{rank}" for rank in range(self._world_size)]
         self._wait(lambda: self._store.check(names), self._describe_missing)
         here: list[tuple[str, str]] = [json.loads(value) for value in self._store.multi_get(names)]
-        first, *others = [self._started(rank, host) for rank, host in _one_of_each(here)]
-        readers = self._store.add("readers", 1)
+        # Read one by one, because the first that differs is refused.
+        one_of_each = (self._started(rank, host) for rank, host in _one_of_each(here))
         try:
-            refuse_different_start(first, others)
+            refuse_different_start(next(one_of_each), one_of_each)
         except UsageError:
-            self._let_others_read(readers)
+            self._let_others_read()
             raise
+        readers = self._store.add("readers", 1)
         # torchrun keeps its store for processes that it starts again, and they must not meet those that have ended.
         if readers == self._world_size:
             for name in (*names, *(f"facts/{rank}" for rank in range(self._world_size)), "readers"):
@@ -123,15 +131,13 @@ class _Meeting:
         return Started(host, rank, json.loads(self._store.get(f"facts/{rank}")))
 
     def _open(self) -> Store:
-        held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        is_holder = self._rank == 0 and not held_by_torchrun
-        if not is_holder:
+        if not self._is_holder:
             # By hand, because torch prints a warning for every attempt.
             self._wait(self._answers, self._describe_silence)
         return TCPStore(
             *self._address,
             self._world_size,
-            is_holder,
+            self._is_holder,
             timedelta(seconds=max(1.0, self._end - time.monotonic())),
             wait_for_workers=False,
             # torch opens the same port again for its groups.
@@ -153,21 +159,22 @@ class _Meeting:
             now = time.monotonic()
             if now > self._end:
                 raise MissingProcessError(
-                    f"collective_timeout_seconds: {self._seconds:g}: {describe()} has not come in time; its own host "
+                    f"collective_timeout_seconds: {self._seconds:g}: {self._look(describe)} has not come in time; its own host "
                     "shows why: a refused option, an error, or no start at all. Mend that, and start all again"
                 )
             # One line for each host: its processes wait for the same.
             if now > next_line and os.environ.get("LOCAL_RANK", "0") == "0":
-                logger.warning("waiting for %s", describe())
+                logger.warning("waiting for %s", self._look(describe))
                 following *= 2
                 next_line = now + following
             # Most processes come within a second, and all of them ask one store.
             time.sleep(pause)
             pause = min(pause * 1.3, LONGEST_PAUSE_SECONDS)
 
-    def _look(self, done: Callable[[], bool]) -> bool:
+    def _look(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Return the answer of the store. Raises ``MissingProcessError`` if the store has ended with its process."""
         try:
-            return done()
+            return ask()
         except dist.DistError as error:
             raise MissingProcessError(
                 f"process 0 at {self._place} has ended while the others were waiting to connect ({error}); its own "
@@ -215,9 +222,18 @@ class _Meeting:
         address, port = self._address
         return f"{address}:{port}"
 
-    def _let_others_read(self, readers: int) -> None:
+    def _let_others_read(self) -> None:
         """Wait some seconds until all have read, because the store ends with process 0 or its launcher."""
         end = time.monotonic() + SECONDS_TO_READ
-        while readers < self._world_size and time.monotonic() < end:
+        # The store may have ended: with a launcher, or with process 0 if this process took too long.
+        with suppress(dist.DistError):
+            self._wait_for_all("readers", end)
+            # Not before the others know, who would look for the rest of the time at a store that is gone.
+            self._wait_for_all("informed", end if self._is_holder else 0.0)
+
+    def _wait_for_all(self, name: str, end: float) -> None:
+        """Count this process under ``name``, and wait until all are counted."""
+        counted = self._store.add(name, 1)
+        while counted < self._world_size and time.monotonic() < end:
             time.sleep(0.05)
-            readers = self._store.add("readers", 0)
+            counted = self._store.add(name, 0)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,7 +121,7 @@ def digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def refuse_different_start(first: Started, others: Sequence[Started]) -> None:
+def refuse_different_start(first: Started, others: Iterable[Started]) -> None:
     """Raise ``UsageError`` for the first of ``others`` with other facts than ``first``, with both values of each."""
     for other in others:
         for kind, remedy in REMEDIES.items():

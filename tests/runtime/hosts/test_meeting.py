@@ -53,6 +53,22 @@ def test_processes_that_count_another_number_of_them_are_named(
         )
 
 
+def test_a_store_that_ends_while_who_is_missing_is_named_ends_the_wait(
+    one_of_two: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    holders = [module._Meeting(timedelta(seconds=9))]
+    monkeypatch.setenv("RANK", "1")
+    other = module._Meeting(timedelta(seconds=9))
+
+    def describe() -> str:
+        holders.clear()
+        return other._describe_missing()
+
+    with pytest.raises(MissingProcessError, match=f"^process 0 at 127.0.0.1:{one_of_two} has ended"):
+        other._wait(lambda: False, describe)
+
+
 def test_another_process_names_the_address_that_does_not_answer(
     one_of_two: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from accel_train.config import UsageError
+from accel_train.runtime import signals
+from accel_train.runtime.hosts import meeting as module
 from accel_train.runtime.hosts.meeting import meeting
 from accel_train.runtime.hosts.same_start import (
     Facts,
@@ -20,7 +25,7 @@ from accel_train.runtime.hosts.same_start import (
     refuse_different_start,
 )
 from tests import zygote
-from tests.waiting import PATIENCE_SECONDS, free_port
+from tests.waiting import PATIENCE_SECONDS, free_port, until
 
 TIMEOUT = timedelta(seconds=PATIENCE_SECONDS)
 
@@ -55,14 +60,55 @@ def start_differently(rank: int, folder: Path, port: int) -> None:
     (folder / f"rank{rank}").write_text(str(error.value))
 
 
+def leave_with_the_store(rank: int, folder: Path, port: int) -> None:
+    """Process 0 holds the store and does not wait for the other, which looks at it again only after that."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    wait_for_others = module._Meeting._let_others_read
+
+    def in_this_order(meeting_point: module._Meeting) -> None:
+        def until_it_has_ended(_: float) -> None:
+            (folder / "waiting").touch()
+            until(lambda: not meeting_point._answers())
+
+        if rank == 0:
+            module.SECONDS_TO_READ = 0.0
+            until((folder / "waiting").exists)
+        else:
+            module.time = SimpleNamespace(monotonic=time.monotonic, sleep=until_it_has_ended)  # pyright: ignore
+        wait_for_others(meeting_point)
+
+    module._Meeting._let_others_read = in_this_order
+    with pytest.raises(UsageError), meeting({"options": {"seed": str(rank)}}, TIMEOUT):
+        pass
+
+
+def start_all_differently(rank: int, folder: Path, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    read = module._Meeting._started
+    found: list[int] = []
+
+    def counted(meeting_point: module._Meeting, other: int, host: str) -> Started:
+        found.append(other)
+        return read(meeting_point, other, host)
+
+    module._Meeting._started = counted
+    with pytest.raises(UsageError), meeting({"options": {"seed": str(rank)}}, TIMEOUT):
+        pass
+    assert found == [0, 1]
+
+
 def start_alike(rank: int, folder: Path, port: int) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with meeting({"options": {"seed": "0"}}, TIMEOUT):
         dist.init_process_group("gloo", timeout=TIMEOUT)
     # The processes are connected now, as in a second run of a notebook.
-    with pytest.raises(UsageError) as error, meeting({"options": {"seed": str(rank)}}, TIMEOUT):
+    given = timedelta(seconds=77)
+    with pytest.raises(UsageError) as error, meeting({"options": {"seed": str(rank)}}, given):
         pass
+    assert signals.host_group()._get_backend(torch.device("cpu")).options._timeout == given
     (folder / f"rank{rank}").write_text(str(error.value))
     dist.destroy_process_group()
 
@@ -75,6 +121,15 @@ def test_every_process_names_the_option_and_both_values(tmp_path: Path) -> None:
     assert text.startswith("seed: 0 on ")
     assert "(process 0), but 7 on " in text
     assert "(process 2); every process needs the same options: give the same command on every host" in text
+
+
+def test_a_difference_is_reported_although_the_store_has_ended_with_process_0(tmp_path: Path) -> None:
+    zygote.call(leave_with_the_store, 2, tmp_path, free_port())
+
+
+def test_facts_are_read_up_to_the_first_that_differ(tmp_path: Path) -> None:
+    """All facts of hundreds of processes that all differ would be gigabytes."""
+    zygote.call(start_all_differently, 4, tmp_path, free_port())
 
 
 def test_processes_that_are_connected_already_are_compared(tmp_path: Path) -> None:
