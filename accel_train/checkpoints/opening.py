@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from accel_train.store.run_file import (
 )
 from accel_train.store.strict_json import Json
 from accel_train.training.health import rollback
+from accel_train.wording import shortened
 
 PATIENCE_SECONDS = 5.0
 """Longest wait for files of another host. Network file systems may show a new file late."""
@@ -62,6 +64,7 @@ def open_run(
 
     with _released_on_error(held):
         opened = on_main(accelerator, lambda: _open(options, directory, data_fingerprint, derived, held))
+        opened["checkpoint"] = _as_seen_here(opened["checkpoint"], directory)
         _check_shared(directory, opened["checkpoint"], accelerator)
     lock = None
     if held:
@@ -322,33 +325,43 @@ def values_of_first_start(options: RunOptions) -> Mapping[str, Any]:
     return {}
 
 
+def _as_seen_here(checkpoint: Checkpoint | None, directory: Path) -> Checkpoint | None:
+    """Return the checkpoint with its path on this host, which may mount the shared directory at another place."""
+    if checkpoint is None:
+        return None
+    return replace(checkpoint, path=directory / "checkpoints" / checkpoint.path.name)
+
+
 def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: Accelerator) -> None:
     """Raise ``UsageError`` on every rank unless all hosts see the directory and the files to load. Collective."""
     if accelerator.num_processes == 1:
         return
 
-    def create_marker() -> Path:
-        marker = directory / f".shared-{uuid.uuid4().hex}"
-        marker.touch()
-        return marker
+    def create_marker() -> tuple[Path, str]:
+        name = f".shared-{uuid.uuid4().hex}"
+        (directory / name).touch()
+        return directory, name
 
     # A file of this very start: an old one could have been copied to every host.
-    marker = on_main(accelerator, create_marker)
+    main_directory, name = on_main(accelerator, create_marker)
+    # By the path on this host, because another directory than the main process's may exist there too.
+    marker = directory / name
     required = [marker]
     if checkpoint is not None:
         files = checkpoint.manifest["files"]
         required += [checkpoint.path, *(checkpoint.file(name) for name in files)]
-    host = None
+    place = None
     if not _wait_until_visible(required):
-        host = socket.gethostname()
-    blind = [name for name in gather_object([host]) if name]
+        place = f"{directory} on {socket.gethostname()}"
+    blind = [place for place in gather_object([place]) if place]
     # Before the marker goes: another host may not have looked for it yet.
     accelerator.wait_for_everyone()
     on_main(accelerator, lambda: marker.unlink(missing_ok=True))
     if blind:
         raise UsageError(
-            f"output_dir: {directory} of the main process is not seen by {len(blind)} process(es) on "
-            f"{', '.join(sorted(set(blind)))}; it must be on a file system that all hosts share"
+            f"output_dir: {main_directory} of the main process is not seen by {len(blind)} process(es) as "
+            f"{shortened(sorted(set(blind)), 5)}; it must be on a file system that all hosts share: give its absolute "
+            "path, with a variable in single quotes where hosts mount it at different places"
         )
 
 

@@ -20,6 +20,7 @@ from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
 from accel_train.runtime.accelerator import build_accelerator
 from accel_train.runtime.main_alone import OtherProcessError, connect_hosts, failing_together, on_main
+from accel_train.store.manifest import Checkpoint
 from tests import zygote
 from tests.waiting import free_port, until
 
@@ -157,6 +158,42 @@ def open_unseen(rank: int, directory: Path, accelerator: Accelerator) -> str:
     refused.remove_new(directory, before, rank)
     accelerator.wait_for_everyone()
     return f"left: {directory.exists()}"
+
+
+def open_at_two_places(rank: int, folder: Path, port: int) -> None:
+    """Opens one directory by another path in each process, and then one of its own in each."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    accelerator = Accelerator(cpu=True)
+    by_rank = folder / ("shared", "mounted")[rank]
+    run = opening.open_run(RunOptions(str(by_rank / "run"), {"seed": 0}), accelerator, "data")
+    assert run.directory == by_rank / "run"
+    run.close()
+    accelerator.wait_for_everyone()
+    opening.PATIENCE_SECONDS = 0.0
+    own = folder / f"own{rank}"
+    own.mkdir()
+    with pytest.raises(UsageError) as error:
+        opening.open_run(RunOptions(str(own), {"seed": 0}), accelerator, "data")
+    (folder / f"rank{rank}").write_text(str(error.value))
+    accelerator.end_training()
+
+
+def test_one_directory_may_be_mounted_at_two_places_and_two_directories_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "mounted").symlink_to(tmp_path / "shared")
+    first, second = outcomes(tmp_path, open_at_two_places)
+    assert first == second
+    assert first[0].startswith(
+        f"output_dir: {tmp_path}/own0 of the main process is not seen by 1 process(es) as {tmp_path}/own1 on "
+    )
+
+
+def test_the_checkpoint_of_a_resume_is_read_from_where_this_host_has_it() -> None:
+    of_main = Checkpoint(Path("/mnt/a/run/checkpoints/checkpoint_00000004"), 4, {})
+    here = opening._as_seen_here(of_main, Path("/mnt/b/run"))
+    assert here is not None
+    assert here.path == Path("/mnt/b/run/checkpoints/checkpoint_00000004")
 
 
 def test_whatever_the_main_process_raises_while_it_opens_a_run_reaches_all(tmp_path: Path) -> None:

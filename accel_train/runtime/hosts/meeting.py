@@ -159,8 +159,8 @@ class _Meeting:
             now = time.monotonic()
             if now > self._end:
                 raise MissingProcessError(
-                    f"collective_timeout_seconds: {self._seconds:g}: {self._look(describe)} has not come in time; its own host "
-                    "shows why: a refused option, an error, or no start at all. Mend that, and start all again"
+                    f"collective_timeout_seconds: {self._seconds:g}: {self._look(describe)} has not come in time; its own "
+                    "host shows why: a refused option, an error, or no start at all. Mend that, and start all again"
                 )
             # One line for each host: its processes wait for the same.
             if now > next_line and os.environ.get("LOCAL_RANK", "0") == "0":

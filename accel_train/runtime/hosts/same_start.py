@@ -9,11 +9,11 @@ import hashlib
 import json
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError
 from accel_train.options.tree import flatten, to_tree
 from accel_train.runtime.exiting import recipe_file
 from accel_train.runtime.tested_versions import installed_versions
@@ -59,11 +59,9 @@ def facts_of_start(config: object) -> Facts:
     options: dict[str, str] = {}
     for name, value in flatten(to_tree(config)).items():
         if name.rpartition(".")[2] not in MAY_DIFFER:
-            # As written in a file or command, so that a variable of each host stays a variable.
+            # As written in a file or command, so that a variable of each host stays a variable. Whether output_dir is
+            # one place all the same is found when it is opened.
             options[name] = repr(value)
-        # One text in two working directories is two places.
-        if name == "output_dir":
-            options[name] = str(expand_path(value))
     return {"options": options, "packages": installed_versions(COMPARED_PACKAGES), "files": _hashes()}
 
 
