@@ -58,6 +58,7 @@ NEIGHBOURS_ALLOWED = {
     ("options", "wording"): "parts of messages that every package writes",
     ("runtime", "data.sampler"): "the number of micro-batches, which is refused and derived in one place",
     ("runtime", "speed.compiler"): "what a failed compiler says, to torch.compile and to DeepSpeed alike",
+    ("options", "store.names"): "a config that lies in a run is known by its name",
     ("data", "store.names"): "files of a run that lie among the data are known by their names in one place",
     ("speed", "store"): "the smaller micro-batch after running out of memory is recorded in the run directory",
     ("training", "store"): "samples left out after a bad step are recorded in the run directory",

@@ -238,7 +238,8 @@ def _plan(request: _Request) -> int:
         if not request.plan.is_file():
             raise UsageError(
                 f"{request.run}: a run without {PLAN}, which this command has not started; continue with "
-                f"`accel-train launch {RECIPE} {request.run / 'config.yaml'}`, or give another --output_dir"
+                f"`accel-train launch {RECIPE} {request.run / 'config.yaml'} --output_dir {request.run}`, or give "
+                "another --output_dir"
             )
         others = _other_making(request)
         if others:

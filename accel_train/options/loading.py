@@ -115,6 +115,8 @@ def load_config(cls: type[C], argv: Sequence[object], *, presets: Path, default_
     if changes and tree.get(MICRO_BATCH) == "auto":
         # Once more, because a flag may change the number that takes its place.
         changes = {MICRO_BATCH: "auto", **changes}
+    if not (prints_config or _state.reading_only or "output_dir" in changes):
+        refusals.refuse_moved(path, getattr(base, "output_dir", None))
     # Set before the flags are validated: a refusal is logged below this directory.
     set_requested_output_dir(changes.get("output_dir", getattr(base, "output_dir", None)))
     with refusals.at_a_resume(cls, tree, arguments):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from accel_train.config import GIVES_WAY, UsageError, WithoutEffectError, cut, expand_path, too_long
 from accel_train.options.flags import refusal
 from accel_train.options.tree import INVOCATION_OPTIONS, Tree, defaults_tree, flatten
+from accel_train.store.names import CONFIG_FILE, RUN_FILE
 
 OUTPUT_DIR = "output_dir"
 PLACES = ("path", "_dir", "resume", "init_from", ".source")
@@ -174,11 +176,31 @@ def _options_of_run(cls: type, directory: Path) -> dict[str, Any]:
     saved: Any = {}
     # A damaged file is reported by the start itself.
     with suppress(OSError, ValueError):
-        saved = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+        saved = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
     if not hasattr(cls, "may_change_on_resume") or not isinstance(saved, dict) or not saved.get("trained"):
         return {}
     defaults = defaults_of(cls)
     return {key: value for key, value in dict(saved.get("experiment", {})).items() if key in defaults}
+
+
+def refuse_moved(file: Path, output_dir: object) -> None:
+    """Raise ``UsageError`` if ``file`` is the config of a run that was moved, copied or renamed since.
+
+    ``output_dir`` is as the file has it. A start would train or evaluate in that other directory.
+    """
+    run = file.parent
+    if file.name != CONFIG_FILE or not (run / RUN_FILE).is_file() or not isinstance(output_dir, str):
+        return
+    written = expand_path(output_dir)
+    # A directory may have two names, by a link or a second mount.
+    if written.resolve() == run.resolve() or (written.is_dir() and written.samefile(run)):
+        return
+    place = output_dir if written == Path(output_dir) else f"{output_dir}, here {written},"
+    raise UsageError(
+        f"{file}: output_dir: {place} is not {run}, the directory of the run that the file lies in: the run has been "
+        f"moved or copied, or was started from another working directory; give --output_dir {shlex.quote(str(run))} to "
+        "go on with it, or another --output_dir for a new run"
+    )
 
 
 def _is_compared(cls: Any, key: str, value: Any) -> bool:

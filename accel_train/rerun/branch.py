@@ -118,7 +118,8 @@ def branch(place: str, arguments: Sequence[str]) -> int:
         print(f"not of the change, but of the order of sums, are differences in the last digits: {'; '.join(reasons)}")
     # In the branch, since nothing is written to the run itself.
     _write(directory / REPORT / BRANCH_FILE, fork, control, rows)
-    command = shlex.join(["accel-train", "launch", recorded.name_of(fork.recipe), str(directory / CONFIG_FILE)])
+    words = ["launch", recorded.name_of(fork.recipe), str(directory / CONFIG_FILE), "--output_dir", str(directory)]
+    command = shlex.join(["accel-train", *words])
     print(f"the branch is a run of its own: {command}", flush=True)
     return 0
 

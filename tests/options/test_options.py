@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -14,7 +15,7 @@ from accel_train.config import UsageError
 from accel_train.experiment import ExperimentConfig
 from accel_train.launch_files.machine_config import read_machine_config
 from accel_train.options.help_text import field_texts
-from accel_train.options.loading import load_config, read_tree
+from accel_train.options.loading import config_of, load_config, read_tree
 from accel_train.options.tree import config_text, option_names, to_tree
 from accel_train.store.run_file import write_config
 from recipes import causal_lm, lora, mmdit, pde
@@ -649,6 +650,39 @@ def test_a_saved_config_sets_what_differs_from_the_defaults(tmp_path: Path) -> N
     again = load_config(Config, [str(tmp_path / "config.yaml"), "--attention", "auto"], presets=PRESETS).config
     names = ("sync", "attention", "optimizer.name", "step_guard")  # the last is no option
     assert [again.is_default(name) for name in names] == [False, False, True, True]
+
+
+def test_the_config_of_a_moved_run_does_not_start_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(Config, ["--output_dir", "runs/first"], presets=PRESETS).config
+    run = tmp_path / "runs" / "first"
+    run.mkdir(parents=True)
+    write_config(config_text(config), run / "config.yaml")
+    (run / "run.json").write_text("{}")
+
+    def load(file: Path, *flags: str) -> str:
+        return load_config(Config, [str(file), *flags], presets=PRESETS).config.output_dir
+
+    assert load(run / "config.yaml") == "runs/first"
+    link = tmp_path / "link"
+    link.symlink_to(run)
+    assert load(link / "config.yaml") == "runs/first"
+    moved = tmp_path / "moved run"
+    shutil.copytree(run, moved)
+    where = rf"output_dir: runs/first, here {re.escape(str(run))}, is not {re.escape(str(moved))}, .*"
+    for flags in ([], ["--evaluate_only"]):
+        with pytest.raises(UsageError, match=rf"{where}give --output_dir '{re.escape(str(moved))}' to go on"):
+            load(moved / "config.yaml", *flags)
+    assert load(moved / "config.yaml", "--output_dir", str(moved)) == str(moved)
+    assert load(moved / "config.yaml", "--output_dir", "runs/new") == "runs/new"
+    # Read to be compared or planned with, it starts nothing.
+    main = config_of(lambda argv: load(Path(str(argv[0]))), [str(moved / "config.yaml")])
+    assert main is not None
+    monkeypatch.chdir(moved)
+    with pytest.raises(UsageError, match="another working directory"):
+        load(run / "config.yaml")
+    # A file of another name is written by a person, or a copy of a single file.
+    assert load((moved / "config.yaml").rename(moved / "mine.yaml")) == "runs/first"
 
 
 def launch_files() -> list[Path]:

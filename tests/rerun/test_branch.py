@@ -86,6 +86,7 @@ def test_a_change_a_trained_control_and_going_on(
     output = capsys.readouterr().out
     assert "optimizer.lr 0.0015 -> 0.0001, schedule.kind 'cosine' -> 'constant'" in output
     assert "-control, because the run logged steps up to 12" in output
+    assert f"{directory}/config.yaml --output_dir {directory}\n" in output
     assert recording.tree(run.directory) == before
     lines = finished(directory).train_lines()
     assert sorted(lines) == list(range(9, 17))

@@ -226,7 +226,7 @@ def test_the_head_says_what_ran_and_how_to_go_on(tmp_path: Path) -> None:
     assert facts["Blocked by saving"] == "1.8 s in all, at most 1.2 s between two training lines"
     assert facts["Recipe"] == "recipes/x.py"
     assert facts["Preset or file"] == "base"
-    assert facts["To resume"] == f"python recipes/x.py {run.path}/config.yaml"
+    assert facts["To resume"] == f"python recipes/x.py {run.path}/config.yaml --output_dir {run.path}"
     assert facts["State"].startswith("silent, step 12 of 100 (no line for")
     assert facts["Versions"] == "torch 2"
     assert facts["Recorded time"].startswith("0:18 in 2 start(s), 0.01 device hours, since 2023-11-14 22:13 UTC")
@@ -248,7 +248,8 @@ def test_the_command_to_resume_names_what_is_not_recorded(tmp_path: Path) -> Non
     named = tmp_path / "with space"
     named.mkdir()
     (named / "config.yaml").write_text("")
-    assert resume_command(named, "'my x.py' --seed 3", 1) == f"python 'my x.py' '{named}/config.yaml'"
+    command = resume_command(named, "'my x.py' --seed 3", 1)
+    assert command == f"python 'my x.py' '{named}/config.yaml' --output_dir '{named}'"
 
 
 def test_events_are_marked_and_listed(tmp_path: Path) -> None:

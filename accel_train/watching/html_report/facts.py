@@ -91,7 +91,8 @@ def resume_command(directory: Path, command: str, world_size: int) -> str:
     config = directory / CONFIG_FILE
     # Not written yet, or deleted: then the recorded arguments have to do.
     if config.is_file():
-        options = shlex.quote(str(config))
+        # The file has the directory as it was given, which a moved run has left.
+        options = shlex.join([str(config), "--output_dir", str(directory.absolute())])
     program = "python"
     if world_size > 1:
         program = "accel-train launch --config_file LAUNCH_FILE.yaml"
