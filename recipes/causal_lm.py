@@ -68,6 +68,7 @@ class Config(experiment.ExperimentConfig):
         labels=Labels(
             units={"nll": "nats per token", "accuracy": "fraction"},
             titles={"nll": "NLL"},
+            baselines=perplexity.BASELINES,
             own_summary=True,
         ),
         one_loss_term=True,

@@ -63,6 +63,7 @@ NEIGHBOURS_ALLOWED = {
     ("speed", "store"): "the smaller micro-batch after running out of memory is recorded in the run directory",
     ("training", "store"): "samples left out after a bad step are recorded in the run directory",
     ("checkpoints", "hub"): "a saver hands what it committed to the Hub, and a start may fetch a checkpoint from there",
+    ("hub", "metrics"): "the card of a model tells its metrics from baselines and counts, as the curves do",
     ("compare", "commands.bundled"): "a recipe is found by its path or name in one place",
     ("watching", "commands.places"): "what a directory holds, for a message, is listed in one place",
     ("rerun", "commands.bundled"): "a recipe is found by its path or name in one place",

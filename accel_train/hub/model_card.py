@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, cast
 
+from accel_train.metrics.panels import is_count
+from accel_train.metrics.progress import Labels
+from accel_train.metrics.tracking.report_files import NOT_OF_AN_EVALUATION
 from accel_train.store import strict_json
 from accel_train.store.manifest import Checkpoint
-from accel_train.store.names import EVALUATION_FILE, REPORT
+from accel_train.store.names import EVALUATION_FILE, REPORT, STEP
 from accel_train.store.strict_json import Json
 
 TEXT_LINES = 60
@@ -30,39 +33,49 @@ class CardFacts:
     license: str = ""
     command: str | None = None
     """Training command, secrets hidden."""
+    labels: Labels = field(default_factory=Labels)
+    """Which of the metrics are of baselines."""
 
 
 def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], facts: CardFacts, description: Any = None) -> str:
     """Build the text of README.md with its front matter.
 
     ``texts`` are the other files of the push. The card shows the pictures and Markdown texts of the report
-    among them, but not those of single steps. ``description`` is config.json. Its ``card`` has the recipe's entries for
-    this page: ``pipeline_tag``, ``datasets``, ``base_model``, ``measured_on`` and ``usage``. Never raises: unreadable
-    parts are left out.
+    among them: those of this step, else the last ones under their own step. ``description`` is config.json. Its
+    ``card`` has the recipe's entries for this page: ``pipeline_tag``, ``datasets``, ``base_model``, ``measured_on`` and
+    ``usage``. Never raises: unreadable parts are left out.
     """
     described: Mapping[str, Any] = description if isinstance(description, Mapping) else {}
     card: Any = described.get("card")
     about: Mapping[str, Any] = card if isinstance(card, Mapping) else {}
     metrics = _metrics(checkpoint, texts)
-    rounded = {name: f"{value:.6g}" for name, value in metrics.items()}
-    sections = [("Figures", _table(("Metric", "Value"), rounded))]
-    sections += [(_title(name), f"![{_title(name)}]({name})") for name in _report_files(texts, ".png")]
-    for name in _report_files(texts, ".md"):
-        beginning = _beginning(name, texts[name])
-        sections.append((_title(name), beginning))
+    sections = [("Figures", _figures(metrics, facts.labels))]
+    for title, name in _report_files(texts, ".png", checkpoint.step):
+        sections.append((title, f"![{title}]({name})"))
+    for title, name in _report_files(texts, ".md", checkpoint.step):
+        sections.append((title, _beginning(name, texts[name])))
     sections.append(("How to use", _usage(described, about, facts)))
     sections.append(("How to load", _loading(checkpoint, facts)))
     sections.append(("How it was trained", f"```bash\n{facts.command}\n```" if facts.command else ""))
     sections.append(("Options", _options(checkpoint)))
 
     name = facts.repo_id.split("/")[-1]
-    parts = [_front_matter(metrics, facts, about), f"# {name}", _summary(checkpoint, texts)]
+    results = {name: value for name, value in metrics.items() if not (facts.labels.is_baseline(name) or is_count(name))}
+    parts = [_front_matter(results, facts, about), f"# {name}", _summary(checkpoint, texts)]
     parts += [f"## {title}\n\n{section}" for title, section in sections if section]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _figures(metrics: Mapping[str, float], labels: Labels) -> str:
+    rows: dict[str, str] = {}
+    for name, value in metrics.items():
+        shown = f"{name} (baseline)" if labels.is_baseline(name) else name
+        rows[shown] = f"{value:.6g}"
+    return _table(("Metric", "Value"), rows)
+
+
 def _front_matter(metrics: Mapping[str, float], facts: CardFacts, about: Mapping[str, Any]) -> str:
-    """Return YAML between two rules, written by ``huggingface_hub``."""
+    """Return YAML between two rules, written by ``huggingface_hub``. ``metrics`` are those of the model itself."""
     from huggingface_hub import EvalResult, ModelCardData
 
     # A model index lists results and needs a name. Without metrics the card has no model index.
@@ -115,7 +128,7 @@ def _usage(described: Mapping[str, Any], about: Mapping[str, Any], facts: CardFa
     usage = _text(about, "usage")
     if usage is not None:
         lines.append(usage)
-    return "```python\n" + "\n".join(lines) + "\n```"
+    return _python(lines)
 
 
 def _metrics(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> dict[str, float]:
@@ -157,9 +170,39 @@ def _summary(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> str:
     return f"{text}\n\n{_table(('', ''), known)}"
 
 
-def _report_files(texts: Mapping[str, bytes], ending: str) -> list[str]:
-    # Those of single steps lie in folders below, and may be hundreds.
-    return [name for name in texts if PurePosixPath(name).parent == PurePosixPath(REPORT) and name.endswith(ending)]
+def _report_files(texts: Mapping[str, bytes], ending: str, step: int) -> list[tuple[str, str]]:
+    """Return title and name of the files to show. The report is of the run, which may have gone on since ``step``."""
+    found: list[tuple[str, str]] = []
+    for name in texts:
+        path = PurePosixPath(name)
+        if path.parent != PurePosixPath(REPORT) or path.suffix != ending:
+            continue
+        pages = _by_step(texts, path)
+        shown = max(pages, default=_evaluated_step(texts))
+        if path.name in NOT_OF_AN_EVALUATION or shown == step:
+            found.append((_title(name), name))
+        elif step in pages:
+            found.append((_title(name), pages[step]))
+        elif shown is not None:
+            found.append((f"{_title(name)} of the run at step {shown:,}", name))
+    return found
+
+
+def _by_step(texts: Mapping[str, bytes], path: PurePosixPath) -> dict[int, str]:
+    """Return the pages or pictures of single evaluations by step, which lie in the folder of that name."""
+    pages: dict[int, str] = {}
+    for name in texts:
+        other = PurePosixPath(name)
+        number = other.stem.removeprefix(STEP)
+        if other.parent == path.with_suffix("") and other.suffix == path.suffix and number.isdecimal():
+            pages[int(number)] = name
+    return pages
+
+
+def _evaluated_step(texts: Mapping[str, bytes]) -> int | None:
+    """Return the step of the last evaluation, which has written the report."""
+    step = _json(texts.get(f"{REPORT}/{EVALUATION_FILE}")).get("step")
+    return step if isinstance(step, int) else None
 
 
 def _title(name: str) -> str:
@@ -179,28 +222,43 @@ def _beginning(name: str, content: bytes) -> str:
 def _loading(checkpoint: Checkpoint, facts: CardFacts) -> str:
     """Return code to load with the recipe's class, if known, and with plain safetensors."""
     files: Any = checkpoint.manifest.get("files") or {}
-    repo_id = facts.repo_id
-    revision = facts.revision
+    weights = _weights(files, "model")
+    averaged = _weights(files, "ema")
+    where = f'"{facts.repo_id}"'
+    revision = f'revision="{facts.revision}"'
     parts: list[str] = []
+    if averaged:
+        parts.append(f"The figures are of the EMA weights, {', '.join(f'`{name}`' for name in averaged)}.")
+    reading = ["from huggingface_hub import hf_hub_download", "from safetensors.torch import load_file", ""]
     if facts.loads_with is not None:
         module, _, name = facts.loads_with.rpartition(".")
-        parts.append(
-            f"```python\nfrom {module} import {name}\n\n"
-            f'model = {name}.from_pretrained("{repo_id}", revision="{revision}")\n```'
-        )
-    names = sorted(str(file) for file in files)
-    weights = [name for name in names if name.startswith("model") and name.endswith(".safetensors")]
+        lines = [f"from {module} import {name}", "", f"model = {name}.from_pretrained({where}, {revision})"]
+        if averaged:
+            # Frozen weights and buffers have no average.
+            lines = [*reading[:2], *lines, f"for name in {_listed(averaged)}:"]
+            lines.append(f"    file = hf_hub_download({where}, name, {revision})")
+            lines.append("    model.load_state_dict(load_file(file), strict=False)")
+        parts.append(_python(lines))
     if weights:
-        names = ", ".join(f'"{name}"' for name in weights)
-        parts.append(
-            "With safetensors alone:\n\n```python\nfrom huggingface_hub import hf_hub_download\n"
-            "from safetensors.torch import load_file\n\nweights = {}\n"
-            f"for name in [{names}]:\n"
-            f'    weights |= load_file(hf_hub_download("{repo_id}", name, revision="{revision}"))\n```'
-        )
-    if any(str(name).startswith("ema") for name in files):
-        parts.append("`ema*.safetensors` holds the averaged weights under the same names.")
+        # The EMA last, in whose place are the trained weights of the same names.
+        lines = [*reading, "weights = {}", f"for name in {_listed([*weights, *averaged])}:"]
+        lines.append(f"    weights |= load_file(hf_hub_download({where}, name, {revision}))")
+        parts.append(f"With safetensors alone:\n\n{_python(lines)}")
     return "\n\n".join(parts)
+
+
+def _weights(files: Mapping[str, Any], stem: str) -> list[str]:
+    """Return the files of the weights, of which a large model has several."""
+    return sorted(name for name in map(str, files) if name.startswith(stem) and name.endswith(".safetensors"))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"
+
+
+def _python(lines: Sequence[str]) -> str:
+    code = "\n".join(lines)
+    return f"```python\n{code}\n```"
 
 
 def _options(checkpoint: Checkpoint) -> str:

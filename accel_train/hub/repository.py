@@ -19,6 +19,8 @@ from accel_train.hub.client import hub_api
 from accel_train.hub.errors import NotPushableError, StateMissingError
 from accel_train.hub.model_card import CardFacts, build_card
 from accel_train.hub.queue import Entry
+from accel_train.metrics.panels import labels_of
+from accel_train.metrics.progress import Labels
 from accel_train.pipeline import ADAPTER_DESCRIPTION
 from accel_train.store import atomic_files, commit, run_file, strict_json
 from accel_train.store import manifest as manifests
@@ -263,7 +265,7 @@ def _operations(
     for name in _files_of_run(run):
         if name not in names:
             texts[name] = (run / name).read_bytes()
-    card = CardFacts(entry.repo_id, revision, _loads_with(run), entry.license, _command(run))
+    card = CardFacts(entry.repo_id, revision, _loads_with(run), entry.license, *_last_start(run))
     texts["README.md"] = build_card(checkpoint, texts, card, _description(checkpoint)).encode()
     adds += [CommitOperationAdd(name, content) for name, content in texts.items()]
     added = {add.path_in_repo for add in adds}
@@ -300,15 +302,16 @@ def _description(checkpoint: Checkpoint) -> Any:
     return None
 
 
-def _command(run: Path) -> str | None:
-    """Return the command of the run's last start, from its metrics, or None if they do not say it."""
-    command: Any = None
+def _last_start(run: Path) -> tuple[str | None, Labels]:
+    """Return the command of the run's last start and the labels of its metrics. None and empty ones if unreadable."""
+    environment: Any = {}
     try:
         with (run / METRICS_FILE).open(encoding="utf-8") as lines:
             for line in lines:
                 if line.startswith('{"event": "environment"'):
                     # No break: each start writes a line, and the last one counts.
-                    command = json.loads(line).get("command")
+                    environment = json.loads(line)
     except (OSError, ValueError):
-        return None
-    return command if isinstance(command, str) else None
+        return None, Labels()
+    command = environment.get("command")
+    return command if isinstance(command, str) else None, labels_of([environment])

@@ -66,7 +66,7 @@ def labels_of(records: Records) -> Labels:
         if record.get("event") == "environment" and labels:
             units = labels.get("units", {})
             titles = labels.get("titles", {})
-            return Labels(labels.get("loss_of"), units, titles)
+            return Labels(labels.get("loss_of"), units, titles, tuple(labels.get("baselines", ())))
     return Labels()
 
 
@@ -151,7 +151,7 @@ def _throughput_panel(lines: Records) -> Panel:
 
 def _evaluation_panels(lines: Records, labels: Labels) -> list[Panel]:
     """Return the panels of the metrics. A single evaluation becomes a panel of text."""
-    drawn = [key for key in _keys(lines) if _last_word(key) not in NOT_DRAWN]
+    drawn = [key for key in _keys(lines) if not is_count(key)]
     # One point is no curve, but its values should be seen.
     if len(lines) == 1:
         return _text_panels(lines[0], drawn)
@@ -172,6 +172,11 @@ def _metric_panels(
             panels[kind] = Panel(title, unit, {}, smooth=smooth, last_value=last_value)
         panels[kind].lines[_words(key)] = _column(lines, key)
     return list(panels.values())
+
+
+def is_count(key: str) -> bool:
+    """Return True for a value that describes an evaluation itself, such as the number of its samples."""
+    return _last_word(key) in NOT_DRAWN
 
 
 def _last_word(key: str) -> str:

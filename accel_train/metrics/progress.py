@@ -74,8 +74,14 @@ class Labels:
     """Unit of evaluation metrics, by the last word of their name."""
     titles: Mapping[str, str] = field(default_factory=dict[str, str])
     """Title of the panel of evaluation metrics, by the last word of their name."""
+    baselines: tuple[str, ...] = ()
+    """Words that are in the names of evaluation metrics of baselines, such as ``linear_fit``."""
     own_summary: bool = False
     """The recipe's evaluation logs a summary, so the console does not list all metrics after it."""
+
+    def is_baseline(self, metric: str) -> bool:
+        """Return True for a metric that is not of the model but of a baseline beside it."""
+        return any(f"_{word}_" in f"_{metric}_" for word in self.baselines)
 
 
 TERM = "loss_"

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +25,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from safetensors.numpy import save_file
+from safetensors.torch import load_file
+from safetensors.torch import save_file as save_torch_file
 
 from accel_train import load
 from accel_train.checkpoints import fetch
@@ -47,7 +50,7 @@ from accel_train.hub.repository import push_checkpoint
 from accel_train.hub.worker import push_one
 from accel_train.store import atomic_files, commit, retention, strict_json
 from accel_train.store.manifest import Checkpoint
-from recipes import mmdit, pde
+from recipes import causal_lm, mmdit, pde
 from tests.hub_server import READER, WRITER, Fault, HubServer, Repository, serving
 from tests.waiting import until
 
@@ -1124,6 +1127,7 @@ def test_the_card_loads_with_the_class_that_the_recipe_declared_and_shows_its_re
     loads_with = pde.Config(max_steps=1).run_options().loads_with
     texts = {"report/truth_and_error.png": b"", "report/numbers.json": b"{}", "other.png": b""}
     texts |= {"report/samples/step_00000007.md": b"words", "report/pictures/step_00000007.png": b""}
+    texts["report/evaluation.json"] = b'{"step": 7}'
     text = build_card(Checkpoint(tmp_path, 7, {}), texts, CardFacts(REPO, "step-00000007", loads_with))
     assert "from accel_train.domains.pde.transformer import PdeTransformer\n" in text
     assert 'PdeTransformer.from_pretrained("org/model", revision="step-00000007")' in text
@@ -1133,6 +1137,102 @@ def test_the_card_loads_with_the_class_that_the_recipe_declared_and_shows_its_re
     assert "step_00000007.png" not in text
     assert "words" not in text
     assert "from_pretrained" not in build_card(Checkpoint(tmp_path, 7, {}), texts, CardFacts(REPO, "step-00000007"))
+
+
+@pytest.mark.parametrize(
+    ("step", "shown", "hidden"),
+    [
+        (30, ["## Samples\n\nof 30", "## Pictures\n\n![Pictures](report/pictures.png)", "## Fields\n"], ["step_"]),
+        (
+            20,
+            ["## Samples\n\nof 20", "![Pictures](report/pictures/00000020.png)", "## Fields of the run at step 30\n"],
+            ["of 30", "pictures.png"],
+        ),
+        (
+            10,
+            ["## Samples of the run at step 30\n\nof 30", "## Pictures of the run at step 30\n", "## Curves\n"],
+            ["of 20"],
+        ),
+    ],
+)
+def test_the_card_of_an_earlier_step_shows_its_own_samples(
+    step: int, shown: list[str], hidden: list[str], tmp_path: Path
+) -> None:
+    texts = {f"report/{name}.png": b"" for name in ("curves", "pictures", "fields")}
+    texts |= {"report/evaluation.json": b'{"step": 30}', "report/samples.md": b"of 30", "config.yaml": b""}
+    texts |= {f"report/samples/step_{number:08d}.md": f"of {number}".encode() for number in (20, 30)}
+    texts |= {f"report/pictures/{number:08d}.png": b"" for number in (20, 30)}
+    card = build_card(Checkpoint(tmp_path, step, {}), texts, CardFacts(REPO, "main"))
+    for part in shown:
+        assert part in card
+    for part in hidden:
+        assert part not in card
+    del texts["report/evaluation.json"]
+    assert "Fields" not in build_card(Checkpoint(tmp_path, step, {}), texts, CardFacts(REPO, "main"))
+
+
+def test_the_card_publishes_neither_baselines_nor_counts_as_results(server: HubServer, run: Path) -> None:
+    from accel_train.domains.pde.scores import LABELS
+
+    environment = {"event": "environment", "labels": asdict(LABELS)}
+    (run / "metrics.jsonl").write_text(json.dumps(environment) + "\n")
+    metrics = {"heat_nrmse": 0.5, "heat_linear_fit_nrmse": 0.25, "heat_persistence_nrmse": 0.75}
+    push(make_checkpoint(run, 1200, metrics=metrics | {"heat_evaluated_samples": 8}))
+    card = ModelCard(server.files(REPO)["README.md"].decode())
+    assert card.data.metrics == ["heat_nrmse"]
+    assert [result.metric_type for result in card.data.eval_results or []] == ["heat_nrmse"]
+    for line in (
+        "| heat_nrmse | 0.5 |",
+        "| heat_linear_fit_nrmse (baseline) | 0.25 |",
+        "| heat_persistence_nrmse (baseline) | 0.75 |",
+        "| heat_evaluated_samples | 8 |",
+    ):
+        assert line in card.text, line
+
+
+@pytest.mark.parametrize(
+    ("recipe", "baselines"),
+    [
+        (causal_lm, ["unigram_perplexity"]),
+        (mmdit, ["unigram_nll", "t2l_ridge_cosine", "l2t_log_linear_nll", "l2t_log_linear_gain"]),
+        (pde, ["heat_persistence_nrmse", "heat_training_mean_nrmse", "heat_linear_fit_nrmse_channel0"]),
+    ],
+)
+def test_a_recipe_declares_its_baselines(recipe: Any, baselines: list[str]) -> None:
+    labels = recipe.Config.recipe.labels
+    assert all(labels.is_baseline(name) for name in baselines)
+    for name in ("perplexity", "l2t_nll", "l2t_nll_shuffled", "unconditional_nll", "heat_nrmse", "mean_nrmse"):
+        assert not labels.is_baseline(name), name
+
+
+def test_the_code_of_the_card_loads_the_averaged_weights(server: HubServer, run: Path) -> None:
+    """The weights that the figures are of."""
+    from tests.trained import text_run
+
+    trained = text_run(run.parent / "trained") / "checkpoints" / "checkpoint_00000003"
+    weights = load_file(trained / "model.safetensors")
+    averaged = {name: tensor / 2 for name, tensor in weights.items() if "norm" not in name}
+    assert len(averaged) < len(weights)
+    save_torch_file(averaged, trained / "ema.safetensors")
+    manifest = dict(commit.verify(trained).manifest)
+    files = manifest["files"] | {"ema.safetensors": commit.seal_file(trained / "ema.safetensors")}
+    commit.rewrite_manifest(trained, manifest | {"files": files})
+    loads_with = mmdit.Config(max_steps=1).run_options().loads_with
+    (run.parent / "trained" / "run.json").write_text(
+        json.dumps({"schema": 1, "run_id": "abc", "loads_with": loads_with})
+    )
+    push(commit.verify(trained))
+    card = server.files(REPO)["README.md"].decode()
+    assert "The figures are of the EMA weights, `ema.safetensors`." in card
+    by_class, alone = re.findall(r"```python\n(from [^`]*hf_hub_download\n.*?)\n```", card, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(by_class, names)
+    found = names["model"].state_dict()
+    exec(alone, names)
+    expected = weights | averaged
+    for read in (found, names["weights"]):
+        assert read.keys() == expected.keys()
+        assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from accel_train.domains.language.packing import IGNORED
 VALUES_AT_ONCE = 1 << 24
 """Logits of a vocabulary in fp32 at a time: 64 MiB."""
 METRICS = ("nll", "perplexity", "accuracy", "unigram_perplexity")
+BASELINES = ("unigram",)
 
 
 def targets(batch: Batch) -> Tensor:

@@ -30,7 +30,7 @@ from accel_train.metrics.progress import Labels
 logger = logging.getLogger(__name__)
 
 MEAN = "mean_nrmse"
-LABELS = Labels(loss_of="task", own_summary=True)
+LABELS = Labels(loss_of="task", baselines=BASELINES, own_summary=True)
 """Of the loss. The evaluation prints a table of its own."""
 
 

@@ -49,6 +49,7 @@ LABELS = Labels(
     loss_of="mode",
     units={"nll": "nats per token", "accuracy": "fraction", "cosine": "cosine similarity"},
     titles={"nll": "NLL"},
+    baselines=("unigram", "ridge", "log_linear"),
     own_summary=True,
 )
 """Of the metrics in both directions, and of the loss."""
