@@ -92,7 +92,8 @@ BY_TIME = re.compile(r"_at_\d\.\d+$")
 """End of the names of the mean losses by time, of which a term named ``loss`` has that beginning too."""
 MOST_DAYS = 9_999
 """Longer times are of a run without an end in sight, such as one with max_steps as large as can be."""
-BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+"""Without tqdm's time left, which counts an evaluation as a slow step."""
 
 
 class Progress:
@@ -107,6 +108,8 @@ class Progress:
     ) -> None:
         self._max_steps = max_steps
         self._loss_of = loss_of
+        self._fields: Mapping[str, object] = {}
+        self._shown: list[str] = []
         self._bar: tqdm[NoReturn] | None = None
         if bar == "on" or (bar == "auto" and _on_terminal()):
             # Not tqdm.auto, which warns in notebooks without ipywidgets.
@@ -119,18 +122,20 @@ class Progress:
     def advance(self, step: int) -> None:
         """Move the bar. It is redrawn at most ten times a second, and nothing waits for the device."""
         if self._bar is not None:
+            left = time_left(step, self._max_steps, self._fields)
+            shown = [f"{left} left", *self._shown] if left else self._shown
+            self._bar.set_postfix_str("  ".join(shown), refresh=False)
             self._bar.update(step - self._bar.n)
 
     def show(self, step: int, fields: Mapping[str, object]) -> None:
         """Show the fields of a training line at a log point."""
-        shown = describe(fields, self._loss_of)
-        parts = [f"step {step}/{self._max_steps}", *shown]
+        self._fields = fields
+        self._shown = describe(fields, self._loss_of)
+        parts = [f"step {step}/{self._max_steps}", *self._shown]
         left = time_left(step, self._max_steps, fields)
         if left:
             parts.append(f"ETA {left}")
-        if self._bar is not None:
-            self._bar.set_postfix_str("  ".join(shown), refresh=False)  # `advance` draws it, not twice
-            self.advance(step)
+        self.advance(step)
         has_bar = self._bar is not None
         logger.info("%s", "  ".join(parts), extra={FILE_ONLY: has_bar})
 
@@ -142,8 +147,8 @@ class Progress:
 def _on_terminal() -> bool:
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         return False
-    # Pseudo-terminals of some batch systems have no columns, and a bar would be invisible there.
-    return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    # Pseudo-terminals of some batch systems have no columns or no rows, and a bar would be invisible there.
+    return all(size > 0 for size in os.get_terminal_size(sys.stderr.fileno()))
 
 
 def describe(fields: Mapping[str, object], loss_of: str | None = None) -> list[str]:
