@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from accel_train.metrics.curves import plot_curves
 from accel_train.metrics.environment import describe_environment
-from accel_train.metrics.progress import Labels, LogConfig, Progress
+from accel_train.metrics.progress import BY_TIME, OWN, Labels, LogConfig, Progress
 from accel_train.metrics.records import EVENTS, TRAIN_FIELDS, LineWriter, repair_metrics, write_json
 from accel_train.metrics.tracking.report_files import ReportFiles
 from accel_train.metrics.tracking.trackers import RunName, Trackers, resolve_trackers
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 NO_LABELS = Labels()
+OF_A_KIND = ("loss", "grad_norm", OWN)
+"""Beginnings of the names of fields whose values depend on the kind of loss of their step."""
 
 
 class Compiled(Protocol):
@@ -122,6 +124,7 @@ class Recorder:
         self._report_files = ReportFiles(output_dir / REPORT) if names else None
         self._progress = Progress(options.progress_bar, max_steps, start_step, labels.loss_of)
         self._own_summary = labels.own_summary
+        self._loss_of = labels.loss_of
 
     def due(self, step: int) -> bool:
         """Return True if ``step`` is a log point. It depends on the step alone, so all processes agree."""
@@ -148,8 +151,7 @@ class Recorder:
             raise ValueError(f"the training line of step {step} lacks {', '.join(missing)}; add them")
         if self._main:
             self.record("train", fields, step=step)
-            named = {f"train/{name}": value for name, value in fields.items()}
-            self._trackers.log(named, step)
+            self._trackers.log(tracked(fields, self._loss_of), step)
             self._progress.show(step, fields)
         # Imported here because it imports accelerate, which reading a run does not need.
         from accel_train.runtime import step_overhead
@@ -220,6 +222,20 @@ class Recorder:
         # Written also on the way out of an error, so that a log without it is of a run that was killed.
         self.record("end", {"reason": reason}, step=self._step)
         self.close()
+
+
+def tracked(fields: Mapping[str, object], loss_of: str | None) -> dict[str, object]:
+    """Return the values of a training line by their names in trackers.
+
+    Losses and norms of the gradient of different kinds do not compare, so each kind has a series of its own.
+    """
+    kind = fields.get(loss_of) if loss_of is not None else None
+    named: dict[str, object] = {}
+    for name, value in fields.items():
+        # Losses by time are means over the steps of all kinds since the last line.
+        is_of_kind = kind is not None and name.startswith(OF_A_KIND) and not BY_TIME.search(name)
+        named[f"train/{name}_{kind}" if is_of_kind else f"train/{name}"] = value
+    return named
 
 
 def _run_name(options: LogConfig, output_dir: Path, facts: Mapping[str, object]) -> RunName:

@@ -380,6 +380,23 @@ def test_the_extras_named_in_messages_exist() -> None:
     assert set(trackers.INSTALL) == set(LOGGER_TYPE_TO_CLASS)
 
 
+def test_losses_of_different_kinds_are_series_of_their_own(accelerator: Accelerator, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    options = LogConfig(trackers=("tensorboard",), project="p", progress_bar="off")
+    labels = progress.Labels(loss_of="mode")
+    with Recorder(accelerator, tmp_path, options, max_steps=40, labels=labels) as recorder:
+        for step, mode in ((10, "l2t"), (20, "t2l"), (30, "l2t")):
+            more = {"mode": mode, "loss_text": 1.0, "loss_at_0.25": 2.0, "grad_norm_layers": 3.0, "train_share": 0.5}
+            recorder.train(step, FIELDS | {"loss": float(step)} | more)
+    events = EventAccumulator(str(tmp_path / "trackers" / "p")).Reload()
+    series = {name: [event.step for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    for name in ("loss", "loss_text", "grad_norm", "grad_norm_layers", "train_share"):
+        assert (series[f"train/{name}_l2t"], series[f"train/{name}_t2l"]) == ([10, 30], [20]), name
+        assert f"train/{name}" not in series
+    assert series["train/lr"] == series["train/loss_at_0.25"] == [10, 20, 30]
+
+
 def test_nested_config_and_values_reach_tensorboard(accelerator: Accelerator, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -658,16 +675,22 @@ def test_a_bar_keeps_its_lines_off_the_console(
         bar.close()
     assert getattr(caplog.records[0], FILE_ONLY)
     drawn = capsys.readouterr().err
+    # As in a log line: of training alone, whatever else has passed since.
+    assert re.search(r"120/1500 \[\d+:\d\d, 1:32 left  loss", drawn)
     assert "100/1500" in drawn
     assert "120/1500" in drawn
     assert "loss 3.412  lr 1.2e-3  412 samples/s" in drawn
 
 
-def on_a_terminal(columns: int) -> str:
-    """What a person sees of a bar, on a real pseudo-terminal of that width."""
-    code = "from accel_train.metrics.progress import Progress; p = Progress('auto', 40, 0); p.advance(7); p.close()"
+def on_a_terminal(rows: int, columns: int) -> str:
+    """What a person sees of a progress, on a real pseudo-terminal of that size."""
+    code = (
+        "import logging, sys; from accel_train.metrics.progress import Progress; "
+        "logging.basicConfig(level=logging.INFO, stream=sys.stdout); "
+        "p = Progress('auto', 40, 0); p.show(7, {'loss': 1.0}); p.close()"
+    )
     controller, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", code], stdout=terminal, stderr=terminal, check=True, env=environ)
     os.write(terminal, b"end")
@@ -679,9 +702,12 @@ def on_a_terminal(columns: int) -> str:
     return seen.decode()
 
 
-def test_a_terminal_gets_a_bar_unless_it_has_no_width() -> None:
-    assert "7/40" in on_a_terminal(100)
-    assert on_a_terminal(0) == "end"
+def test_a_terminal_gets_a_bar_unless_it_has_no_size() -> None:
+    assert "| 7/40 [" in on_a_terminal(24, 100)
+    for size in ((24, 0), (0, 100)):
+        seen = on_a_terminal(*size)
+        assert "step 7/40  loss 1.000" in seen
+        assert "| 7/40 [" not in seen
 
 
 @pytest.mark.parametrize(
