@@ -27,6 +27,8 @@ ALPACA = ("instruction", "input", "output")
 """Alpaca's fields: what the user asks, what it is about, which may be missing or empty, and the answer."""
 PAIR = "prompt and completion"
 INSTRUCTION = "instruction and output"
+ANSWERS_BESIDE = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+"""Fields of a message that are an answer without content."""
 FORMS = ("messages", SHAREGPT, PAIR, DEFAULT_COLUMN, INSTRUCTION)
 """Forms of a row. It is read by the first that it has."""
 FIELDS = ("messages", SHAREGPT, "prompt", "completion", *ALPACA, "tools", "chat_template_kwargs")
@@ -181,7 +183,8 @@ def _chat(place: str, messages: Any, fields: Mapping[str, Any], name: str, first
     tools = parsed_json(fields.get("tools"))
     options = parsed_json(fields.get("chat_template_kwargs", {}))
     fault = _messages_fault(messages, name) or _tools_fault(tools) or _options_fault(options)
-    return fault or Row(place, messages=messages, first_trained=first_trained, tools=tools, template_options=options)
+    row = Row(place, messages=messages, first_trained=first_trained, tools=tools, template_options=options)
+    return fault or _silence_fault(row) or row
 
 
 def _alpaca(place: str, fields: Mapping[str, Any]) -> Row | str:
@@ -193,7 +196,7 @@ def _alpaca(place: str, fields: Mapping[str, Any]) -> Row | str:
     if about and isinstance(asked, str):
         asked = f"{asked}\n\n{about}"
     messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": fields["output"]}]
-    return _chat(place, messages, fields, "instruction, input and output")
+    return _text_fault("output", fields["output"]) or _chat(place, messages, fields, "instruction, input and output")
 
 
 def _pair(place: str, prompt: Any, completion: Any, fields: Mapping[str, Any]) -> Row | str:
@@ -321,6 +324,19 @@ def _messages_fault(messages: Any, name: str = "messages") -> str | None:
             return f"message {number} {fault}"
     if not any(message["role"] == "assistant" for message in messages):
         return "no message has the role 'assistant', so there is nothing to learn"
+    return None
+
+
+def _silence_fault(row: Row) -> str | None:
+    """Return a fault if an answer to learn is empty: the model would learn to end its turn at once."""
+    for number, message in enumerate(row.messages):
+        if not row.is_trained(number) or any(message.get(name) for name in ANSWERS_BESIDE):
+            continue
+        if not message["content"].strip():
+            return (
+                f"message {number + 1} (assistant) is empty, so the model would learn to say nothing; text or "
+                "tool_calls are required, or weight 0, which is read and not learned"
+            )
     return None
 
 

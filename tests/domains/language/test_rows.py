@@ -17,6 +17,7 @@ from accel_train.domains.language.rows import Row
 
 USER = {"role": "user", "content": "Who is there?"}
 ANSWER = {"role": "assistant", "content": "Friends."}
+EMPTY = {"role": "assistant", "content": ""}
 DEEP = "[" * 100_000
 
 
@@ -199,7 +200,13 @@ def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
         ({"n": 1, "body": "x"}, "set --data.text_column body"),
         ({"conversations": [{"from": "human", "value": "x"}]}, "no message has the role 'assistant'"),
         ({"conversations": "x"}, "'conversations' is 'x'; a list of messages is required"),
-        ({"instruction": "a", "output": 3}, r"message 2 \(assistant\) has int as 'content'"),
+        ({"instruction": "a", "output": 3}, "'output' is int, text is required"),
+        ({"instruction": "a", "output": " "}, "'output' is empty"),
+        ({"messages": [USER, ANSWER, USER, EMPTY]}, r"message 4 \(assistant\) is empty, so the model would learn"),
+        ({"messages": [USER, {**EMPTY, "content": " \n"}]}, r"message 2 \(assistant\) is empty"),
+        ({"messages": [USER, {**EMPTY, "tool_calls": []}]}, r"message 2 \(assistant\) is empty"),
+        ({"conversations": [USER, {"from": "gpt", "value": ""}]}, r"message 2 \(assistant\) is empty"),
+        ({"prompt": [USER], "completion": [EMPTY]}, r"message 2 \(assistant\) is empty"),
         ({"instruction": "a", "input": 3, "output": "b"}, "'input' is int; text is required, which may be empty"),
         (
             {"messages": [USER, ANSWER], "chat_template_kwargs": {"max_length": 4, "truncation": True, "mood": "glad"}},
@@ -253,6 +260,22 @@ def test_an_unusable_row_is_named_or_left_out(row: Any, message: str, tmp_path: 
     with pytest.raises(UsageError, match=rf"rows.jsonl:2: .*{message}.*--data.max_bad_rows \(now 0\)"):
         read(file)
     assert [found.text for found in read(file, bad=1)] == ["good"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, {**EMPTY, "weight": 0}, USER, ANSWER]},
+        {"prompt": [USER, EMPTY, USER], "completion": [ANSWER]},
+        {"messages": [USER, {**EMPTY, "tool_calls": [{"function": {"name": "look"}}]}]},
+        {"messages": [USER, {**EMPTY, "reasoning_content": "A ghost?"}]},
+        {"messages": [{"role": "system", "content": ""}, {**USER, "content": ""}, ANSWER]},
+    ],
+    ids=["weight 0", "in the prompt", "a call", "reasoning", "of others"],
+)
+def test_a_message_that_is_not_learned_may_be_empty(row: dict[str, Any]) -> None:
+    (found,) = rows.parsed([("x", row)], "text")
+    assert isinstance(found, Row)
 
 
 def test_the_rows_of_blocks_are_listed_once(tmp_path: Path) -> None:

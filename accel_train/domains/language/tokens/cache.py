@@ -34,7 +34,7 @@ from accel_train.store import atomic_files
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 """Of the cached tokens. Change it with what is made of the same rows."""
 Encode = Callable[[int], EncodedBlock]
 """Encodes a block of the source. Can be pickled."""
