@@ -17,7 +17,7 @@ from accel_train.data.tables.text_sources import content_key, text_key
 from accel_train.domains.language import packing, templates
 from accel_train.domains.language.packing import EncodedBlock, Tokens
 from accel_train.domains.language.row_sources import has_come_before
-from accel_train.domains.language.rows import FORMS, Fault, Row, parsed
+from accel_train.domains.language.rows import DEFAULT_COLUMN, FORMS, Fault, Row, parsed
 
 UNWRITTEN = "unwritten "
 """Before the name of a part in the count of training chats whose template does not write it."""
@@ -27,9 +27,13 @@ UNENDED = (
 )
 UNREAD = "unread "
 """Before the name of a form in the count of training rows that are read by another one."""
+BESIDE = "beside "
+"""Before the name of a field in the count of training rows of which a named column alone is read."""
 KEY_BYTES = 16
 """Of the hash of a row's words, kept to bring held-out rows into order: two different rows share them never."""
 TEXTS_AT_ONCE = 256
+SHOWN = 5
+"""Names in a notice, of fields that rows may have in any number."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,8 @@ class _Block:
         """Rows by split (``train``, ``heldout``), by form (``plain``, ``chats``), ``bad`` and ``excluded`` ones.
 
         Of the training split: rows ``split`` or ``cut`` for their length, chats of ``several`` texts, the tokens
-        ``repeated`` in all of these but the last, chats with parts that are `UNWRITTEN`, and rows with
-        forms that are `UNREAD`.
+        ``repeated`` in all of these but the last, chats with parts that are `UNWRITTEN`, rows with forms that are
+        `UNREAD`, and rows with fields `BESIDE` the column that the user named.
         """
 
     def add_all(self, rows: Sequence[Row]) -> None:
@@ -133,8 +137,9 @@ class _Block:
         self._counts["several"] += len(texts) > 1
         # The last text has nearly the whole chat.
         self._counts["repeated"] += sum(min(len(text.ids), limit) for text in texts[:-1])
-        for form in row.unread:
-            self._counts[UNREAD + form] += 1
+        by_column = is_plain and self._encoder.text_column != DEFAULT_COLUMN
+        for name in row.unread:
+            self._counts[(BESIDE if by_column else UNREAD) + name] += 1
         for part in encoded.unwritten:
             self._counts[UNWRITTEN + part] += 1
         if length > limit:
@@ -156,16 +161,24 @@ class _Block:
         )
 
 
-def unread_notices(counts: Counter[str]) -> list[str]:
-    """Return notices of rows that have several forms."""
+def unread_notices(counts: Counter[str], column: str) -> list[str]:
+    """Return notices of rows that have several forms, or other texts beside the ``column`` of the options."""
     found = {form: counts[UNREAD + form] for form in FORMS}
     order = ", ".join(FORMS)
-    return [
+    notices = [
         f"{count:,} rows have {form} beside another form, and it is not read: a row is read by the first that it has "
         f"of {order}. Leave out of the rows what is not meant"
         for form, count in found.items()
         if count
     ]
+    beside = {name.removeprefix(BESIDE): count for name, count in sorted(counts.items()) if name.startswith(BESIDE)}
+    if beside:
+        others = ", ".join(f"{name!r} ({count:,} rows)" for name, count in [*beside.items()][:SHOWN])
+        notices.append(
+            f"{column!r} (--data.text_column) alone is trained on, and what rows have beside it is not read: {others}. "
+            "An answer is learned in rows of 'prompt' and 'completion'"
+        )
+    return notices
 
 
 def chat_notices(counts: Counter[str], answer_end: int | None) -> list[str]:

@@ -106,7 +106,7 @@ def prepare_data(
         *form_notices,
         *notices,
         *_packing_notices(config, train, train_data),
-        *encoding.unread_notices(train.counts),
+        *encoding.unread_notices(train.counts, config.text_column),
         *encoding.chat_notices(train.counts, answer_end),
     ]
     unigram = _unigram(train.targets)

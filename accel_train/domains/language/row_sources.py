@@ -130,7 +130,7 @@ def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by
     ``split`` names a split of a saved or Hub dataset, and files have none. Raises ``UsageError`` for what is no source.
     """
     sha256 = partial(remembered_sha256, cache=cache)
-    columns = [text_column, *rows.FIELDS]
+    columns = [text_column, *rows.READ]
     if path != "demo" and rows.is_hub_id(path):
         return dataset_rows(option, hub_dataset(path, split, option), path, split, columns, sha256)
     source = DEMO_FILE if path == "demo" else expand_path(path)

@@ -10,12 +10,12 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
-from accel_train.config import UsageError
 from accel_train.data.tables import text_sources
 from accel_train.data.tables.formats import KINDS
-from accel_train.wording import did_you_mean, nearest
+from accel_train.wording import nearest
 
 FILES = tuple(KINDS)
 DEFAULT_COLUMN = "text"
@@ -27,12 +27,16 @@ ALPACA = ("instruction", "input", "output")
 """Alpaca's fields: what the user asks, what it is about, which may be missing or empty, and the answer."""
 PAIR = "prompt and completion"
 INSTRUCTION = "instruction and output"
+ASKED = (("question", "answer"), ("instruction", "response"), ("prompt", "response"), ("input", "output"))
+"""Usual names of a prompt and its completion, which are no form of their own."""
 ANSWERS_BESIDE = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """Fields of a message that are an answer without content."""
 FORMS = ("messages", SHAREGPT, PAIR, DEFAULT_COLUMN, INSTRUCTION)
 """Forms of a row. It is read by the first that it has."""
 FIELDS = ("messages", SHAREGPT, "prompt", "completion", *ALPACA, "tools", "chat_template_kwargs")
 """Optional fields of a row besides its text."""
+READ = tuple(dict.fromkeys([*FIELDS, *chain.from_iterable(ASKED)]))
+"""Columns of a table that are read besides the text: the fields of a row, and names of which an error speaks."""
 TOKENIZERS_OWN = frozenset(
     "conversation chat_template tools add_generation_prompt continue_final_message tokenize sanitize_control_tokens "
     "padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
@@ -68,7 +72,7 @@ class Row:
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further names for the chat template, such as ``enable_thinking``: the row's ``chat_template_kwargs``."""
     unread: tuple[str, ...] = ()
-    """Other forms that the row has beside the one that it is read by."""
+    """Other forms that the row has beside the one that it is read by. Beside a column that is named, other fields."""
 
     def is_trained(self, number: int) -> bool:
         """Return True if the message is an answer to learn: the assistant's, not of the prompt, its weight not 0."""
@@ -118,9 +122,16 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
         found = _plain(place, fields[text_column], text_column)
     else:
         found = _chat(place, fields[form], fields, form)
-    if isinstance(found, str) or not forms[1:]:
+    if isinstance(found, str):
         return found
-    return replace(found, unread=tuple(forms[1:]))
+    unread = _beside(fields, text_column) if form == text_column != DEFAULT_COLUMN else forms[1:]
+    return replace(found, unread=tuple(unread)) if unread else found
+
+
+def _beside(fields: Mapping[str, Any], column: str) -> list[str]:
+    """Return the fields besides the ``column`` that could have been meant: texts, and messages."""
+    others = fields.keys() - {column}
+    return sorted(name for name in others if name in FORMS or (isinstance(fields[name], str) and fields[name].strip()))
 
 
 def _forms(fields: Mapping[str, Any], text_column: str) -> list[str]:
@@ -156,8 +167,17 @@ def _remedy(fields: Mapping[str, Any], text_column: str) -> str:
         if name in fields:
             return f"; {remedy}"
     texts = [name for name, value in fields.items() if isinstance(value, str)]
-    # A name to try, even if none is alike: most files have one column of text.
-    near = nearest(text_column, texts) or next(iter(texts), None)
+    for prompt, completion in ASKED:
+        if {prompt, completion} <= {*texts}:
+            return f"; write its {prompt!r} as 'prompt' and its {completion!r} as 'completion', which is learned"
+    # A name to try, even if it is not alike: most files have one column of text.
+    near = nearest(text_column, texts) or (texts[0] if len(texts) == 1 else None)
+    if near is None and texts:
+        # Any of them may be the question, and training on it alone is what nobody wants.
+        return (
+            f"; of its texts {sorted(texts)} write what is asked as 'prompt' and the answer as 'completion', or name "
+            "the one that alone is trained on in --data.text_column"
+        )
     return f"; set --data.text_column {near}" if near else ""
 
 
@@ -358,29 +378,6 @@ def _content_fault(message: Mapping[str, Any]) -> str | None:
     if not isinstance(content, str):
         return f"({message['role']}) has {type(content).__name__} as 'content'; text is required"
     return None
-
-
-def refuse_missing_column(column: str, named: str, schemas: Iterable[Sequence[str] | None]) -> None:
-    """Raise ``UsageError`` if the columns of all tables show that no row has the ``column``.
-
-    ``named`` has the options of the sources. None in ``schemas`` stands for other files, whose fields are only known
-    once all rows are read.
-    """
-    if column == DEFAULT_COLUMN:
-        return
-    seen: set[str] = set()
-    for names in schemas:
-        if names is None or column in names:
-            return
-        seen.update(names)
-    # Of files without a row, or with a broken first one, the reader says more.
-    if not seen:
-        return
-    hint = did_you_mean(nearest(column, sorted(seen)))
-    raise UsageError(
-        f"--data.text_column {column!r}: no column of {named}, which has {sorted(seen)}{hint}. Name one "
-        "of these, or leave the option out to train on 'text', on messages, or on prompt and completion."
-    )
 
 
 def is_hub_id(path: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -24,6 +24,7 @@ from accel_train.domains.language.row_sources import (
     open_rows,
     parts_of,
 )
+from accel_train.wording import did_you_mean, nearest
 
 SPLIT = "split="
 
@@ -90,7 +91,7 @@ class SplitSources:
                     f"{wanted[name]}. Leave it out, or give such a source."
                 )
         schemas = (names for source in sources for names in source.schemas(config.text_column))
-        rows.refuse_missing_column(config.text_column, config.named, schemas)
+        _refuse_missing_column(config.text_column, config.named, schemas)
 
     def _open(self, path: str, option: str, split: str) -> RowBlocks:
         config = self.config
@@ -178,3 +179,26 @@ class SplitSources:
 
 def _files_of(source: RowBlocks) -> set[Path]:
     return {file.resolve() for file in source.files} if isinstance(source, FileRows) else set()
+
+
+def _refuse_missing_column(column: str, named: str, schemas: Iterable[Sequence[str] | None]) -> None:
+    """Raise ``UsageError`` if the columns of all tables show that no row has the ``column``.
+
+    ``named`` has the options of the sources. None in ``schemas`` stands for other files, whose fields are only known
+    once all rows are read.
+    """
+    if column == rows.DEFAULT_COLUMN:
+        return
+    seen: set[str] = set()
+    for names in schemas:
+        if names is None or column in names:
+            return
+        seen.update(names)
+    # Of files without a row, or with a broken first one, the reader says more.
+    if not seen:
+        return
+    hint = did_you_mean(nearest(column, sorted(seen)))
+    raise UsageError(
+        f"--data.text_column {column!r}: no column of {named}, which has {sorted(seen)}{hint}. Name one "
+        "of these, or leave the option out to train on 'text', on messages, or on prompt and completion."
+    )

@@ -481,6 +481,15 @@ def test_a_row_of_several_forms_is_read_by_the_first_and_it_is_said(tmp_path: Pa
     assert notices == ["3 rows have text", "100 rows have instruction and output"]
 
 
+def test_texts_beside_a_named_column_are_counted(tmp_path: Path) -> None:
+    asked = [{"question": line, "answer": "x", "note": "" if line == LINES[0] else "y"} for line in LINES]
+    data = prepared(tmp_path, *asked, {"text": "z"}, text_column="question", heldout_fraction=0.01, max_bad_rows=1)
+    train = data.notices[0].split(" ")[0]
+    (notice,) = (notice for notice in data.notices if "--data.text_column" in notice)
+    assert notice.startswith("'question' (--data.text_column) alone is trained on")
+    assert f"not read: 'answer' ({train} rows), 'note' (" in notice
+
+
 def test_what_the_template_does_not_write_is_counted(tmp_path: Path) -> None:
     (tmp_path / "plain.jinja").write_text(tiny.CHATML)
     user, answer = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Friends."}

@@ -84,6 +84,17 @@ def test_a_saved_dataset_and_a_table_are_read(tmp_path: Path) -> None:
         read(tmp_path / "saved")
 
 
+def test_a_table_of_questions_and_answers_is_not_taken_for_texts(tmp_path: Path) -> None:
+    import datasets
+
+    table = datasets.Dataset.from_dict({"prompt": ["one"], "response": ["two"], "n": [1]})
+    table.to_parquet(str(tmp_path / "x.parquet"))
+    with pytest.raises(UsageError, match=r"write its 'prompt' as 'prompt' and its 'response' as 'completion'"):
+        read(tmp_path / "x.parquet")
+    (row,) = read(tmp_path / "x.parquet", text_column="prompt")
+    assert row.unread == ("response",)
+
+
 def test_other_columns_of_a_dataset_are_not_read(tmp_path: Path) -> None:
     """A picture that nobody reads is not decoded, whatever is in its file."""
     import datasets
@@ -198,6 +209,13 @@ def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
             "no field 'text', 'messages', or 'prompt' and 'completion' among .*set --data.text_column body",
         ),
         ({"n": 1, "body": "x"}, "set --data.text_column body"),
+        ({"texts": "x", "title": "y"}, "set --data.text_column texts"),
+        (
+            {"question": "a", "answer": "b"},
+            "write its 'question' as 'prompt' and its 'answer' as 'completion', which is learned. Correct",
+        ),
+        ({"prompt": "a", "response": "b", "id": "c"}, "write its 'prompt' as 'prompt' and its 'response' as"),
+        ({"frage": "a", "antwort": "b"}, r"of its texts \['antwort', 'frage'\] write what is asked as 'prompt'"),
         ({"conversations": [{"from": "human", "value": "x"}]}, "no message has the role 'assistant'"),
         ({"conversations": "x"}, "'conversations' is 'x'; a list of messages is required"),
         ({"instruction": "a", "output": 3}, "'output' is int, text is required"),
@@ -329,6 +347,7 @@ def test_a_named_column_comes_before_the_forms_found_by_themselves(tmp_path: Pat
     file = write(tmp_path, {"body": "one"} | pair, {"body": "two", "messages": [USER, ANSWER]}, {"body": None} | pair)
     one, two, other = read(file, text_column="body")
     assert (one.text, two.text, other.prompt) == ("one", "two", "p")
+    assert (one.unread, two.unread, other.unread) == (("completion", "prompt"), ("messages",), ())
     assert [row.text for row in read(file)] == [None, None, None]
 
 
