@@ -53,7 +53,8 @@ PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESET = "causal_lm_demo"
 OWN_ROWS = (
     "train it on your own rows: accelerate launch recipes/causal_lm.py --data.path FILE.txt --output_dir runs/mine",
-    "tune a pretrained model: accelerate launch recipes/causal_lm.py causal_lm_tune --model.source NAME --lora.rank 16",
+    "tune a pretrained model: accelerate launch recipes/causal_lm.py causal_lm_tune --model.source NAME --lora.rank 16 "
+    "--optimizer.lr 2e-4 --data.path FILE.jsonl --output_dir runs/tuned",
 )
 
 

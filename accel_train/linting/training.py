@@ -9,6 +9,7 @@ from accel_train.linting.findings import Finding, Rule
 
 LARGE_LR = 1e-2
 LARGE_LR_OF_TUNING = 5e-4
+SMALL_LR_OF_ADAPTERS = 3e-5
 LARGE_EPS = 1e-4
 MANY_PASSES = 100
 LANGUAGE = "data.packing"
@@ -171,6 +172,21 @@ def large_lr_of_tuning(facts: Facts) -> Finding | None:
     )
 
 
+def small_lr_of_adapters(facts: Facts) -> Finding | None:
+    """Adapters begin at zero and are moved by the learning rate alone. At one of a full fine-tune they learn next to
+    nothing in the same steps.
+    """
+    lr = facts.number("optimizer.lr")
+    if facts.number("lora.rank") == 0 or facts.option("optimizer.name") not in ADAM or lr >= SMALL_LR_OF_ADAPTERS:
+        return None
+    return Finding(
+        option="optimizer.lr",
+        value=lr,
+        reason="that is a rate for all weights of a model, about a tenth of what adapters (lora.rank) need",
+        remedy="give 1e-4 to 3e-4",
+    )
+
+
 def swapped_betas(facts: Facts) -> Finding | None:
     """The first beta averages the gradient, the second its square. Adam's bound needs the first below the root of the
     second; the other way round is a slip.
@@ -319,6 +335,7 @@ TRAINING_RULES = (
     Rule("nothing-logged", "warning", "docs/metrics.md", nothing_logged),
     Rule("large-learning-rate", "warning", ADAM_PAPER, large_lr),
     Rule("large-learning-rate-of-tuning", "warning", "docs/causal_lm.md", large_lr_of_tuning),
+    Rule("small-learning-rate-of-adapters", "warning", "docs/causal_lm.md", small_lr_of_adapters),
     Rule("swapped-betas", "warning", ADAM_PAPER, swapped_betas),
     Rule("large-eps", "warning", ADAM_PAPER, large_eps),
     Rule("decayed-adapters", "warning", "docs/lora.md", decayed_adapters),

@@ -382,6 +382,10 @@ TRAINING = {
         given({"model.source": "org/base", "optimizer.lr": 1e-3}),
         given({"model.source": "org/base", "optimizer.lr": 1e-3, "lora.rank": 16}),
     ),
+    "small-learning-rate-of-adapters": (
+        given({**ADAPTERS, "optimizer.lr": 2.9e-5}),
+        given({**ADAPTERS, "optimizer.lr": 3e-5}),
+    ),
     "swapped-betas": (given({"optimizer.betas": [0.99, 0.9]}), given({"optimizer.betas": [0.9, 0.9]})),
     "large-eps": (given({"optimizer.eps": 1e-3}), given({"optimizer.eps": 1e-4})),
     "decayed-adapters": (

@@ -15,7 +15,7 @@ from accel_train import cli
 from accel_train.config import UsageError
 from accel_train.options.loading import load_config
 from accel_train.startup import start
-from recipes import mmdit
+from recipes import causal_lm, mmdit
 
 ROOT = Path(__file__).parents[2]
 PRESETS = ROOT / "recipes" / "presets"
@@ -54,6 +54,15 @@ def test_exit_codes_of_nothing_a_warning_and_an_error(capsys: pytest.CaptureFixt
     assert check(RECIPE, "demo", *ERROR, "--checkpoints.keep_last", "1") == 2
     shown = capsys.readouterr().out
     assert shown.index("error cuda-graphs-with-accumulation") < shown.index("warning one-checkpoint")
+
+
+@pytest.mark.parametrize("line", causal_lm.OWN_ROWS)
+def test_what_a_demo_proposes_next_has_its_data_and_no_finding(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, command = line.partition("accelerate launch ")
+    arguments = command.split()
+    assert {"--data.path", "--output_dir"} <= {*arguments}
+    assert check(str(ROOT / arguments[0]), *arguments[1:]) == 0
+    assert "no findings" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
