@@ -21,6 +21,8 @@ FILES = tuple(KINDS)
 DEFAULT_COLUMN = "text"
 SHAREGPT = "conversations"
 """ShareGPT's field of messages, which have ``from`` and ``value``. Some data have it with ``role`` and ``content``."""
+TRAINED = ("train", "training")
+"""Axolotl's names for the weight of a message, which are true or false."""
 SPEAKERS = {"human": "user", "gpt": "assistant"}
 """Roles by ShareGPT's names, where they differ."""
 ALPACA = ("instruction", "input", "output")
@@ -282,6 +284,10 @@ def _plain_message(message: Any) -> Any:
         speaker = found.pop("from")
         role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
         found = {"role": role, "content": found.pop("value"), **found}
+    for name in TRAINED:
+        # Not beside a weight, which may contradict it.
+        if isinstance(found.get(name), bool) and "weight" not in found:
+            found["weight"] = int(found.pop(name))
     content = found.get("content")
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
         found["content"] = "".join(part["text"] for part in content)
@@ -366,6 +372,9 @@ def _content_fault(message: Mapping[str, Any]) -> str | None:
         return f"has {type(message['role']).__name__} as 'role'; text is required"
     if message.get("weight", 1) not in (0, 1):
         return f"has weight {reprlib.repr(message['weight'])}; 0 (not learned) or 1 is required"
+    for name in TRAINED:
+        if name in message:
+            return f"has {name!r}: {reprlib.repr(message[name])}; true or false, or a weight in its place, is required"
     if not isinstance(message.get("tool_calls", []), list):
         return f"has {type(message['tool_calls']).__name__} as 'tool_calls'; a list of calls is required"
     if "content" not in message:

@@ -179,6 +179,10 @@ OTHER_FORMATS = {
         {"instruction": "Who is", "input": "there?", "output": "Friends."},
         {"messages": [{"role": "user", "content": "Who is\n\nthere?"}, ANSWER]},
     ),
+    "axolotl": (
+        {"messages": [USER, {**ANSWER, "train": False}, USER, {**ANSWER, "training": True}]},
+        {"messages": [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}]},
+    ),
     "options": (
         {"messages": [USER, ANSWER], "chat_template_kwargs": '{"enable_thinking": false}'},
         {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": False}},
@@ -240,6 +244,8 @@ def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
             r"message 1 \(user\) has parts of \['image', 'text'\]; text, or parts of text, is required",
         ),
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, r"message 2 has weight 0.5; 0 \(not learned\) or 1"),
+        ({"messages": [USER, {**ANSWER, "train": "no"}]}, "message 2 has 'train': 'no'; true or false, or a weight"),
+        ({"messages": [USER, {**ANSWER, "training": True, "weight": 0}]}, "message 2 has 'training': True; true or"),
         ({"messages": [USER, ANSWER], "tools": "look"}, "'tools' is str; a list of JSON schemas"),
         ({"messages": [USER, ANSWER], "chat_template_kwargs": [1]}, "'chat_template_kwargs' is list; an object"),
         ({"text": 3}, "'text' is int, text is required"),
