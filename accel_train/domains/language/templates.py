@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from accel_train.config import UsageError
@@ -319,12 +320,16 @@ def _answers(row: Row, tokenizer: Any) -> list[tuple[str, list[Span]]]:
     of its own.
     """
     whole = _render(row, tokenizer)
+    unsaid = _unsaid(tokenizer, str(tokenizer.chat_template))
     texts: list[tuple[str, list[Span]]] = [("", [])]
     for number in range(len(row.messages)):
         if not row.is_trained(number):
             continue
         after = _render(row, tokenizer, number + 1)
-        span = (_begin_of_answer(row, tokenizer, number, after), len(after))
+        begin = _begin_of_answer(row, tokenizer, number, after)
+        # Generation ends at the token that ends an answer, and never writes what the template has behind it.
+        behind = None if unsaid is None else unsaid.search(after, begin)
+        span = (begin, len(after) if behind is None else behind.start(1))
         text, spans = texts[-1]
         if after.startswith(text):
             texts[-1] = (after, [*spans, span])
@@ -354,6 +359,20 @@ def _begin_of_answer(row: Row, tokenizer: Any, number: int, text: str) -> int:
         "another way once the answer follows, so what the assistant said cannot be found. Mark it in the template with "
         "{% generation %} ... {% endgeneration %} and give it as --data.chat_template FILE.jinja",
     )
+
+
+@lru_cache(maxsize=4)
+def _unsaid(tokenizer: Any, template: str) -> re.Pattern[str] | None:
+    """Return a pattern of the token that ends an answer and, as its group, what the ``template`` has behind it.
+
+    None: no token ends it. Spaces, line breaks and other special tokens are the template's; anything else may be said.
+    """
+    ending = end_of_answer(tokenizer)
+    if ending is None:
+        return None
+    added = tokenizer.added_tokens_decoder
+    others = "|".join(re.escape(token.content) for number, token in added.items() if token.special and number != ending)
+    return re.compile(rf"{re.escape(added[ending].content)}((?:\s|{others})+)\Z")
 
 
 def end_of_answer(tokenizer: Any) -> int | None:

@@ -281,6 +281,77 @@ def test_the_end_of_an_answer_is_a_special_token_of_the_template() -> None:
     assert templates.end_of_answer(tokenizer) is None
 
 
+QWEN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GEMMA = (
+    "<bos>{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n"
+    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|header|>\n\n{{ m.content }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|header|>\n\n{% endif %}"
+)
+MISTRAL = (
+    "<s>{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}</s>{% else %}[INST] {{ m.content }} "
+    "[/INST]{% endif %}{% endfor %}"
+)
+PHI = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}"
+)
+ENDS = {
+    "qwen": (QWEN, "<|im_end|>", ["<|im_start|>"]),
+    "gemma": (GEMMA, "<end_of_turn>", ["<bos>", "<start_of_turn>"]),
+    "llama": (LLAMA, "<|eot_id|>", ["<|start|>", "<|header|>"]),
+    "mistral": (MISTRAL, "</s>", ["[INST]", "[/INST]"]),
+    "phi": (PHI, "<|end|>", ["<|user|>", "<|assistant|>", "<|endoftext|>"]),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_answer_is_learned_up_to_the_token_that_ends_it(name: str) -> None:
+    """Generation never comes to the line break behind it, so that token counts in no loss."""
+    template, end, others = ENDS[name]
+    tokenizer = tiny.tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": [end, *others]})
+    found = templates.encode(Row("x", messages=CHAT[1:]), tokenizer)
+    answers: list[str] = []
+    for text in found.texts:
+        before = False
+        for token, flag in zip(*text, strict=True):
+            if flag:
+                answers[len(answers) - before :] = [(answers[-1] if before else "") + tokenizer.decode([token])]
+            before = flag
+    assert [answer.lstrip() for answer in answers] == [f"{CHAT[2]['content']}{end}", f"{CHAT[4]['content']}{end}"]
+    if template in (QWEN, GEMMA):
+        # Read all the same, as the next prompt has it.
+        assert f"{CHAT[2]['content']}{end} \n" in tokenizer.decode(found.texts[0].ids)
+
+
+def test_what_else_stands_behind_an_end_is_said() -> None:
+    """A content that names the token, and an answer that ends with another one."""
+    other = QWEN.replace("<|im_end|>\n", "{{ '<|call|>now' if m.call else '<|im_end|>\n' }}")
+    tokenizer = tiny.tokenizer(other)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|call|>"]})
+    for message, expected in (
+        ({"content": "Say <|im_end|> twice."}, "Say <|im_end|> twice.<|im_end|>"),
+        ({"content": "Say <|im_end|> ", "call": True}, "Say <|im_end|> <|call|> now"),
+    ):
+        row = Row("x", messages=[CHAT[1], {"role": "assistant", **message}])
+        assert learned(row, tokenizer) == expected
+
+
+def test_marks_of_the_template_say_what_is_learned_behind_an_end() -> None:
+    marked = QWEN.replace(
+        "{{ m.content }}<|im_end|>\n", "{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
+    )
+    tokenizer = tiny.tokenizer(marked)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    assert learned(Row("x", messages=CHAT[1:3]), tokenizer).endswith("<|im_end|> \n")
+
+
 def test_a_prompt_is_given_tools_and_options_as_a_row_is() -> None:
     template = "{{ tools[0].function.name if tools }} {{ mood }}\n" + tiny.CHATML
     tokenizer = tiny.tokenizer(template)
