@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -72,20 +72,29 @@ def write(
         new = continuing.continue_tokens(
             model, prompt, drawing, length, pad_id=tokenizer.pad_token_id, synced=processes > 1
         )
-        texts = [tokenizer.decode(part, skip_special_tokens=True) for part in (prompt, new, rest)]
-        samples.append(Sample(*texts))
+        written, original = (tokenizer.decode(part, skip_special_tokens=True) for part in (new, rest))
+        samples.append(Sample(_shown(prompt, tokenizer), written, original))
     return samples
 
 
 def _divide(heldout: TokenDataset, number: int, prompt_tokens: int) -> tuple[list[int], list[int]]:
-    """Divide the tokens of a text into the given ones and the others."""
+    """Divide the tokens of a text into the given ones and those that follow, of a chat up to the end of its answer."""
     tokens, trained = heldout.text(number)
     first = int(trained.int().argmax())
     # The first token is never trained, so plain text begins to be trained at the second.
     given = prompt_tokens if first <= 1 else first
     # One token at least is left for the text's own continuation.
     given = min(given, len(tokens) - 1)
-    return tokens[:given].tolist(), tokens[given:].tolist()
+    untrained = (~trained[given:]).nonzero()
+    end = given + int(untrained[0]) if len(untrained) else len(tokens)
+    # A text of one token trains none of them.
+    return tokens[:given].tolist(), tokens[given : max(end, given + 1)].tolist()
+
+
+def _shown(prompt: Sequence[int], tokenizer: Any) -> str:
+    """Return a prompt with the special tokens that divide the turns of a chat, less the beginning of a text."""
+    begins = prompt[:1] == [tokenizer.bos_token_id]
+    return tokenizer.decode(prompt[begins:])
 
 
 def report(directory: Path, samples: Sequence[Sample], step: int) -> None:

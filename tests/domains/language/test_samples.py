@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from tests.domains.language import tiny
 OPTIONS = EvaluationConfig(shown=3, prompt_tokens=4, max_new_tokens=6)
 
 
-def data_of(folder: Path, *rows: Any) -> LanguageData:
+def data_of(folder: Path, *rows: Any, special: Sequence[str] = ()) -> LanguageData:
     """Held-out rows as given; the training rows do not matter."""
     (folder / "held.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "train.txt").write_text("\n".join(tiny.TEXTS))
-    tiny.tokenizer(tiny.CHATML).save_pretrained(folder / "tokenizer")
+    tokenizer = tiny.tokenizer(tiny.CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.save_pretrained(folder / "tokenizer")
     options = DataConfig(
         path=str(folder / "train.txt"), heldout_path=str(folder / "held.jsonl"), tokenizer=str(folder / "tokenizer"),
         max_length=64, cache_dir=str(folder / "cache"),
@@ -108,6 +111,16 @@ def test_of_a_chat_all_that_is_not_learned_is_given(tmp_path: Path) -> None:
     (found,) = write(data_of(tmp_path, {"messages": chat}))
     assert found.prompt.strip() == "<|user|>Who is there?\n<|assistant|>"
     assert found.original.strip() == "Friends."
+
+
+def test_the_turns_of_a_chat_are_told_apart_and_its_first_answer_is_shown_alone(tmp_path: Path) -> None:
+    chat = [{"role": role, "content": f"{role} speaks."} for role in ("user", "assistant") * 2]
+    data = data_of(tmp_path, {"messages": chat}, special=["<|user|>", "<|assistant|>"])
+    model = tiny.model()
+    model.resize_token_embeddings(len(data.tokenizer))
+    (found,) = samples.write(model, data, OPTIONS, 0, processes=1)
+    assert found.prompt.split() == ["<|user|>", "user", "speaks.", "<|assistant|>"]
+    assert found.original.strip() == "assistant speaks."
 
 
 @pytest.mark.parametrize("config", ["gpt2", "opt"])
