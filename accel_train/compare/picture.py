@@ -45,11 +45,15 @@ def draw(variants: Sequence[Variant], rounds: Sequence[Sequence[Run]], window: W
 
 
 def _label(axis: Any, title: str, x_label: str, y_label: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axis.set_title(title, fontsize=10)
     axis.set_xlabel(x_label, fontsize=8)
     axis.set_ylabel(y_label, fontsize=8)
     axis.tick_params(labelsize=8)
     axis.grid(True, alpha=0.25)
+    if x_label == "step":
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
 
 
 def _draw_run(panels: Any, run: Run, style: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,13 @@ from typing import Any
 from accel_train.metrics.panels import SMOOTH_FROM, Panel, Series, panels_of, smoothed
 from accel_train.metrics.records import Records, last_pass, read_metrics
 from accel_train.store.atomic_files import replace_file
+
+AXIS_HEIGHT = 2.45
+"""Inches."""
+MOST_INSIDE = 5
+"""Curves of a panel whose legend lies among them."""
+MARKS = 2
+"""Kinds of vertical lines, which the legend of the first panel has too."""
 
 
 def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLike[str]) -> Path:
@@ -22,15 +29,15 @@ def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLi
     """
     records = read_metrics(metrics_jsonl)
     panels = panels_of(records)
-    figure, axes = _grid(len(panels))
-    figure.suptitle(_title(records, Path(metrics_jsonl)), fontsize=11)
+    figure, axes = _grid(panels)
     for axis, panel in zip(axes, panels, strict=False):
         _draw(axis, panel)
-    with_curves = [axis for axis, panel in zip(axes, panels, strict=False) if not panel.text]
-    _draw_marks(with_curves, _marks(records))
+    with_curves = {axis: panel for axis, panel in zip(axes, panels, strict=False) if not panel.text}
+    _draw_marks(list(with_curves), _marks(records))
     _align(with_curves, _last_step(records))
-    for axis in axes[len(panels) :]:
-        axis.set_axis_off()
+    # In inches from the top: a share of a high picture would put it onto the panels.
+    title_top = 1 - 0.12 / figure.get_figheight()
+    figure.suptitle(_title(records, Path(metrics_jsonl)), fontsize=11, y=title_top, va="top")
     if not panels:
         axes[0].text(0.5, 0.5, "no training line yet", ha="center", va="center", color="0.4")
     path = Path(png_path)
@@ -41,37 +48,48 @@ def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLi
     return path
 
 
-def _grid(panels: int) -> tuple[Any, Any]:
-    """A figure and its axes, at least one of them."""
+def _grid(panels: Sequence[Panel]) -> tuple[Any, list[Any]]:
+    """A figure and its axes, at least one of them. All sizes are in inches.
+
+    Fixed places: a layout engine draws everything twice to measure it, and the loop waits.
+    """
     # Not pyplot, which picks a backend for the process and keeps every figure until it is closed.
     from matplotlib.figure import Figure
 
-    columns = _columns(panels)
-    rows = max(ceil(panels / columns), 1)
+    columns = _columns(len(panels))
+    rows = [panels[first : first + columns] for first in range(0, len(panels), columns)] or [[]]
+    below = [max((_legend_height(panel) for panel in row), default=0.0) for row in rows]
     width = max(4.9 * columns, 7.0)
-    height = 3.1 * rows + 0.7
+    height = 3.1 * len(rows) + 0.7 + sum(below)
     figure = Figure(figsize=(width, height), dpi=110)
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    # Fixed margins: a layout engine draws everything twice to measure it, and the loop waits.
-    figure.subplots_adjust(
-        left=0.75 / width,
-        right=1 - 0.15 / width,
-        bottom=0.5 / height,
-        top=1 - 0.85 / height,
-        wspace=0.8 * columns / (width - 0.9),
-        hspace=0.65 / 2.45,
-    )
+    axis_width = (width - 0.9 - 0.8 * (columns - 1)) / columns
+    axes: list[Any] = []
+    top = height - 0.85
+    for row, legend in zip(rows, below, strict=True):
+        for column in range(max(len(row), 1)):
+            left = 0.75 + column * (axis_width + 0.8)
+            place = (left / width, (top - AXIS_HEIGHT) / height, axis_width / width, AXIS_HEIGHT / height)
+            axes.append(figure.add_axes(place))
+        top -= AXIS_HEIGHT + 0.65 + legend
     return figure, axes
 
 
-def _align(axes: Sequence[Any], last_step: int) -> None:
+def _legend_height(panel: Panel) -> float:
+    """Return the inches of the legend below a panel. 0 for a legend among the curves."""
+    lines = len(panel.drawn())
+    if lines <= MOST_INSIDE:
+        return 0.0
+    return 0.1 + 0.13 * ceil((lines + MARKS) / 2)
+
+
+def _align(axes: Mapping[Any, Panel], last_step: int) -> None:
     """Give all panels the same range of steps, so that events line up, and a legend."""
     from matplotlib.ticker import MaxNLocator
 
-    for axis in axes:
+    for axis, panel in axes.items():
         axis.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
         axis.set_xlim(0, 1.02 * max(last_step, 1))
-        _add_legend(axis)
+        _add_legend(axis, panel)
 
 
 def _marks(records: Records) -> list[tuple[int, str, str]]:
@@ -97,13 +115,17 @@ def _columns(panels: int) -> int:
     return 1
 
 
-def _add_legend(axis: Any) -> None:
+def _add_legend(axis: Any, panel: Panel) -> None:
     _, labels = axis.get_legend_handles_labels()
-    if len(labels) <= 1 and axis.get_title() == "Learning rate":
+    if len(labels) <= 1 and panel.title == "Learning rate":
         return
-    size = 7.5 if len(labels) <= 5 else 5.5
+    if _legend_height(panel):
+        # Many entries would hide the curves.
+        below = -0.42 / AXIS_HEIGHT
+        axis.legend(fontsize=6.5, loc="upper center", bbox_to_anchor=(0.5, below), ncol=2, frameon=False)
+        return
     # loc is also the default, but the default warns if the search for a place is slow.
-    axis.legend(fontsize=size, loc="best", framealpha=0.85)
+    axis.legend(fontsize=7.5, loc="best", framealpha=0.85)
 
 
 def _draw(axis: Any, panel: Panel) -> None:

@@ -26,7 +26,7 @@ from PIL import Image
 from scipy import stats
 
 from accel_train import cli
-from accel_train.compare import figures
+from accel_train.compare import figures, picture
 from accel_train.compare import runs as compare_runs
 from accel_train.compare.comparison import read_variants, single_options
 from accel_train.compare.request import Request
@@ -982,3 +982,12 @@ def test_the_presets_of_the_real_recipe(tmp_path: Path, monkeypatch: pytest.Monk
     assert {"step_seconds", "samples_per_second", "loop_step_seconds", "loss", "l2t_nll", "t2l_cosine"} <= set(effects)
     assert result["data_fingerprint"]
     assert result["environment"]["versions"]["torch"]
+
+
+def test_steps_of_the_picture_are_whole() -> None:
+    from matplotlib.figure import Figure
+
+    axis = Figure().subplots()
+    axis.plot([1, 19], [0, 1])
+    picture._label(axis, "Loss", "step", "loss")
+    assert all(float(tick).is_integer() for tick in axis.get_xticks())
