@@ -40,7 +40,6 @@ from accel_train.domains.images.trained_text import adapters
 from accel_train.domains.models.lora import LoraConfig
 from accel_train.frozen_weights import pinned
 from accel_train.metrics import evaluation, logs
-from accel_train.metrics.progress import Labels
 from accel_train.options.flags import words_of
 from accel_train.options.loading import load_config
 from accel_train.runtime.strategy import strategy_of
@@ -63,7 +62,7 @@ class Config(experiment.ExperimentConfig):
 
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", *FREE_TO_CHANGE, "base.encoder_batch_size", "base.offload_encoders"),
-        labels=Labels(units=dict.fromkeys(objective.METRICS, "mean squared error"), own_summary=True),
+        labels=objective.LABELS,
         one_loss_term=True,
         decided_by={"loss": "min"},
         first_options=(

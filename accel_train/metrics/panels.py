@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from statistics import median
 from typing import Any
 
-from accel_train.metrics.progress import BY_TIME, Labels, is_own, is_term
+from accel_train.metrics.progress import BY_TIME, TERM, Labels, is_own, is_term
 from accel_train.metrics.records import Records, last_pass
 
 HEAD = ("event", "step", "time", "elapsed_seconds", "processor_seconds")
 # Last words of the names of evaluation values that describe the evaluation itself, not its result.
-NOT_DRAWN = ("seconds", "samples", "steps", "tokens", "count")
+NOT_DRAWN = ("seconds", "samples", "steps", "tokens")
 # Points from which a noisy curve is drawn with a smoothed one on top.
 SMOOTH_FROM = 40
 
@@ -97,6 +98,22 @@ def _by_kind(lines: Records, key: str, label: str, of: str | None) -> dict[str, 
     return {kind: _column(by_kind[kind], key) for kind in sorted(by_kind)}
 
 
+def _terms(lines: Records, terms: Sequence[str], of: str | None) -> dict[str, Series]:
+    """Return one line per term, and per kind of loss where several kinds have that term. Empty for a single term."""
+    found: dict[str, Series] = {}
+    # It is the loss but for its coefficient.
+    if len(terms) < 2:
+        return found
+    for key in terms:
+        name = _words(key.removeprefix(TERM))
+        for kind, series in _by_kind([line for line in lines if key in line], key, name, of).items():
+            label = name
+            if kind != name:
+                label += f" ({kind})"
+            found[label] = series
+    return found
+
+
 def _train_panels(lines: Records, labels: Labels) -> tuple[list[Panel], list[Panel]]:
     """Return the panels of the losses, and those of the other training metrics."""
     keys = _keys(lines)
@@ -104,7 +121,7 @@ def _train_panels(lines: Records, labels: Labels) -> tuple[list[Panel], list[Pan
     terms = [key for key in keys if is_term(key) or (key.endswith("_loss") and key not in own)]
     memory = [key for key in keys if key.endswith("_gib")]
     loss = _by_kind(lines, "loss", "training loss", labels.loss_of)
-    of_terms = {key: _column(lines, key) for key in terms}
+    of_terms = _terms(lines, terms, labels.loss_of)
     by_time = {_words(key): _column(lines, key) for key in keys if BY_TIME.search(key)}
     losses = [
         Panel("Loss", "loss", loss, smooth=True),
@@ -180,7 +197,8 @@ def is_count(key: str) -> bool:
 
 
 def _last_word(key: str) -> str:
-    return key.removesuffix("_shuffled").rsplit("_", 1)[-1]
+    # Of `loss_band_1` it is `band`: numbered metrics are of one kind.
+    return re.sub(r"(_shuffled|_\d+)$", "", key).rsplit("_", 1)[-1]
 
 
 def _text_panels(line: Mapping[str, Any], keys: Sequence[str]) -> list[Panel]:

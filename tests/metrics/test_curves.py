@@ -6,6 +6,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def test_losses_by_time_are_no_terms() -> None:
     panels = {
         panel.title: set(panel.lines) for panel in panels_of([ENVIRONMENT, train(10, **fields), train(20, **fields)])
     }
-    assert panels["Loss terms"] == {"loss_text", "loss_latent"}
+    assert panels["Loss terms"] == {"text", "latent"}
     assert panels["Loss by time"] == {"loss at 0.00", "loss at 0.75", "latent at 0.25"}
 
 
@@ -74,7 +75,7 @@ def test_every_value_has_its_panel() -> None:
     assert step_time["data wait"] == (all_three, pytest.approx([50.0] * 3))
     assert drawn == {
         "Loss": {"training loss": (all_three, [3.99, 3.98, 3.97])},
-        "Loss terms": {"loss_text": (all_three, [3.0, 2.0, 3.0]), "loss_latent": ([10, 30], [0.5, 0.5])},
+        "Loss terms": {"text": (all_three, [3.0, 2.0, 3.0]), "latent": ([10, 30], [0.5, 0.5])},
         "Evaluation: NLL": {"l2t nll": (both, [3.0, 3.0]), "l2t nll shuffled": (both, [4.0, 4.0])},
         "Evaluation: cosine": {"t2l cosine": (both, [0.9, 0.9])},
         "Gradient norm": {"grad_norm": (all_three, [1.0] * 3)},
@@ -90,6 +91,74 @@ def test_losses_of_different_modes_are_lines_of_their_own() -> None:
     panels = {panel.title: panel.drawn() for panel in panels_of(records)}
     for title in ("Loss", "Gradient norm"):
         assert {label: line.steps for label, line in panels[title].items()} == {"l2t": [1, 3], "t2l": [2, 5]}
+
+
+def test_terms_of_different_kinds_are_lines_of_their_own() -> None:
+    kinds = ("l2t", "t2l", "l2t", "t2l")
+    records = [ENVIRONMENT, *(train(step, mode=kind) for step, kind in enumerate(kinds, 1))]
+    for record in records[2::2]:
+        del record["loss_latent"]
+    panels = {panel.title: panel.drawn() for panel in panels_of(records)}
+    terms = {label: line.steps for label, line in panels["Loss terms"].items()}
+    assert terms == {"text (l2t)": [1, 3], "text (t2l)": [2, 4], "latent": [1, 3]}
+
+
+def test_a_single_term_is_not_drawn_again() -> None:
+    records = [{"event": "train", "step": step, "loss": 1.0, "loss_loss": 1.0} for step in (1, 2)]
+    assert [panel.title for panel in panels_of(records)] == ["Loss"]
+
+
+def test_numbered_metrics_share_a_panel() -> None:
+    labels = {"units": {"band": "mean squared error"}, "titles": {"band": "loss by time"}}
+    values = {f"loss_band_{band}": 1.0 for band in (1, 2)}
+    records = [{"event": "evaluation", "step": step, **values} for step in (1, 2)]
+    (panel,) = panels_of([{"event": "environment", "labels": labels}, *records])
+    assert (panel.title, panel.unit) == ("Evaluation: loss by time", "mean squared error")
+    assert set(panel.lines) == {"loss band 1", "loss band 2"}
+
+
+def boxes_of(records: list[dict[str, object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """Where a picture has the titles, the axes with all around them, and the legends."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figures: list[Any] = []
+    real = Figure.savefig
+
+    def savefig(figure: Any, *arguments: Any, **named: Any) -> None:
+        real(figure, *arguments, **named)
+        figures.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    plot_curves(write(tmp_path / "m.jsonl", records), tmp_path / "c.png")
+    (figure,) = figures
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    axes = [axis for axis in figure.axes if axis.axison]
+    return {
+        "title": [figure._suptitle.get_window_extent(renderer)],
+        "panels": [axis.get_tightbbox(renderer, bbox_extra_artists=[axis.title]) for axis in axes],
+        "curves": [axis.get_window_extent(renderer) for axis in axes],
+        "legends": [axis.get_legend().get_window_extent(renderer) for axis in axes if axis.get_legend()],
+        "figure": [figure.bbox],
+    }
+
+
+def test_a_high_picture_has_its_title_above_the_panels_and_long_legends_beside_the_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = {f"v{number}_score": 1.0 + number for number in range(10)}
+    single = {f"x_metric{number}": 1.0 for number in range(8)}
+    lines = [{"event": "evaluation", "step": step, **many, **single} for step in (10, 20)]
+    boxes = boxes_of([ENVIRONMENT, train(10), train(20), *lines], tmp_path, monkeypatch)
+    assert len(boxes["curves"]) > 12  # five rows
+    (title,) = boxes["title"]
+    for panel in boxes["panels"]:
+        assert not title.overlaps(panel)
+    long = max(boxes["legends"], key=lambda box: box.height)
+    for panel in boxes["curves"]:
+        assert not long.overlaps(panel)
+    (whole,) = boxes["figure"]
+    assert all(whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 for box in boxes["legends"])
 
 
 def test_a_single_point_is_no_curve() -> None:

@@ -30,7 +30,21 @@ from accel_train.metrics.progress import Labels
 logger = logging.getLogger(__name__)
 
 MEAN = "mean_nrmse"
-LABELS = Labels(loss_of="task", baselines=BASELINES, own_summary=True)
+LABELS = Labels(
+    loss_of="task",
+    units=dict.fromkeys(("nrmse", "pooled", "last", "channels"), "nRMSE")
+    | {"error": "relative error", "gap": "relative change of the integral", "gain": "fraction"},
+    titles={
+        "nrmse": "nRMSE",
+        "pooled": "nRMSE, samples as one field",
+        "last": "nRMSE, end of a rollout",
+        "channels": "nRMSE, mean of channels",
+        "error": "spectral error",
+        "gap": "conservation gap",
+    },
+    baselines=BASELINES,
+    own_summary=True,
+)
 """Of the loss. The evaluation prints a table of its own."""
 
 

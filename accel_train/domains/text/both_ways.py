@@ -47,7 +47,9 @@ METRICS = (
 
 LABELS = Labels(
     loss_of="mode",
-    units={"nll": "nats per token", "accuracy": "fraction", "cosine": "cosine similarity"},
+    units=dict.fromkeys(("accuracy", "gain", "words", "exact"), "fraction")
+    | dict.fromkeys(("distance", "true"), "root mean square difference")
+    | {"nll": "nats per token", "cosine": "cosine similarity", "error": "mean squared error"},
     titles={"nll": "NLL"},
     baselines=("unigram", "ridge", "log_linear"),
     own_summary=True,

@@ -19,6 +19,7 @@ from accel_train.domains.diffusion.timesteps import TimeConfig
 from accel_train.domains.images.latent_cache import draw, latents_of
 from accel_train.domains.images.pipelines.family import Conditioning, Family, Predicting
 from accel_train.domains.images.weighting.masks import MASK
+from accel_train.metrics.progress import Labels
 
 Batch = Mapping[str, Tensor]
 STREAM = "lora"
@@ -27,6 +28,11 @@ SIZES = ("original_size", "crop_top_left", "target_size")
 BANDS = 4
 """Equal parts of the times of held-out losses, from clean to noisy."""
 METRICS = ("loss", *(f"loss_band_{band}" for band in range(1, BANDS + 1)))
+LABELS = Labels(
+    units={"loss": "mean squared error", "band": "mean squared error", "adapter": "fraction of pictures"},
+    titles={"band": "loss by time, from clean to noisy", "adapter": "recognised pictures"},
+    own_summary=True,
+)
 
 
 @dataclass(frozen=True)
