@@ -70,17 +70,20 @@ def find_place(text: str | os.PathLike[str]) -> Place:
 
 def _chosen(place: Place, choice: str) -> Place:
     """Return the checkpoint of a step, or the best one by ``checkpoints.best_metric`` of the run."""
+    by_step = {facts.step: facts.path for facts in _facts(place)}
+    steps = ", ".join(map(str, by_step)) or "none"
     if choice == "best":
         path = best_of(place)
         if path is None:
+            remedy = "it has no checkpoint yet"
+            if by_step:
+                remedy = f"name a step, as in {place.path}@{max(by_step)}; there are {steps}"
             raise UsageError(
                 f"{place.path}@best: a run with checkpoints.best_metric in its config.yaml, and a checkpoint with that "
-                f"metric, is required; name a step, as in {place.path}@1200 (accel-train checkpoints ls shows them)"
+                f"metric, is required; {remedy}"
             )
     else:
-        by_step = {facts.step: facts.path for facts in _facts(place)}
         if int(choice) not in by_step:
-            steps = ", ".join(map(str, by_step)) or "none"
             raise UsageError(f"{place.path}@{choice}: there is no checkpoint of this step; there are {steps}")
         path = by_step[int(choice)]
     return Place(path, (path,), place.run, single=True)

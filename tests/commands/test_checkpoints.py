@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -222,7 +223,12 @@ def test_the_best_checkpoint_is_marked_and_has_a_name(
 
 
 def test_a_run_without_a_metric_to_go_by_has_no_best(run: Path) -> None:
-    with pytest.raises(UsageError, match=r"run@best: a run with checkpoints.best_metric .* name a step, as in"):
+    steps = r"name a step, as in .*run@30; there are 10, 20, 30$"
+    with pytest.raises(UsageError, match=rf"run@best: a run with checkpoints.best_metric .* {steps}"):
+        places.newest_at(f"{run}@best")
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").mkdir()
+    with pytest.raises(UsageError, match=r"is required; it has no checkpoint yet$"):
         places.newest_at(f"{run}@best")
 
 
