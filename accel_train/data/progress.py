@@ -17,6 +17,8 @@ class Progress:
         self.enabled = enabled
         self.done = 0
         self._bar: Any = None
+        self._first: tuple[float, int] | None = None
+        """Time and count of the first update."""
 
     def __enter__(self) -> "Progress":
         self._started = time.monotonic()
@@ -35,20 +37,34 @@ class Progress:
         return self
 
     def update(self, count: int) -> None:
+        """Count finished samples, and show them where there is no bar, at most every few seconds."""
         self.done += count
         if self._bar is not None:
             self._bar.update(count)
+            return
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (now, self.done)
         # Where a bar would be written to a file, each of its redraws would be a line.
-        elif self.enabled and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._last_line = time.monotonic()
-            samples_per_second = self.done / (self._last_line - self._started)
-            seconds_left = (self.total - self.done) / samples_per_second
-            text = f"{self.label}: {self.done} of {self.total} samples, {samples_per_second:.0f}/s, "
+        if self.enabled and now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
             try:
-                print(f"{text}{seconds_left:.0f} s left", flush=True)
+                print(f"{self.label}: {self.done} of {self.total} samples{self._estimate(now)}", flush=True)
             except BrokenPipeError:
                 # `recipe | head`: the work goes on without a reader.
                 self.enabled = False
+
+    def _estimate(self, now: float) -> str:
+        """Return samples per second and the time left. Empty until there is enough to go by."""
+        assert self._first is not None, "update sets it"
+        # Since the first samples, which wait for workers to start and files to be opened.
+        began, before = self._first
+        if self.done == before or now - began < max(SECONDS_BETWEEN_LINES, 1e-9):
+            return ""
+        samples_per_second = (self.done - before) / (now - began)
+        digits = ".0f" if samples_per_second >= 10 else ".2g"
+        seconds_left = (self.total - self.done) / samples_per_second
+        return f", {samples_per_second:{digits}}/s, {seconds_left:.0f} s left"
 
     def __exit__(
         self,

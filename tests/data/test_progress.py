@@ -19,8 +19,24 @@ def test_plain_lines_where_there_is_no_terminal(
         bar.update(4)
         bar.update(6)
     lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"latents: 4 of 10 samples, \d+/s, \d+ s left", lines[0])
-    assert lines[1].startswith("latents: 10 of 10 samples")
+    assert lines[0] == "latents: 4 of 10 samples"
+    assert re.fullmatch(r"latents: 10 of 10 samples, \d+/s, 0 s left", lines[1])
+
+
+def test_the_wait_for_the_first_samples_is_no_measure_of_the_rest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with Progress("pictures", 1001, True) as bar:
+        for seconds, count in ((20, 1), (23, 30), (26, 29), (31, 51)):
+            clock[0] = seconds
+            bar.update(count)
+    assert capsys.readouterr().out.splitlines() == [
+        "pictures: 1 of 1001 samples",
+        "pictures: 60 of 1001 samples, 9.8/s, 96 s left",
+        "pictures: 111 of 1001 samples, 10/s, 89 s left",
+    ]
 
 
 def test_the_work_goes_on_when_nobody_reads_its_lines() -> None:
