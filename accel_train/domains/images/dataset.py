@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import open_cache
 from accel_train.data.grouping.shape_groups import GroupOrder
 from accel_train.domains.images.buckets import CENTRE, Frame, Size, conditioning, frame, render
@@ -165,6 +165,12 @@ def prepare_pictures(
     ``option`` names `config.path` in messages. Raises ``UsageError``, also if more than `max_left_out` of the pictures
     and captions cannot be used.
     """
+    if config.path == PictureDataConfig.path and not expand_path(config.path).exists():
+        # A value that nobody has given is no name on the Hub.
+        raise UsageError(
+            f"{option} {config.path!r}: the default, and there is no such folder here; give a folder of pictures, "
+            "parquet files, a folder of dataset.save_to_disk, a Hub id, or emoji for the bundled ones"
+        )
     cache = open_cache(config.cache_dir, rank, world_size)
 
     def read(path: str, option: str) -> tuple[list[Sample], list[str]]:

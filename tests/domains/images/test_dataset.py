@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,14 @@ def test_the_split_depends_on_each_file_alone(folder: Path, tmp_path: Path) -> N
     after = prepared(folder, tmp_path / "cache")
     assert held <= {sample.picture.content for sample in after.heldout.samples}
     assert not held & {sample.picture.content for sample in after.train.samples}
+
+
+def test_the_default_folder_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Any question to the Hub would import it.
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match=r"--data\.path 'pictures': the default, and there is no such folder here"):
+        prepare_pictures(PictureDataConfig(cache_dir=str(tmp_path / "cache")))
 
 
 def test_few_pictures_have_one_held_out(tmp_path: Path) -> None:
