@@ -100,10 +100,11 @@ def _exp(nll: float) -> float:
 
 def summary(metrics: Mapping[str, float]) -> str:
     """Describe an evaluation in one line."""
-    share = metrics["perplexity"] / metrics["unigram_perplexity"]
+    unigrams = metrics["unigram_perplexity"]
+    share = metrics["perplexity"] / unigrams
     return (
-        f"held-out perplexity {metrics['perplexity']:.4g}, {share:.2f} of the {metrics['unigram_perplexity']:.4g} of "
-        f"unigrams; {metrics['accuracy']:.0%} of tokens are the most likely one"
+        f"held-out perplexity {metrics['perplexity']:.4g}, {share:.2f} times the {unigrams:.4g} of unigrams; "
+        f"{metrics['accuracy']:.0%} of tokens are the most likely one"
     )
 
 

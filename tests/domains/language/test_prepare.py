@@ -592,6 +592,9 @@ def test_perplexity_is_weighted_by_tokens() -> None:
     assert found["unigram_perplexity"] == pytest.approx(8)
     assert found["accuracy"] == pytest.approx(1 / 4)
     assert tuple(found) == perplexity.METRICS
+    assert "perplexity 20, 1.25 times the 16 of unigrams" in perplexity.summary(
+        {"perplexity": 20.0, "unigram_perplexity": 16.0, "accuracy": 0.5}
+    )
 
 
 def test_losses_of_logits_in_bf16_are_summed_in_fp32() -> None:
