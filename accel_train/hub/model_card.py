@@ -69,8 +69,8 @@ def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], facts: CardFa
 def _figures(metrics: Mapping[str, float], labels: Labels) -> str:
     rows: dict[str, str] = {}
     for name, value in metrics.items():
-        shown = f"{name} (baseline)" if labels.is_baseline(name) else name
-        rows[shown] = f"{value:.6g}"
+        mark = " (baseline)" * labels.is_baseline(name)
+        rows[name + mark] = f"{value:.6g}"
     return _table(("Metric", "Value"), rows)
 
 

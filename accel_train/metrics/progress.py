@@ -122,8 +122,10 @@ class Progress:
     def advance(self, step: int) -> None:
         """Move the bar. It is redrawn at most ten times a second, and nothing waits for the device."""
         if self._bar is not None:
+            shown = list(self._shown)
             left = time_left(step, self._max_steps, self._fields)
-            shown = [f"{left} left", *self._shown] if left else self._shown
+            if left:
+                shown.insert(0, f"{left} left")
             self._bar.set_postfix_str("  ".join(shown), refresh=False)
             self._bar.update(step - self._bar.n)
 

@@ -229,12 +229,13 @@ def tracked(fields: Mapping[str, object], loss_of: str | None) -> dict[str, obje
 
     Losses and norms of the gradient of different kinds do not compare, so each kind has a series of its own.
     """
-    kind = fields.get(loss_of) if loss_of is not None else None
-    named: dict[str, object] = {}
-    for name, value in fields.items():
+    named = {f"train/{name}": value for name, value in fields.items()}
+    if loss_of is None or loss_of not in fields:
+        return named
+    for name in fields:
         # Losses by time are means over the steps of all kinds since the last line.
-        is_of_kind = kind is not None and name.startswith(OF_A_KIND) and not BY_TIME.search(name)
-        named[f"train/{name}_{kind}" if is_of_kind else f"train/{name}"] = value
+        if name.startswith(OF_A_KIND) and not BY_TIME.search(name):
+            named[f"train/{name}_{fields[loss_of]}"] = named.pop(f"train/{name}")
     return named
 
 
