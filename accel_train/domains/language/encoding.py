@@ -15,7 +15,7 @@ import numpy as np
 from accel_train.data.tables.row_blocks import RowBlocks
 from accel_train.data.tables.text_sources import content_key, text_key
 from accel_train.domains.language import packing, templates
-from accel_train.domains.language.packing import EncodedBlock, Tokens
+from accel_train.domains.language.packing import Encoded, EncodedBlock, Tokens
 from accel_train.domains.language.row_sources import has_come_before
 from accel_train.domains.language.rows import DEFAULT_COLUMN, FORMS, Fault, Row, parsed
 
@@ -29,6 +29,8 @@ UNREAD = "unread "
 """Before the name of a form in the count of training rows that are read by another one."""
 BESIDE = "beside "
 """Before the name of a field in the count of training rows of which a named column alone is read."""
+LONGEST = "longest"
+"""Tokens of the longest training row of a block that is split or cut. A sum over blocks has no meaning."""
 KEY_BYTES = 16
 """Of the hash of a row's words, kept to bring held-out rows into order: two different rows share them never."""
 TEXTS_AT_ONCE = 256
@@ -123,9 +125,7 @@ class _Block:
         self._keys += [key[:KEY_BYTES]] * len(kept)
         self._heldout += [is_heldout] * len(kept)
         if not kept:
-            which = f"the first {limit} tokens" if length > limit else f"its {length} tokens"
-            why = f"nothing to learn: none of {which} is trained (--data.max_length, the chat template, weights of 0)"
-            self.faults.append(Fault(row.place, why))
+            self.faults.append(Fault(row.place, _nothing_learned(texts, limit)))
             # A bad row, and none of either split.
             return
         self._counts["heldout" if is_heldout else "train"] += 1
@@ -144,6 +144,7 @@ class _Block:
             self._counts[UNWRITTEN + part] += 1
         if length > limit:
             self._counts["split" if is_plain else "cut"] += 1
+            self._counts[LONGEST] = max(self._counts[LONGEST], length)
 
     def finish(self) -> EncodedBlock:
         heldout = np.array(self._heldout, np.bool_)
@@ -159,6 +160,18 @@ class _Block:
             counts=self._counts + Counter(bad=len(faults)),
             faults=faults,
         )
+
+
+def _nothing_learned(texts: Sequence[Encoded], limit: int) -> str:
+    """Return why none of the first ``limit`` tokens of each text is trained, and what to do."""
+    first = min((text.trained.index(True) for text in texts if any(text.trained)), default=None)
+    if first is None:
+        length = max(len(text.ids) for text in texts)
+        return f"nothing to learn: none of its {length} tokens is trained (the chat template, weights of 0)"
+    return (
+        f"nothing to learn in its first {limit} tokens (--data.max_length {limit}): its first answer starts at token "
+        f"{first + 1}; give --data.max_length {2 ** first.bit_length()} or more"
+    )
 
 
 def unread_notices(counts: Counter[str], column: str) -> list[str]:

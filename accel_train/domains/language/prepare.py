@@ -309,10 +309,12 @@ def _packing_notices(config: DataConfig, train: PreparedTokens, data: TokenDatas
     """Return notices of overlong texts, and of the rows."""
     split = train.counts["split"]
     cut = train.counts["cut"]
+    longest = max((block.get(encoding.LONGEST, 0) for block in train.blocks.values()), default=0)
+    most = f"the longest row has {longest:,}"
     filled = data.tokens / (len(data) * config.max_length)
     return [
-        *([f"{split:,} texts longer than {config.max_length} tokens are split"] if split else []),
-        *([f"{cut:,} chats or completions are cut to {config.max_length} tokens"] if cut else []),
+        *([f"{split:,} training texts longer than {config.max_length} tokens are split; {most}"] if split else []),
+        *([f"{cut:,} training chats or completions are cut to {config.max_length} tokens; {most}"] if cut else []),
         f"{data.tokens:,} tokens of {data.texts:,} texts in {len(data):,} rows of {config.max_length}, {filled:.0%} "
         "filled",
     ]

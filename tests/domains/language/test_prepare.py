@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -402,8 +403,10 @@ def test_texts_that_are_too_long_are_split_or_cut_and_it_is_said(tmp_path: Path)
     long = " ".join(tiny.TEXTS * 3)
     pair = {"prompt": "Who is there?", "completion": f" {long}"}
     data = prepared(tmp_path, *LINES, long, pair, heldout_fraction=0.01)
-    assert "1 texts longer than 64 tokens are split" in data.notices
-    assert "1 chats or completions are cut to 64 tokens" in data.notices
+    tokens = [len(data.tokenizer(text)["input_ids"]) + 1 for text in (long, f"Who is there? {long}")]
+    most = f"the longest row has {max(tokens)}"
+    assert f"1 training texts longer than 64 tokens are split; {most}" in data.notices
+    assert f"1 training chats or completions are cut to 64 tokens; {most}" in data.notices
     whole = prepared(tmp_path, *LINES, long, pair, heldout_fraction=0.01, max_length=1024)
     assert not any("are split" in notice or "are cut" in notice for notice in whole.notices)
 
@@ -506,8 +509,24 @@ def test_what_the_template_does_not_write_is_counted(tmp_path: Path) -> None:
 
 def test_a_row_of_which_nothing_is_left_to_learn_is_named(tmp_path: Path) -> None:
     pair = {"prompt": " ".join(tiny.TEXTS * 3), "completion": " Friends."}
-    with pytest.raises(UsageError, match=r"rows.jsonl:101: nothing to learn: none of the first 64 tokens is trained"):
-        prepared(tmp_path, *LINES, pair)
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    options: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer"), "heldout_fraction": 0.01}
+    with pytest.raises(UsageError, match=r"rows.jsonl:101: nothing to learn in its first 64 tokens .* starts at") as no:
+        prepared(tmp_path, *LINES, pair, **options)
+    found = re.search(r"starts at token (\d+); give --data.max_length (\d+) or more\. Correct the row", str(no.value))
+    assert found is not None
+    first, enough = map(int, found.groups())
+    assert first <= enough < 2 * first
+    for length in (first, enough):
+        data = prepared(tmp_path, *LINES, pair, **options, max_length=length)
+        assert data.train.texts + data.heldout.texts == len(LINES) + 1
+    with pytest.raises(UsageError, match=rf"starts at token {first}; give --data.max_length {enough}"):
+        prepared(tmp_path, *LINES, pair, **options, max_length=first - 1)
+    user = {"role": "user", "content": "Who?"}
+    (tmp_path / "plain.jinja").write_text(tiny.CHATML)
+    with pytest.raises(UsageError, match=r"none of its \d+ tokens is trained \(the chat template, weights of 0\)"):
+        template = str(tmp_path / "plain.jinja")
+        prepared(tmp_path, *LINES, {"messages": [user, {**ANSWER, "weight": 0}]}, chat_template=template)
     data = prepared(tmp_path, *LINES, pair, max_bad_rows=1)
     assert "1 bad rows left out" in data.notices
 
