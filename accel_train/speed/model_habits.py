@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 RATES = ("attention_dropout", "attn_dropout", "activation_dropout", "dropout", "dropout_p", "dropout_prob")
 """Attributes of modules that call torch's dropout themselves, with their rate."""
+HEADS = ("summary", "classifier")
+"""First words of rates in a config that are those of a head, and names of its modules."""
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -46,7 +48,7 @@ def dropout_warning(model: nn.Module) -> str | None:
     if not drawing:
         return None
     name, module = drawing[0]
-    rates = sorted({rate for part in model.modules() for rate in _rates_in_config(part)})
+    rates = sorted({rate for part in model.modules() for rate in _rates_in_config(part) if _is_of(model, rate)})
     remedy = f"set {', '.join(rates)} of its config to 0" if rates else "set their rates to 0"
     return (
         f"dropout of {len(drawing)} modules ({name} is the first, a {type(module).__name__}) is drawn from torch's "
@@ -73,6 +75,12 @@ def _rates_in_config(module: nn.Module) -> list[str]:
     config: Any = getattr(module, "config", None)
     values: Any = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     return [name for name, value in values.items() if "drop" in name and _is_rate(value)]
+
+
+def _is_of(model: nn.Module, rate: str) -> bool:
+    """Return False for the rate of a head that the model does not have: a config is that of all models of its kind."""
+    head, _, _ = rate.partition("_")
+    return head not in HEADS or any(head in name for name, _ in model.named_modules())
 
 
 def _own_checkpointing(model: nn.Module, mode: str) -> list[str]:

@@ -40,10 +40,13 @@ def test_dropout_is_said_once_with_the_number_of_modules(
 
 
 def test_dropout_that_a_config_sets_is_named_by_its_options() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import GPT2Config, GPT2DoubleHeadsModel, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     sizes: Any = {"vocab_size": VOCABULARY, "n_embd": 8, "n_layer": 1, "n_head": 2, "attn_pdrop": 0.2}
     warning = str(model_habits.dropout_warning(GPT2LMHeadModel(GPT2Config(**sizes, embd_pdrop=0.0)).train()))
+    assert "set attn_pdrop, resid_pdrop of its config to 0" in warning
+    headed = GPT2DoubleHeadsModel(GPT2Config(**sizes, embd_pdrop=0.0, num_labels=1)).train()
+    warning = str(model_habits.dropout_warning(headed))
     assert "set attn_pdrop, resid_pdrop, summary_first_dropout of its config to 0" in warning
     # Llama has no dropout module: its attention draws by itself.
     small: Any = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
