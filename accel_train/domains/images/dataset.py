@@ -285,7 +285,8 @@ def bucket_notices(dataset: PictureDataset) -> list[str]:
     frames = [dataset.frame(index) for index in range(len(dataset))]
     enlarged = sum(seen.enlargement > 1 for seen in frames)
     cropped = sum(seen.kept < MUCH_CROPPED for seen in frames)
-    notices = [f"{len(counts)} buckets (width x height): {table}"]
+    buckets = "1 bucket" if len(counts) == 1 else f"{len(counts)} buckets"
+    notices = [f"{buckets} (width x height): {table}"]
     if enlarged:
         notices.append(f"{enlarged:,} samples are enlarged to fill their bucket (--data.enlarge)")
     if cropped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ def test_items_and_captions(folder: Path, tmp_path: Path) -> None:
         assert item["original_size"].tolist() == [sample.picture.height, sample.picture.width]
     first = data.train.samples[0]
     assert data.train.captions(torch.tensor([0])) == [(folder / first.picture.name).with_suffix(".txt").read_text()]
-    assert any(notice.startswith("5 buckets (width x height)") or "buckets" in notice for notice in data.notices)
+    assert any(re.match(r"[2-9] buckets \(width x height\): ", notice) for notice in data.notices)
+    one = prepared(folder_of(tmp_path / "one", (64, 64), (64, 64)), tmp_path / "cache", heldout_fraction=0)
+    assert "1 bucket (width x height): 32x32: 2" in one.notices
 
 
 def test_pixels_of_an_item_are_those_of_its_file(tmp_path: Path) -> None:
