@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from accel_train import simulated
 from accel_train.config import PositiveInt, UsageError, expand_path
 from accel_train.domains.models.lora import CPU, LoraConfig, adapter_config, apply_lora
-from accel_train.domains.models.pretrained import without_notices_of_imports
+from accel_train.domains.models.pretrained import without_bars_in_logs, without_notices_of_imports
 from accel_train.pipeline import ADAPTER_DESCRIPTION, DESCRIBED
 from accel_train.precision import Precision
 from accel_train.store import strict_json
@@ -297,6 +297,7 @@ def _build(options: ModelConfig, config: Any, *, load_source: bool) -> nn.Module
 
 
 @without_notices_of_imports()
+@without_bars_in_logs()
 def _make(options: ModelConfig, config: Any, attention: str, reads: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config

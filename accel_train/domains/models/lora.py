@@ -14,6 +14,7 @@ from torch import nn
 
 from accel_train.config import NonNegativeInt, PositiveFloat, UsageError
 from accel_train.domains.models import quantised
+from accel_train.domains.models.pretrained import without_notices_of_imports
 from accel_train.precision import Precision, dtype_of, kept_in_fp32
 from accel_train.store.exports.peft_layout import ADAPTER
 from accel_train.wording import did_you_mean, nearest, shortened
@@ -153,6 +154,7 @@ def freeze_base(model: nn.Module, base: BasePrecision, precision: Precision, dev
             parameter.data = parameter.data.to(dtype)
 
 
+@without_notices_of_imports()
 def inject(model: nn.Module, settings: Any, name: str) -> None:
     """Give the target layers of peft's ``settings`` an adapter, in place. A model may have several, by name."""
     adapted: Any = model
@@ -164,6 +166,8 @@ def inject(model: nn.Module, settings: Any, name: str) -> None:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         # It also warns of every further adapter, and a model may have several here.
         warnings.filterwarnings("ignore", "Already found a `peft_config` attribute", UserWarning)
+        # It settles by itself how each layer has its weight: GPT-2's Conv1D has it transposed.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)
         import_peft().inject_adapter_in_model(settings, model, name)
     # peft gives an adapter the dtype of its layer, and what trains is fp32.
     for parameter in model.parameters():
@@ -189,6 +193,7 @@ def count_layers(model: nn.Module) -> int:
     return sum(1 for name, _ in model.named_modules() if name.endswith(f"lora_A.{ADAPTER}"))
 
 
+@without_notices_of_imports()
 def import_peft() -> Any:
     try:
         import peft

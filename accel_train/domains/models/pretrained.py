@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,21 @@ def without_notices_of_imports() -> Generator[None]:
     finally:
         for logger, before in zip(loggers, levels, strict=True):
             logger.setLevel(before)
+
+
+@contextmanager
+def without_bars_in_logs() -> Generator[None]:
+    """Silence transformers' progress bars where no terminal shows them: in a file each of their steps is left over."""
+    from transformers.utils import logging as of_transformers
+
+    silenced = not sys.stderr.isatty() and of_transformers.is_progress_bar_enabled()
+    if silenced:
+        of_transformers.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if silenced:
+            of_transformers.enable_progress_bar()
 
 
 def load_pretrained(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,17 @@ def test_the_import_of_a_model_names_no_optional_packages(
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", importing)
     pretrained.build(SIZES, resolved(SIZES), load_source=False)
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_log_has_no_bar_of_loaded_weights(
+    is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = ModelConfig(source=str(tiny.save(tmp_path / "base", SIZES)))
+    capsys.readouterr()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    pretrained.build(source, resolved(source), load_source=True)
+    assert ("Loading weights" in capsys.readouterr().err) == is_terminal
 
 
 def resolved(options: ModelConfig) -> Any:

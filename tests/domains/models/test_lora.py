@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,30 @@ peft = pytest.importorskip("peft")
 # peft reads a property that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 TOKENS = torch.arange(12)[None] % 7
+
+
+def test_layers_that_store_their_weight_transposed_are_no_warning() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    # Warnings are errors here.
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2))
+    apply_lora(model, LoraConfig(rank=2))
+    found: Any = model
+    assert found.peft_config[peft_layout.ADAPTER].fan_in_fan_out
+
+
+def test_adapters_name_no_kernels_that_nobody_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inject = peft.inject_adapter_in_model
+
+    def importing(*given: Any) -> Any:
+        logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Failed to load CPU gemm_4bit_forward")
+        return inject(*given)
+
+    monkeypatch.setattr(peft, "inject_adapter_in_model", importing)
+    apply_lora(llama(), LoraConfig(rank=2))
+    assert caplog.messages == []
 
 
 def llama(seed: int = 0) -> Any:
