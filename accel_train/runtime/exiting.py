@@ -366,7 +366,9 @@ def _leave(code: int, reported: int) -> NoReturn:
     _ignore_stops()
     report_exit_code(reported)
     logging.shutdown()
-    if code == 0 and not _is_written(sys.stdout):
+    # Written after a failure too: `os._exit` flushes nothing.
+    written = _is_written(sys.stdout)
+    if code == 0 and not written:
         code = 1
     _is_written(sys.stderr)
     torch = sys.modules.get("torch")

@@ -137,6 +137,18 @@ def test_a_defect_that_the_next_start_mends_is_left_to_the_launcher_once(script:
     assert file.read_text() == "0 1\n0 75\n"
 
 
+def test_output_is_written_when_one_of_several_processes_fails() -> None:
+    """Several processes on CPUs leave without Python's own end, which would write it."""
+    code = "import torch; from accel_train.runtime.exiting import exit_with; exit_with(lambda argv: print('last') or 3)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "RANK": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (3, "last\n")
+
+
 @pytest.mark.parametrize("length", [10, 1 << 20])  # less and more than a pipe holds
 def test_output_that_nobody_reads_ends_without_a_traceback(length: int) -> None:
     code = f"from accel_train.runtime.exiting import exit_with; exit_with(lambda argv: print('x' * {length}))"
