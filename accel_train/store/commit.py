@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import re
+import shlex
 import shutil
 import socket
 import stat
@@ -356,6 +357,7 @@ def describe_write_error(error: Exception, directory: Path, needed_bytes: int) -
         free = shutil.disk_usage(directory).free if directory.exists() else 0
         return (
             f"no space left for a checkpoint in {directory} (need about {needed_bytes / 2**20:.0f} MiB, free "
-            f"{free / 2**20:.0f} MiB; {error}); free space or lower --checkpoints.keep_last"
+            f"{free / 2**20:.0f} MiB; {error}); free space, such as that of older checkpoints: accel-train checkpoints "
+            f"prune {shlex.quote(str(directory))} --keep_last N"
         )
     return f"checkpoint in {directory} could not be written: {type(error).__name__}: {error}"

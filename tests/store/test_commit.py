@@ -393,3 +393,10 @@ def test_the_error_of_a_write_is_not_hidden_by_that_of_deleting_its_rest(
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         atomic_files.replace_file(file, b"seed: 0\n")
     assert file.read_bytes() == b"seed: 1\n"
+
+
+def test_a_full_disk_is_reported_with_the_command_that_frees_space_now(tmp_path: Path) -> None:
+    """A smaller keep_last deletes nothing before a newer checkpoint is committed, which does not fit."""
+    folder = tmp_path / "a run" / "checkpoints"
+    text = commit.describe_write_error(OSError(errno.ENOSPC, "No space left on device"), folder, 1 << 20)
+    assert text.endswith(f"accel-train checkpoints prune '{folder}' --keep_last N")
