@@ -17,7 +17,7 @@ from accel_train.config import UsageError
 from accel_train.metrics.records import plain
 from accel_train.store.names import METRICS_FILE
 from accel_train.watching.alerts import alerts_of
-from accel_train.watching.reading import find_directory, read_files
+from accel_train.watching.reading import find_directories, read_files
 from accel_train.watching.run_files import MetricsFile
 from accel_train.watching.run_state import state_of
 from accel_train.watching.status import condition_of
@@ -64,12 +64,8 @@ def monitor(
             "monitor stays, or read --json in a script"
         )
     told = None if webhook is None else Webhook(webhook)
-    files: dict[Path, MetricsFile] = {}
-    for place in places:
-        # A run that is named twice is shown once.
-        directory = find_directory(place)
-        # Kept between pages, because it remembers how far it has read.
-        files[directory] = MetricsFile(directory / METRICS_FILE)
+    # Kept between pages, because each remembers how far it has read.
+    files = {directory: MetricsFile(directory / METRICS_FILE) for directory in find_directories(places)}
     if as_json or once:
         return _exit_code(_print_once(files, as_json))
     return _exit_code(_follow(files, every, told))

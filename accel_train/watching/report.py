@@ -11,7 +11,7 @@ from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import METRICS_FILE
 from accel_train.watching.html_report.page import GENERATOR, page_html
 from accel_train.watching.html_report.tables import ReportedRun
-from accel_train.watching.reading import find_directory, read_files
+from accel_train.watching.reading import find_directories, read_files
 from accel_train.watching.run_files import MetricsFile
 from accel_train.watching.run_state import state_of
 from accel_train.watching.status import condition_of
@@ -22,15 +22,14 @@ def report(places: Sequence[str], output: str) -> int:
     """Write the report and print its path. The runs are read only, and may be training."""
     path = expand_path(output)
     _refuse_output(path)
-    # Each run once, in the given order.
-    directories = dict.fromkeys(find_directory(place) for place in places)
+    directories = find_directories(places)
     # One moment for all runs, so that their ages compare.
     now = time.time()
     runs: list[ReportedRun] = []
     for directory in directories:
         files = read_files(directory, MetricsFile(directory / METRICS_FILE), now)
         state = state_of(files, condition_of(files))
-        runs.append(ReportedRun(_name(directory, list(directories)), files, state))
+        runs.append(ReportedRun(_name(directory, directories), files, state))
     # A name on the disk may hold bytes that are no text.
     content = page_html(runs).encode("utf-8", "replace")
     with refuse_unwritable(f"--output {path}", "give a file in a directory with write access"):
