@@ -94,12 +94,7 @@ def find_metrics(
 def _candidates(name: str, a: Sequence[Sums], b: Sequence[Sums]) -> Iterator[Metric]:
     """Yield the ratios that could be a metric, the likeliest first."""
     for number, sums in enumerate(a):
-        # A weight is a matter of the data, so the two sides have the same.
-        weights = {
-            key: values
-            for key, values in sums.values.items()
-            if values.min() >= 0 and values.sum() > 0 and np.array_equal(values, b[number].values[key])
-        }
+        weights = _weights(sums, b[number])
         singles = [(key,) for key in sums.values if key not in weights]
         # Terms are named after what they are terms of.
         terms = tuple(key for key in sums.values if key.startswith(f"{name}_"))
@@ -114,6 +109,20 @@ def _candidates(name: str, a: Sequence[Sums], b: Sequence[Sums]) -> Iterator[Met
             for under in rows:
                 if len(under) == len(over) and all(key in weights for key in under):
                     yield Metric(name, number, over, under)
+    # Last, because only a metric with one value on both sides can be made of these: that of a count that did not
+    # change, such as of correct answers.
+    for number, sums in enumerate(a):
+        for over, under in itertools.permutations(_weights(sums, b[number]), 2):
+            yield Metric(name, number, (over,), (under,))
+
+
+def _weights(a: Sums, b: Sums) -> list[str]:
+    """Name the sums that can be weights: a matter of the data, so that the two sides have the same."""
+    return [
+        key
+        for key, values in a.values.items()
+        if values.min() >= 0 and values.sum() > 0 and np.array_equal(values, b.values[key])
+    ]
 
 
 def _value(sums: Sequence[Sums], metric: Metric) -> float:

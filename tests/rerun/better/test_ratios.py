@@ -60,6 +60,22 @@ def test_a_metric_is_the_ratio_that_has_its_value_on_both_sides() -> None:
     assert found.over == ("y",)
 
 
+def test_a_metric_whose_sums_did_not_change_is_found_and_equal() -> None:
+    """Equal counts of correct answers look like a weight."""
+
+    def side(nll: float) -> list[ratios.Sums]:
+        counted = zip((1.0, 0.0, 2.0), (2.0, 1.0, 5.0), strict=True)
+        return ratios.read_sums([[{"nll": nll * n, "correct": yes, "tokens": n} for yes, n in counted]])
+
+    a, b = side(2.0), side(3.0)
+    found = ratios.find_metrics(a, b, {"nll": 2.0, "accuracy": 3 / 8}, {"nll": 3.0, "accuracy": 3 / 8})
+    assert [metric.name for metric in found] == ["nll", "accuracy"]
+    assert found[1] == Metric("accuracy", 0, ("correct",), ("tokens",))
+    accuracy = compare("accuracy", ratios.estimate(a, found[1]), ratios.estimate(b, found[1]), "max", deciding=2)
+    assert accuracy.equal
+    assert decide([accuracy]) == "equal"
+
+
 def test_the_influence_of_a_sample_is_that_of_the_jackknife() -> None:
     random = np.random.default_rng(0)
     tokens = random.integers(1, 30, 400).astype(float)
