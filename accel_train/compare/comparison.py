@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isnan
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from accel_train.commands.bundled import find_recipe
 from accel_train.compare import report
-from accel_train.compare.figures import Observations, effects, observations, window_of
+from accel_train.compare.figures import RATIOS, Observations, effects, observations, window_of
 from accel_train.compare.request import Request
 from accel_train.compare.rounds import EQUAL, Rounds, Runner
 from accel_train.compare.runs import (
@@ -90,7 +92,20 @@ def _result(plan: report.Plan, gates: Sequence[Gate], rounds: Rounds) -> report.
 
 def decide_gates(gates: Sequence[Gate], a: Observations, b: Observations) -> list[Decision]:
     """Decide each gate for B against A. Raises ``UsageError`` for names missing from either."""
-    return [decide(gate, gate_values(gate, a, b)) for gate in gates]
+    return [_decide(gate, gate_values(gate, a, b)) for gate in gates]
+
+
+def _decide(gate: Gate, values: Sequence[float]) -> Decision:
+    """Decide a gate by the interval over the rounds if it is about the machine, else by the median.
+
+    All rounds train one seed. How much they differ says how sure a time is, and nothing about a loss of another seed.
+    """
+    metric = gate.name.removesuffix("_ratio").removesuffix("_delta")
+    about_machine = metric == "speedup" or metric.endswith((*RATIOS, "data_wait_fraction"))
+    if about_machine or len(values) == 1 or any(map(isnan, values)):
+        return decide(gate, values)
+    reason = f"one seed was run, so no interval: the median of its {len(values)} rounds decides"
+    return replace(decide(gate, [median(values)]), reason=reason)
 
 
 def _open_output(request: Request) -> Path:

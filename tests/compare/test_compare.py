@@ -28,7 +28,7 @@ from scipy import stats
 from accel_train import cli
 from accel_train.compare import figures, picture
 from accel_train.compare import runs as compare_runs
-from accel_train.compare.comparison import read_variants, single_options
+from accel_train.compare.comparison import decide_gates, read_variants, single_options
 from accel_train.compare.request import Request
 from accel_train.compare.runs import Run, RunFailedError, read_config, read_run
 from accel_train.config import UsageError
@@ -921,6 +921,18 @@ B = {"step_seconds": [0.1, 0.1], "loss": [4.4, -1.0], "x_delta": [7.0, 8.0], "no
 )
 def test_what_a_gate_is_about(gate: str, values: list[float]) -> None:
     assert gate_values(read_gate(gate), A, B) == pytest.approx(values)
+
+
+def test_rounds_of_one_seed_are_no_interval_of_a_loss() -> None:
+    a = {"loss": [1.0, 1.0, 1.0], "step_seconds": [0.1, 0.1, 0.1]}
+    b = {"loss": [1.1, 1.2, 1.6], "step_seconds": [0.1, 0.05, 0.05]}
+    gates = [read_gate(text) for text in ("loss_delta<=0.3", "loss_ratio>1.3", "speedup>=2", "step_seconds_ratio<=1")]
+    of_loss, ratio, *of_time = decide_gates(gates, a, b)
+    assert (of_loss.verdict, ratio.verdict) == ("passed", "FAILED")
+    assert of_loss.value.low is None
+    assert of_loss.reason == "one seed was run, so no interval: the median of its 3 rounds decides"
+    assert [decision.value.low for decision in of_time] == [1.0, 0.5]
+    assert decide_gates(gates[:1], a, {"loss": [1.1, math.nan, 1.2]})[0].verdict == "FAILED"
 
 
 @pytest.mark.parametrize("name", ["lss", "loss_detla", "speed_up", "delta", "_delta", "only_a_delta", "loss_speedup"])
