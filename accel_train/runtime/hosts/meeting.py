@@ -158,9 +158,10 @@ class _Meeting:
         while not self._look(done):
             now = time.monotonic()
             if now > self._end:
+                missing = self._look(describe)
                 raise MissingProcessError(
-                    f"collective_timeout_seconds: {self._seconds:g}: {self._look(describe)} has not come in time; its own "
-                    "host shows why: a refused option, an error, or no start at all. Mend that, and start all again"
+                    f"collective_timeout_seconds: {self._seconds:g}: {missing} has not come in time; its own host "
+                    "shows why: a refused option, an error, or no start at all. Mend that, and start all again"
                 )
             # One line for each host: its processes wait for the same.
             if now > next_line and os.environ.get("LOCAL_RANK", "0") == "0":
