@@ -14,7 +14,7 @@ from typing import Any
 from accel_train.checkpoints import refused
 from accel_train.config import UsageError, expand_path
 from accel_train.pipeline import ADAPTER_DESCRIPTION
-from accel_train.store import atomic_files, commit, names, strict_json
+from accel_train.store import atomic_files, choice, commit, names, strict_json
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.exports import peft_layout
@@ -95,13 +95,13 @@ def _explain_errors(place: str) -> Generator[None]:
 def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
     """Find the weights of ``init_from``, with notices about them, before a model is built.
 
-    ``init_from`` is a run or a directory made by ``convert`` (the newest verified checkpoint counts), a checkpoint,
-    another program's directory with weights, or an export of adapters or a folder of peft. Raises ``UsageError`` for
-    anything else, and for damaged checkpoints and exports.
+    ``init_from`` is a run or a directory made by ``convert`` (the newest verified checkpoint counts), a checkpoint or
+    ``RUN@STEP`` or ``RUN@best``, another program's directory with weights, or an export of adapters or a folder of
+    peft. Raises ``UsageError`` for anything else, and for damaged checkpoints and exports.
     """
     if init_from is None:
         return None, []
-    source, reasons = _verified(expand_path(init_from))
+    source, reasons = _verified(place_of_weights(init_from))
     has_model = any((source / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json"))
     if not has_model and peft_layout.folders(source):
         # A checkpoint was verified above.
@@ -116,6 +116,17 @@ def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
         f"init_from: {source} {problem}; a run with a checkpoint, a directory with model.safetensors, or an export of "
         "adapters or a folder of peft, is required; correct --init_from or leave it out"
     )
+
+
+def place_of_weights(init_from: str) -> Path:
+    """Return the path of ``init_from``: of one checkpoint for ``RUN@STEP`` and ``RUN@best``. Raises ``UsageError``."""
+    path = expand_path(init_from)
+    chosen = choice.choice_of(path)
+    if chosen is None:
+        return path
+    beside = [path for _, path in manifests.committed(chosen.run)]
+    checkpoints = beside or refused.find_saved(chosen.run, "init_from")
+    return choice.find_chosen(chosen, chosen.run, checkpoints)
 
 
 def _collection(export: Path) -> str:

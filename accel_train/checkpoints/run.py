@@ -238,9 +238,10 @@ def assets_of_weights(options: RunOptions) -> WeightsAssets | None:
     # A resume has weights of its own.
     if options.init_from is None or earlier_checkpoints(options) or options.resume not in POLICIES:
         return None
+    from accel_train.checkpoints.fetch import place_of_weights
     from accel_train.checkpoints.refused import find_saved
 
-    place = expand_path(options.init_from)
+    place = place_of_weights(options.init_from)
     beside = [path for _, path in committed(place)]
     folder = _newest_assets([place, *(beside or find_saved(place, "init_from"))])
     if folder is None:

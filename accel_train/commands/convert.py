@@ -77,7 +77,8 @@ def _source(source: str) -> Path:
             f"--stem {shlex.quote(path.stem)}"
         )
     if not path.is_dir():
-        places.find_place(source)  # raises with a list of what is there
+        # A checkpoint of a run, chosen by its step. For any other, this raises with a list of what is there.
+        path = places.find_place(source).checkpoints[0]
     if (path / "manifest.json").is_file() or (path / "run.json").is_file():
         raise UsageError(f"{path}: is already accel_train's own; give it to --init_from, or `export` it as plain files")
     return path

@@ -115,15 +115,15 @@ def display_order(name: str) -> tuple[bool, bool, str]:
 
 
 def _resolve(text: str) -> Path:
-    """Return the newest verified checkpoint of a run, and any other path unchanged."""
+    """Return the newest verified checkpoint of a run or the chosen one, and any other path unchanged."""
     path = expand_path(text)
-    if path.is_dir() and ((path / "checkpoints").is_dir() or manifest.committed(path)):
+    # A path that does not exist may choose a checkpoint by its step, or is refused with a list of what is there.
+    holds_checkpoints = path.is_dir() and ((path / "checkpoints").is_dir() or manifest.committed(path))
+    if holds_checkpoints or not path.exists():
         checkpoint, skipped = places.newest_at(text)
         for reason in skipped:
             print(f"skipped: {reason}")
         return checkpoint.path
-    if not path.exists():
-        places.find_place(text)  # raises with a list of what is there
     return path
 
 

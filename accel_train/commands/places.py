@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from accel_train.config import UsageError, expand_path
-from accel_train.options.strict_yaml import YamlError, read_yaml
-from accel_train.store import commit, manifest
+from accel_train.store import choice, commit, manifest
 from accel_train.store.manifest import NAME, Checkpoint
 from accel_train.store.strict_json import UnreadableError
 from accel_train.wording import shortened
-
-CHOICE = re.compile(r"(.+)@(best|\d+)")
-"""End of a path that chooses a checkpoint of a run."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +34,11 @@ def find_place(text: str | os.PathLike[str]) -> Place:
     For any other path, raise ``UsageError`` with its contents.
     """
     path = expand_path(text)
-    chosen = CHOICE.fullmatch(path.name)
-    if chosen and not path.exists():
-        return _chosen(find_place(path.with_name(chosen[1])), chosen[2])
+    chosen = choice.choice_of(path)
+    if chosen is not None:
+        place = find_place(chosen.run)
+        checkpoint = choice.find_chosen(chosen, place.run, place.checkpoints)
+        return Place(path, (checkpoint,), place.run, single=True)
     # An unmounted disk is the likely cause of a dangling link, and a better message than "does not exist".
     links = commit.describe_broken_link(path) or commit.describe_broken_link(path / "checkpoints")
     if lost := links or commit.describe_lost(path / "checkpoints") or commit.describe_lost(path):
@@ -66,64 +62,6 @@ def find_place(text: str | os.PathLike[str]) -> Place:
         f"{path}: neither a run (checkpoints/, run.json) nor a checkpoint (manifest.json); it holds {contents(path)}; "
         "give one of these"
     )
-
-
-def _chosen(place: Place, choice: str) -> Place:
-    """Return the checkpoint of a step, or the best one by ``checkpoints.best_metric`` of the run."""
-    by_step = {facts.step: facts.path for facts in _facts(place)}
-    steps = ", ".join(map(str, by_step)) or "none"
-    if choice == "best":
-        path = best_of(place)
-        if path is None:
-            remedy = "it has no checkpoint yet"
-            if by_step:
-                remedy = f"name a step, as in {place.path}@{max(by_step)}; there are {steps}"
-            raise UsageError(
-                f"{place.path}@best: a run with checkpoints.best_metric in its config.yaml, and a checkpoint with that "
-                f"metric, is required; {remedy}"
-            )
-    else:
-        if int(choice) not in by_step:
-            raise UsageError(f"{place.path}@{choice}: there is no checkpoint of this step; there are {steps}")
-        path = by_step[int(choice)]
-    return Place(path, (path,), place.run, single=True)
-
-
-def best_of(place: Place) -> Path | None:
-    """Return the best checkpoint by ``checkpoints.best_metric`` of the run, None without the option or the metric."""
-    metric, mode = best_metric(place.run)
-    # The newest first, which counts among equal ones.
-    best = manifest.ranked(_facts(place)[::-1], metric, mode)
-    return best[0].path if best else None
-
-
-def _facts(place: Place) -> list[manifest.CheckpointFacts]:
-    """Return the facts of the readable checkpoints, oldest first."""
-    found = ((path, manifest.read_if_valid(path)) for path in place.checkpoints)
-    return [manifest.facts_from_manifest(path, facts) for path, facts in found if facts is not None]
-
-
-def best_metric(run: Path | None) -> tuple[str | None, str]:
-    """Return ``checkpoints.best_metric`` and ``best_mode`` of a run. None without, or beside an unreadable config."""
-    options: dict[str, Any] = {}
-    if run is not None:
-        # Listing checkpoints also works beside a config.yaml that cannot be read.
-        with suppress(UsageError):
-            options = options_of(run, "checkpoints")
-    return options.get("best_metric"), str(options.get("best_mode", "min"))
-
-
-def options_of(run: Path, group: str) -> dict[str, Any]:
-    """Return a group of options from the run's config.yaml, empty if there is none. Raises ``UsageError``."""
-    path = run / "config.yaml"
-    if not path.is_file():
-        return {}
-    try:
-        options: Any = read_yaml(path).get(group)
-    except YamlError as error:
-        raise UsageError(str(error)) from None
-    # Somebody may have edited it by hand.
-    return options if isinstance(options, dict) else {}
 
 
 def _committed(directory: Path) -> tuple[Path, ...]:

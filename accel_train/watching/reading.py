@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from accel_train.config import UsageError, expand_path
 from accel_train.hub.queue import HubQueue
 from accel_train.options.tree import flatten
 from accel_train.store import manifest, run_file
+from accel_train.store.choice import choice_of
 from accel_train.store.names import LOCK_FILE, METRICS_FILE, OF_A_START
 from accel_train.watching.run_files import MetricsFile, Process, Record, RunFiles, SavedCheckpoint
 
@@ -23,14 +25,40 @@ from accel_train.watching.run_files import MetricsFile, Process, Record, RunFile
 HOLDER = re.compile(r"process (\d+) on (\S+)")
 
 
+class NoRunError(UsageError):
+    """A file or directory that is there, and is no run."""
+
+
+def find_directories(places: Sequence[str]) -> list[Path]:
+    """Return the directories of runs, each once, in the given order.
+
+    Of several places, as of ``runs/*``, those that are there and hold no run are skipped with a line. Raises
+    ``UsageError`` as ``find_directory`` does for any other, and if no run is left.
+    """
+    found: dict[Path, None] = {}
+    skipped: list[NoRunError] = []
+    for place in places:
+        try:
+            found[find_directory(place)] = None
+        except NoRunError as error:
+            skipped.append(error)
+    if not found:
+        raise UsageError("\n".join(map(str, skipped)))
+    for error in skipped:
+        print(f"skipped: {error}", file=sys.stderr, flush=True)
+    return list(found)
+
+
 def find_directory(text: str) -> Path:
     """Return the directory of a run, also of one only just begun. Raises ``UsageError`` for anything else."""
     path = expand_path(text)
+    chosen = choice_of(path)
+    if chosen is not None:
+        raise UsageError(f"{path}: names one checkpoint, and this command is about a whole run; give {chosen.run}")
+    if path.exists() and not path.is_dir():
+        raise NoRunError(f"{path}: is a file; give the directory of a run, with {METRICS_FILE} in it")
     if not path.is_dir():
-        kind = "does not exist"
-        if path.exists():
-            kind = "is a file"
-        raise UsageError(f"{path}: {kind}; give the directory of a run, with {METRICS_FILE} in it")
+        raise UsageError(f"{path}: does not exist; give the directory of a run, with {METRICS_FILE} in it")
     metrics = path / METRICS_FILE
     if metrics.exists() and not metrics.is_file():
         raise UsageError(f"{metrics}: is not a file; a run writes one there: move this away")
@@ -40,7 +68,7 @@ def find_directory(text: str) -> Path:
     names = (*OF_A_START, "checkpoints")
     if not any((path / name).exists() for name in names):
         held = contents(path)
-        raise UsageError(f"{path}: no run, which has {', '.join(names)}; it holds {held}; give the directory of a run")
+        raise NoRunError(f"{path}: no run, which has {', '.join(names)}; it holds {held}; give the directory of a run")
     return path
 
 

@@ -220,6 +220,21 @@ def test_the_best_checkpoint_is_marked_and_has_a_name(
     assert places.newest_at(f"{run}@30")[0].step == 30
     with pytest.raises(UsageError, match=r"run@7: there is no checkpoint of this step; there are 10, 20, 30, 40"):
         places.newest_at(f"{run}@7")
+    assert fetch.find_weights(f"{run}@best")[0] == run / "checkpoints" / name(best)
+    assert fetch.find_weights(f"{run}@30")[0] == run / "checkpoints" / name(30)
+    with pytest.raises(UsageError, match=r"run@7: there is no checkpoint of this step"):
+        fetch.find_weights(f"{run}@7")
+
+
+def test_a_checkpoint_chosen_by_its_step_is_compared_and_is_nothing_to_convert(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call("diff", f"{run}@10", f"{run}@10")
+    lines = lines_of(capsys)
+    assert lines[0] == f"A: {run / 'checkpoints' / name(10)} (step 10)"
+    assert lines[-1] == "equal"
+    with pytest.raises(UsageError, match=rf"{name(10)}: is already accel_train's own"):
+        call("convert", f"{run}@10", tmp_path / "converted")
 
 
 def test_a_run_without_a_metric_to_go_by_has_no_best(run: Path) -> None:

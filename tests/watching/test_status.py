@@ -10,7 +10,7 @@ import pytest
 
 from accel_train.config import UsageError
 from accel_train.watching.alerts import alerts_of
-from accel_train.watching.reading import find_directory, read_files
+from accel_train.watching.reading import find_directories, find_directory, read_files
 from accel_train.watching.run_files import Condition, MetricsFile, RunFiles
 from accel_train.watching.run_state import state_of
 from accel_train.watching.status import SHORTEST_SECONDS, UNKNOWN_SECONDS, allowed_seconds, condition_of
@@ -242,6 +242,23 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     for place, says in (("none", "does not exist"), ("file", "is a file"), (".", r"no run.*it holds file; give")):
         with pytest.raises(UsageError, match=says):
             find_directory(str(tmp_path / place))
+    with pytest.raises(UsageError, match=r"run@best: names one checkpoint, .* a whole run; give .*/run$"):
+        find_directory(str(tmp_path / "run@best"))
+
+
+def test_what_is_no_run_is_skipped_among_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`accel-train compare` makes a directory of its own beside the runs."""
+    (tmp_path / "compare-now").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    places = [str(path) for path in sorted(tmp_path.iterdir())]
+    assert find_directories([*places, places[1]]) == [tmp_path / "run"]
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"skipped: {tmp_path}/compare-now: no run, which has")
+    with pytest.raises(UsageError, match="compare-now: no run"):
+        find_directories(places[:1])
+    with pytest.raises(UsageError, match="none: does not exist"):
+        find_directories([*places, str(tmp_path / "none")])
 
 
 def test_a_directory_in_place_of_the_log_is_refused(tmp_path: Path) -> None:
