@@ -14,7 +14,7 @@ from typing import Any
 from accel_train.checkpoints import refused
 from accel_train.config import UsageError, expand_path
 from accel_train.pipeline import ADAPTER_DESCRIPTION
-from accel_train.store import atomic_files, choice, commit, names, strict_json
+from accel_train.store import atomic_files, commit, names, run_file, strict_json
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.exports import peft_layout
@@ -121,12 +121,12 @@ def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
 def place_of_weights(init_from: str) -> Path:
     """Return the path of ``init_from``: of one checkpoint for ``RUN@STEP`` and ``RUN@best``. Raises ``UsageError``."""
     path = expand_path(init_from)
-    chosen = choice.choice_of(path)
+    chosen = run_file.choice_of(path)
     if chosen is None:
         return path
     beside = [path for _, path in manifests.committed(chosen.run)]
     checkpoints = beside or refused.find_saved(chosen.run, "init_from")
-    return choice.find_chosen(chosen, chosen.run, checkpoints)
+    return run_file.find_chosen(chosen, chosen.run, checkpoints)
 
 
 def _collection(export: Path) -> str:
@@ -205,6 +205,13 @@ def _find(place: str) -> Checkpoint:
         raise UsageError(
             f"resume: {error} (it holds {_content(path)}); name a checkpoint_ directory or a run"
         ) from None
+
+
+def as_seen_here(checkpoint: Checkpoint | None, directory: Path) -> Checkpoint | None:
+    """Return the checkpoint with its path on this host, which may mount the shared directory at another place."""
+    if checkpoint is None:
+        return None
+    return replace(checkpoint, path=directory / "checkpoints" / checkpoint.path.name)
 
 
 def _content(directory: Path) -> str:

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ def open_run(
 
     with _released_on_error(held):
         opened = on_main(accelerator, lambda: _open(options, directory, data_fingerprint, derived, held))
-        opened["checkpoint"] = _as_seen_here(opened["checkpoint"], directory)
+        opened["checkpoint"] = fetch.as_seen_here(opened["checkpoint"], directory)
         _check_shared(directory, opened["checkpoint"], accelerator)
     lock = None
     if held:
@@ -323,13 +322,6 @@ def values_of_first_start(options: RunOptions) -> Mapping[str, Any]:
         if saved is not None:
             return saved["resolved"]
     return {}
-
-
-def _as_seen_here(checkpoint: Checkpoint | None, directory: Path) -> Checkpoint | None:
-    """Return the checkpoint with its path on this host, which may mount the shared directory at another place."""
-    if checkpoint is None:
-        return None
-    return replace(checkpoint, path=directory / "checkpoints" / checkpoint.path.name)
 
 
 def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: Accelerator) -> None:

@@ -25,7 +25,7 @@ from accel_train.config import UsageError
 from accel_train.hub.queue import HubQueue
 from accel_train.options.loading import from_tree
 from accel_train.options.tree import option_names
-from accel_train.store import choice, commit, lock, retention
+from accel_train.store import commit, lock, retention, run_file
 from accel_train.store import manifest as manifests
 from accel_train.store.manifest import NAME
 from accel_train.store.strict_json import UnreadableError
@@ -72,7 +72,7 @@ def ls(place: str, *, as_json: bool = False, quick: bool = False) -> int:
         return 0
     metric = _shown_metric(found, rows)
     header = ("name", "step", "age", "size", metric or "metric", "state", "verified", "pushed")
-    best = choice.best_of(found.run, found.checkpoints)
+    best = run_file.best_of(found.run, found.checkpoints)
     _print_table([header, *(_cells(row, metric, is_best=row.path == str(best)) for row in rows)])
     for row in rows:
         if row.reason:
@@ -171,7 +171,7 @@ def _push_states(found: Place) -> dict[str, str]:
 
 def _shown_metric(found: Place, rows: Sequence[Row]) -> str | None:
     """Return ``checkpoints.best_metric`` of the run, or else the first metric of the newest checkpoint with any."""
-    best, _ = choice.best_metric(found.run)
+    best, _ = run_file.best_metric(found.run)
     if any(best in row.metrics for row in rows):
         return best
     for row in reversed(rows):  # newest first
@@ -302,7 +302,7 @@ def _keep_options(place: Place, run: Path, flags: dict[str, Any]) -> retention.K
 def _known_options(run: Path, group: str, config: type[Any]) -> dict[str, Any]:
     """Return the saved options still known to ``config``."""
     known = option_names(config)
-    return {name: value for name, value in choice.options_of(run, group).items() if name in known}
+    return {name: value for name, value in run_file.options_of(run, group).items() if name in known}
 
 
 def _refuse_unknown_metric(keep: retention.Keep, verified: Iterable[manifests.CheckpointFacts]) -> None:

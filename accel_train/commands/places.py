@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_train.config import UsageError, expand_path
-from accel_train.store import choice, commit, manifest
+from accel_train.store import commit, manifest, run_file
 from accel_train.store.manifest import NAME, Checkpoint
 from accel_train.store.strict_json import UnreadableError
 from accel_train.wording import shortened
@@ -34,10 +34,10 @@ def find_place(text: str | os.PathLike[str]) -> Place:
     For any other path, raise ``UsageError`` with its contents.
     """
     path = expand_path(text)
-    chosen = choice.choice_of(path)
+    chosen = run_file.choice_of(path)
     if chosen is not None:
         place = find_place(chosen.run)
-        checkpoint = choice.find_chosen(chosen, place.run, place.checkpoints)
+        checkpoint = run_file.find_chosen(chosen, place.run, place.checkpoints)
         return Place(path, (checkpoint,), place.run, single=True)
     # An unmounted disk is the likely cause of a dangling link, and a better message than "does not exist".
     links = commit.describe_broken_link(path) or commit.describe_broken_link(path / "checkpoints")

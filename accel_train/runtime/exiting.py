@@ -362,14 +362,12 @@ def reported_exit_code(path: Path, *, stopped: bool) -> int | None:
 
 
 def _leave(code: int, reported: int) -> NoReturn:
-    """Exit. Several CPU processes exit at once, without tearing torch down."""
+    """Exit with all output written. Several CPU processes exit at once, without tearing torch down."""
     _ignore_stops()
     report_exit_code(reported)
     logging.shutdown()
-    # Written after a failure too: `os._exit` flushes nothing.
-    written = _is_written(sys.stdout)
-    if code == 0 and not written:
-        code = 1
+    if not _is_written(sys.stdout):
+        code = code or 1
     _is_written(sys.stderr)
     torch = sys.modules.get("torch")
     # As text: this may be the end of a start that was refused because it is no number.

@@ -17,7 +17,6 @@ from accel_train.config import UsageError, expand_path
 from accel_train.hub.queue import HubQueue
 from accel_train.options.tree import flatten
 from accel_train.store import manifest, run_file
-from accel_train.store.choice import choice_of
 from accel_train.store.names import LOCK_FILE, METRICS_FILE, OF_A_START
 from accel_train.watching.run_files import MetricsFile, Process, Record, RunFiles, SavedCheckpoint
 
@@ -52,7 +51,7 @@ def find_directories(places: Sequence[str]) -> list[Path]:
 def find_directory(text: str) -> Path:
     """Return the directory of a run, also of one only just begun. Raises ``UsageError`` for anything else."""
     path = expand_path(text)
-    chosen = choice_of(path)
+    chosen = run_file.choice_of(path)
     if chosen is not None:
         raise UsageError(f"{path}: names one checkpoint, and this command is about a whole run; give {chosen.run}")
     if path.exists() and not path.is_dir():

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from accel_train.checkpoints import opening, refused
+from accel_train.checkpoints import fetch, opening, refused
 from accel_train.checkpoints.policy import RunOptions
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cached_folder
@@ -191,7 +191,7 @@ def test_one_directory_may_be_mounted_at_two_places_and_two_directories_are_refu
 
 def test_the_checkpoint_of_a_resume_is_read_from_where_this_host_has_it() -> None:
     of_main = Checkpoint(Path("/mnt/a/run/checkpoints/checkpoint_00000004"), 4, {})
-    here = opening._as_seen_here(of_main, Path("/mnt/b/run"))
+    here = fetch.as_seen_here(of_main, Path("/mnt/b/run"))
     assert here is not None
     assert here.path == Path("/mnt/b/run/checkpoints/checkpoint_00000004")
 
