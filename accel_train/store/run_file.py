@@ -316,19 +316,24 @@ def choice_of(path: Path) -> Choice | None:
 
 
 def find_chosen(chosen: Choice, run: Path | None, checkpoints: Sequence[Path]) -> Path:
-    """Return the checkpoint of a step, or the best one by ``checkpoints.best_metric`` of the run. Raises
-    ``UsageError``."""
+    """Return the checkpoint of a step, or the best one by ``checkpoints.best_metric`` of the run.
+
+    Raises ``UsageError`` if there is none.
+    """
+    by_step = {facts.step: facts.path for facts in _facts(checkpoints)}
+    steps = ", ".join(map(str, by_step)) or "none"
     if chosen.word == "best":
         path = best_of(run, checkpoints)
         if path is None:
+            remedy = "it has no checkpoint yet"
+            if by_step:
+                remedy = f"name a step, as in {chosen.run}@{max(by_step)}; there are {steps}"
             raise UsageError(
                 f"{chosen.run}@best: a run with checkpoints.best_metric in its config.yaml, and a checkpoint with that "
-                f"metric, is required; name a step, as in {chosen.run}@1200 (accel-train checkpoints ls shows them)"
+                f"metric, is required; {remedy}"
             )
         return path
-    by_step = {facts.step: facts.path for facts in _facts(checkpoints)}
     if int(chosen.word) not in by_step:
-        steps = ", ".join(map(str, by_step)) or "none"
         raise UsageError(f"{chosen.run}@{chosen.word}: there is no checkpoint of this step; there are {steps}")
     return by_step[int(chosen.word)]
 
