@@ -127,7 +127,7 @@ def _row(place: str, fields: Mapping[str, Any], text_column: str) -> Row | str:
     if isinstance(found, str):
         return found
     unread = _beside(fields, text_column) if form == text_column != DEFAULT_COLUMN else forms[1:]
-    return replace(found, unread=tuple(unread)) if unread else found
+    return replace(found, unread=tuple(unread))
 
 
 def _beside(fields: Mapping[str, Any], column: str) -> list[str]:

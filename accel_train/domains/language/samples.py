@@ -85,10 +85,8 @@ def _divide(heldout: TokenDataset, number: int, prompt_tokens: int) -> tuple[lis
     given = prompt_tokens if first <= 1 else first
     # One token at least is left for the text's own continuation.
     given = min(given, len(tokens) - 1)
-    untrained = (~trained[given:]).nonzero()
-    end = given + int(untrained[0]) if len(untrained) else len(tokens)
-    # A text of one token trains none of them.
-    return tokens[:given].tolist(), tokens[given : max(end, given + 1)].tolist()
+    behind = (number for number in range(given + 1, len(tokens)) if not trained[number])
+    return tokens[:given].tolist(), tokens[given : next(behind, len(tokens))].tolist()
 
 
 def _shown(prompt: Sequence[int], tokenizer: Any) -> str:

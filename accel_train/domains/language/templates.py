@@ -328,7 +328,7 @@ def _answers(row: Row, tokenizer: Any) -> list[tuple[str, list[Span]]]:
         after = _render(row, tokenizer, number + 1)
         begin = _begin_of_answer(row, tokenizer, number, after)
         # Generation ends at the token that ends an answer, and never writes what the template has behind it.
-        behind = None if unsaid is None else unsaid.search(after, begin)
+        behind = unsaid.search(after, begin)
         span = (begin, len(after) if behind is None else behind.start(1))
         text, spans = texts[-1]
         if after.startswith(text):
@@ -362,14 +362,15 @@ def _begin_of_answer(row: Row, tokenizer: Any, number: int, text: str) -> int:
 
 
 @lru_cache(maxsize=4)
-def _unsaid(tokenizer: Any, template: str) -> re.Pattern[str] | None:
+def _unsaid(tokenizer: Any, template: str) -> re.Pattern[str]:
     """Return a pattern of the token that ends an answer and, as its group, what the ``template`` has behind it.
 
-    None: no token ends it. Spaces, line breaks and other special tokens are the template's; anything else may be said.
+    It matches nothing if no token ends it. Spaces, line breaks and other special tokens are the template's, and
+    anything else may be said.
     """
     ending = end_of_answer(tokenizer)
     if ending is None:
-        return None
+        return re.compile(r"(?!)")
     added = tokenizer.added_tokens_decoder
     others = "|".join(re.escape(token.content) for number, token in added.items() if token.special and number != ending)
     return re.compile(rf"{re.escape(added[ending].content)}((?:\s|{others})+)\Z")
