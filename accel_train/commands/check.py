@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shlex
@@ -13,7 +14,7 @@ from typing import Any
 
 from accel_train.commands.bundled import find_recipe, folder, import_recipe
 from accel_train.commands.launch import Launch, read_machine, refuse_missing_processes
-from accel_train.config import UsageError
+from accel_train.config import UsageError, expand_path
 from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.launch_files.other_launchers import refuse_other_launchers
@@ -29,9 +30,17 @@ from accel_train.linting.fixing import fix_file, undo, unused_copy
 from accel_train.linting.host import facts_of, layout_of_file, read_host, unknown_host, visible_devices
 from accel_train.linting.table import Found, ignored_names, lint
 from accel_train.options.loading import Loaded, config_of
+from accel_train.options.tree import flatten, to_tree
 from accel_train.runtime.accelerator import refuse_zero_contradictions, strategy_family
 from accel_train.runtime.distributed_options import ddp_handlers
 
+DATA = "data"
+"""The group of options that names data, in every recipe."""
+DATA_FILES = {
+    *(".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow"),
+    *(".npy", ".npz", ".pt", ".h5", ".hdf5", ".safetensors", ".zip", ".tar"),
+}
+"""Endings that no Hub id has."""
 MOST_ROUNDS = 10
 """Of ``--fix``. Two are enough for the rules there are."""
 
@@ -130,10 +139,31 @@ def describe(request: Launch, checked: Checked) -> str:
     lines += [f"  {line}" for line in chosen]
     command = shlex.join(["python", str(checked.recipe), *request.arguments, "--print_config"])
     lines.append(f"  and {len(checked.loaded.origins) - len(chosen)} options at their defaults: {command}")
-    lines.append("nothing was run; everything that can be read is consistent")
+    lines += [f"  warning: {text}" for text in missing_data(checked.loaded)]
+    lines.append("nothing was run; launch file and options are consistent, and data are not looked into")
     if checked.is_elsewhere:
         lines.append("this machine has no accelerator: rules about cores, memory and disks were not applied")
     return "\n".join([*lines, *reporting.describe(checked.found)])
+
+
+def missing_data(loaded: Loaded[Any]) -> list[str]:
+    """Name each file or folder of data that a start would not find here. A Hub id, or a word such as demo, is none."""
+    found: list[str] = []
+    for name, value in flatten(to_tree(loaded.config)).items():
+        group, _, option = name.partition(".")
+        if group != DATA or not option.endswith("path") or not isinstance(value, str) or not _is_path(value):
+            continue
+        if not glob.glob(str(expand_path(value)), recursive=True):
+            found.append(f"{name}: {value}: there is no such file or folder on this machine, and a start needs it")
+    return found
+
+
+def _is_path(value: str) -> bool:
+    """Return True if a source of data can be nothing but a path."""
+    if "=" in value or "://" in value:
+        return False
+    named_as_path = value.startswith(("/", "./", "../", "~")) or value.count("/") > 1
+    return named_as_path or Path(value).suffix.lower() in DATA_FILES
 
 
 def _notes(machine: MachineConfig) -> list[str]:
@@ -150,6 +180,7 @@ def _json(checked: Checked) -> str:
             "global_batch_size": config.global_batch_size,
             "accumulation_steps": checked.accumulation,
             "notes": _notes(checked.machine),
+            "missing_data": missing_data(checked.loaded),
             "findings": reporting.as_json(checked.found),
         },
         indent=2,

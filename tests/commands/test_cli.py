@@ -106,8 +106,25 @@ def test_check_accepts_every_preset_with_every_experiment(
     monkeypatch.chdir(tmp_path)
     assert call("check", "--config_file", str(PRESETS / f"{preset}.yaml"), RECIPE, experiment) == 0
     shown = capsys.readouterr().out
-    assert "nothing was run; everything that can be read is consistent" in shown
+    assert "nothing was run; launch file and options are consistent" in shown
     assert not list(tmp_path.iterdir())
+
+
+def test_check_warns_of_data_that_are_not_here(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Hub id may be anywhere, and a path that exists is not looked into."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.jsonl").write_text("")
+    cases = {"nonexist.txt": True, "./some/folder": True, "data/*.jsonl": True, "here.jsonl": False, "*.jsonl": False}
+    cases |= {"owner/name": False, "owner/name:plain": False, "demo": False}
+    for value, warns in cases.items():
+        for option in ("--data.path", "--data.heldout_path"):
+            assert call("check", RECIPE, "demo", option, value) == 0
+            shown = capsys.readouterr().out
+            missing = f"warning: {option[2:]}: {value}: there is no such file or folder on this machine"
+            assert (missing in shown) == warns, (option, value)
+            assert "everything" not in shown
 
 
 def test_check_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
