@@ -5,6 +5,7 @@ The table has memory bandwidths and links. Peaks of products are in ``speed.devi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -115,14 +116,14 @@ def rated(name: str, precision: str, gpus: int) -> Rated:
     """Return the device of the table, or of a calibration of this precision. Raises ``UsageError``."""
     if name.endswith(FILE):
         return by_calibration(name, record.read(expand_path(name)), precision, gpus)
-    return by_data_sheet(name, *find_device(name, precision), gpus)
+    return by_data_sheet(name_in_table(name), *find_device(name, precision), gpus)
 
 
 def is_cpu(name: str) -> bool:
     """Return True for the calibration of a CPU. Raises ``UsageError`` for an unknown name, or a damaged file."""
     if name.endswith(FILE):
         return record.read(expand_path(name)).machine.device_type == "cpu"
-    _in_table(name)
+    name_in_table(name)
     return False
 
 
@@ -256,7 +257,7 @@ def _notes(found: Calibration, gpus: int) -> list[str]:
 
 def find_device(name: str, precision: str) -> tuple[Device, float]:
     """Return a device and the peak of its products in FLOP/s. Raises ``UsageError`` for one without such units."""
-    device = _in_table(name)
+    device = DEVICES[name_in_table(name)]
     peak = peak_flops(device.torch_name, precision)
     if precision == "fp32":
         # Products of a run take no TF32: nothing switches it on, and torch has it off.
@@ -269,11 +270,24 @@ def find_device(name: str, precision: str) -> tuple[Device, float]:
     return device, peak
 
 
-def _in_table(name: str) -> Device:
-    if name not in DEVICES:
-        meant = did_you_mean(nearest(name, DEVICES))
-        raise UsageError(
-            f"device: {name}: one of the table is required, or a file of accel-train calibrate with the ending {FILE}: "
-            f"{', '.join(DEVICES)}{meant}; give one of them, or leave --device out to do without a step time"
-        )
-    return DEVICES[name]
+def name_in_table(name: str) -> str:
+    """Return the name for ``--device`` of a device, also by the name that nvidia-smi shows. Raises ``UsageError``."""
+    letters = _letters(name)
+    for known, device in DEVICES.items():
+        if letters in (_letters(known), _letters(device.torch_name)):
+            return known
+    beginning = [known for known in DEVICES if letters and _letters(known).startswith(letters)]
+    # The nearest by its letters alone may be another model, as h200 is of h100.
+    meant = did_you_mean(beginning[0] if beginning else nearest(name, DEVICES))
+    if len(beginning) > 1:
+        meant = f" (did you mean one of {', '.join(beginning)}?)"
+    raise UsageError(
+        f"device: {name}: one of the table is required, or a file of accel-train calibrate with the ending {FILE}: "
+        f"{', '.join(DEVICES)}{meant}; give one of them, or leave --device out to do without a step time"
+    )
+
+
+def _letters(name: str) -> str:
+    """Return letters and digits in lower case, without the vendor's words in front."""
+    joined = re.sub(r"[^a-z0-9]", "", name.lower())
+    return re.sub(r"^(nvidia)?(geforce|tesla)?", "", joined)
