@@ -15,6 +15,13 @@ GIB = 2**30
 TRIAL_STEPS = 200
 """A run of at most this many steps is a trial. Rules about the length of a run leave it alone."""
 TRUE = ("1", "true", "yes", "on")
+FITS_EASILY = 0.4
+"""Weights, gradients, optimizer and EMA fit up to this share of a device. The rest is activations."""
+
+
+def fits_easily(state_bytes: float, device_bytes: float) -> bool:
+    """Tell if each device holds a whole training state with room for activations, so that nothing need be sharded."""
+    return state_bytes <= FITS_EASILY * device_bytes
 
 
 @dataclass(frozen=True)

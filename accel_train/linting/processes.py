@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 
-from accel_train.linting.facts import GIB, Facts
+from accel_train.linting.facts import FITS_EASILY, GIB, Facts, fits_easily
 from accel_train.linting.findings import Finding, Rule
 
 MANY_MICRO_BATCHES = 16
-FITS_EASILY = 0.4
-"""Weights, gradients, optimizer and EMA fit up to this share of a device. The rest is activations."""
+LARGE_UPDATE_BYTES = 10 * GIB
+"""Of a training state of this size an update on each device takes longer than the host needs for FSDP2's hooks: reading
+and writing it takes 8 ms at 3 TB/s."""
 LARGE_SHARE = 0.25
 LONG_TIMEOUT_SECONDS = 4 * 3600
 SHORT_TIMEOUT_SECONDS = 60
@@ -100,7 +101,7 @@ def _fits_each_device(facts: Facts) -> bool:
     if state is None or device is None or not facts.on_gpu:
         return False
     # False while anything is unknown: the rules that ask would advise against sharding.
-    return state <= FITS_EASILY * device
+    return fits_easily(state, device)
 
 
 def _sizes(facts: Facts) -> str:
@@ -111,13 +112,17 @@ def _sizes(facts: Facts) -> str:
 
 def sharding_without_need(facts: Facts) -> Finding | None:
     """FSDP2 and ZeRO-3 gather the weights of each block in every forward and backward. DDP gathers nothing, and is the
-    faster one for a model whose training state fits on each device.
+    faster one for a model whose training state fits on each device. Not so for a state of 10 GiB or more with a single
+    micro-batch on one machine: there each device updates its part alone, and gathers cost no more than DDP's reduction.
     """
     layout = facts.layout
     # Under ZeRO-1 and ZeRO-2 weights are whole on every device, so no block is gathered.
     if layout.strategy not in ("fsdp2", "zero3") or layout.processes == 1 or layout.offload:
         return None
     if not _fits_each_device(facts):
+        return None
+    is_large = (facts.held_bytes or 0) - facts.frozen_bytes >= LARGE_UPDATE_BYTES
+    if is_large and facts.accumulation == 1 and layout.machines == 1:
         return None
     return Finding(
         option="distributed_type",

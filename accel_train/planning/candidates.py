@@ -26,6 +26,10 @@ LAUNCH_FILES = {
 """Bundled launch file by strategy."""
 OFFLOADS = ("zero2_offload", "zero3_offload")
 """Behind the others: what fits without an offload mostly spares them their search."""
+WHOLE = ("single", "ddp")
+"""Each GPU holds all states."""
+DIVIDED = ("fsdp2", "zero3_offload")
+"""A GPU's own states are a part of all."""
 NO_DEEPSPEED = {
     "DeepSpeed ZeRO (zero2_offload.yaml, zero3_offload.yaml)": "DeepSpeed is not installed: "
     "pip install 'accel-train[deepspeed]'"
@@ -37,7 +41,8 @@ NOT_CONSIDERED: Mapping[str, str] = {
     f"{MODE} attention and ffn": "their memory and time lie between those of none and full",
     "precision, float8, optimizer": "part of the experiment: others train other weights",
     "attention": "auto takes the fastest kernel that is right, at each start",
-    "compile, sync": "left as the preset and the flags set them",
+    "sync": "left as the preset and the flags set it",
+    "compile": "simulated as off, because a compiler decides by itself what it keeps; written as preset or flag say",
 }
 """Named in every plan."""
 
@@ -87,6 +92,8 @@ class Space:
     """Options set by a flag and therefore not chosen."""
     blocks: int | None = None
     """Checkpointed blocks as preset or flag say, and then not chosen."""
+    compile_mode: str = "off"
+    """As preset or flag say. Simulated is off."""
 
     def not_considered(self) -> Mapping[str, str]:
         """Return what was left out, with the reason."""
@@ -131,6 +138,7 @@ def space_of(config: Any, origins: Mapping[str, str], gpus: int) -> Space:
         sizes=sizes,
         fixed=fixed,
         blocks=config.activation_checkpointing.blocks,
+        compile_mode=config.compile.mode,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -66,6 +67,9 @@ def plan(recipe: str, arguments: Sequence[str], options: Options) -> str:
     if options.as_json:
         return text
     start = shlex.join(["accelerate", "launch", "--config_file", str(launch), str(find_recipe(recipe)), str(preset)])
+    if writing.is_relative(loaded):
+        # The preset keeps its paths as they were given, and from another directory they would name other files.
+        start = f"cd {shlex.quote(os.getcwd())} && {start}"
     return f"{text}\n\nwritten: {launch}, {preset}\n  {start}"
 
 
@@ -76,7 +80,7 @@ def budget_of(options: Options) -> Budget:
         margin = default_margin(options.vram_gib)
     share = BALANCED_SHARE if options.goal == "balanced" else 1.0
     host = memory_of_this_machine_gib() if options.host_gib is None else options.host_gib
-    return Budget(options.vram_gib, margin, options.gpus, share, host)
+    return Budget(options.vram_gib, margin, options.gpus, share, host, host_is_here=options.host_gib is None)
 
 
 def _reporting(simulator: Simulator, budget: Budget, rates: Rates) -> Measure:

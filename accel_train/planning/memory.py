@@ -10,6 +10,8 @@ from typing import NamedTuple
 import psutil
 
 GIB = 2**30
+FP32, HALF = 4, 2
+"""Bytes of a value."""
 
 
 class Rule(NamedTuple):
@@ -59,6 +61,8 @@ class Budget:
     """Part to use of the memory left by the margin."""
     host_gib: float = math.inf
     """Memory of the machine, which its GPUs share."""
+    host_is_here: bool = False
+    """``host_gib`` is the memory of this machine, because none was given."""
     on_cpu: bool = False
     """Processes on a CPU. The memory of each takes the place of a GPU's."""
 
@@ -74,6 +78,13 @@ class Budget:
         """Return the GiB needed on the machine for ``tensors`` bytes, those of all processes, or 0 for none."""
         # Without an offload the host holds what it holds for any launch file, and limits none.
         return tensors / GIB + sum(self.host_parts_gib(tensors).values()) if tensors else 0.0
+
+    def over_host(self, needed: float) -> str:
+        """Describe how much of ``needed`` GiB exceeds the machine's own memory, and whose limit that is."""
+        text = over(needed, self.host_limit_gib)
+        if self.host_is_here:
+            text += f" of {self.host_limit_gib:.1f} GiB, this machine's; give --host_gib for that of the target"
+        return text
 
     @property
     def limit_gib(self) -> float:
@@ -110,6 +121,16 @@ class Budget:
         # Every rule is linear in the tensors, so one GiB of them shows the slope.
         growth = self.needed_gib(GIB) - fixed
         return (self.limit_gib - fixed) / growth * GIB
+
+
+def difference(gib: float) -> str:
+    """Return a difference in GiB, or in MiB where that would be rounded to nothing."""
+    return f"{gib:.2f}" if gib >= 0.1 else f"{gib * 1024:.1f} MiB"
+
+
+def over(needed: float, limit: float) -> str:
+    """Describe how much of ``needed`` GiB exceeds the limit."""
+    return f"{difference(needed - limit)} too much"
 
 
 def default_margin(vram_gib: float) -> float:

@@ -15,13 +15,15 @@ from accel_train.planning.candidates import (
     MODE,
     MODES,
     OFFLOADS,
+    WHOLE,
     Candidate,
     Space,
 )
+from accel_train.planning.chains import Chain, best, not_needed, smallest
 from accel_train.planning.flags import Goal
-from accel_train.planning.memory import GIB, MARGIN_SHARE, Budget, default_margin
+from accel_train.planning.memory import GIB, MARGIN_SHARE, Budget, default_margin, difference, over
 from accel_train.planning.probe import Probe
-from accel_train.planning.search import Chain, Measure, best, smallest, spare_recomputation
+from accel_train.planning.search import Measure, spare_recomputation
 from accel_train.simulation import ledger
 
 
@@ -77,7 +79,10 @@ class Plan:
         if other is not None and self.goal == "memory":
             return f"needs {other.needs(self.budget)}"
         if other is not None:
-            return f"takes {other.time.total / self.chosen.time.total:.2f} times as long"
+            text = f"takes {other.time.total / self.chosen.time.total:.2f} times as long"
+            if other.candidate.strategy not in WHOLE and other.time.total < self.chosen.time.total:
+                text += f", but {not_needed(self.chosen, self.budget)}"
+            return text
         nearest = smallest(chains)
         reasons = [chain.left_out for chain in chains if chain.left_out]
         # Without a reason each chain was searched down to its smallest micro-batch, so this is the least memory.
@@ -129,7 +134,9 @@ class Plan:
         if nearest is None:
             return f"at least one, which {MODE} {self.chosen.candidate.mode} requires"
         if self.goal == "memory":
-            return f"the fewest of the least memory: with {fewer} it needs {nearest.needed_gib(self.budget):.2f} GiB"
+            needed = nearest.needed_gib(self.budget)
+            more = difference(needed - self.chosen.needed_gib(self.budget))
+            return f"the fewest of the least memory: with {fewer} it needs {needed:.2f} GiB, {more} more"
         return f"the fewest that fit: with {fewer} it needs {self._over(nearest)}"
 
     def _simulated(self, candidate: Candidate) -> Probe | None:
@@ -141,7 +148,7 @@ class Plan:
 
     def _over(self, probe: Probe) -> str:
         needed = probe.needed_gib(self.budget)
-        return f"{needed:.2f} GiB, {needed - self.budget.limit_gib:.2f} too much"
+        return f"{needed:.2f} GiB, {over(needed, self.budget.limit_gib)}"
 
     def _next_larger(self) -> Probe | None:
         """Return the simulated candidate of the next larger micro-batch, all else equal."""
@@ -190,9 +197,18 @@ def _nothing_fits(space: Space, budget: Budget, chains: Sequence[Chain], config:
     return (
         f"vram_gib: {budget.vram_gib:g}: nothing fits into {budget.limit_gib:.2f} GiB, {_share(budget)}; the smallest "
         f"that was found needs {needed:.2f} GiB ({found.candidate}): weights, gradients, optimizer and EMA take "
-        f"{states:.2f}, activations {activations:.2f}; beside all tensors {', '.join(rules)}. What helps: "
-        f"{'; '.join(helps)}"
+        f"{states:.2f}, activations {activations:.2f}; beside all tensors {', '.join(rules)}"
+        f"{_offloads_ruled_out(chains)}. What helps: {'; '.join(helps)}"
     )
+
+
+def _offloads_ruled_out(chains: Sequence[Chain]) -> str:
+    """Describe the limits that rule out an offload without a simulation."""
+    limits: dict[str, None] = {}
+    for chain in chains:
+        if chain.strategy in OFFLOADS and not chain.probes and not chain.refused:
+            limits[f". {LAUNCH_FILES[chain.strategy]} {chain.left_out}"] = None
+    return "".join(limits)
 
 
 def _device(budget: Budget) -> str:

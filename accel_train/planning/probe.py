@@ -9,18 +9,15 @@ from typing import Any
 from accel_train.cost_model.rates import Rates
 from accel_train.cost_model.times import StepTime, step_time, step_work
 from accel_train.cost_model.work import Work
+from accel_train.linting.facts import fits_easily
 from accel_train.planning.candidates import MODES, Candidate
-from accel_train.planning.memory import Budget
+from accel_train.planning.memory import FP32, GIB, HALF, Budget, over
 from accel_train.simulation import ledger
 
 STATES = (
     *(ledger.PARAMETERS, ledger.MASTERS, ledger.BUFFERS, ledger.GRADIENTS),
     *(ledger.OPTIMIZER, ledger.EMA, ledger.BESIDE),
 )
-
-
-FP32, HALF = 4, 2
-"""Bytes of a value."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,10 @@ class Probe:
         """Bytes held whatever the micro-batch: all of them are there when the optimizer steps."""
         return sum(self.counted["held"].get(name, 0) for name in STATES)
 
+    def fits_easily(self, budget: Budget) -> bool:
+        """Return True if the states held here leave room, by the linter's rule about needless sharding and offload."""
+        return fits_easily(self.states, budget.vram_gib * GIB)
+
     def needed_gib(self, budget: Budget) -> float:
         """Return the GiB needed on each GPU."""
         return budget.needed_gib(self.tensors)
@@ -82,12 +83,15 @@ class Probe:
     def needs(self, budget: Budget) -> str:
         """Describe the memory needed, and by how much it exceeds the limits."""
         parts: list[str] = []
-        over = self.needed_gib(budget) - budget.limit_gib
-        parts.append(f"{self.needed_gib(budget):.2f} GiB" + (f", {over:.2f} too much" if over > 0 else ""))
+        needed = self.needed_gib(budget)
+        parts.append(f"{needed:.2f} GiB")
+        if needed > budget.limit_gib:
+            parts.append(over(needed, budget.limit_gib))
         host = self.needed_host_gib(budget)
         if host:
-            over = host - budget.host_limit_gib
-            parts.append(f"{host:.1f} GiB of host memory" + (f", {over:.1f} too much" if over > 0 else ""))
+            parts.append(f"{host:.1f} GiB of host memory")
+        if not self.fits_host(budget):
+            parts.append(budget.over_host(host))
         return ", ".join(parts)
 
 

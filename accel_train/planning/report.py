@@ -61,6 +61,9 @@ def _values(plan: Plan) -> list[str]:
         # Samples of several shapes: a micro-batch has one of them, and need not be full.
         product = f"{count} micro-batches of at most {size} in the simulated step, each of one shape"
     lines.append(f"{'global_batch_size':<32}{plan.space.global_batch_size:<20,}unchanged: {product}")
+    mode = plan.space.compile_mode
+    if mode != "off":
+        lines.append(f"{'compile.mode':<32}{mode:<20}unchanged: simulated as off")
     if plan.space.gpus > MACHINE_GPUS:
         lines.append(
             f"note: {plan.space.gpus} GPUs are planned as one machine. For several, add num_machines and "

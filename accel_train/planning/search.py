@@ -17,28 +17,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from accel_train.config import UsageError
+from accel_train.planning.bounds import left_out
 from accel_train.planning.candidates import MODES, OFFLOADS, Candidate, Space
+from accel_train.planning.chains import Chain, best, fastest_of, seconds_to_beat, slowness
 from accel_train.planning.flags import Goal
 from accel_train.planning.memory import Budget
 from accel_train.planning.probe import Probe
 
 Measure = Callable[[Candidate], Probe]
 """Raises ``UsageError`` if a start would refuse the candidate."""
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Results of the search for one strategy and mode."""
-
-    strategy: str
-    mode: str
-    probes: tuple[Probe, ...] = ()
-    left_out: str | None = None
-    """Why no or no further sizes were simulated."""
-    refused: bool = False
-    """A start would refuse it."""
-    hopeless: bool = False
-    """The states alone do not fit, whatever the mode and the micro-batch."""
 
 
 def search(space: Space, goal: Goal, budget: Budget, measure: Measure) -> list[Chain]:
@@ -48,7 +35,7 @@ def search(space: Space, goal: Goal, budget: Budget, measure: Measure) -> list[C
     for strategy in space.strategies:
         slower = None
         if strategy in OFFLOADS:
-            slower = _slower_in_host_memory(space, goal, budget, found)
+            slower = left_out(strategy, space, goal, budget, found, best(found, goal, budget))
         for mode in space.modes:
             chain = Chain(strategy, mode, left_out=slower)
             if slower is None:
@@ -57,34 +44,11 @@ def search(space: Space, goal: Goal, budget: Budget, measure: Measure) -> list[C
     return found
 
 
-def best(chains: Sequence[Chain], goal: Goal, budget: Budget) -> Probe | None:
-    """Return the candidate to plan, None if nothing fits."""
-    fitting = [probe for chain in chains for probe in chain.probes if probe.fits(budget)]
-    if goal == "memory":
-        return min(fitting, key=lambda probe: (probe.tensors, probe.time.total), default=None)
-    return min(fitting, key=_slowness, default=None)
-
-
-def smallest(chains: Sequence[Chain], budget: Budget | None = None) -> Probe | None:
-    """Return the simulated candidate of least memory, with ``budget`` of those that fit the host. None if all were
-    refused.
-    """
-    probes = [probe for chain in chains for probe in chain.probes]
-    if budget is not None:
-        probes = [probe for probe in probes if probe.fits_host(budget)]
-    return min(probes, key=lambda probe: probe.tensors, default=None)
-
-
-def _slowness(probe: Probe) -> tuple[float, int, int]:
-    # Of the same time, the fewest and so the largest kernels.
-    return probe.time.total, probe.micro_batches, probe.tensors
-
-
 def _search_chain(
     space: Space, goal: Goal, budget: Budget, measure: Measure, earlier: Sequence[Chain], names: tuple[str, str]
 ) -> Chain:
     strategy, mode = names
-    fastest = best(earlier, goal, budget)
+    fastest = fastest_of(earlier, budget)
     is_last = mode == space.modes[-1]
     # For the least memory a slower mode may be the right one, so none is left out.
     if goal != "memory":
@@ -122,27 +86,6 @@ def _search_chain(
     return Chain(strategy, mode, probes, reason)
 
 
-def _slower_in_host_memory(space: Space, goal: Goal, budget: Budget, earlier: Sequence[Chain]) -> str | None:
-    """Return why no offload can be the fastest, or None if that is not known without a simulation."""
-    fastest = best(earlier, goal, budget)
-    if goal == "memory" or fastest is None:
-        return None
-    least: list[float] = []
-    for chain in earlier:
-        # The least accumulation and recomputation: an offload can at best do the same.
-        if chain.strategy in OFFLOADS or chain.mode != space.modes[0]:
-            continue
-        probes = [probe for probe in chain.probes if probe.candidate.micro_batch_size == space.sizes[-1]]
-        least += [probe.least_offloaded for probe in probes]
-    times = min(least, default=0.0) / fastest.time.total
-    if times < 1:
-        return None
-    return (
-        f"takes at least {times:.2f} times as long as {fastest.candidate}: by products, attention, and states that are "
-        "copied from and updated in host memory"
-    )
-
-
 def _slower_by_recomputing(space: Space, chain: Chain, budget: Budget, fastest: Probe | None) -> str | None:
     """Return why a mode with more recomputation than ``chain`` cannot be the fastest, or None."""
     for probe in chain.probes:
@@ -163,7 +106,7 @@ def _sizes_to_the_limit(
     probes = [largest]
     if largest.fits(budget):
         return tuple(probes), None
-    if fastest is not None and largest.time.total >= fastest.time.total:
+    if fastest is not None and largest.time.total >= seconds_to_beat(fastest, budget, largest):
         reason = f"takes at best {largest.time.total / fastest.time.total:.2f} times as long as {fastest.candidate}"
         return tuple(probes), reason
     sizes = space.sizes[:-1]
@@ -192,7 +135,7 @@ def spare_recomputation(
     first = space.modes.index(chosen.candidate.mode)
     # Earlier modes need more memory, on all blocks and on each: they do not fit at this size, or were slower.
     wholes = fewest.fitting(chosen.candidate, space.modes[first:])
-    fastest = min(map(fewest.of, wholes), key=_slowness)
+    fastest = min(map(fewest.of, wholes), key=slowness)
     if goal != "memory":
         fastest = _at_smaller_sizes(space, fewest, fastest)
     return [simulate.joined(chain) for chain in chains], fastest
@@ -206,8 +149,8 @@ def _at_smaller_sizes(space: Space, fewest: FewestBlocks, fastest: Probe) -> Pro
         candidate = replace(fastest.candidate, micro_batch_size=size, blocks=None)
         wholes = fewest.fitting(candidate, modes)
         promising = [whole for whole in wholes if fewest.expected_seconds(whole) < fastest.time.total]
-        quickest = min(map(fewest.of, promising), key=_slowness, default=fastest)
-        if _slowness(quickest) >= _slowness(fastest):
+        quickest = min(map(fewest.of, promising), key=slowness, default=fastest)
+        if slowness(quickest) >= slowness(fastest):
             break
         fastest = quickest
     return fastest

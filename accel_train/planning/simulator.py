@@ -48,6 +48,7 @@ class Simulator:
         self._arguments = tuple(arguments)
         self._processes = processes
         self._step = step
+        self._uncompiled: tuple[str, ...] = ()
         self.device_type: DeviceType = "cuda"
 
     def read_config(self) -> Loaded[Any]:
@@ -57,6 +58,8 @@ class Simulator:
         loaded = config_of(import_recipe(find_recipe(self.recipe)).main, self._arguments)
         if loaded is None:
             raise UsageError(f"recipe {self.recipe!r}: its main ended without a config; a recipe first reads it")
+        # A simulation cannot show compiled blocks, and the memory and time of others are an upper bound of theirs.
+        self._uncompiled = ("--compile.mode", "off") if loaded.config.compile.mode != "off" else ()
         return loaded
 
     def count(self, candidate: Candidate) -> Mapping[str, Any]:
@@ -78,7 +81,7 @@ class Simulator:
         request = Launch(
             str(folder("accelerate_configs") / LAUNCH_FILES[candidate.strategy]),
             self.recipe,
-            (*self._arguments, *candidate.flags()),
+            (*self._arguments, *candidate.flags(), *self._uncompiled),
             num_processes=self._processes,
             # Given, or every candidate would bind a free port that nothing uses.
             main_process_port=PORT,

@@ -15,6 +15,7 @@ from accel_train.store.atomic_files import replace_file
 
 LAUNCH = "launch.yaml"
 PRESET = "preset.yaml"
+OUTPUT = "output_dir"
 
 
 def paths_in(directory: str) -> tuple[Path, Path]:
@@ -54,6 +55,18 @@ def launch_text(strategy: str, gpus: int) -> str:
     while lines[0].startswith("#"):
         lines.pop(0)
     return re.sub(r"(?m)^num_processes: .*$", f"num_processes: {gpus}", "".join(lines))
+
+
+def is_relative(loaded: Loaded[Any]) -> bool:
+    """Return True if an option that the preset holds is a path relative to the current directory."""
+    values = flatten(experiment_tree(loaded.config))
+    given = {name: value for name, value in values.items() if loaded.origins.get(name) != "default"}
+    paths = [value for name, value in given.items() if isinstance(value, str) and name != OUTPUT and value]
+    # An output directory need not exist. Of others, only a file that is there is known to be a path.
+    places = [value for value in paths if Path(value).exists()]
+    if OUTPUT in given:
+        places.append(given[OUTPUT])
+    return not all(value.startswith("~") or Path(value).is_absolute() for value in places)
 
 
 def planned_tree(loaded: Loaded[Any], candidate: Candidate) -> Tree:

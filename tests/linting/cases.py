@@ -79,7 +79,10 @@ PROCESSES = {
         given(layout=replace(FSDP2, processes=1)),
         given(layout=replace(FSDP2, processes=1, offload=True)),
     ),
-    "sharding-without-need": (given(layout=FSDP2, parameters=BILLION), given(layout=FSDP2, parameters=2 * BILLION)),
+    "sharding-without-need": (
+        given(FOUR_MICRO_BATCHES, FSDP2, parameters=BILLION),
+        given(FOUR_MICRO_BATCHES, FSDP2, parameters=2 * BILLION),
+    ),
     "offload-without-need": (
         given(layout=replace(FSDP2, offload=True), parameters=BILLION),
         given(layout=replace(FSDP2, offload=True), parameters=2 * BILLION),

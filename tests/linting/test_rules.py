@@ -30,6 +30,7 @@ from tests.linting.cases import (
     FSDP2,
     GPU,
     HUB,
+    ONE_MICRO_BATCH,
     RTX_4090,
     V100,
     given,
@@ -195,6 +196,9 @@ CONDITIONS: list[tuple[str, Facts, bool]] = [
     ("time-limit-before-save", on(CPU, {"checkpoints.save_every_minutes": 0.0}, seconds_left=6000.0), True),
     ("time-limit-before-save", on(CPU, {"checkpoints.save_every_epochs": 1.0}, seconds_left=60.0), False),
     ("fp16-beside-bf16", on(replace(DDP, processes=2), {"precision": "fp16"}, devices=(A100, V100)), False),
+    # Of 20 bytes for each parameter: 9.3 and 11.2 GiB, whose update is divided by all processes.
+    ("sharding-without-need", given(ONE_MICRO_BATCH, FSDP2, parameters=BILLION // 2), True),
+    ("sharding-without-need", given(ONE_MICRO_BATCH, FSDP2, parameters=BILLION * 6 // 10), False),
     # The smallest device decides, and one without a process is not waited for.
     ("sharding-without-need", replace(on(FSDP2, devices=(A100, A100, A100, RTX_4090)), parameters=BILLION), False),
     ("unequal-devices", on(replace(DDP, processes=2), devices=(A100, A100, V100)), False),

@@ -62,6 +62,8 @@ def made_up(candidate: Candidate, micro_batches: int, held: Mapping[str, int] | 
         time=StepTime(seconds, 0.0, 0.0, 0.0, 0.0, sent, on_host=OFFLOADED.get(strategy, 0.0)),
         counted={
             "values": 10**9,
+            "trained": 10**8,
+            "processes": 1,
             "precision": "bf16",
             "step": 1,
             "blocks": BLOCKS,

@@ -24,11 +24,12 @@ from accel_train.config import UsageError
 from accel_train.cost_model.devices import rated
 from accel_train.options.strict_yaml import read_yaml
 from accel_train.planning.candidates import LAUNCH_FILES, MODES, Candidate, Space, divisors
+from accel_train.planning.chains import best
 from accel_train.planning.command import budget_of
 from accel_train.planning.flags import Goal, Options
 from accel_train.planning.plan import Plan, make_plan, without_needless_checkpointing
 from accel_train.planning.probe import Probe, probe_of
-from accel_train.planning.search import best, search
+from accel_train.planning.search import search
 from accel_train.planning.simulator import Simulator
 from benchmarks import lora_bases
 from tests.domains.language import tiny

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from accel_train.config import UsageError
-from accel_train.cost_model.devices import find_device, rated
+from accel_train.cost_model.devices import find_device, is_cpu, rated
 from accel_train.data.options import ONE_BATCH_SIZE, BatchScheduleConfig
 from accel_train.planning import command, report
 from accel_train.planning.candidates import MICRO_BATCH, MODE, Candidate, divisors, on_a_cpu, space_of
@@ -34,6 +34,7 @@ def config(**changed: Any) -> SimpleNamespace:
         "memory": MemoryConfig(),
         "batch_schedule": ONE_BATCH_SIZE,
         "precision": "fp32",
+        "compile": SimpleNamespace(mode="off"),
         "sync": "auto",
     }
     return SimpleNamespace(**values | changed)
@@ -146,8 +147,29 @@ def test_missing_and_impossible_flags_are_refused(words: tuple[str, ...], messag
 def test_a_device_is_known_and_has_units_of_the_precision() -> None:
     with pytest.raises(UsageError, match=r"device: h100: .*h100-sxm.*did you mean"):
         find_device("h100", "bf16")
+    with pytest.raises(UsageError, match=r"did you mean one of h100-sxm, h100-pcie, h100-nvl\?"):
+        find_device("H100", "bf16")
+    with pytest.raises(UsageError, match=r"did you mean 'l40s'\?"):
+        find_device("NVIDIA L40", "bf16")
     with pytest.raises(UsageError, match=r"device: t4: .*precision bf16"):
         find_device("t4", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("RTX 4090", "rtx-4090"),
+        ("rtx4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb-sxm"),
+        ("Tesla T4", "t4"),
+    ],
+)
+def test_a_device_has_the_name_that_nvidia_smi_shows_as_well(name: str, known: str) -> None:
+    assert rated(name, "fp32", 1) == rated(known, "fp32", 1)
+    assert rated(name, "fp32", 1).name == known
+    assert not is_cpu(name)
 
 
 @pytest.mark.parametrize(

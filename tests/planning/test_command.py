@@ -76,7 +76,7 @@ def test_a_plan_is_printed_written_and_trains(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # half a minute; the plan that is printed above has the same figures
 def test_json_has_every_figure_with_its_origin() -> None:
-    done = plan("--gpus", "2", "--vram_gib", "24", "--device", "rtx-4090", "--json")
+    done = plan("--gpus", "2", "--vram_gib", "24", "--device", "rtx-4090", "--goal", "memory", "--json")
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     found = printed["plan"]
@@ -103,7 +103,7 @@ def test_nothing_fits_ends_with_exit_code_2() -> None:
     assert candidate.startswith("single, activation_checkpointing.mode full")
 
 
-@pytest.mark.parametrize("recipe_flags", [["--compile.mode", "on"], ["--optimizer.name", "adamw8bit"]], ids=str)
+@pytest.mark.parametrize("recipe_flags", [["--precision", "fp16"], ["--optimizer.name", "adamw8bit"]], ids=str)
 def test_what_a_simulation_refuses_is_refused(recipe_flags: list[str]) -> None:
     done = plan(*recipe_flags, "--gpus", "1", "--vram_gib", "24")
     assert done.returncode == 2
@@ -181,3 +181,29 @@ def test_accelerate_launch_takes_both_files(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     steps = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["event"] == "train"]
     assert len(steps) == 2
+
+
+def test_compiled_blocks_are_planned_without_and_written_with_their_own_value(tmp_path: Path) -> None:
+    files = tmp_path / "planned"
+    done = plan("--compile.mode", "auto", "--gpus", "1", "--vram_gib", "24", "--write", str(files))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"(?m)^compile.mode +auto +unchanged: simulated as off", done.stdout)
+    assert read([str(files / PRESET)]).config.compile.mode == "auto"
+
+
+def test_the_printed_start_holds_for_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("a text\n" * 64)
+    monkeypatch.setattr(command, "_reporting", lambda *_: lambda candidate: made_up(candidate, 1))
+    words = ["demo", *CHOSEN, "--output_dir", str(tmp_path / "run")]
+    for given, beginning in (
+        ([], "accelerate launch"),
+        (["--data.path", "my.txt"], f"cd {tmp_path} && accelerate launch"),
+        (["--data.path", str(tmp_path / "my.txt")], "accelerate launch"),
+        (["--output_dir", "here"], f"cd {tmp_path} && accelerate launch"),
+    ):
+        loaded = read([*words, *given])
+        monkeypatch.setattr(Simulator, "read_config", lambda _, found=loaded: found)
+        options = Options(gpus=1, vram_gib=80.0, write=str(tmp_path / f"planned{len(list(tmp_path.iterdir()))}"))
+        text = command.plan("mmdit", [*words, *given], options)
+        assert text.splitlines()[-1].startswith(f"  {beginning}"), given

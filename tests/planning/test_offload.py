@@ -15,12 +15,13 @@ from accel_train.cost_model.devices import rated
 from accel_train.cost_model.times import StepTime
 from accel_train.planning import memory, report
 from accel_train.planning.candidates import OFFLOADS, Candidate, Space, space_of
+from accel_train.planning.chains import Chain, best
 from accel_train.planning.command import budget_of
 from accel_train.planning.flags import Goal, Options
-from accel_train.planning.memory import HOST_RULES, MARGIN_SHARE, Budget, memory_of_this_machine_gib
+from accel_train.planning.memory import GIB, HOST_RULES, MARGIN_SHARE, Budget, memory_of_this_machine_gib
 from accel_train.planning.plan import Plan, make_plan
 from accel_train.planning.probe import Probe, least_offloaded
-from accel_train.planning.search import Chain, best, search
+from accel_train.planning.search import search
 from tests.planning.made_up import ON_HOST, made_up, space
 from tests.planning.test_choices import config, flags
 
@@ -51,13 +52,14 @@ def test_the_best_that_fits_gpu_and_host_is_found(gpus: int, limit: float, host:
     given = space(gpus, 32, offloads=True)
     budget = Budget(limit, 0.0, gpus, host_gib=host)
     every = [Candidate(*names) for names in itertools.product(given.strategies, given.modes, given.sizes)]
-    fitting = [probe for probe in (made_up(one, given.micro_batches(one)) for one in every) if probe.fits(budget)]
+    simple = Chain("", "", tuple(made_up(one, given.micro_batches(one)) for one in every))
     chains, simulated = searched(given, budget, goal)
     found = best(chains, goal, budget)
+    expected = best([simple], goal, budget)
     if goal == "memory":
-        assert (found and found.tensors) == min((probe.tensors for probe in fitting), default=None)
+        assert (found and found.tensors) == (expected and expected.tensors)
     else:
-        assert (found and found.time.total) == min((probe.time.total for probe in fitting), default=None)
+        assert (found and found.time.total) == (expected and expected.time.total)
     assert len(set(simulated)) == len(simulated)
 
 
@@ -232,3 +234,43 @@ def test_without_the_flag_it_is_the_memory_of_this_machine(monkeypatch: pytest.M
     whole = memory_of_this_machine_gib()
     limit.write_text(f"{2**28}\n")
     assert memory_of_this_machine_gib() == 0.25 < whole
+
+
+def test_a_limit_of_this_machine_is_named_as_one() -> None:
+    probe = made_up(Candidate("zero2_offload", "none", 1), 1)
+    here = Budget(80.0, 0.0, 1, host_gib=8.0, host_is_here=True)
+    assert probe.needs(here).endswith(
+        "12.0 GiB of host memory, 4.40 too much of 7.6 GiB, this machine's; give --host_gib for that of the target"
+    )
+    assert probe.needs(replace(here, host_is_here=False)).endswith("12.0 GiB of host memory, 4.40 too much")
+    assert budget_of(Options(1, 80.0)).host_is_here
+    assert not budget_of(Options(1, 80.0, host_gib=8.0)).host_is_here
+
+
+def test_a_difference_that_rounds_to_nothing_is_in_mib() -> None:
+    probe = made_up(Candidate("single", "none", 1), 1)
+    needed = probe.needed_gib(Budget(80.0, 0.0, 1))
+    assert probe.needs(Budget(needed - 3 / 1024, 0.0, 1)) == f"{needed:.2f} GiB, 3.0 MiB too much"
+    assert probe.needs(Budget(needed - 1.5, 0.0, 1)) == f"{needed:.2f} GiB, 1.50 too much"
+
+
+@pytest.mark.parametrize("goal", ["speed", "memory"])
+def test_an_offload_that_cannot_fit_is_not_simulated(goal: Goal) -> None:
+    """By the rules and what is known of the states: 0.56 GiB and weights in two bytes on the GPU, 4 GiB for the process
+    and a third more than the fp32 weights of 100 million values on the host."""
+    given = space(1, 64, offloads=True)
+    weights = 2 * 10**8 * 1.05 / GIB
+    host = 4 + 4 * 10**8 * 4 / 3 / GIB
+    for limit, host_gib, expected in (
+        (0.5625 + weights + 0.01, host + 0.01, set(OFFLOADS)),
+        (0.5625 + weights - 0.01, host + 0.01, {"zero3_offload"}),
+        (0.55, host + 0.01, set[str]()),
+        (0.5625 + weights + 0.01, host - 0.01, set[str]()),
+    ):
+        budget = Budget(limit, 0.0, 1, host_gib=host_gib / 0.95)
+        chains, simulated = searched(given, budget, goal)
+        assert {one.strategy for one in simulated} - {"single"} == expected
+    (reason,) = {chain.left_out for chain in chains if chain.strategy in OFFLOADS}
+    assert reason == f"needs at least {host:.1f} GiB of host memory, 10.2 MiB too much"
+    with pytest.raises(UsageError, match=r"zero2_offload.yaml needs at least .*\. zero3_offload.yaml needs at least"):
+        make_plan("mmdit", goal, given, budget, chains, config())

@@ -8,12 +8,16 @@ from dataclasses import replace
 import pytest
 
 from accel_train.config import UsageError
+from accel_train.cost_model.times import StepTime
 from accel_train.planning.candidates import Candidate, Space
+from accel_train.planning.chains import UNDERSTATED, Chain, best, seconds_to_beat, smallest
 from accel_train.planning.flags import Goal
 from accel_train.planning.memory import GIB, Budget
+from accel_train.planning.plan import make_plan
 from accel_train.planning.probe import Probe
-from accel_train.planning.search import Chain, Point, _towards_the_limit, best, search, smallest
-from tests.planning.made_up import made_up, space
+from accel_train.planning.search import Point, _towards_the_limit, search
+from tests.planning.made_up import STATES, made_up, space
+from tests.planning.test_choices import config
 
 LIMITS = [5.0, 6.0, 7.0, 9.0, 10.0, 12.0, 14.0, 17.0, 20.0, 24.0, 31.0, 40.0, 80.0]
 
@@ -39,10 +43,9 @@ def test_the_fastest_that_fits_is_found(gpus: int, batch: int, limit: float, goa
         return made_up(candidate, given.micro_batches(candidate))
 
     chains = search(given, goal, budget, measure)
-    fitting = [probe for probe in every_candidate(given) if probe.fits(budget)]
-    expected = min((probe.time.total for probe in fitting), default=None)
+    expected = best([Chain("", "", tuple(every_candidate(given)))], goal, budget)
     found = best(chains, goal, budget)
-    assert (found and found.time.total) == expected
+    assert (found and found.time.total) == (expected and expected.time.total)
     assert len(set(simulated)) == len(simulated), "nothing is simulated twice"
     assert len(simulated) <= 5 * len(chains), "of each strategy and mode"
 
@@ -148,3 +151,47 @@ def test_of_the_same_time_the_fewest_micro_batches_are_planned() -> None:
     smaller = replace(alike[2], tensors=GIB)
     found = best([Chain("single", "none", (*alike, smaller))], "speed", Budget(80.0, 0.0, 1))
     assert found == smaller
+
+
+@pytest.mark.parametrize(("ratio", "strategy"), [(0.9 * UNDERSTATED, "ddp"), (1.1 * UNDERSTATED, "fsdp2")])
+@pytest.mark.parametrize("activations", [1.0, 20.0])
+def test_needless_sharding_has_to_be_faster_by_more_than_the_error_of_the_model(
+    ratio: float, strategy: str, activations: float
+) -> None:
+    """Whether its whole share fits under DDP as well, or only a smaller micro-batch."""
+    given = space(2, 96)
+    budget = Budget(80.0, 0.0, 2)
+
+    def measure(candidate: Candidate) -> Probe:
+        found = made_up(candidate, given.micro_batches(candidate))
+        gib = STATES[candidate.strategy] + activations * candidate.micro_batch_size / 48
+        seconds = ratio if candidate.strategy == "ddp" else 1.0
+        return replace(found, tensors=round(gib * GIB), time=StepTime(seconds, 0, 0, 0, 0, 0))
+
+    chains = search(given, "speed", budget, measure)
+    found = best(chains, "speed", budget)
+    assert found is not None
+    assert found.candidate.strategy == strategy
+    plan = make_plan("mmdit", "speed", given, budget, chains, config())
+    reason = plan.reasons()["launch file"]
+    expected = f"ddp: takes {ratio:.2f} times as long"
+    if strategy == "ddp":
+        expected = (
+            f"fsdp2: takes {1 / ratio:.2f} times as long, but the states take 8.00 of 80 GiB whole, and a model that "
+            f"counts no hooks has to show it {UNDERSTATED:g} times as fast"
+        )
+    assert reason == expected
+
+
+@pytest.mark.parametrize(
+    ("vram", "mode", "factor"), [(40.0, "none", UNDERSTATED), (40.0, "full", 1.0), (9.0, "none", 1.0)]
+)
+def test_only_needless_sharding_has_to_be_faster(vram: float, mode: str, factor: float) -> None:
+    """States of 8 GiB, beside 40 % of a GPU's memory. More recomputation to do without sharding is no gain."""
+    sharded = made_up(Candidate("fsdp2", "none", 1), 1)
+    other = made_up(Candidate("ddp", mode, 1), 1)
+    budget = Budget(vram, 0.0, 2)
+    assert seconds_to_beat(sharded, budget, other) == sharded.time.total * factor
+    assert seconds_to_beat(sharded, budget, sharded) == sharded.time.total
+    whole = made_up(Candidate("ddp", "none", 1), 1)
+    assert seconds_to_beat(whole, budget, sharded) == whole.time.total
