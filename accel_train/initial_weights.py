@@ -141,6 +141,7 @@ def build_once_per_host(accelerator: Accelerator, make: Callable[[], nn.Module])
         return make()
     rank = accelerator.process_index
     hosts = gather_on_hosts(_host())
+    # The lowest rank of the host.
     leader = hosts.index(hosts[rank])
     made: list[nn.Module] = []
     built = Built(leader, None)
@@ -232,6 +233,7 @@ def _refuse_unshareable(model: nn.Module) -> None:
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:  # pyright: ignore[reportPrivateUsage]
             raise UnshareableError(f"{name} has hooks, which are not pickled")
         if tensor.numel() > 0:
+            # By the last element, because a transposed tensor reaches as far as a contiguous one.
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             extents.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size(), name))
     for (_, end, name), (start, _, other) in pairwise(sorted(extents)):
@@ -314,6 +316,7 @@ def _adopt(offer: Offer, places: Mapping[str, Place], model: nn.Module) -> None:
 def _open(offer: Offer) -> _Unpickler:
     """Return a reader of the leader's pickled rest, with the memory of its parameters."""
     with open(offer.path, "rb") as file:
+        # Numbers of processes are given out again.
         if file.read(NONCE_BYTES) != offer.nonce:
             raise OSError(f"{offer.path} is not the memory of the weights: another process has this number here")
         file.seek(offer.weights)

@@ -255,6 +255,7 @@ def _refuse_unused_sections(top: Section, sections: Mapping[str, Section], kind:
             "the only one of the two, but fsdp_config is there as well",
             "keep one of the two",
         )
+    # Accelerate reads the section of its own type and says nothing about the others.
     for owner, name in _SECTIONS.items():
         if sections[name].values and kind != owner:
             raise top.refuse(
@@ -299,6 +300,7 @@ def _main_process_ip(top: Section, machines: int) -> str | None:
     try:
         ipaddress.ip_address(host)
     except ValueError:
+        # Names of containers may have underscores, which no name in DNS has.
         if not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?", host):
             raise top.refuse("main_process_ip", "an IP address or a host name", remedy) from None
     return host

@@ -173,6 +173,7 @@ class PicturePipeline:
         described = read_description(adapter)
         if "base" not in described or "pipeline" in self.__dict__:
             return
+        # From the folder that was given: the one of the training may be on another machine.
         config = replace(BaseConfig(**described["base"]), source=str(self.directory), revision=None)
         self.base = with_trained_text(find_base(config), described)
         self.sampler = described["sampler"]
@@ -221,6 +222,7 @@ class PicturePipeline:
         merge_adapter(found.model, lora.ADAPTER)
         refuse_out_of_range(found.model.to(dtype_of(precision)), found.base.family.denoiser, precision)
         assert isinstance(found.base, MMDiTBase)
+        # Older transformers refuse a file without it.
         save_file(found.model.state_dict(), directory / "model.safetensors", metadata={"format": "pt"})
         of_base = read_description(found.base.directory)
         # The options of its run, where times are found otherwise, stay behind.

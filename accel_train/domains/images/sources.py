@@ -132,6 +132,7 @@ def caption_of_row(
         if isinstance(value, str) and _has_surrogate(value):
             return LeftOut(place, "its caption is no text", f"{name!r} holds half of a surrogate pair")
         if isinstance(value, str):
+            # Line breaks and runs of spaces would be tokens of their own.
             return " ".join(value.split())
         if value is not None and not (isinstance(value, float) and math.isnan(value)):
             kind = KINDS.get(type(value), f"a {type(value).__name__}")
@@ -140,6 +141,7 @@ def caption_of_row(
 
 
 def _has_surrogate(text: str) -> bool:
+    # Escapes of JSON can spell half a character.
     return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
@@ -151,6 +153,7 @@ def choice_notices(fields: Collection[str], source: Source, *, one_column: bool 
     found = [name for name in CAPTION_COLUMNS if name in fields]
     if source.caption_column is not None or len(found) < 2:
         return []
+    # A source of which the column is no option has nothing to propose.
     option = source.options.get("caption_column")
     other = "" if option is None else f"; {option} chooses another"
     first, second = found

@@ -92,12 +92,14 @@ class DataConfig:
                 "--data.heldout_fraction 0 without --data.heldout_path leaves nothing to evaluate on. Set a fraction "
                 "such as 0.04, or give held-out rows."
             )
+        # The default is nobody's request: only another fraction would be ignored.
         if self.heldout_path is not None and self.heldout_fraction not in (0, DataConfig.heldout_fraction):
             raise WithoutEffectError(
                 f"--data.heldout_fraction {self.heldout_fraction:g} has no effect with --data.heldout_path "
                 f"{self.heldout_path!r}. Leave it at its default {DataConfig.heldout_fraction:g}, or give 0.",
                 "data.heldout_fraction",
             )
+        # A ready tokenizer has its vocabulary.
         if self.tokenizer not in (None, tokenizers.TRAINED) and self.vocab_size is not None:
             raise UsageError(
                 f"--data.vocab_size {self.vocab_size} has no effect with --data.tokenizer {self.tokenizer!r}. Leave it "
@@ -203,6 +205,7 @@ class MixedRows:
 
 def mixed(sources: Sequence[RowBlocks], repeats: Sequence[int]) -> RowBlocks:
     """Return the rows of all sources. ``repeats`` counts for each of them; empty: once each."""
+    # As itself, so that its tokens are cached under the same key with and without a mixture.
     if len(sources) == 1 and sum(repeats) <= 1:
         return sources[0]
     return MixedRows(tuple(sources), tuple(repeats) or (1,) * len(sources))
@@ -227,6 +230,7 @@ def parts_of(source: RowBlocks) -> tuple[RowBlocks, ...]:
 
 def contents(source: RowBlocks, text_column: str) -> Iterator[str]:
     """Yield the words of each usable row, one string a row, and of repeated sources once. Reads everything."""
+    # Once each: a tokenizer that is trained on them should not weigh a source by its repeats.
     numbers = [number for number in range(len(source.rows)) if not has_come_before(source, number)]
     for number in numbers:
         for row in rows.parsed(source.read(number), text_column):

@@ -84,6 +84,7 @@ def head(sides: Sequence[Side], beginning: Beginning, first: int, last: int) -> 
 
 
 def _versions(here: Environment, there: Environment) -> str:
+    # Hundreds of packages may differ, of which few compute anything.
     found = environment.differing_versions(here, there)
     known = [name for name in found if name in environment.WITH_EFFECT]
     texts = [f"{name} {found[name][0] or 'absent'} -> {found[name][1] or 'absent'}" for name in known]
@@ -125,6 +126,7 @@ def _with_notes(
     trained: Sequence[Trained],
 ) -> Located:
     for side, one, recording in zip(sides, trained, recordings, strict=True):
+        # A recording runs eagerly, so the recorded step is compared with the one that was trained before.
         wanted = {located.step: one.run.lines("train")[located.step]}
         (row,) = agreement.rows_of(wanted, {located.step: side.line})
         if row.differing:
@@ -133,6 +135,7 @@ def _with_notes(
                 "code runs eagerly while it is recorded, or kernels add in no fixed order"
             )
         if found is None and recording.unstable:
+            # The first one: what follows may only pass its difference on.
             _, position, _ = min(recording.unstable, key=lambda value: value[1])
             operator = recording.trace[position]["operator"]
             located = located.because(
