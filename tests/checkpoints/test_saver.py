@@ -202,7 +202,7 @@ def test_the_ema_is_restored_from_what_is_nearest_to_it(
     numbers = {"master": 1.0, "master_ema": 2.0, "ema": 3.0, "model": 4.0}
     checkpoint: Any = SimpleNamespace(manifest={"files": {saved: {}}})
     shards: Any = SimpleNamespace(shard_of=lambda name, whole: whole)
-    ema: Any = SimpleNamespace(shards={"weight": torch.zeros(())})
+    ema: Any = SimpleNamespace(averages={"weight": torch.zeros(())})
     monkeypatch.setattr(restore, "_weight_map", lambda checkpoint, stem, shards: {"weight": stem})
     monkeypatch.setattr(
         restore, "_read_tensors", lambda _, files: [(name, torch.tensor(numbers[file])) for name, file in files.items()]

@@ -219,7 +219,7 @@ def test_sample_i_does_not_depend_on_how_many_nor_on_the_workers(tmp_path: Path)
 
 
 def test_more_workers_than_the_host_has_use_for_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"data\.workers=2147483648: .* At most \d+ are started\. Give \d+ or less"):
+    with pytest.raises(UsageError, match=r"data\.workers: 2147483648: .* at most \d+ are started; give \d+ or less"):
         demo(tmp_path, tasks=("darcy",), train_samples=107, workers=2**31)
 
 
