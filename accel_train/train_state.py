@@ -54,8 +54,8 @@ def smaller_micro_batch(config: ExperimentConfig) -> out_of_memory.SmallerMicroB
 
 
 def in_use(config: ExperimentConfig, micro_batch_size: int, schedule: ScheduleConfig) -> ExperimentConfig:
-    """Return a copy of the config with the micro-batch and schedule in use. Not ``replace``: the checks in
-    ``__post_init__`` are about the values asked for, and would refuse those that the run has fallen back to."""
+    """Return a copy of the config with the micro-batch and schedule in use."""
+    # Not `replace`: its checks are about the values asked for, and would refuse those that the run has fallen back to.
     used = copy.copy(config)
     object.__setattr__(used, "micro_batch_size", micro_batch_size)
     object.__setattr__(used, "schedule", schedule)

@@ -60,7 +60,7 @@ class EarlyStopping:
             info(
                 logger,
                 f"no better {self.metric} for {self.patience} evaluations: the run ends. The best was that of step "
-                f"{self._best_step}; RUN@best, of this run's directory, is the best checkpoint that is kept",
+                f"{self._best_step}; RUN@best is the best checkpoint that is kept",
             )
         return self.exhausted
 

@@ -142,7 +142,7 @@ class Evidence:
             return Examined(values[-1], self._bad("loss", values, self._non_finite_samples()))
         if not all(map(math.isfinite, values)):
             return Examined(values[-1], self._bad("gradient", values, self._all_samples()))
-        # All factors are 0 in such a step. A gradient is one that a module makes in its backward, by itself.
+        # Every factor is 0 in such a step, so any gradient is one that a module has made in its own backward.
         if has_no_weight:
             return Examined(values[-1], self._bad("weight", values, self._all_samples()))
         if is_spike:
