@@ -30,7 +30,11 @@ from accel_train.launch_files.machine_config import (
 )
 from accel_train.launch_files.other_launchers import refuse_other_launchers
 from accel_train.launch_files.parents import end_with_parent
-from accel_train.launch_files.processes import refuse_rank_and_port
+from accel_train.launch_files.processes import (
+    refuse_launch_without_device,
+    refuse_rank_and_port,
+    refuse_shared_devices,
+)
 from accel_train.launch_files.rendezvous import check_rendezvous
 from accel_train.launch_files.requested import (
     MACHINE_FILE_VARIABLE,
@@ -122,6 +126,8 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
         banner = adapt(machine, environment, settings.num_processes, request.arguments)
         print("\n".join(banner), flush=True)
         environment[REHEARSAL_VARIABLE] = "1"
+    else:
+        _refuse_missing_devices(path, machine, settings)
     if machine.num_machines > 1:
         # torchrun waits for the other machines without a word.
         print(
@@ -131,6 +137,16 @@ def _prepare(request: Launch, *, rehearsal: bool) -> tuple[list[str], dict[str, 
         )
     command = torchrun_command(settings, single=machine.strategy == "single" and not rehearsal)
     return [*command, str(recipe), *request.arguments], environment, machine.num_machines
+
+
+def _refuse_missing_devices(path: Path | None, machine: MachineConfig, settings: Any) -> None:
+    """Refuse before a process starts what every process would refuse: settings for devices that are not here."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        refuse_launch_without_device(machine, str(path))
+    elif not machine.use_cpu and machine.strategy != "single":
+        refuse_shared_devices(int(settings.nproc_per_node), torch.accelerator.device_count())
 
 
 def launch_environment(path: Path | None, machine: MachineConfig, settings: Any) -> dict[str, str]:

@@ -7,9 +7,13 @@ range end in its tracebacks.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, NoReturn
 
 from accel_train.config import UsageError
 from accel_train.launch_files.section import Section
+
+if TYPE_CHECKING:
+    from accel_train.launch_files.machine_config import MachineConfig
 
 HIGHEST_PORT = 65535
 _OTHER_TYPE = "write MULTI_GPU (or FSDP, DEEPSPEED) as distributed_type, or"
@@ -68,13 +72,18 @@ def device_of_process(environment: Mapping[str, str], visible: int) -> int:
     # Tasks that srun started by themselves have a device each, whose index is 0 in all of them.
     if visible == 1 and "TORCHELASTIC_RUN_ID" not in environment:
         return 0
+    refuse_shared_devices(needed, visible)
+    return rank
+
+
+def refuse_shared_devices(needed: int, visible: int) -> None:
+    """Refuse ``needed`` processes on a machine that shows fewer devices."""
     if needed > visible:
         raise UsageError(
             f"num_processes: {needed} processes on this machine need one device each, and {visible} are visible; name "
             f"{needed} in CUDA_VISIBLE_DEVICES (with one task per machine, `srun --gpus-per-task {needed}` gives it "
             f"them), or start {visible}"
         )
-    return rank
 
 
 def refuse_rank_and_port(machines: int, rank: int | None, port: int | None) -> None:
@@ -91,3 +100,19 @@ def refuse_rank_and_port(machines: int, rank: int | None, port: int | None) -> N
             f"--main_process_port {port}: must be a whole number, {lowest} to {HIGHEST_PORT}; correct it, or leave it "
             "out"
         )
+
+
+def refuse_launch_without_device(machine: MachineConfig, source: str) -> None:
+    """Refuse a launch file whose settings Accelerate would ignore on this machine, which shows no accelerator."""
+    multi_gpu = machine.distributed_type == "MULTI_GPU" and not machine.use_cpu
+    if multi_gpu or machine.strategy not in ("single", "ddp"):
+        refuse_without_device(machine.strategy, source)
+
+
+def refuse_without_device(strategy: str, source: str) -> NoReturn:
+    """Refuse ``strategy``, which `source` asks for, because this machine shows no accelerator."""
+    raise UsageError(
+        f"distributed_type: {strategy} was asked for by {source}, but this machine shows no accelerator device, where "
+        "Accelerate would ignore the setting; run it on GPUs, or try it here with "
+        "`accel-train rehearse --config_file FILE --num_processes N RECIPE ...`"
+    )

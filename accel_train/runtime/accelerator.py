@@ -26,7 +26,11 @@ from accel_train.data.sampler import accumulation_steps
 from accel_train.launch_files import flight_recorder
 from accel_train.launch_files.deepspeed_settings import check_file_of_environment, refuse_offload
 from accel_train.launch_files.parents import parent_command_lines
-from accel_train.launch_files.processes import device_of_process
+from accel_train.launch_files.processes import (
+    device_of_process,
+    refuse_launch_without_device,
+    refuse_without_device,
+)
 from accel_train.launch_files.requested import (
     Requested,
     clear_environment,
@@ -195,18 +199,10 @@ def _refuse_missing_device(requested: Requested) -> None:
             device_of_process(os.environ, torch.accelerator.device_count())
         return
     machine = requested.machine
-    strategy = requested.strategy
-    needs_device = strategy is not None
     if machine is not None:
-        strategy = machine.strategy
-        multi_gpu = machine.distributed_type == "MULTI_GPU" and not machine.use_cpu
-        needs_device = needs_device or multi_gpu or strategy not in ("single", "ddp")
-    if needs_device:
-        raise UsageError(
-            f"distributed_type: {strategy} was asked for by {requested.source}, but this machine shows no "
-            "accelerator device, where Accelerate would ignore the setting; run it on GPUs, or try it here with "
-            "`accel-train rehearse --config_file FILE --num_processes N RECIPE ...`"
-        )
+        refuse_launch_without_device(machine, requested.source)
+    if requested.strategy is not None:
+        refuse_without_device(requested.strategy, requested.source)
 
 
 def _refuse_unsupported_precision(precision: Precision) -> None:

@@ -117,6 +117,21 @@ def test_a_file_without_a_number_of_processes_needs_a_flag(tmp_path: Path) -> No
     assert accelerate_settings(file, read_machine_config(file), request).num_processes == 1
 
 
+@pytest.mark.parametrize("preset", ["fsdp2", "ddp"])
+def test_settings_for_devices_are_refused_before_a_process_starts(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes refuse it too, under `accelerate launch`, but each only after its start."""
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("started"))
+    request = Launch(str(PRESETS / f"{preset}.yaml"), str(RECIPE), ("base",), num_processes=4)
+    with pytest.raises(UsageError, match=rf"distributed_type: {preset} .*{preset}\.yaml, but .* no accelerator device"):
+        launch(request)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(UsageError, match="num_processes: 4 processes on this machine need one device each, and 2 are"):
+        launch(request)
+
+
 def test_two_launches_on_one_machine_do_not_meet() -> None:
     assert planned("ddp")[0][-1] != planned("ddp")[0][-1]
     assert 1024 < free_port() < 65536
