@@ -30,6 +30,7 @@ from accel_train.linting.fixing import fix_file, undo, unused_copy
 from accel_train.linting.host import facts_of, layout_of_file, read_host, unknown_host, visible_devices
 from accel_train.linting.table import Found, ignored_names, lint
 from accel_train.options.loading import Loaded, config_of
+from accel_train.options.refusals import refuse_moved
 from accel_train.options.tree import flatten, to_tree
 from accel_train.runtime.accelerator import refuse_zero_contradictions, strategy_family
 from accel_train.runtime.distributed_options import ddp_handlers
@@ -102,6 +103,8 @@ def read(request: Launch, ignored: Sequence[str] = ()) -> Checked:
             "accel_train.options.loading.load_config"
         )
     config: Any = loaded.config
+    if loaded.path is not None and loaded.origins["output_dir"] != "command line":
+        refuse_moved(loaded.path, config.output_dir)
     refuse_options(config)
     # Refuses a global batch that is smaller than the number of processes.
     accumulation = accumulation_steps(config.global_batch_size, processes, config.micro_batch_size)
@@ -151,10 +154,11 @@ def missing_data(loaded: Loaded[Any]) -> list[str]:
     found: list[str] = []
     for name, value in flatten(to_tree(loaded.config)).items():
         group, _, option = name.partition(".")
-        if group != DATA or not option.endswith("path") or not isinstance(value, str) or not _is_path(value):
+        if group != DATA or not option.endswith(("path", "paths")):
             continue
-        if not glob.glob(str(expand_path(value)), recursive=True):
-            found.append(f"{name}: {value}: there is no such file or folder on this machine, and a start needs it")
+        for source in [value] if isinstance(value, str) else value or ():
+            if _is_path(source) and not glob.glob(str(expand_path(source)), recursive=True):
+                found.append(f"{name}: {source}: there is no such file or folder on this machine, and a start needs it")
     return found
 
 

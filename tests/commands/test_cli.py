@@ -24,6 +24,7 @@ from tests.waiting import PATIENCE_SECONDS
 ROOT = Path(__file__).parents[2]
 PRESETS = ROOT / "accelerate_configs"
 RECIPE = str(ROOT / "recipes" / "mmdit.py")
+CAUSAL_LM = str(ROOT / "recipes" / "causal_lm.py")
 
 
 def call(*arguments: str) -> int:
@@ -125,6 +126,23 @@ def test_check_warns_of_data_that_are_not_here(
             missing = f"warning: {option[2:]}: {value}: there is no such file or folder on this machine"
             assert (missing in shown) == warns, (option, value)
             assert "everything" not in shown
+    flags = ("--data.path", "here.jsonl", "--data.more_paths", "more.jsonl", "owner/name")
+    assert call("check", CAUSAL_LM, "causal_lm_demo", *flags) == 0
+    shown = capsys.readouterr().out
+    assert "warning: data.more_paths: more.jsonl: there is no such file" in shown
+    assert shown.count("there is no such file") == 1
+
+
+def test_check_refuses_the_config_of_a_moved_run(tmp_path: Path) -> None:
+    """As a start does, where no ``--output_dir`` names the directory."""
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (moved / "run.json").write_text("{}")
+    config = moved / "config.yaml"
+    config.write_text(f"max_steps: 8\nglobal_batch_size: 8\noutput_dir: {tmp_path / 'old'}\n")
+    with pytest.raises(UsageError, match=f"{config}: output_dir: .*old is not {moved}, the directory of the run"):
+        call("check", RECIPE, str(config))
+    assert call("check", RECIPE, str(config), "--output_dir", str(moved)) == 0
 
 
 def test_check_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
