@@ -1,7 +1,7 @@
 """Training parts for scripts written against ``accelerate.Accelerator``.
 
 Import the part you need (``accel_train.training.accumulation``, ``accel_train.store.commit``, ...); none needs a
-recipe, and docs/design.md says which packages import which others. Nothing is imported here, so that
+recipe, and CONTRIBUTING.md says which packages import which others. Nothing is imported here, so that
 ``import accel_train`` costs nothing. ``load`` opens a trained model and is imported when it is first asked for.
 """
 

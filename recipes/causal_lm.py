@@ -12,7 +12,7 @@ from __future__ import annotations
 from accel_train.runtime.exiting import before_imports, one_run, run_main
 
 if __name__ == "__main__":
-    before_imports()  # --help needs none of them
+    before_imports()  # answers --help without the imports below, which take seconds
 
 import logging
 from collections.abc import Sequence
@@ -64,8 +64,7 @@ class Config(experiment.ExperimentConfig):
     """Causal language model from transformers, on plain text, completions or chats."""
 
     recipe: ClassVar = experiment.Recipe(
-        # The last one is an option of older runs, which --attention has replaced.
-        free_to_change=("evaluation", "data.cache_dir", "data.changed", "model.attn_implementation"),
+        free_to_change=("evaluation", "data.cache_dir", "data.changed"),
         labels=Labels(
             units={"nll": "nats per token", "accuracy": "fraction"},
             titles={"nll": "NLL"},

@@ -11,7 +11,7 @@ from __future__ import annotations
 from accel_train.runtime.exiting import before_imports, one_run, run_main
 
 if __name__ == "__main__":
-    before_imports()  # --help needs none of them
+    before_imports()  # answers --help without the imports below, which take seconds
 
 import logging
 import math

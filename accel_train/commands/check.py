@@ -156,9 +156,14 @@ def missing_data(loaded: Loaded[Any]) -> list[str]:
         group, _, option = name.partition(".")
         if group != DATA or not option.endswith(("path", "paths")):
             continue
-        for source in [value] if isinstance(value, str) else value or ():
-            if _is_path(source) and not glob.glob(str(expand_path(source)), recursive=True):
-                found.append(f"{name}: {source}: there is no such file or folder on this machine, and a start needs it")
+        sources = value or ()
+        if isinstance(value, str):
+            sources = (value,)
+        found += [
+            f"{name}: {source}: there is no such file or folder on this machine, and a start needs it"
+            for source in sources
+            if _is_path(source) and not glob.glob(str(expand_path(source)), recursive=True)
+        ]
     return found
 
 

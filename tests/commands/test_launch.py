@@ -118,9 +118,7 @@ def test_a_file_without_a_number_of_processes_needs_a_flag(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("preset", ["fsdp2", "ddp"])
-def test_settings_for_devices_are_refused_before_a_process_starts(
-    preset: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_for_devices_are_refused_before_a_process_starts(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes refuse it too, under `accelerate launch`, but each only after its start."""
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("started"))
     request = Launch(str(PRESETS / f"{preset}.yaml"), str(RECIPE), ("base",), num_processes=4)

@@ -421,8 +421,7 @@ def test_an_option_that_affects_speed_and_memory_only_may_change_on_resume(recip
 
 @pytest.mark.parametrize("recipe", [mmdit, pde, causal_lm, lora])
 def test_what_may_change_on_resume_is_an_option(recipe: Any) -> None:
-    """Apart from those of older runs, which the config no longer has."""
-    names = set(option_names(recipe.Config)) | {"model.attn_implementation"}
+    names = set(option_names(recipe.Config))
     free = recipe.Config.recipe.free_to_change
     assert [name for name in free if not any(n == name or n.startswith(f"{name}.") for n in names)] == []
 
