@@ -154,15 +154,19 @@ def missing_data(loaded: Loaded[Any]) -> list[str]:
     found: list[str] = []
     for name, value in flatten(to_tree(loaded.config)).items():
         group, _, option = name.partition(".")
-        if group != DATA or not option.endswith(("path", "paths")):
+        # A start makes its own directories.
+        if group != DATA or option.endswith("_dir"):
             continue
-        sources = value or ()
-        if isinstance(value, str):
+        is_path = _is_named_as_path
+        if option.endswith(("path", "paths")):
+            is_path = _is_path
+        sources = value
+        if not isinstance(value, (list, tuple)):
             sources = (value,)
         found += [
             f"{name}: {source}: there is no such file or folder on this machine, and a start needs it"
             for source in sources
-            if _is_path(source) and not glob.glob(str(expand_path(source)), recursive=True)
+            if isinstance(source, str) and is_path(source) and not _is_here(expand_path(source))
         ]
     return found
 
@@ -171,8 +175,16 @@ def _is_path(value: str) -> bool:
     """Return True if a source of data can be nothing but a path."""
     if "=" in value or "://" in value:
         return False
-    named_as_path = value.startswith(("/", "./", "../", "~")) or value.count("/") > 1
-    return named_as_path or Path(value).suffix.lower() in DATA_FILES
+    return _is_named_as_path(value) or value.count("/") > 1 or Path(value).suffix.lower() in DATA_FILES
+
+
+def _is_named_as_path(value: str) -> bool:
+    return value.startswith(("/", "./", "../", "~"))
+
+
+def _is_here(path: Path) -> bool:
+    # First as it is: brackets in a name are a pattern to glob.
+    return path.exists() or bool(glob.glob(str(path), recursive=True))
 
 
 def _notes(machine: MachineConfig) -> list[str]:

@@ -118,7 +118,8 @@ def test_check_warns_of_data_that_are_not_here(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.jsonl").write_text("")
     cases = {"nonexist.txt": True, "./some/folder": True, "data/*.jsonl": True, "here.jsonl": False, "*.jsonl": False}
-    cases |= {"owner/name": False, "owner/name:plain": False, "demo": False}
+    cases |= {"owner/name": False, "owner/name:plain": False, "demo": False, "data[1].jsonl": False}
+    (tmp_path / "data[1].jsonl").write_text("")
     for value, warns in cases.items():
         for option in ("--data.path", "--data.heldout_path"):
             assert call("check", RECIPE, "demo", option, value) == 0
@@ -130,6 +131,11 @@ def test_check_warns_of_data_that_are_not_here(
     assert call("check", CAUSAL_LM, "causal_lm_demo", *flags) == 0
     shown = capsys.readouterr().out
     assert "warning: data.more_paths: more.jsonl: there is no such file" in shown
+    assert shown.count("there is no such file") == 1
+    flags = ("--data.tokenizer", "/nope/tokenizer", "--data.cache_dir", "/made/by/the/start")
+    assert call("check", CAUSAL_LM, "causal_lm_demo", *flags) == 0
+    shown = capsys.readouterr().out
+    assert "warning: data.tokenizer: /nope/tokenizer: there is no such file" in shown
     assert shown.count("there is no such file") == 1
 
 
