@@ -257,7 +257,8 @@ CHECKS = (
         "two processes (FSDP2), against one",
         ("fsdp2",),
         _agrees("fsdp2"),
-        "As with two_processes, or the loss reads a parameter outside of the forward.",
+        "As with two_processes, or the loss reads a parameter outside of the forward, or a forward runs with other "
+        "parameters in place of the module's (functional_call), which FSDP2 undoes.",
     ),
     Check(
         "zero2",

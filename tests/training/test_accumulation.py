@@ -369,3 +369,43 @@ def test_sharded_gradients_may_be_set_to_zero() -> None:
     done = zygote.run([sys.executable, "-c", SHARDED])
     assert done.returncode == 0, done.stdout
     assert "step 1: the gradient of the step before is still there" in done.stdout
+
+
+class TwoNetworks(nn.Module):
+    """The second learns to tell the first's output from data, and the first to deceive it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.g, self.d = nn.Linear(6, 2), nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, noise: Tensor, real: Tensor) -> dict[str, Tensor]:
+        fake = self.g(noise)
+        fixed = {name: parameter.detach() for name, parameter in self.d.named_parameters()}
+        told = nn.functional.softplus(-self.d(real)) + nn.functional.softplus(self.d(fake.detach()))
+        deceived = nn.functional.softplus(-torch.func.functional_call(self.d, fixed, (fake,)))
+        return {"d": told.squeeze(-1), "g": deceived.squeeze(-1)}
+
+
+def test_two_networks_in_one_module_get_the_gradients_of_two_losses(accelerator: Accelerator) -> None:
+    """As docs/recipes.md says of networks that train against each other."""
+    x, y, _ = batch()
+    reference = TwoNetworks()
+    for name, loss in reference(x, y).items():
+        part = getattr(reference, name)
+        for parameter, gradient in zip(
+            part.parameters(), torch.autograd.grad(loss.mean(), part.parameters()), strict=True
+        ):
+            parameter.grad = gradient
+
+    model = accelerator.prepare(TwoNetworks())
+    parts = []
+    for index in torch.arange(len(x)).split(5):
+        count = torch.tensor(float(len(index)))
+        parts.append(({"x": x[index], "y": y[index], "sample": index}, {"d": count, "g": count}))
+    window = GradientWindow(accelerator, model, parts, {"d": 1.0, "g": 1.0}, step=0)
+    for inputs in window:
+        window.backward(model(inputs["x"], inputs["y"]))
+    window.finish(0.0)
+    for (name, expected), parameter in zip(reference.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-5, atol=1e-7, msg=name)
