@@ -157,7 +157,7 @@ class PreparedData(Protocol):
 
     @property
     def ledger(self) -> Ledger:
-        """That of the checkpoint to resume, if the data may change. Else empty."""
+        """Ledger of the checkpoint to resume. Empty unless ``data.changed`` is ``allow``."""
         ...
 
 

@@ -338,8 +338,9 @@ def heldout_means(
     """Return the mean of each metric over a held-out set, with the EMA weights, the same on any number of processes.
 
     ``metrics_of(model, batch)`` returns the metrics of each sample, (B,). Their names get the prefix ``heldout_``. All
-    processes call it. A stop ends it between two batches. Raises ``UsageError`` for metrics of another shape. That of
-    a sample must depend on it alone: with negatives from the batch (CLIP, InfoNCE) the mean depends on ``batch_size``.
+    processes call it. A stop ends it between two batches. Raises ``UsageError`` for metrics of another shape. A
+    sample's metric must depend on that sample alone: with negatives from the batch (CLIP, InfoNCE) the mean depends on
+    ``batch_size``.
     """
 
     def sums_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ class Devices(Protocol):
 
 
 class ListedDevices:
-    """As many as a file says. A scheduler, a hook or a person writes it."""
+    """Number of devices read from a file, which a scheduler, a hook or a person writes."""
 
     def __init__(self, path: str) -> None:
         """Read the file for the first time. Raises ``UsageError`` if it holds no number."""

@@ -144,7 +144,7 @@ class Verdict:
     repeated: int
     """Logged steps that were trained more than once, after a failure."""
     largest_difference: float
-    """Of the losses of a repeated step, relative."""
+    """Largest relative difference between the losses of a repeated step."""
 
 
 def judge(segments: Sequence[Segment], precision: str) -> Verdict:

@@ -41,11 +41,11 @@ SHAPES = {
 }
 """By type of device. A larger one would take a CPU seconds, a smaller one would not fill a GPU."""
 TINY = Shape(rows=2, length=8, width=32, heads=2, depth=8, copied_bytes=0)
-"""Of operators so small that only the host's time for each of them is left."""
+"""Shape whose operators are so small that only the host's time for each of them is left."""
 OPTIMIZED = 12
 """Matrices of width x width in a block: queries, keys, values and projection, and 4 + 4 of the two layers behind."""
 HOST_VALUES = 2**24
-"""Of an optimizer in host memory: gradients and states of 256 MiB, more than the caches of a CPU."""
+"""Values that AdamW updates in host memory. With gradients and states 256 MiB, more than the caches of a CPU hold."""
 
 
 @dataclass(frozen=True)

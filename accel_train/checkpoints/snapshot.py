@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 BUCKET_BYTES = 64 << 20
 """Most bytes in flight between ranks."""
 CLONE_BYTES = 256 << 20
-"""Of one clone on the device: few calls for a large model, and small enough for fragmented memory."""
+"""Most bytes of one clone on the device: few calls for a large model, and small enough for fragmented memory."""
 CLONES_SENT_AT_ONCE = 8
 """The first copies to the host begin early, with few switches of streams: each takes the host long."""
 DEVICE_MARGIN = 1.1  # room for rounding and fragmentation in the caching allocator
@@ -249,7 +249,7 @@ class _Run:
     start: int
     """First byte in the owner's buffer."""
     elements: list[int] = field(default_factory=list[int])
-    """Of each tensor."""
+    """Number of elements of each tensor."""
 
     @property
     def end(self) -> int:

@@ -43,7 +43,7 @@ DATA_FILES = {
 }
 """Endings that no Hub id has."""
 MOST_ROUNDS = 10
-"""Of ``--fix``. Two are enough for the rules there are."""
+"""Most rounds of ``--fix``. Two are enough for the present rules."""
 
 
 @dataclass(frozen=True)

@@ -171,9 +171,9 @@ class _Counted(NamedTuple):
     """What is counted of a base once for all presets."""
 
     values: int
-    """Of its denoiser."""
+    """Number of values of its denoiser's weights."""
     sizes: dict[Any, fitting.Size]
-    """With adapters, by the options that they depend on."""
+    """Sizes of the denoiser with adapters, by the options that they depend on."""
 
 
 def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase, counted: _Counted) -> tuple[float, str]:

@@ -41,11 +41,11 @@ class Network(NamedTuple):
     step_seconds: float = 4.0e-6
     """Latency of a ring's step from one machine to the next: NCCL's for any network."""
     inside_seconds: float = 1.9e-6
-    """Of a ring's step from GPU to GPU within a machine: NCCL's for NVLink. For PCIe it has 2.5 us."""
+    """Latency of a ring's step from GPU to GPU within a machine: NCCL's for NVLink. For PCIe it has 2.5 us."""
     tree_step_seconds: float = 8.5e-6
-    """The same of a tree."""
+    """Latency of a tree's step from one machine to the next."""
     tree_inside_seconds: float = 1.25e-6
-    """For PCIe NCCL has 1.9 us."""
+    """Latency of a tree's step within a machine: NCCL's for NVLink. For PCIe it has 1.9 us."""
 
     def bytes_per_second(self, gpus: int) -> float:
         """Return the share of one of a machine's ``gpus`` in its ports, by the data sheet."""

@@ -76,17 +76,17 @@ class Machine:
     torch: str
     num_machines: int
     processes: int
-    """Of all machines."""
+    """Processes on all machines together."""
     backend: str | None
-    """Of the collectives. None with one process."""
+    """Backend of the collectives. None with one process."""
     threads: int
     """Torch's threads of each process."""
     clock: str
-    """Of the figures of one process: wall, or on a CPU with one thread that of the thread."""
+    """Clock behind the figures of one process: ``wall``, or on a CPU with one thread that thread's own, ``thread``."""
     load: float
     """The system's average of the last minute before."""
     cores: int
-    """Of one machine, that this process may use."""
+    """Cores of one machine that this process may use."""
 
     def share_of_cores(self, processes: int) -> float:
         """Return the part of the time that each thread of so many processes has a core, over that when measured."""

@@ -24,7 +24,7 @@ class Point:
     global_batch_size: int
     seconds: float
     is_another: bool = False
-    """Of another global batch than the config's, which a start with so many processes would refuse."""
+    """True for a global batch other than the config's, which a start with so many processes would refuse."""
 
     @property
     def samples_per_second(self) -> float:

@@ -39,7 +39,7 @@ PRODUCT_SHARE = 0.65
 """Part of the matrix peak reached by products. Measured on an H200 in bf16: 616 to 714 of 989 TFLOP/s
 (docs/performance.md, G0)."""
 ATTENTION_SHARE = 0.34
-"""The same of attention, forward and backward: 337 of 989 TFLOP/s, measured there."""
+"""Part of the matrix peak reached by attention, forward and backward: 337 of 989 TFLOP/s, measured there."""
 MEMORY_SHARE = 0.88
 """Part of the memory bandwidth reached by a copy: 4,236 of 4,800 GB/s, measured there."""
 HOST_MEMORY_SHARE = 0.6

@@ -42,7 +42,7 @@ class Source:
     wanted: set[str] = field(default_factory=set[str])
     """Names of its definitions that are needed."""
     as_namespace: set[str] = field(default_factory=set[str])
-    """Those that others read as attributes of the module."""
+    """Names of its definitions that other modules read as attributes of the module."""
 
     @cached_property
     def tree(self) -> ast.Module:

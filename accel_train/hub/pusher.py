@@ -76,7 +76,7 @@ class Pusher:
         self._log_position = self._queue.log_size()
         """Bytes of the worker's log already repeated in the log of training."""
         self._offers: Json = {}
-        """Of the checkpoints so far, once they have been read."""
+        """Record of the checkpoints offered so far (``HubQueue.offers``). Empty until it has been read."""
         self._newest: Checkpoint | None = None
         self._held: Checkpoint | None = None
         """The last commit until it is offered. The metrics of an evaluation may still join it."""

@@ -9,8 +9,8 @@ from accel_train.linting.findings import Finding, Rule
 
 MANY_MICRO_BATCHES = 16
 LARGE_UPDATE_BYTES = 10 * GIB
-"""Of a training state of this size an update on each device takes longer than the host needs for FSDP2's hooks: reading
-and writing it takes 8 ms at 3 TB/s."""
+"""Size of a training state whose update on each device takes longer than the host needs for FSDP2's hooks: reading and
+writing it takes 8 ms at 3 TB/s."""
 LARGE_SHARE = 0.25
 LONG_TIMEOUT_SECONDS = 4 * 3600
 SHORT_TIMEOUT_SECONDS = 60

@@ -93,7 +93,7 @@ class Space:
     blocks: int | None = None
     """Checkpointed blocks as preset or flag say, and then not chosen."""
     compile_mode: str = "off"
-    """As preset or flag say. Simulated is off."""
+    """``compile.mode`` as the preset or a flag says. Candidates are simulated without compilation."""
 
     def not_considered(self) -> Mapping[str, str]:
         """Return what was left out, with the reason."""

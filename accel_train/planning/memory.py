@@ -37,12 +37,12 @@ CPU_RULES = (
     Rule("process", 0.5, 0.0, False, "Python, torch's libraries, the code of kernels"),
     Rule("fragmentation", 0.0, 0.05, False, "gaps between blocks: 5 % of the tensors"),
 )
-"""Of a process that trains on the CPU, in place of ``RULES``."""
+"""Rules for a process that trains on the CPU, in place of ``RULES``."""
 HOST_RULES = (
     Rule("processes", 4.0, 0.0, False, "4 GiB for each: its libraries, CUDA's host side, its data"),
     Rule("page-locked blocks", 0.0, 1 / 3, False, "sizes that are powers of two: a third more on average"),
 )
-"""Of each process that keeps tensors in host memory."""
+"""Rules for the host memory of each process that keeps tensors there."""
 MARGIN_SHARE = 0.05
 """Part of ``--vram_gib`` to leave free without ``--margin_gib``, and of ``--host_gib``."""
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))

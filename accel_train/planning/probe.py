@@ -26,9 +26,10 @@ class Probe:
 
     candidate: Candidate
     micro_batches: int
-    """Of each process in a step."""
+    """Micro-batches of each process in a step."""
     simulated: int
-    """Of them, how many were simulated. The rest adds its inputs to the memory, and work like the middle one."""
+    """Micro-batches that were simulated. Each of the others is taken to add the memory of its inputs, and as much work
+    as the middle one."""
     by_category: Mapping[str, int]
     """Bytes at the peak."""
     tensors: int

@@ -46,7 +46,7 @@ class Reports:
     comparisons: Comparisons
     calls: StepCalls
     gpu: GpuFigures | None
-    """Of the main process on CUDA."""
+    """GPU metrics, on the main process under CUDA. None elsewhere."""
     _counts: LocalCounts = field(default_factory=LocalCounts)
 
     def watched(self, steps: Generator[StepBatches]) -> Generator[StepBatches]:

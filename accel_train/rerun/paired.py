@@ -39,7 +39,7 @@ class PairedDifference:
     half_width: float | None
     """Half the interval around ``difference``. None for fewer than ``FEWEST`` values, or where one is not finite."""
     unpaired_half_width: float | None
-    """The same without pairing, as for two curves with other samples and noise."""
+    """Half the interval without pairing, as for two curves with different samples and noise. None as ``half_width``."""
     equal: bool
     """True if every pair of values is the same bit for bit."""
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from accel_train.cost_model.steps import TimedStep
 
 UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
-"""Of the axis of memory: those of the text."""
+"""Bytes in each unit of the memory axis. The text uses the same units."""
 HELD = ("parameters", "master weights", "buffers", "gradients", "optimizer state", "EMA")
 
 

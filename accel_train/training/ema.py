@@ -49,7 +49,7 @@ class Ema:
         if self.is_on and isinstance(shards.optimizer, FusedAdamW) and shards.optimizer.one_pass:
             self._fused = shards.optimizer
         self._announced_step = -1
-        """Of the weight that the optimizer was last given."""
+        """Step whose averaging weight the optimizer was given last."""
         self._owed_step: int | None = None
         """The announced step whose ``update`` is still to come."""
         self._is_left = False

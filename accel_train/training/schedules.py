@@ -124,7 +124,7 @@ def resolve_decay_steps(config: ScheduleConfig, max_steps: int, length: str | No
 
 
 def shortened(config: ScheduleConfig, decay_steps: int, free: Collection[str]) -> ScheduleConfig:
-    """The same schedule, with the options in ``free`` shortened where they do not fit into ``decay_steps``.
+    """Return the schedule with the options in ``free`` shortened where they do not fit into ``decay_steps``.
 
     A warm-up becomes a tenth of the run or shorter, then a first cycle what is left.
     """

@@ -184,7 +184,7 @@ class _Runs:
         self._absent = {name: reason for name in self._needed if (reason := self._obstacle(name))}
         self._clip = float(options["optimizer.max_grad_norm"])
         self.outcomes: dict[str, Outcome] = {}
-        """Of the runs that have ended by themselves."""
+        """Outcomes of the runs that ended by themselves, by name."""
 
     def make(self) -> None:
         """Run everything needed by the checks. Raises if the first run of all fails."""

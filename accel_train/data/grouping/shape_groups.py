@@ -135,7 +135,7 @@ class GroupOrder:
     """
 
     shapes: Sequence[Shape]
-    """Of each sample."""
+    """Shape of each sample."""
     group: int
     """Samples of one shape drawn one after another. 1 mixes all samples."""
     numbers: Ints = field(init=False, repr=False)

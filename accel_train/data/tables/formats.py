@@ -36,7 +36,7 @@ class Block(NamedTuple):
     number: int
     """Row group, record batch or block of lines in its file."""
     rows: int
-    """Of JSONL, lines: also blank and damaged ones."""
+    """Number of rows. In JSONL the number of lines, blank and damaged ones included."""
     offset: int = 0
     """First byte, where the format needs it."""
     size: int = 0

@@ -16,7 +16,7 @@ from accel_train.config import UsageError
 
 LEDGER = "ledger.json"
 Changed = Literal["refuse", "allow"]
-"""Of the option ``data.changed``: whether a resume continues with other data than before."""
+"""Values of the option ``data.changed``: whether a resume may continue with other data than before."""
 
 
 class Span(NamedTuple):

@@ -303,11 +303,11 @@ class DatasetRows:
     option: str
     """Option naming it, for messages."""
     dataset: Any
-    """Of the columns to read."""
+    """The dataset with only the columns to read."""
     columns: tuple[str, ...]
-    """All that it has."""
+    """Names of all columns in the dataset as it was given."""
     name: str
-    """As the user gave it, for messages."""
+    """Name of the dataset as the user gave it, for messages."""
     key: str
 
     @property

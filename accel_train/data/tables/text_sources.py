@@ -183,7 +183,7 @@ def held_out_below(fraction: float) -> int:
 MINUS_AND_NOT = r"-(?=\d)|(?<=\s)-(?=\s)|!(?==)|(?<!\w)!(?=[\w(])"
 """Hyphens and exclamation marks that are signs of formulas and code."""
 ASCII_SIGNS = re.compile(rf"(?:[\w#%@&*/\\$+<=>^`|~]|{MINUS_AND_NOT})+")
-"""As `_signs`, which takes twice as long for its ranges."""
+"""What `_signs` matches in ASCII text, in half the time: the ranges of `_signs` cost the other half."""
 
 
 @cache

@@ -21,7 +21,7 @@ class NoiseKey(NamedTuple):
     stream: str
     step: int
     occurrence: Tensor
-    """Of each sample, (B,) int64."""
+    """Occurrence number of each sample, (B,) int64."""
 
     def normal(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return standard normal draws (B, *shape) of their own stream, fp32 on the device of ``occurrence``."""

@@ -30,9 +30,9 @@ class Frame(NamedTuple):
     """Scaling and crop of a picture. Three of the fields are SDXL's conditioning values."""
 
     original_size: Size
-    """Of the upright picture."""
+    """Size of the upright picture."""
     scaled_size: Size
-    """Of the whole picture, after scaling: it covers the target."""
+    """Size of the whole picture after scaling. It covers the target."""
     crop_top_left: Size
     """First row and column of the target in the scaled picture, after any flip."""
     target_size: Size

@@ -23,7 +23,8 @@ from accel_train.store.run_file import experiment_options
 FORMAT = "pictures-2"
 """Part of the key of cached rows: another number where other rows are written for the same options."""
 OWN_ROWS = "rows-2"
-"""The same for the fields and the order of rows of your own pictures, which leave their latents the same data."""
+"""Part of the folder name of cached rows of your own pictures: another number where their fields or order change. The
+identity of their latents does not contain it."""
 SHAPES_SEED = 0
 HELDOUT_SHAPES = 1024
 EMOJI = ("emoji", "demo")

@@ -42,8 +42,8 @@ class PictureHeader(NamedTuple):
     """Header of a picture file, read before decoding."""
 
     width: int
-    """Of the upright picture."""
     height: int
+    """Width and height are those of the upright picture, in pixels."""
     format: str
     mode: str
     """Pillow's name of the layout: RGB, RGBA, CMYK, P, I;16, ..."""

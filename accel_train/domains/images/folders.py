@@ -35,7 +35,7 @@ METADATA_FILES = (METADATA, "metadata.csv")
 UNREAD_METADATA = (*METADATA_FILES, "metadata.parquet")
 """Files of rows that may be in a folder whose captions are read from elsewhere."""
 CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap", ".text", ".tags")
-"""Of text files that hold a caption if they lie beside a picture of their name."""
+"""Suffixes of text files. One beside a picture of the same name holds its caption."""
 
 REPEATS = re.compile(r"\d+_.*[^\W\d_].*")
 """Folders of kohya's scripts: repeats of their pictures, and a caption for those without."""

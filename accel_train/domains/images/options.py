@@ -21,7 +21,7 @@ from accel_train.domains.images.buckets import Buckets
 from accel_train.domains.images.sources import Source, refuse_extension
 
 DRAWING_STEPS = 50
-"""As in diffusers' DreamBooth script."""
+"""Default number of denoising steps, as in diffusers' DreamBooth script."""
 
 
 FREE_TO_CHANGE = ("data.cache_dir", "data.cache_gib", "data.changed")

@@ -155,7 +155,7 @@ def _words_right(said: str, caption: str) -> float:
 
 
 Scores = PictureScores | None
-"""Of a run on pictures. None without pictures."""
+"""Scores of a run on pictures. None without pictures."""
 
 
 def build_scores(

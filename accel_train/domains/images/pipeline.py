@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 SIDE = 512
 STEPS = 28
-"""Those of a base alone. Adapters have those of their training."""
+"""Default side in pixels, and default denoising steps, of a base alone. Adapters have those of their training."""
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ class Scan(NamedTuple):
     content: str
     """sha256 of the file, in hexadecimal."""
     width: int = 0
-    """Of the upright picture."""
     height: int = 0
+    """Width and height are those of the upright picture, in pixels."""
     frames: int = 1
     fault: str = ""
     """Why it cannot be decoded."""
@@ -64,8 +64,8 @@ class Picture(NamedTuple):
     content: str
     """sha256 of the file, in hexadecimal: the same in another folder, another one after an edit."""
     width: int
-    """Of the upright picture."""
     height: int
+    """Width and height are those of the upright picture, in pixels."""
     bytes: Bytes
 
 

@@ -43,13 +43,13 @@ class Source:
     path: str
     """Folder, parquet files, a folder of ``dataset.save_to_disk``, or a Hub id."""
     split: str = "train"
-    """Of a saved or Hub dataset."""
+    """Split of a saved or Hub dataset."""
     image_column: str | None = None
-    """Of a table. None: the only column of pictures."""
+    """Column of a table with the pictures. None: the only one that holds pictures."""
     caption_column: str | None = None
-    """Of a table, ``metadata.jsonl`` or ``metadata.csv``. None: ``text`` or ``caption``."""
+    """Column of a table, ``metadata.jsonl`` or ``metadata.csv`` with the captions. None: ``text`` or ``caption``."""
     caption_extension: str = ".txt"
-    """Of the text file beside a picture."""
+    """Extension of the text file beside a picture, with the dot."""
     option: str = "--data.path"
     """Name of the path in messages."""
     options: Mapping[str, str] = field(default_factory=OPTIONS.copy)
@@ -92,7 +92,7 @@ class LeftOut(NamedTuple):
 
     name: str
     reason: str
-    """The same words for all of a kind."""
+    """Why it is left out, in the same words for every case of the kind."""
     detail: str = ""
 
 

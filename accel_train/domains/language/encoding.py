@@ -32,7 +32,7 @@ BESIDE = "beside "
 LONGEST = "longest"
 """Tokens of the longest training row of a block that is split or cut. A sum over blocks has no meaning."""
 KEY_BYTES = 16
-"""Of the hash of a row's words, kept to bring held-out rows into order: two different rows share them never."""
+"""Bytes kept of the hash of a row's words, which orders held-out rows: enough that different rows never share them."""
 TEXTS_AT_ONCE = 256
 SHOWN = 5
 """Names in a notice, of fields that rows may have in any number."""

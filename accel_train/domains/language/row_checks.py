@@ -13,9 +13,10 @@ from accel_train.config import UsageError
 from accel_train.domains.language.pretrained import LanguageModel, attention_of, one_line
 
 SAME = 1e-4
-"""Of the largest logit: differences of rounding in fp32, of a text alone and in a row."""
+"""Largest difference by rounding in fp32 between a text's logits alone and in a row, relative to the largest logit."""
 UNSEEN = 1e-5
-"""The same of two rows of one shape. In a small model with random weights a token seen makes 5e-4."""
+"""Largest difference by rounding between two rows of one shape, likewise. In a small model with random weights, a token
+that is seen changes the logits by 5e-4."""
 
 
 def attention_example(model: nn.Module, *, packing: bool) -> Tensor:

@@ -153,7 +153,7 @@ class MixedRows:
 
     sources: tuple[RowBlocks, ...]
     repeats: tuple[int, ...]
-    """Of each source, 1 or more."""
+    """Number of times that each source is read, 1 or more."""
 
     @property
     def option(self) -> str:

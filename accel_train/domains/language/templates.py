@@ -29,8 +29,8 @@ MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TODAY = "strftime_now"
 """Function of templates, as transformers names it."""
 DATE = datetime(2024, 7, 26, 12, tzinfo=UTC)
-"""Of every training row whose template writes today's date, or tokens would depend on the day: the one that Llama 3's
-templates write where they cannot ask for it."""
+"""Date in every training row whose template writes today's, or tokens would depend on the day. It is the one that Llama
+3's templates write where they cannot ask for the date."""
 CODES = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdDeFhHIjmMpRSTxXyY"))
 Span = tuple[int, int]
 """First character, and the one after the last."""

@@ -173,7 +173,7 @@ class _Pair(NamedTuple):
     ours: Any
     theirs: Any
     given: str
-    """As the options of this run say it, for an error."""
+    """Option of this run that ``ours`` comes from, with its value, for an error message."""
 
 
 def _scales(config: LoraConfig, parts: Sequence[PartOfModel], trained: Any) -> dict[str, _Pair]:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 FLOAT8 = torch.float8_e4m3fn
 STORED = torch.int8
-"""The same bits. peft would give the adapters of a float8 layer its dtype too."""
+"""Dtype of the stored weight, whose bits are float8: peft would give the adapters of a float8 weight its dtype too."""
 LARGEST = torch.finfo(FLOAT8).max
 
 

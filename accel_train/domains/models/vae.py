@@ -30,9 +30,9 @@ class VaeReference:
     revision: str | None
     """Commit of a Hub id. An older version recorded a branch as the user gave it."""
     sha256: str
-    """Of names, dtypes, shapes and bytes of its weights."""
+    """Sha256 of the names, dtypes, shapes and bytes of its weights."""
     channels: int
-    """Of a latent."""
+    """Channels of a latent."""
     reduction: int
     """Pixels along a side of one latent."""
     config: str | None = None

@@ -53,7 +53,7 @@ class FieldOptions:
     refine: bool = True
     """Add the residual that a model with residual_depth has learned, in every step."""
     seed: Seed = 0
-    """Of the residual's noise, where it has more than one denoising step."""
+    """Seed of the residual's noise, used if the residual has more than one denoising step."""
     device: str = "cpu"
     """Device of torch."""
     output: str = "fields.safetensors"

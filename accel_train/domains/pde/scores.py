@@ -45,7 +45,7 @@ LABELS = Labels(
     baselines=BASELINES,
     own_summary=True,
 )
-"""Of the loss. The evaluation prints a table of its own."""
+"""Labels of the metrics and of the loss. The evaluation prints a table of its own."""
 
 
 def evaluate_task(

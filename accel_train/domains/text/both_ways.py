@@ -54,7 +54,7 @@ LABELS = Labels(
     baselines=("unigram", "ridge", "log_linear"),
     own_summary=True,
 )
-"""Of the metrics in both directions, and of the loss."""
+"""Labels of the metrics in both directions, and of the loss."""
 
 
 class Sampled(NamedTuple):

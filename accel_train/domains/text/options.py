@@ -140,8 +140,8 @@ class TextLatentOptions:
     """Forward passes per sample (twice as many with guidance). None: evaluation.text.steps or evaluation.latent.steps
     of the run."""
     temperature: NonNegativeFloat | None = None
-    """Of the tokens of a text: 1 samples the learned distribution, 0 takes the most likely token. None: that of the
-    run, evaluation.text.temperature."""
+    """Temperature of sampled tokens: 1 samples the learned distribution, 0 takes the most likely token. None:
+    evaluation.text.temperature of the run."""
     guidance: NonNegativeFloat | None = None
     """Strength of the condition; 1 is as learned. None: that of the run."""
     seed: Seed = 0

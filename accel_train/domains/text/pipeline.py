@@ -95,7 +95,7 @@ class TextLatentPipeline:
         self.assets = assets
         self.device = device
         self.modes = modes
-        """Those of its training. None: an older version did not record them."""
+        """Modes that the model was trained in. None: an older version did not record them."""
         self.conditions: set[Part] = {"text", "latent"} if modes is None else learned_conditions(modes)
         """Conditions the model has learned to sample from."""
 

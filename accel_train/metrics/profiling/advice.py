@@ -23,9 +23,9 @@ class Setting:
     recipe: str
     """Path of the recipe, for the command."""
     directory: Path
-    """Of the run: the command compares its config.yaml, and its report gets the profile."""
+    """Directory of the run. The command compares its config.yaml, and its report gets the profile."""
     options: Mapping[str, Any]
-    """Of the run, by their dotted names."""
+    """Options of the run, by their dotted names."""
     world_size: int
     micro_batch_size: int
     accumulation_steps: int

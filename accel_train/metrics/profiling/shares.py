@@ -39,7 +39,7 @@ class Event:
 
     name: str
     category: str
-    """Of the Chrome trace: kernel, cpu_op, user_annotation."""
+    """Category in the Chrome trace, such as kernel, cpu_op or user_annotation."""
     start: float
     """In microseconds."""
     seconds: float
@@ -55,7 +55,7 @@ class Shares:
     """Shares of the time of the profiled steps, evaluations and saves left out."""
 
     seconds: float
-    """Of all profiled steps together."""
+    """Duration of all profiled steps together."""
     steps: int
     on_device: bool
     """The trace has work of a GPU."""

@@ -37,7 +37,7 @@ class Difference:
     half_width: float | None
     """Half the interval around ``difference``. None for fewer than ``FEWEST`` samples."""
     unpaired_half_width: float | None
-    """The same for two checkpoints measured on different samples."""
+    """Half the interval if the two checkpoints had been measured on different samples."""
     p: float | None
     """Probability of a difference as large by chance, times the number of metrics that decide if this is one."""
     resolves: float | None

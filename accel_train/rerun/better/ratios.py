@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
 Recorded = Sequence[Sequence[Mapping[str, Any]]]
-"""As ``metrics.evaluation`` records it, through JSON: for each call and sample, nested lists of numbers by name."""
+"""Record of ``metrics.evaluation`` read from JSON: for each call and sample, nested lists of numbers by name."""
 TOLERANCE = 1e-9
 """Relative. Both are computed from the same fp64 sums, in another order."""
 
@@ -54,7 +54,7 @@ class Estimate:
     influence: Values
     """(samples,). Contribution of each sample to ``value``. Their mean is 0 and varies as ``value`` does."""
     bits: bytes
-    """Of all sums it is made of."""
+    """Bytes of all sums that ``value`` is made of, to tell whether two sides are equal bit for bit."""
 
 
 def read_sums(recorded: Recorded) -> list[Sums]:

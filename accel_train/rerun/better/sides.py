@@ -24,9 +24,9 @@ from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT
 from accel_train.store.run_file import is_covered, recall
 
 GROUP = "evaluation."
-"""Options that say how a recipe evaluates."""
+"""Prefix of the options that say how a recipe evaluates."""
 WHEN = ("evaluation.every",)
-"""Those that say when, which changes no result."""
+"""Options of the group that say when to evaluate, which changes no result."""
 FINGERPRINT = "data_fingerprint"
 
 
@@ -52,7 +52,7 @@ class Evaluated:
 
     metrics: Mapping[str, float]
     calls: Sequence[Any]
-    """As in ``ratios.Recorded``."""
+    """Sums of each call of the evaluation, a ``ratios.Recorded``."""
 
 
 @dataclass(frozen=True)

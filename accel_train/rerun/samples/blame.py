@@ -32,7 +32,7 @@ class Request:
 
     run: str
     step: int
-    """As in log lines, from 1."""
+    """Step as in log lines, counted from 1."""
     top: int = 10
     """Samples shown."""
     limit: float = suspects.LIMIT
@@ -75,7 +75,7 @@ class Blame:
     recorded: Mapping[str, float] | None
     """Values logged by the run. None for a step without a line in the log."""
     whole: Mapping[str, float]
-    """The same step, trained again up to it."""
+    """Values of the step in a run trained again up to it."""
     samples: Sequence[Sample]
     """Furthest out first."""
     suspects: Sequence[int]

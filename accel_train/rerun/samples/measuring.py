@@ -32,7 +32,7 @@ class Request:
     """What to measure, and where to write it."""
 
     step: int
-    """As in log lines, from 1."""
+    """Step as in log lines, counted from 1."""
     limit: float
     """Distance above which a sample is a suspect (``suspects.distances``)."""
     path: str

@@ -39,7 +39,7 @@ class Request:
     """The step to record, and where to write it."""
 
     step: int
-    """As in log lines, from 1."""
+    """Step as in log lines, counted from 1."""
     path: str
     keep: int | None = None
     """Position of an operator whose outputs are written as well, to ``kept_path``."""

@@ -30,15 +30,15 @@ class Located:
     """The first difference: its step, terms and operator."""
 
     step: int
-    """As in log lines. That of the beginning if the two had other weights before any step."""
+    """Step as in log lines. If the weights differed before any step, that of the beginning."""
     terms: Sequence[str]
     """Fields of the log line and parts of the state after the step."""
     kind: str | None = None
-    """As in ``traces.Difference``. None if no operator is named."""
+    """Kind of a ``traces.Difference``. None if no operator is named."""
     here: Sequence[Record] = ()
     there: Sequence[Record] = ()
     position: int | None = None
-    """Of the first operator in the recording here."""
+    """Position of the first operator in the recording here, counted from 0."""
     recorded: tuple[int, int] | None = None
     """Number of recorded operators on each side."""
     largest: str | None = None

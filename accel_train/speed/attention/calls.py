@@ -47,7 +47,7 @@ class AttentionCall:
     attend: Attend
     """Repeats the call on (B, H, N, D) tensors of any device."""
     definition: Attend | None
-    """The same by torch's own definition. None where the library defines it."""
+    """Repeats the call by torch's own definition. None where the library defines it."""
     kernels: tuple[str, ...]
     """Kernels for torch to choose from in this call."""
 
@@ -226,7 +226,7 @@ def _moved(named: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def block_mask_on(mask: Any, device: torch.device) -> Any:
-    """The same mask of flex attention on another device. Its own function may hold tensors of the device it is of."""
+    """Return a mask of flex attention on another device. Its own function may hold tensors of the device it is on."""
     from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
     rows, heads, queries, keys = mask.shape

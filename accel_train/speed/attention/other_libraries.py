@@ -322,7 +322,7 @@ def _eager(parts: Parts) -> Generator[None]:
 def _references(
     parts: Parts, calls: Sequence[AttentionCall], run: Callable[[], list[AttentionCall]]
 ) -> list[AttentionCall]:
-    """The same calls as their library defines them."""
+    """Return the calls as their library defines them."""
     if all(call.definition is not None for call in calls):
         # No second forward is needed where each call carries its own definition.
         return [replace(call, attend=call.definition or call.attend) for call in calls]

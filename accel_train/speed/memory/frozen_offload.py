@@ -172,7 +172,7 @@ class _FrozenBlock:
 
 class _Place(NamedTuple):
     offset: int
-    """Of its first byte in the buffer."""
+    """Offset of its first byte in the buffer."""
     size: int
     dtype: torch.dtype
     shape: torch.Size

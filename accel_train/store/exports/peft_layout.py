@@ -13,7 +13,7 @@ ADAPTER = "default"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_STEM = "adapter_model"
 PREFIX = "base_model.model."
-"""Of all keys: peft's own model around the adapted one."""
+"""Prefix of all keys: peft wraps the adapted model in a model of its own."""
 
 
 def by_key_of_peft(tensors: Mapping[str, T], adapter: str = ADAPTER) -> dict[str, T]:

@@ -90,7 +90,7 @@ class NoiseScale:
         """Averages of ``|g|^2``, of ``1 / B``, of ``1 / B`` with squared weights and of 1, and the trained steps."""
         self._decay = torch.tensor([beta, beta, beta**2, beta, 1.0], dtype=torch.float64)
         self._sums = torch.zeros(3, dtype=torch.float64)
-        """Of the window: ``tr(Sigma)``, ``|G|^2``, observations."""
+        """Sums over the window: of ``tr(Sigma)``, of ``|G|^2``, and the number of observations."""
 
     def follow(self, result: StepResult, done: int, size: int, shards: Shards, accelerator: Accelerator) -> bool:
         """Count step ``done``, counted from 1, of ``size`` samples, after the optimizer's step. Collective.

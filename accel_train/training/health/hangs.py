@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
     process: int
     step: int
-    """As in log lines, from 1."""
+    """Step as in log lines, counted from 1."""
     line: str
     """Innermost line outside of torch and Accelerate."""
     collective: str

@@ -39,10 +39,10 @@ class Difference(NamedTuple):
     parameters: list[str]
     """Names, those of the EMA with ``EMA of`` before them."""
     processes: list[int]
-    """Those unlike the majority of the processes with the same part of the weights. Without a majority, all of them."""
+    """Processes that differ from the majority of those with the same part of the weights. Without a majority, all."""
     has_majority: bool
     hosts: list[str]
-    """Of each process."""
+    """Host of each process."""
     devices: list[str]
     """Model of each process's device."""
 

@@ -31,10 +31,10 @@ class _Counts(NamedTuple):
 
 
 class _Tensors(NamedTuple):
-    """Those of one group in one step, each list in the order of the parameters."""
+    """Tensors of one group in one step, each list in the order of the parameters."""
 
     number: int
-    """Of the group."""
+    """Number of the group."""
     group: ParamGroup
     parameters: list[Tensor]
     gradients: list[Any]
@@ -98,7 +98,7 @@ class FusedAdamW(torch.optim.AdamW):
         """True if the last step has moved the averages, or has left out both weights and averages."""
         self._averages: Mapping[Tensor, Tensor] = {}
         self._weight: float | None = None
-        """Of the new values in the averages at the coming step. None: the step leaves the averages alone."""
+        """Weight of the new values in the averages at the coming step. None: the step leaves the averages alone."""
         self._counts: dict[int, _Counts] = {}
         """By the number of the group."""
         self._chunks: dict[int, Chunks] = {}

@@ -88,7 +88,7 @@ class Row(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Of the caption."""
+        """Number of words in the caption."""
         return len((self.picture.caption or "").split())
 
     def reasons(self) -> list[str]:

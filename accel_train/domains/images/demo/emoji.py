@@ -31,7 +31,7 @@ class Emoji(NamedTuple):
     """One bundled emoji."""
 
     name: str
-    """As in Unicode, in lower case. Those of several skin tones share it."""
+    """Unicode's name, in lower case. Emoji that differ only in skin tone share it."""
     tone: str
     """Skin tone, or empty."""
     group: str

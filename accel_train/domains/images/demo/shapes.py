@@ -32,7 +32,7 @@ RADII = {"small": 0.1, "large": 0.18}
 ROWS = ("top", "middle", "bottom")
 COLUMNS = ("left", "centre", "right")
 CENTRES = (0.2, 0.5, 0.8)
-"""Of rows and columns, as a share of the side."""
+"""Centres of the rows and of the columns, as a share of the picture's side."""
 NUMBERS = ("a", "two", "three")
 PLURALS = {form: f"{form}es" if form.endswith("s") else f"{form}s" for form in FORMS}
 WHITE = 255

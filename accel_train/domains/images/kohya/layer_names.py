@@ -17,7 +17,7 @@ from torch import Tensor
 from accel_train.config import UsageError
 
 PREFIX = "lora_unet_"
-"""Of transformers too."""
+"""Prefix of the keys of a denoiser's adapters, for transformers as well as UNets."""
 BLOCK = re.compile(r"(down|up)_blocks\.(\d+)\.(attentions|resnets)\.(\d+)\.(.+)")
 MIDDLE = re.compile(r"mid_block\.(attentions|resnets)\.(\d+)\.(.+)")
 PLACES = {"resnets": 0, "attentions": 1}

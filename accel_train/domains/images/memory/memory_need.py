@@ -25,13 +25,13 @@ class Load(NamedTuple):
     """Load of a run on one device."""
 
     size: Size
-    """Of the denoiser with its adapters."""
+    """Size of the denoiser with its adapters."""
     values: int
-    """Of the denoiser without them, however many bits they have: ``denoiser_values``."""
+    """Number of weights of the denoiser without adapters, however many bits each has (``denoiser_values``)."""
     micro_batch_size: int
     """Pictures in a forward."""
     megapixels: float
-    """Of the largest picture."""
+    """Megapixels of the largest picture."""
     checkpointing: str
     """Mode of activation checkpointing."""
     precision: str
@@ -39,7 +39,7 @@ class Load(NamedTuple):
     has_ema: bool = False
     """With EMA weights of the adapters."""
     drawn_megapixels: float = 0.0
-    """Of a picture drawn in an evaluation. 0: none is."""
+    """Megapixels of a picture drawn in an evaluation. 0: none is drawn."""
 
 
 class Need(NamedTuple):

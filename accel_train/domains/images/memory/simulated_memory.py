@@ -24,7 +24,7 @@ class Model(NamedTuple):
 
     name: str
     values: int
-    """Of its weights."""
+    """Number of values in its weights."""
     fixed: float
     """GiB whatever the micro-batch: buffers, and copies of adapters in bf16."""
     none: Activations

@@ -38,7 +38,7 @@ class Predicting(NamedTuple):
     sizes: Tensor
     """Height and width of the original, top and left of the crop, height and width of the result, (B, 6)."""
     config: Any
-    """Of the denoiser, from before it was wrapped."""
+    """Config of the denoiser, taken before it was wrapped."""
     guidance: float
     """Guidance scale, an input of denoisers distilled from guidance."""
 

@@ -90,7 +90,7 @@ class Denoising:
     vae: Any
     denoiser_config: Any
     empty: Conditioning
-    """Of an empty prompt, with a first dimension of 1."""
+    """Conditioning of an empty prompt, with a first dimension of 1."""
     options: ObjectiveConfig
     times: TimeConfig
     guidance: float = 1.0

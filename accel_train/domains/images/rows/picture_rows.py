@@ -39,7 +39,7 @@ class Captioned(NamedTuple):
     """Captions and pictures of one part of the data."""
 
     captions: Sequence[Sequence[str]]
-    """Of each picture."""
+    """Captions of each picture."""
     pictures: Tensor
     """(N, size, size, 3) uint8"""
     contents: Sequence[str] = ()

@@ -50,9 +50,9 @@ class MMDiTBase:
     shape: MultimodalMMDiTConfig
     diffusion: LatentDiffusionConfig
     sampler: LatentSamplingConfig
-    """Of its own evaluation."""
+    """Sampler of its own evaluation."""
     times: TimeConfig
-    """Of its own training."""
+    """Times drawn in its own training."""
 
     @property
     def source(self) -> str:

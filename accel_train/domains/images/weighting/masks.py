@@ -64,7 +64,7 @@ class Masks:
 
     @property
     def fingerprint(self) -> str:
-        """Of the masks' files."""
+        """Hash of the masks' files."""
         rows = sorted((content, digest) for content, (_, digest) in self.files.items())
         return hashlib.sha256(str(rows).encode()).hexdigest()
 

@@ -35,7 +35,7 @@ from accel_train.store import atomic_files
 logger = logging.getLogger(__name__)
 
 FORMAT = 4
-"""Of the cached tokens. Change it with what is made of the same rows."""
+"""Format version of the cached tokens. Raise it when the same rows give other tokens."""
 Encode = Callable[[int], EncodedBlock]
 """Encodes a block of the source. Can be pickled."""
 SHARD_TOKENS = 2**22
@@ -56,7 +56,7 @@ class PreparedTokens(NamedTuple):
     train: list[Shard]
     heldout: list[Shard]
     fingerprints: tuple[str, str]
-    """Of the texts of the two, and of their rows."""
+    """Hashes of the training and the held-out split: of their texts, and of how these form rows."""
     counts: Counter[str]
     """`EncodedBlock.counts` over all blocks."""
     blocks: Mapping[str, Mapping[str, int]]

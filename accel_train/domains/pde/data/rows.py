@@ -155,7 +155,7 @@ class FieldData:
     train: JoinedRows
     """Training rows of all tasks, in the order of `tasks`."""
     training: dict[str, FieldRows]
-    """The same rows by task."""
+    """Training rows by task: those of ``train``."""
     heldout: dict[str, FieldRows]
     assets: FieldAssets
     """Normalisation, as stored in a checkpoint (`assets.save(directory)`)."""

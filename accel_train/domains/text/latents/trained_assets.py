@@ -39,7 +39,7 @@ class TrainedAssets:
     """Folder ``assets`` beside the weights."""
     saved: DataAssets
     options: Mapping[str, Any]
-    """Of the run behind the weights, by their names on the command line."""
+    """Options of the run behind the weights, by their names on the command line."""
     resumes: bool
     """False: a new run starts from the weights."""
 
