@@ -30,20 +30,20 @@ class EmaConfig:
 class Ema:
     """EMA of the weights. Elementwise on shards, so it costs no communication under any strategy.
 
-    Every rank builds and updates it. ``shards`` are fp32 even under bf16, because a difference of 1 - decay is lost in
-    bf16's 8 bits. With decay 0 there are no shards and no cost: the EMA is the weights. A step that ``guard`` leaves
-    out does not move it.
+    Every rank builds and updates it. The averages are fp32 even under bf16, because a difference of 1 - decay is lost
+    in bf16's 8 bits. With decay 0 there are none, and no cost: the EMA is the weights. A step that ``guard`` leaves out
+    does not move it.
     """
 
     def __init__(self, config: EmaConfig, shards: Shards, guard: StepGuard | None = None) -> None:
         self.config = config
         self.guard = guard or StepGuard()
         self.shards = shards
-        """The averaged parameters, with their optimizer's state."""
-        self._shards: dict[str, torch.Tensor] = {}
+        """View of the averaged parameters and of their optimizer's state."""
+        self._averages: dict[str, torch.Tensor] = {}
         if self.is_on:
             for name in shards.parameters:
-                self._shards[name] = shards.master(name).float().clone()
+                self._averages[name] = shards.master(name).float().clone()
         self._fused: FusedAdamW | None = None
         """An optimizer that moves the averages in the pass over memory that updates the weights."""
         if self.is_on and isinstance(shards.optimizer, FusedAdamW) and shards.optimizer.one_pass:
@@ -63,11 +63,11 @@ class Ema:
     @property
     def averages(self) -> dict[str, torch.Tensor]:
         """EMA by parameter name, this rank's shard."""
-        return self._shards
+        return self._averages
 
     def held(self) -> list[torch.Tensor]:
         """Return its tensors as they are, for their size: ``averages`` may have to compute them first."""
-        return list(self._shards.values())
+        return list(self._averages.values())
 
     def update(self, step: int) -> None:
         """Move towards the weights after optimizer step ``step`` (0-based)."""
@@ -95,7 +95,7 @@ class Ema:
             return
         self._announced_step = step
         averages: dict[torch.Tensor, torch.Tensor] = {
-            self.shards.parameters[name]: shard for name, shard in self._shards.items()
+            self.shards.parameters[name]: average for name, average in self._averages.items()
         }
         self._fused.average_next(averages, 1 - decay_at(self.config.decay, step))
 
@@ -114,7 +114,7 @@ class Ema:
 
     def _move(self, step: int) -> None:
         # Asked for in every step, because FSDP2 and DeepSpeed may replace the tensors behind the names.
-        masters = [self.shards.master(name) for name in self._shards]
+        masters = [self.shards.master(name) for name in self._averages]
         decay = decay_at(self.config.decay, step)
         # None unless the device may leave out this very step, which the host then does not know.
         weight_of_step = self.guard.weight_of_step
@@ -123,15 +123,15 @@ class Ema:
             return
         lerp = torch._foreach_lerp_  # pyright: ignore[reportPrivateUsage]
         # One kernel for many tensors: a loop over them would be bound by launches.
-        lerp(list(self._shards.values()), masters, 1 - decay)
+        lerp(list(self._averages.values()), masters, 1 - decay)
 
     def _update_on_device(self, masters: list[torch.Tensor], weight: torch.Tensor) -> None:
         """Move by a weight that the host does not know: 0 for a step left out, which changes no bit.
 
         A kernel for each tensor, because torch's kernel for many takes the weight from the host. The same values.
         """
-        for shard, master in zip(self._shards.values(), masters, strict=True):
-            shard.lerp_(master, weight)
+        for average, master in zip(self._averages.values(), masters, strict=True):
+            average.lerp_(master, weight)
 
     @contextmanager
     def applied(self) -> Generator[None]:
@@ -187,16 +187,16 @@ class OptimizerAverage(Ema):
             self._read_average()
             # A restored average stays until the next step: without optimizer state it could not be computed.
             self._is_stale = False
-        return self._shards
+        return self._averages
 
     @torch.no_grad()
     def _read_average(self) -> None:
-        masters = {name: self.shards.master(name) for name in self._shards}
+        masters = {name: self.shards.master(name) for name in self._averages}
         trained = {name: master.clone() for name, master in masters.items()}
         # `eval` writes the average over the trained weights, in place, and from there it is copied.
         self._optimizer.eval()
         for name, master in masters.items():
-            self._shards[name].copy_(master)
+            self._averages[name].copy_(master)
         self._optimizer.train()
         # The two ways cancel out but for rounding, and the trajectory must not depend on how often it was asked.
         for name, master in masters.items():

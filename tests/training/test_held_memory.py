@@ -70,7 +70,7 @@ def test_an_average_that_is_computed_on_demand_is_not_computed_for_its_size() ->
     model = Toy()
     optimizer = torch.optim.AdamW([model.one.weight])  # it could not even be asked for one
     average = OptimizerAverage(EmaConfig(0.0), Shards(model, optimizer), StepGuard(), optimizer)
-    average._shards = {"one.weight": torch.zeros(WIDTH, WIDTH)}
+    average._averages = {"one.weight": torch.zeros(WIDTH, WIDTH)}
     average.update(0)
     assert held(average, CPU).device["ema"] == MATRIX
 
