@@ -224,10 +224,9 @@ class GradientWindow:
         """Backward of this micro-batch's share of the loss.
 
         ``sums`` must hold every term, in every step: its sum over the micro-batch, (), or the weighted loss of each
-        sample, (B,), which names the samples of a bad step. A single tensor is that of the only term. ``metrics``,
-        sums or weighted values likewise, are not trained: the training line has their means as ``train_NAME``, divided
-        by the weight of the first term. Raises ``UsageError`` for one value beside a weight for each sample: it may be
-        a mean.
+        sample, (B,), which names the samples of a bad step. A single tensor is that of the only term. ``metrics`` have
+        the same form and are not trained: the training line has their means as ``train_NAME``, divided by the weight of
+        the first term. Raises ``UsageError`` for a single value where each sample has a weight: it may be a mean.
         """
         if isinstance(sums, Tensor) and len(self.coefficients) != 1:
             names = sorted(self.coefficients)

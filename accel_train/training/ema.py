@@ -66,7 +66,7 @@ class Ema:
         return self._averages
 
     def held(self) -> list[torch.Tensor]:
-        """Return its tensors as they are, for their size: ``averages`` may have to compute them first."""
+        """Return the tensors it holds, for their size. Unlike ``averages``, computes nothing."""
         return list(self._averages.values())
 
     def update(self, step: int) -> None:
@@ -80,7 +80,7 @@ class Ema:
         assert step == self._announced_step, f"the EMA moved in step {step} as if in {self._announced_step}"
 
     def announce(self, step: int) -> None:
-        """Let an optimizer that can take the averages along do so in its coming step, number ``step``.
+        """Let the optimizer, if it can, move the averages along in its coming step, number ``step``.
 
         ``update`` must follow it (``require_update``). Without this call, and with any other optimizer, ``update``
         moves them. Raises ``RuntimeError`` after an error of ``applied`` that left the EMA in the model.
@@ -137,8 +137,8 @@ class Ema:
     def applied(self) -> Generator[None]:
         """Run the body with the EMA in the model, on all ranks. The trained weights come back bit for bit.
 
-        Not after an error under ZeRO with several processes: the others may not have met it, and this one would wait
-        for them in the collective that brings the weights back, while they wait for it elsewhere. Raises
+        They do not come back after an error under ZeRO with several processes: the others may not have met it, and this
+        one would wait for them in the collective that brings the weights back, while they wait for it elsewhere. Raises
         ``RuntimeError`` before the body if the EMA lags behind the step (``require_update``).
         """
         self.require_update()
@@ -206,7 +206,7 @@ class OptimizerAverage(Ema):
 def build_ema(config: EmaConfig, shards: Shards, guard: StepGuard, optimizer: Any) -> Ema:
     """Build the EMA, or the average of a schedule-free ``optimizer``, after ``prepare``.
 
-    Raises ``UsageError`` for an EMA beside such an average, because a checkpoint has one of them.
+    Raises ``UsageError`` for an EMA beside such an average, because a checkpoint holds only one of them.
     """
     # Accelerate's wrapper has both methods whether its optimizer has them or not.
     inner = unwrapped(optimizer)

@@ -142,7 +142,7 @@ def _refuse_eight_bit(device: torch.device) -> None:
 
 # ------------------------------------------------------------------------------------- classes of the user's own
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Import the class of ``module:Class``. Raises ``UsageError`` for what is no optimizer that the loop can honour."""
+    """Import the class of ``module:Class``. Raises ``UsageError`` unless it is an optimizer the loop can use."""
     module, _, attribute = name.partition(":")
     try:
         found: Any = getattr(import_module(module), attribute)

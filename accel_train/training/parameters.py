@@ -1,8 +1,8 @@
 """Parameters by kind (hidden matrix, other decayed matrix, the rest), and frozen parts of a model.
 
 A frozen part has a gradient of zero, so neither clipping nor the optimizer's running means see it. Its parameters keep
-`requires_grad`. Switched off after wrapping, DDP raises, FSDP2 leaves the gradient None and ZeRO fills zeros: three
-different results. Only zeros work under every strategy.
+`requires_grad`. If it were switched off after wrapping, DDP would raise, FSDP2 would leave the gradient None, and ZeRO
+would fill in zeros: three different results. Only zeros work under every strategy.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def summed(values: Tensor) -> Tensor:
-    """Sum over the samples of a micro-batch, unless it is one already, in fp32 at least: bf16 does not count to 257."""
+    """Sum over the samples of a micro-batch, in fp32 at least: bf16 does not count to 257. A sum stays one."""
     if values.is_floating_point() and values.itemsize < 4:
         values = values.float()
     return values.sum() if values.ndim else values

@@ -112,7 +112,7 @@ class ScheduleConfig:
 def resolve_decay_steps(config: ScheduleConfig, max_steps: int, length: str | None = None) -> int:
     """Return the number to save with the experiment and to pass to `learning_rate_factor` from then on.
 
-    ``length`` is ``max_steps`` in the words of an error, for a run whose length another option sets.
+    ``length`` stands for ``max_steps`` in an error, if another option sets the length of the run.
 
     Call it once, at the first start, before any model is built. It refuses a warm-up, first cycle or wsd decay
     longer than the run. For constant and inverse_sqrt the number is max_steps and has no effect.
@@ -126,7 +126,7 @@ def resolve_decay_steps(config: ScheduleConfig, max_steps: int, length: str | No
 def shortened(config: ScheduleConfig, decay_steps: int, free: Collection[str]) -> ScheduleConfig:
     """Return the schedule with the options in ``free`` shortened where they do not fit into ``decay_steps``.
 
-    A warm-up becomes a tenth of the run or shorter, then a first cycle what is left.
+    A warm-up is cut to a tenth of the run or less, and then a first cycle to what is left.
     """
     if _fits(config, decay_steps):
         return config

@@ -31,7 +31,7 @@ GROUP_OPTIONS = (
     *("params", "name", "part", "frozen", OWN_KEY, "muon"),
     *("lr", "base_lr", "weight_decay", "base_weight_decay"),
 )
-"""Keys of a group that are functions of the options and the step. An optimizer's own numbers are the others."""
+"""Keys of a group that follow from the options and the step. All others are the optimizer's own numbers."""
 EXACT_IN_FP32 = {torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.bool}
 """Dtypes of state whose values survive in a file of fp32."""
 WEIGHT_COPIES = ("master", "master_ema")
@@ -272,7 +272,8 @@ class Shards:
     def set_step(self, step: int, apart: Mapping[str, int] = MappingProxyType({})) -> None:
         """Set the optimizer's own counter (bias correction) to the number of completed steps.
 
-        ``apart`` are those of single parameters. Under ZeRO they have none of their own.
+        ``apart`` has the counts of single parameters that differ from it. Under ZeRO no parameter has a count of its
+        own.
         """
         states = self._sharding.optimizer.state
         for state in states.values():
@@ -325,7 +326,7 @@ _NUMBERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool":
 
 
 def encode_number(value: object) -> list[str] | None:
-    """A number or a tensor without dimensions as its type and its text, exact; None for anything else."""
+    """Return a number or a tensor without dimensions as its type and its exact text. None for anything else."""
     if isinstance(value, Tensor) and value.ndim == 0 and str(value.dtype) in _DTYPES:
         return [str(value.dtype), repr(value.item())]
     if type(value).__name__ in _NUMBERS:  # the type itself: numpy's numbers and enumerations are something else

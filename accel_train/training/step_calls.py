@@ -80,7 +80,7 @@ class StepCalls:
     def require(self, step: int, *, updates: bool) -> None:
         """Raise ``RuntimeError`` if a call of step ``step`` (from 1) is missing, or the optimizer stepped twice.
 
-        ``updates`` is False for a step that is to move nothing: the optimizer's may be missing then.
+        ``updates`` is False for a step that is to move nothing. The optimizer's step may then be missing.
         """
         for name in REQUIRED:
             if name not in self._called:
@@ -101,7 +101,7 @@ class StepCalls:
     def refuse_other_rates(self, step: int) -> None:
         """Raise ``RuntimeError`` if something else than ``set_learning_rate`` sets the learning rates.
 
-        Such a rate has no effect, because the next step sets its own, and a log line would have it all the same.
+        Such a rate has no effect, because the next step sets its own. A log line would show it nevertheless.
         """
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         found = [group["lr"] for group in groups]
@@ -136,7 +136,7 @@ class Leftovers:
         self._sees_zeros = False
 
     def choose(self, parameters: list[nn.Parameter], optimizers: list[Any]) -> None:
-        """Choose a parameter that has a gradient and is stepped, unless there is one: it tells what became of all."""
+        """Choose a stepped parameter with a gradient as a witness for all of them, unless there is one already."""
         if self._witness is not None:
             return
         self._optimizers = [unwrapped(optimizer) for optimizer in optimizers]
@@ -146,8 +146,9 @@ class Leftovers:
     def refuse(self, step: int) -> None:
         """Raise ``RuntimeError`` if the gradients of the step before ``step`` are still there.
 
-        Costs nothing where they are removed. Zeros of ``zero_grad(set_to_none=False)`` pass. To see them a device is
-        waited for, in the first steps of such a loop: later, a change since the optimizer's step tells of them.
+        Costs nothing where they are removed. Zeros of ``zero_grad(set_to_none=False)`` pass. The first steps of such a
+        loop wait for the device to see them. Later it is enough that the gradient has changed since the optimizer's
+        step.
         """
         if self._witness is None or self._witness.grad is None:
             return
@@ -178,7 +179,7 @@ _LEFTOVERS: WeakKeyDictionary[nn.Module, Leftovers] = WeakKeyDictionary()
 
 
 def leftovers_of(model: nn.Module) -> Leftovers:
-    """Return that of a model, whose windows share it."""
+    """Return the ``Leftovers`` of a model, shared by all its windows."""
     found = _LEFTOVERS.get(model)
     if found is None:
         found = _LEFTOVERS[model] = Leftovers()

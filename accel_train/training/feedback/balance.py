@@ -48,8 +48,8 @@ class LossBalance:
             self._decay = config.decay
         self._terms: tuple[str, ...] = ()
         self._state = torch.zeros(ROWS[config.kind], 0)
-        """(R, K). ema: average, and the same average of 1. uncertainty: s, then Adam's two averages, each with that
-        of 1, whose quotient corrects for the start at 0."""
+        """(R, K). ema: the average, and the same average of 1. uncertainty: s, then Adam's two averages, each with that
+        of 1. An average over that of 1 is corrected for its start at 0."""
         self._saved: Mapping[str, list[float]] = {}
 
     def factors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -128,6 +128,6 @@ class LossBalance:
         return {"kind": self.config.kind, "terms": terms}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Continue from ``state``. That of another kind, which only ``--allow`` makes possible, is left out."""
+        """Continue from ``state``. A state of another kind, possible only with ``--allow``, is ignored."""
         if saved.get("kind") == self.config.kind:
             self._saved = {name: list(map(float, rows)) for name, rows in saved["terms"].items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def term_factor(coefficient: float, weight: Tensor) -> Tensor:
-    """Quotient in fp32, 0 for a term without weight in this step."""
+    """Return coefficient over weight in fp32, 0 for a term without weight in this step."""
     dtype = weight.dtype if weight.is_floating_point() else torch.float32
     return (constant(coefficient, weight.device, dtype) / weight).nan_to_num_(0.0, 0.0, 0.0).float()
 
@@ -21,7 +21,7 @@ def quotient_of_step(
     local: Mapping[str, Tensor],
     inputs: Mapping[str, object],
 ) -> Tensor | None:
-    """Return a value that is not finite if no trained term has a weight in the global batch. None: one has.
+    """Return a value that is not finite if no trained term has a weight in the global batch, or None if one surely has.
 
     ``weights`` are those of the terms in the global batch, ``local`` those in a micro-batch of this process with these
     ``inputs``.
@@ -50,7 +50,7 @@ def constants(values: tuple[float, ...], device: torch.device) -> Tensor:
 def constant(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
     """A number on the device, filled there because a copy from the host would wait.
 
-    An operator takes a tensor in half the time of a number, of which it makes one in every call.
+    An operator takes a tensor in half the time of a number, which it would turn into a tensor in every call.
     """
     with torch.inference_mode(False):  # the first caller may be an evaluation
         return torch.full((), value, device=device, dtype=dtype)

@@ -138,7 +138,7 @@ class NoiseScale:
         self._sums = self._sums.to(found) + torch.where(steps > 1, found, 0.0)
 
     def end_window(self) -> Window | None:
-        """Return what the window has measured, and begin the next. Waits for the device. None: nothing."""
+        """Return what the window has measured, and begin the next. Waits for the device. None: no measurement."""
         trace, square, count = self._sums.tolist()
         self._sums = torch.zeros_like(self._sums)
         if count == 0:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Kind = tuple[str, ...]
 """Names of the terms that a step trains."""
 SMALLEST = 1e-12
-"""Smallest magnitude of a mean that an improvement is a share of."""
+"""Smallest magnitude of the best mean that an improvement is divided by."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Checks of the losses and weights that a recipe gives to the window.
 
-A mean or a forgotten weight would go unnoticed: one process without accumulation, where all weights are 1, trains the
-same but for a factor, and other layouts do not.
+A mean or a forgotten weight would go unnoticed: on one process without accumulation, with all weights 1, it changes the
+loss by a factor alone. In other layouts it changes what is trained.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def refuse_empty(micro_batches: Sequence[object], coefficients: Mapping[str, flo
 def by_term(
     found: Mapping[str, Tensor] | Tensor, kind: str, coefficients: Mapping[str, float], step: int
 ) -> Mapping[str, Tensor]:
-    """Return ``found`` by the terms of ``coefficients``: a single tensor is that of each.
+    """Return ``found`` by the terms of ``coefficients``. A single tensor stands for every term.
 
-    Raises ``UsageError`` for a term of one and not the other. ``kind`` is a key of ``PLACES``.
+    Raises ``UsageError`` for a term that only one of the two has. ``kind`` is a key of ``PLACES``.
     """
     if isinstance(found, Tensor):
         return dict.fromkeys(coefficients, found)
@@ -54,9 +54,9 @@ def by_term(
 
 
 def refuse_means(sums: Mapping[str, Tensor], weights: Mapping[str, Tensor], coefficients: Mapping[str, float]) -> None:
-    """Raise ``UsageError`` for a trained term with a weight for each sample, (B,), and not a loss for each.
+    """Raise ``UsageError`` for a trained term with a weight for each sample, (B,), but without a loss for each.
 
-    That is one value, (), or a matrix: (B, 1) times (B,) is (B, B). No device wait.
+    Its loss is then one value, (), or a matrix: (B, 1) times (B,) is (B, B). No device wait.
     """
     for name, loss in sums.items():
         if coefficients[name] == 0 or weights[name].ndim == 0:
@@ -82,7 +82,7 @@ def refuse_further_dimensions(what: str, values: Tensor, weight: Tensor) -> None
 
 
 def count_unweighted(result: StepResult) -> dict[str, Tensor]:
-    """Count the samples on this process with loader's ``weight`` 0 that count in a trained term all the same.
+    """Count the samples on this process whose ``weight`` from the loader is 0, but which count in a trained term.
 
     ``lost_weights``: by a loss that is not 0. ``weighted_padding``: by a weight of the term above 0. No device wait.
     The other way round is no fault: the weight of a term may be 0 where a loss is added to the mean over other samples.
@@ -111,7 +111,8 @@ def count_unweighted(result: StepResult) -> dict[str, Tensor]:
 
 
 def refuse_unweighted(counts: dict[str, float]) -> None:
-    """Take those of ``count_unweighted`` from the counts of all processes. Raises ``UsageError`` for any above 0."""
+    """Take the entries of ``count_unweighted`` out of counts summed over processes. Raises ``UsageError`` for any above
+    0."""
     of_losses = counts.pop("lost_weights")
     of_weights = counts.pop("weighted_padding")
     why = "Such a sample only fills a micro-batch, or stands in for one that is left out"

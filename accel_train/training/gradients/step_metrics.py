@@ -15,14 +15,14 @@ from accel_train.training.gradients.loss_checks import refuse_further_dimensions
 from accel_train.training.parameters import widest
 
 PREFIX = "train_"
-"""Beginning of their names in a training line, where ``heldout_`` is that of evaluations."""
+"""Prefix of their names in a training line. Those of evaluations begin with ``heldout_``."""
 
 
 class StepMetrics:
     """Sums of a step's metrics on this process. Read at log points only: other steps reduce and wait for nothing."""
 
     def __init__(self, accelerator: Accelerator, weight: Tensor, weights: Sequence[Tensor]) -> None:
-        """``weight`` is that of the global batch, by which each metric is divided; ``weights`` of each micro-batch."""
+        """Metrics are divided by ``weight``, that of the global batch. ``weights`` are those of the micro-batches."""
         self._accelerator = accelerator
         self._weight = weight
         self._weights = weights

@@ -35,7 +35,7 @@ def resolve_sync(policy: SyncPolicy, accelerator: Accelerator) -> tuple[Literal[
 
 
 def when_to_reduce(policy: SyncPolicy, zero_stage: int) -> Literal["last", "every"]:
-    """Return the micro-batches of a policy with a reduction."""
+    """Return the micro-batches after which a policy has gradients reduced."""
     if policy != "auto":
         return policy
     return "every" if zero_stage >= 2 else "last"
@@ -78,7 +78,7 @@ def reduce_without_step(accelerator: Accelerator) -> Generator[None]:
 
 @contextmanager
 def reduce_once(engine: Any) -> Generator[None]:
-    """Keep the gradients of the body local under ZeRO-2 and -3, and reduce them at its end. After an error: never.
+    """Keep the gradients of the body local under ZeRO-2 and -3, and reduce them at its end, but not after an error.
 
     DeepSpeed's own context also reduces after an error, and waits for processes that have not met it.
     """

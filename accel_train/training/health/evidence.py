@@ -38,8 +38,8 @@ class BadStep:
     grad_norm: float | None
     """Norm of the gradient before clipping. None if the losses are refused before there is one."""
     samples: list[list[int]]
-    """For each rank: numbers of its samples with a loss that is not finite, or of its micro-batches with such a sum if
-    the recipe gives sums alone. If all losses are finite: of all its samples."""
+    """For each rank, the numbers of its samples with a loss that is not finite. If the recipe gives sums alone, those
+    of all samples in micro-batches with such a sum. If all losses are finite, those of all its samples."""
     precision: str
 
     @property

@@ -18,7 +18,7 @@ from accel_train.launch_files.flight_recorder import PREFIX
 from accel_train.store import atomic_files
 
 MOST = 3
-"""Unfinished collectives of a process that are named. The one that others wait in is among the oldest."""
+"""Most unfinished collectives to name for a process. The one that others wait in is among the oldest."""
 
 
 def dump(logs: Path, process: int) -> list[str] | None:
@@ -78,7 +78,7 @@ def _name(entry: Mapping[str, Any]) -> str:
 
 
 def how_to_read(logs: Path) -> str:
-    """Return a line for the log."""
+    """Return a log line that tells where the last collectives are and how to read them."""
     if _is_nccl():
         return f"the last collectives and their stacks: torchfrtrace --prefix {PREFIX} {logs}"
     return f"the last collectives: {_file(logs, 'N')}"

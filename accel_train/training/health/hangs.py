@@ -25,9 +25,9 @@ from accel_train.wording import FILE_ONLY
 
 logger = logging.getLogger(__name__)
 LOOKS = 20
-"""How often the thread looks within a short limit."""
+"""Number of times that the thread looks within a short limit."""
 LOOK_SECONDS = 1.0
-"""Between two looks, at most: the processes find a hang within about so long of each other."""
+"""Most seconds between two looks. The processes find a hang within about this time of each other."""
 ANSWER_SECONDS = 10.0
 """How long the main process waits for the others to say where they are."""
 MAX_BYTES = 1 << 16
@@ -177,7 +177,7 @@ class HangWatch:
         logger.warning("  %s", flight_recorder.how_to_read(self._logs))
 
     def _answers(self, read: Callable[[Path], T | None]) -> list[T]:
-        """Return what the processes have written that found the same hang, in the order of their numbers."""
+        """Return what the processes that found the same hang have written, in the order of their numbers."""
         deadline = time.monotonic() + ANSWER_SECONDS
         found: dict[int, T] = {}
         while True:

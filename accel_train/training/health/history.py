@@ -52,11 +52,11 @@ class History:
             )
 
     def leave_out(self) -> None:
-        """Count a step of which no sample has a weight. It is no bad one."""
+        """Count a step in which no sample has a weight. It is not a bad step."""
         self.without_samples += 1
 
     def take_unreported(self) -> list[tuple[BadStep, bool]]:
-        """Return each bad step not returned before, and if it was skipped."""
+        """Return each bad step not returned before, and whether it was skipped."""
         unreported = self._unreported
         self._unreported = []
         return unreported

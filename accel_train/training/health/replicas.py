@@ -1,8 +1,8 @@
 """Weights that several processes hold whole, compared bit by bit.
 
 Every process applies the same update to its own copy, and nothing compares the copies afterwards: a bit that flips in
-one memory, or code that touches the weights of one process only, goes on in silence. Each process then has a gradient
-of other weights, and a checkpoint holds pieces of different models.
+one memory, or code that touches the weights of one process only, goes on in silence. Each process then computes its
+gradient with different weights, and a checkpoint holds pieces of different models.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 COLUMNS = 1024
 """Words in a row of the sums. A word is 8 bytes."""
 STEP = -7046029254386353131
-"""The golden ratio in 64 bits, as in SplitMix64, whose constants the others are."""
+"""The golden ratio in 64 bits, as in SplitMix64, which has the other constants too."""
 SHIFTS = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))
 
 
@@ -101,7 +101,7 @@ def _sums(tensor: Tensor) -> list[Tensor]:
 
 
 def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return a number of the bits of each tensor, int64 on ``device``. Few kernels for a tensor, and no wait."""
+    """Return a checksum of the bits of each tensor, int64 on ``device``. Few kernels for a tensor, and no wait."""
     parts: list[Tensor] = []
     ends = [0]
     for tensor in tensors:

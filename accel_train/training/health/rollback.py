@@ -1,8 +1,8 @@
 """Going back after a step that is not finite: the samples a run leaves out from then on.
 
 A resume is exact, so a run that starts again meets the same step again. What it needs to get past it is recorded in the
-run directory: the samples concerned, which the next start reads from nowhere (``data/leaving_out.py``). A checkpoint
-holds those of its run too, so a copy of it trains on in the same way.
+run directory: the samples concerned, which the next start does not read (``data/leaving_out.py``). A checkpoint holds
+those of its run too, so a copy of it trains on in the same way.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Rollback(NamedTuple):
     """Hash of the data that they count in. Empty in a record of an earlier version: any."""
 
     def concerns(self, data: str) -> bool:
-        """Return True if the samples are those of these data. In others the same indices are other samples."""
+        """Return True if the samples are of these data. In other data the same indices are other samples."""
         return self.data in ("", data)
 
 
 def recorded(directory: Path) -> list[Rollback]:
     """Return the rollbacks of a run, oldest first. Raises ``UsageError`` for a damaged file.
 
-    Without them the run would train on what it had left out, so a file that cannot be read is no empty one.
+    Without them the run would train on what it had left out, so an unreadable file is not taken for an empty one.
     """
     path = directory / LEFT_OUT_FILE
     if not path.exists():

@@ -39,7 +39,7 @@ PRODUCTS = 8
 PRODUCT_SIZE = {"cuda": 2048}
 """Rows of the matrices by type of device. 8 products take 0.25 ms of a GPU with 550 TFLOP/s."""
 PRODUCT_SIZE_ELSEWHERE = 64
-"""Small enough for one thread, since those of a CPU wait for each other where its cores are busy."""
+"""Rows of the matrices elsewhere, few enough for one thread: threads of a CPU with busy cores wait for each other."""
 PYTHON_ROUNDS = 4000
 
 

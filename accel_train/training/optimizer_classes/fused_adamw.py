@@ -100,7 +100,7 @@ class FusedAdamW(torch.optim.AdamW):
         self._weight: float | None = None
         """Weight of the new values in the averages at the coming step. None: the step leaves the averages alone."""
         self._counts: dict[int, _Counts] = {}
-        """By the number of the group."""
+        """Step counts by the number of the group."""
         self._chunks: dict[int, Chunks] = {}
 
     def average_next(self, averages: Mapping[Tensor, Tensor], weight: float) -> None:
@@ -127,7 +127,7 @@ class FusedAdamW(torch.optim.AdamW):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Remove the gradients as torch's own does, which also makes an entry for a profile: most of its time."""
+        """Remove the gradients. torch's own method spends most of its time on an entry for a profile, left out here."""
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return

@@ -1,4 +1,4 @@
-"""May AdamW run in one pass (`adamw_kernel`)? A trial of the kernel, because it is compiled where it runs."""
+"""Trial that decides if AdamW runs in one pass (`adamw_kernel`), whose kernel is compiled where it runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = 1e-5
 
 
 def one_pass_obstacle(device: torch.device, parameters: Iterable[Tensor]) -> str | None:
-    """Return why torch's kernel has to run instead, or None. Collective on a GPU: one process without it stops all.
+    """Return why torch's kernel has to run instead, or None. Collective on a GPU: one process that fails stops all.
 
     Runs a few steps of both on ``device``, which compiles the kernel: a second, or milliseconds from Triton's cache.
     """
