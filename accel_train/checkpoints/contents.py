@@ -46,7 +46,7 @@ def saved_names(shards: Shards, run: Run) -> list[str]:
 
 
 def refuse_unsavable(shards: Shards, run: Run) -> None:
-    """Raise ``UsageError`` for a model of which a checkpoint cannot hold all. Reads no tensor. Any rank."""
+    """Raise ``UsageError`` for a model that a checkpoint cannot hold completely. Reads no tensor. Any rank."""
     _own_dtypes(shards, saved_names(shards, run))
     refuse_wide(shards.parameters)
 
@@ -143,8 +143,8 @@ def indices(planned: planning.Plan) -> Json:
 def state_index(planned: planning.Plan, step: int, counts: Mapping[str, int], numbers: Mapping[str, Any]) -> Json:
     """Build the index of the optimizer state: tensor names to files, for each key of the state.
 
-    ``step`` counts the optimizer's own steps. Of ``counts``, those of ``Shards.step_counts``, the index has the others.
-    ``numbers`` are those of ``Shards.numbers``, empty for the built-in optimizers.
+    ``step`` counts the optimizer's own steps. ``counts`` are those of ``Shards.step_counts``, of which the index has
+    those that differ from ``step``. ``numbers`` are those of ``Shards.numbers``, empty for the built-in optimizers.
     """
     state: dict[str, dict[str, str]] = {}
     for slot in planned.tensors:

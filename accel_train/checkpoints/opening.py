@@ -371,7 +371,7 @@ def newest_loadable(directory: Path, *, with_state: bool) -> tuple[Checkpoint | 
     """Return the newest verified checkpoint, and the reasons against newer ones.
 
     A checkpoint is set aside once ``LOADING_ATTEMPTS`` starts died while loading it. Raises ``UsageError`` for one that
-    cannot be read now: it would count as the future that the run went back from, and be deleted.
+    cannot be read now: passed over, it would count as abandoned by the run, and be deleted.
     """
     try:
         checkpoint, reasons = commit.newest_verified(directory / "checkpoints", with_state=with_state, strict=True)

@@ -79,7 +79,7 @@ class Attempt:
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """True if this rank has."""
+        """True if this rank has run out of memory."""
         return self.error is not None and ran_out(self.error, "save")
 
     def write_job(self, temporary: Path, rank: int, files: list[Json], *, hurry: bool) -> Json:

@@ -120,7 +120,7 @@ class CheckpointConfig:
     def refuse_other_direction(self, directions: Mapping[str, Literal["min", "max"]]) -> None:
         """Raise ``UsageError`` if ``best_mode`` is not that of the metric in ``directions``, those of the recipe.
 
-        They are by the name of a metric, or by its last word.
+        A key of ``directions`` is the name of a metric, or its last word.
         """
         metric = str(self.best_metric)
         # A recipe with several tasks has a metric for each, as burgers_nrmse.
@@ -224,7 +224,7 @@ POLICIES = ("auto", "must", "never")
 class RunOptions:
     """Options of ``open_run``. ``experiment.ExperimentConfig`` documents those of the same name.
 
-    Raises ``UsageError`` for contradictory options, and for a name in ``allow`` that is none.
+    Raises ``UsageError`` for contradictory options, and for a name in ``allow`` that is no option.
     """
 
     output_dir: str
@@ -245,7 +245,7 @@ class RunOptions:
     """Options of the Hub. The repository is checked unless ``evaluate_only`` is set."""
     collective_timeout_seconds: float = 1800.0
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults by dotted name: what counts for an option that the version which began the run did not have."""
+    """Defaults by dotted name. They count for options that did not exist in the version that began the run."""
 
     def __post_init__(self) -> None:
         # Also at a fresh start, where nothing is compared.
@@ -285,7 +285,7 @@ def report_directory(output_dir: str) -> Path:
 
 
 def refuse_smoke_of_a_run(output_dir: str, flags: Mapping[str, Any], *, evaluates_only: bool) -> None:
-    """Raise ``UsageError`` for ``--smoke`` of a command that needs a checkpoint: the trial's directory is emptied."""
+    """Raise ``UsageError`` for ``--smoke`` of a command that needs a checkpoint, because its directory is emptied."""
     resume = flags.get("resume", "auto")
     asked = None
     if flags.get("evaluate_only", evaluates_only):

@@ -1,6 +1,6 @@
 """What a start deletes: its own files if it is refused, never older ones, and those of a run with ``overwrite``.
 
-And the refusals of a missing base, and of other weights than those a run began with.
+Also the refusal of a missing base, and of weights other than those a run began with.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _lost(option: str, sentence: str) -> UsageError:
 
 
 def unreadable(option: str, error: Exception) -> UsageError:
-    """Build the error for a checkpoint that cannot be read now. It may be whole, so nothing goes back behind it."""
+    """Build the error for a checkpoint that cannot be read now. It may be whole, so it is not passed over."""
     return UsageError(
         f"{option}: {error}; it may be whole: mount its disk or correct its permissions and start again. If it is lost "
         "for good, move it away to go on without it"
@@ -229,7 +229,7 @@ def _resumed_checkpoint(options: RunOptions) -> Path | None:
 
 
 def refuse_other_weights(init_from: str | None, saved: Mapping[str, Any], directory: Path) -> None:
-    """Raise ``UsageError`` for another ``init_from`` than the run's: no ``allow`` could give it an effect."""
+    """Raise ``UsageError`` for another ``init_from`` than the run's, which has no effect even with ``allow``."""
     began = saved["experiment"].get("init_from")
     if init_from in (None, began):
         return

@@ -145,7 +145,7 @@ class Run:
     def finished_notices(self, max_steps: int, option: str, remedy: str = "") -> list[str]:
         """Return lines for the log of a start that has no step left.
 
-        ``option`` is the one with the length of the run, and ``remedy`` what it takes beside a larger one.
+        ``option`` sets the length of the run, and ``remedy`` is what is needed besides a larger value of it.
         """
         lines = [f"the run is finished: step {self.start_step} of {max_steps}; raise --{option} to continue{remedy}"]
         report = self.directory / REPORT
@@ -164,7 +164,7 @@ class Run:
     def owe_evaluation(self, step: int | None) -> None:
         """Note that the last evaluation, after ``step``, is left to the next start. None: nothing is left.
 
-        Main process. A disk that fails is no error: `--evaluate_only` does the same.
+        Main process. A failing disk is no error, because `--evaluate_only` can make the evaluation later.
         """
         with suppress(OSError, ValueError):
             # With what the Hub's queue has noted since the run was opened.
@@ -206,9 +206,9 @@ class Run:
 def earlier_assets(options: RunOptions) -> Path | None:
     """Return the folder ``assets`` of the newest checkpoint in ``output_dir``, else in the run that ``resume`` names.
 
-    ``resume`` may name a checkpoint itself. A folder with damaged files is passed over. None for a run without one.
-    None for a checkpoint on the Hub, too, which comes later: ``UsageError`` with ``data.changed`` set to ``allow``,
-    which asks for what it holds.
+    ``resume`` may name a checkpoint itself. A folder with damaged files is passed over. None for a run without one, and
+    for a checkpoint on the Hub, which is downloaded later. Such a checkpoint raises ``UsageError`` if ``data.changed``
+    is ``allow``, because the folder is then required.
     """
     found = _newest_assets(earlier_checkpoints(options))
     if found is None and options.resume.startswith(HUB) and options.experiment.get("data.changed") == "allow":
@@ -227,8 +227,8 @@ class WeightsAssets(NamedTuple):
 def assets_of_weights(options: RunOptions) -> WeightsAssets | None:
     """Return the assets that belong to the weights of this start: as ``earlier_assets``, else those of ``init_from``.
 
-    For recipes whose weights mean something else with other assets. ``UsageError`` as in ``earlier_assets``, and for a
-    checkpoint on the Hub with other data, which ``allow`` would take without a look at its assets.
+    For recipes whose weights mean something else with other assets. Raises ``UsageError`` as ``earlier_assets`` does,
+    and for a checkpoint on the Hub whose other data ``allow`` would accept without a look at its assets.
     """
     folder = earlier_assets(options)
     if folder is not None:

@@ -25,7 +25,7 @@ BUCKET_BYTES = 64 << 20
 CLONE_BYTES = 256 << 20
 """Most bytes of one clone on the device: few calls for a large model, and small enough for fragmented memory."""
 CLONES_SENT_AT_ONCE = 8
-"""The first copies to the host begin early, with few switches of streams: each takes the host long."""
+"""Clones that go to the host together: the first ones early, and with few switches of streams, which cost time."""
 DEVICE_MARGIN = 1.1  # room for rounding and fragmentation in the caching allocator
 
 
@@ -53,7 +53,8 @@ class Snapshot:
         own = [slot for slot in planned.tensors if slot.owner == rank]
         self._views = self._view(own)
         self._own = [(bucket, self._runs(bucket)) for bucket in _buckets(own, CLONE_BYTES)]
-        """For saves without an exchange, found once: the host has milliseconds for thousands of tensors."""
+        """Own buckets with their runs, for saves without an exchange. Found once: a save has only milliseconds for
+        it."""
         self._pieces = _pieces_of(extents)
         self._clones: list[tuple[Tensor, Tensor]] = []
         """Place in the buffer and clone on the device, until the copy between them is done."""
