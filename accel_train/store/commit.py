@@ -202,7 +202,7 @@ def verify(path: Path, sha256: Callable[[Path], str] = hash_file) -> Checkpoint:
 
 
 def is_intact(path: Path, folder: str) -> bool:
-    """Return True if ``path`` has the folder, with files as the manifest says if it is a checkpoint. Hashes no other.
+    """Return True if ``path`` has the folder and, in a checkpoint, its files match the manifest. Hashes no others.
 
     A folder that cannot be read now is not intact.
     """

@@ -33,7 +33,7 @@ MAX_INT64 = 2**63
 
 
 class OtherStepError(ValueError):
-    """A sound manifest is of another step than the directory's name says, as of a copy that somebody has named."""
+    """A sound manifest is of another step than its directory's name says, as in a copy that was renamed."""
 
 
 def checkpoint_name(step: int) -> str:

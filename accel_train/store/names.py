@@ -37,7 +37,7 @@ UNFINISHED = (".tmp-", ".trash-")
 
 
 def files_of_steps(folder: Path, suffix: str) -> dict[int, Path]:
-    """Return the files ``step_STEP`` with this suffix by rising step. A person may keep others beside them."""
+    """Return the files ``step_STEP`` with this suffix by rising step. Other files may lie beside them."""
     found: dict[int, Path] = {}
     for path in folder.glob(f"{STEP}*"):
         match = re.fullmatch(rf"{STEP}([0-9]+){re.escape(suffix)}", path.name)

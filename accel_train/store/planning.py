@@ -34,7 +34,7 @@ class Collection:
     spread: bool = False
     """Split by rank even if one file could hold everything. Weights are not: any library can load a single file."""
     names: Sequence[str] | None = None
-    """Names with such a tensor. None: all."""
+    """Names of the parameters with such a tensor. None: all."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor in the file."""

@@ -147,7 +147,7 @@ def _sha256(path: Path) -> str:
 def at_recorded_revision(options: Options, recorded: Mapping[str, Any] | None) -> Options:
     """Return the options of a base with the commit of a checkpoint's reference, if it is to the same source.
 
-    A branch moves on, and the checkpoint is of the commit that its run began with.
+    A branch moves on, but the checkpoint belongs to the commit that its run began with.
     """
     if recorded is None or options.source is None:
         return options

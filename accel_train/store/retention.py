@@ -105,8 +105,8 @@ def plan(
     ``newest`` is the step just committed; unless it is in ``verified``, nothing is removed. ``busy`` are names of
     checkpoints being pushed. If the run went back to an earlier checkpoint, later steps than ``newest`` do not count
     for ``keep_last``, and those with optimizer state are removed. Damaged checkpoints do not count either. They are
-    removed once ``keep_last`` newer ones verify. ``unreadable`` have the errors of ``survey``: they do not count and
-    are never removed.
+    removed once ``keep_last`` newer ones verify. ``unreadable`` checkpoints, with the errors of ``survey``, do not
+    count and are never removed.
     """
     planned = _plan(verified, damaged, keep, newest, busy)
     unread = {path.name: error for path, error in unreadable.items()}
@@ -256,11 +256,12 @@ class Survey(NamedTuple):
     """Checkpoints of a directory as a verification found them."""
 
     verified: list[CheckpointFacts]
-    """Oldest first."""
+    """Verified checkpoints, oldest first."""
     damaged: dict[Path, str]
-    """With the reason."""
+    """Damaged checkpoints, each with the reason."""
     unreadable: dict[Path, str]
-    """With the error of the disk or network. Never removed: they may be whole, as copies under another name are."""
+    """Checkpoints that cannot be read now, and copies under another name, each with the error. They may be whole, and
+    are never removed."""
 
 
 def survey(directory: Path, cache: commit.VerifyCache) -> Survey:

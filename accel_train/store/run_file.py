@@ -88,7 +88,7 @@ def refuse_changes(
     place: tuple[str, object],
     defaults: Mapping[str, Any],
 ) -> list[str]:
-    """Raise ``UsageError`` for a different experiment in ``place``, an option with its value: both values of each
+    """Raise ``UsageError`` if ``place``, an option with its value, has another experiment. Names both values of each
     difference.
 
     ``allow`` and ``free`` are options or groups of options allowed to differ. An option newer than the run counts as
@@ -308,7 +308,7 @@ class Choice(NamedTuple):
 
 
 def choice_of(path: Path) -> Choice | None:
-    """Take a path apart that ends with ``@STEP`` or ``@best``. Returns None for others, and for one that exists."""
+    """Split a path that ends with ``@STEP`` or ``@best``. Returns None for other paths, and for one that exists."""
     found = CHOICE.fullmatch(path.name)
     if found is None or path.exists():
         return None
@@ -353,7 +353,7 @@ def _facts(checkpoints: Sequence[Path]) -> list[manifests.CheckpointFacts]:
 
 
 def best_metric(run: Path | None) -> tuple[str | None, str]:
-    """Return ``checkpoints.best_metric`` and ``best_mode`` of a run. None without, or beside an unreadable config."""
+    """Return ``checkpoints.best_metric`` and ``best_mode`` of a run. None without one, or with an unreadable config."""
     options: dict[str, Any] = {}
     if run is not None:
         # Listing checkpoints also works beside a config.yaml that cannot be read.

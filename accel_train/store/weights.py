@@ -307,10 +307,10 @@ def load_weights(
 ) -> list[str]:
     """Load a collection into a model before it is sharded. Any process, no collective.
 
-    The file must hold the tensors named in ``required``, by default all parameters: of an EMA, buffers and frozen
-    parameters are then those of the weights beside it. Raises ``UsageError`` before the model is changed if names,
-    shapes or dtypes do not fit, or for a parameter with NaN or infinity. With ``strict`` False, names may be in the
-    file or in the model alone, and they are returned. Shapes must still fit.
+    The file must hold the tensors named in ``required``, by default all parameters. With an EMA, buffers and frozen
+    parameters then come from the weights beside it. Raises ``UsageError`` before the model is changed if names, shapes
+    or dtypes do not fit, or for a parameter with NaN or infinity. With ``strict`` False, names may be in the file or in
+    the model alone, and they are returned. Shapes must still fit.
     """
     tensors = find_tensors(directory, stem)
     if stem == "ema" and required is None and any(directory.glob("model*.safetensors")):

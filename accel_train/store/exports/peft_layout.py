@@ -39,8 +39,8 @@ def adapter_key(name: str, adapter: str = ADAPTER) -> str | None:
 def folders(directory: Path) -> dict[str, Path]:
     """Return the folders with the weights of an adapter, by the beginning of its keys in the whole model.
 
-    A folder of peft is one, without a beginning. An export of adapters of several components has one for each. Empty
-    for any other directory, such as a checkpoint.
+    A folder of peft is the only one, with an empty beginning. An export of adapters of several components has one for
+    each. Empty for any other directory, such as a checkpoint.
     """
     if not (directory / CONFIG_FILE).is_file():
         return {}
