@@ -18,7 +18,7 @@ T = TypeVar("T")
 SEAL = "sha256.json"
 """Hashes of the other files of a folder. Written last."""
 STAMPS = "stamps.json"
-"""Sizes and times of these files when they were last hashed. A start hashes a folder whose files have others."""
+"""Sizes and times of these files when they were last hashed. If they have changed, a start hashes the folder again."""
 CLOCK_STEP_NS = 2 * 10**9
 """Coarsest clock of a file system. A file hashed sooner after its change may have changed again at the same time."""
 REMEDY = (
@@ -49,7 +49,7 @@ def cache_directory(option: str | None) -> Path:
 
 
 def cache_if_usable() -> Path | None:
-    """Return the cache directory, None where there cannot be one: for what only saves time."""
+    """Return the cache directory, or None if there cannot be one. For caches that only save time."""
     try:
         return cache_directory(None)
     except UsageError:
@@ -101,7 +101,7 @@ def hosts_without(cache: Path, rank: int, world_size: int) -> str | None:
 def one_at_a_time(lock: Path) -> Generator[None]:
     """Let one process at a time, among all on the same file system, into the block. The others wait.
 
-    Where the file system has no locks, all enter at once: their writes must bear it.
+    Where the file system has no locks, all enter at once, and their writes must tolerate that.
     """
     with refuse_unwritable(f"--data.cache_dir: {lock}", REMEDY):
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def cached_folder(
 
 
 def without_folder(barrier: Callable[[], None]) -> None:
-    """Meet the processes that call `cached_folder`, in place of it: another host may not see what this one has."""
+    """Take part in the barriers of `cached_folder` where it is not needed: other hosts may not see the folder."""
     barrier()
     barrier()
 

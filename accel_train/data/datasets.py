@@ -27,7 +27,7 @@ class BatchDataset(Protocol):
     """Dataset that reads many samples at once more cheaply than one by one, such as a memory-mapped table."""
 
     def batch(self, indices: list[int], /) -> Mapping[str, Tensor]:
-        """Return these samples in this order, as `collate_of` the dataset would. Must not draw at random."""
+        """Return these samples in this order, as `collate_of(dataset)` would. Must not draw at random."""
         ...
 
 
@@ -35,7 +35,7 @@ class BatchDataset(Protocol):
 class CollatingDataset(Protocol):
     """Dataset that makes a batch of its samples itself, in training and evaluation: pads to the longest, tokenises.
 
-    What mixes samples (mixup) belongs into `__getitem__`: here its partners would depend on the micro-batch size.
+    Mixing of samples (mixup) belongs in `__getitem__`: here the partners would depend on the micro-batch size.
     """
 
     def collate(self, samples: list[Mapping[str, Tensor]], /) -> Mapping[str, Tensor]:

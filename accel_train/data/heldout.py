@@ -33,7 +33,7 @@ def heldout_batches(
 
     Random draws in a sample are the same in every evaluation on any process: the global generators are seeded by its
     index and restored afterwards. Process 0 shows the progress of a long evaluation. Raises `UsageError` for data
-    without a length and an index, and for none at all.
+    without a length and an index, and for no samples at all.
     """
     refuse_other_than_map_style(dataset)
     _refuse_empty(len(dataset), samples)

@@ -1,8 +1,8 @@
 """An order of samples in which some are left out wherever they come.
 
 Positions, occurrences, weights and noise of all others stay as they are, so two runs differ by these samples alone. In
-the place of one that is left out another sample of the same step is read, with weight 0: a loss that is not finite
-would stay so, whatever its weight.
+place of one that is left out, another sample of the same step is read with weight 0: the loss of the sample itself, if
+not finite, would stay so at any weight.
 """
 
 from __future__ import annotations

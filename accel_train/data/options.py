@@ -136,14 +136,14 @@ class BatchScheduleConfig:
             )
 
     def grown(self, stages: Sequence[tuple[int, int]]) -> BatchScheduleConfig:
-        """Return the schedule with the given pairs of a step and the size after it in the place of measurements."""
+        """Return the schedule with these changes, pairs of a step and the size after it, in place of measurements."""
         if not stages:
             return self
         steps, sizes = zip(*stages, strict=True)
         return BatchScheduleConfig(steps, sizes, self.learning_rate)
 
     def next_size(self, size: int) -> int:
-        """Return the samples of a step that follow ``size`` where the noise asks for more: never fewer than it."""
+        """Return the samples of a step after ``size``, if the noise asks for more. Never fewer than ``size``."""
         assert self.max_size is not None, "_check_noise requires it"
         # A resume may have come with a smaller maximum than the size that was reached.
         return max(size, min(2 * size, self.max_size))
@@ -153,7 +153,7 @@ class BatchScheduleConfig:
         return next(size for _, end, size in self._parts(first) if step < end)
 
     def largest(self, first: int) -> int:
-        """Return the most samples that a step may come to have."""
+        """Return the largest number of samples that a step of the run may have."""
         return max(first, *self.sizes, self.max_size or 0)
 
     def samples_before(self, first: int, step: int) -> int:

@@ -1,9 +1,9 @@
 """Order of samples: a function of (seed, step), independent of the machine.
 
-Sample i of step s has position p = s * global_batch_size + i in one endless order, where a schedule of batch sizes does
-not say otherwise. Its epoch is p // N. Its index is a
-permutation of range(N) keyed by (seed, epoch), evaluated on demand. Batches span epochs, so nothing is dropped.
-To resume, continue at the next step. Rows of data larger than memory come in the order of `data.block_order` instead.
+Sample i of step s has position p = s * global_batch_size + i in one endless order, unless a schedule of batch sizes
+says otherwise. Its epoch is p // N. Its index is a permutation of range(N) keyed by (seed, epoch), evaluated on demand.
+Batches span epochs, so nothing is dropped. To resume, continue at the next step. Rows of data larger than memory come
+in the order of `data.block_order` instead.
 """
 
 import itertools
@@ -33,7 +33,7 @@ class Draw(NamedTuple):
     occurrence: int
     """epoch * len(dataset) + sample: the key of all its random draws."""
     position: int
-    """0 to the samples of the step - 1: its place in the batch."""
+    """Place in the global batch, from 0."""
     weight: float
     """1, or 0 for a repeated sample: it keeps the processes in step and must not count."""
 
@@ -223,7 +223,7 @@ def _shuffled_block(size: int, seed: int, epoch: int, block: int) -> Sequence[in
 
 
 def scheduled(order: Sampler, schedule: BatchScheduleConfig) -> Sampler:
-    """Return the order with the batch sizes of `schedule`. Refuses one that takes them from elsewhere."""
+    """Return the order with the batch sizes of `schedule`. Refuses an order that cannot take them."""
     if not schedule.steps and not schedule.measures:
         return order
     if not isinstance(order, StepSampler):

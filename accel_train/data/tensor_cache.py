@@ -31,7 +31,7 @@ ROOT = "tensors"
 ABOUT = "about.json"
 LEASES = "leases"
 DOUBTED = "damaged"
-"""File in a folder of entries one of which was found damaged: the next run reads all of them before it starts."""
+"""File in a folder in which an entry was found damaged. The next run reads all entries of it before it starts."""
 SUFFIX = ".safetensors"
 
 
@@ -40,7 +40,7 @@ class DamagedEntryError(UsageError):
 
 
 class DeletedEntryError(DamagedEntryError, MendedError):
-    """The entry is deleted, by this or another process, or the next start does so: it computes it again."""
+    """The entry is deleted, or the next start deletes it. That start computes it again."""
 
 
 class Entry(NamedTuple):
@@ -224,7 +224,7 @@ class Lease:
         os.register_at_fork(after_in_child=self._stream.close)
 
     def close(self) -> None:
-        """Give the entries free."""
+        """Release the entries."""
         if self._stream is not None:
             self.file.unlink(missing_ok=True)
             self._stream.close()
@@ -273,7 +273,7 @@ def clear(root: Path, used_before: float) -> tuple[list[Entry], int]:
 
 
 def doubt_folder(folder: Path) -> bool:
-    """Let the next start read all entries of a folder. False where that cannot be noted: the disk is read-only."""
+    """Let the next start read all entries of a folder. False if that cannot be noted, as on a read-only disk."""
     try:
         (folder / DOUBTED).touch()
     except OSError:

@@ -169,7 +169,8 @@ else:
 class _ReportingQueue(AnyQueue):
     """Queue that delivers an error in the place of a micro-batch that its thread could not send.
 
-    That of Python prints a traceback and drops the item, and the training process would wait for it until its timeout.
+    Python's own queue prints a traceback and drops the item, and the training process would wait for it until its
+    timeout.
     """
 
     def _on_queue_feeder_error(self, e: Exception, obj: Any) -> None:

@@ -1,8 +1,8 @@
 """Micro-batches of similar length from an unchanged global batch.
 
-The sampler still decides the samples of a step, their noise and their weights. Within the global batch they are
-sorted by length before they are dealt to micro-batches and processes. Each micro-batch is padded to its own longest
-sample. The gradient changes by the order of its sums alone.
+The sampler still decides the samples of a step, their noise and their weights. Within the global batch they are sorted
+by length before they are dealt to micro-batches and processes. Each micro-batch is padded to its own longest sample.
+Only the order of sums in the gradient changes.
 """
 
 from __future__ import annotations

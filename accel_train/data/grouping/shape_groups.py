@@ -1,9 +1,9 @@
 """Samples of several shapes: micro-batches of one shape each, and an order that keeps shapes together.
 
 The sampler decides the samples of a step. They are dealt to processes by shape, so a step has as many micro-batches as
-its shapes need, equally many on every process. The gradient is divided by the true weight of the global batch, so it
-does not change but by the order of its sums. A shape of fewer samples than a micro-batch gives a smaller micro-batch:
-no sample is dropped, repeated or given another shape.
+its shapes need, equally many on every process. The gradient is divided by the true weight of the global batch, so only
+the order of its sums changes. A shape of fewer samples than a micro-batch gives a smaller micro-batch: no sample is
+dropped, repeated or given another shape.
 
 `GroupOrder` draws some samples of one shape after another, so that few micro-batches are small.
 """

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class BlockCache(Generic[T]):
-    """Values of at most `limit_bytes` in all. The last one is kept whatever its size. Empty again where unpickled."""
+    """Values of at most `limit_bytes` in all. The last one is kept whatever its size. Empty after unpickling."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes

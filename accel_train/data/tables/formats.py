@@ -19,7 +19,8 @@ from accel_train.data.tables.json_rows import parse_row
 SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 """Files with random access to their blocks."""
 KINDS = {**SUFFIXES, ".txt": "text", ".csv": "csv", ".json": "json"}
-"""All files of rows. A .json file is one list of rows, and not taken from a folder: other things are kept in them."""
+"""All files of rows. A .json file is one list of rows. In a folder such files may be something else, and are not
+read."""
 UNITS = {"parquet": "row group", "arrow": "record batch", "jsonl": "block of lines"}
 PLURALS = {"parquet": "row groups", "arrow": "record batches", "jsonl": "blocks of lines"}
 LINES_PER_BLOCK = 4096
@@ -40,9 +41,9 @@ class Block(NamedTuple):
     offset: int = 0
     """First byte, where the format needs it."""
     size: int = 0
-    """Bytes in the file, of JSONL."""
+    """Bytes of the block in a JSONL file."""
     line: int = 1
-    """First line, of JSONL."""
+    """First line of the block in a JSONL file."""
 
 
 def index_file(option: str, file: Path, kind: str) -> tuple[dict[str, str], list[tuple[int, ...]]]:
@@ -142,7 +143,7 @@ def _line_blocks(file: Path) -> Iterator[tuple[int, int]]:
 
 
 def read_batch(file: Path, block: Block, columns: Sequence[str], *, required: bool = True) -> Any:
-    """Read some columns of a record batch of Arrow: those that it has, all if it has none, where not ``required``."""
+    """Read columns of an Arrow record batch. If not ``required``, those of them that it has, or all if it has none."""
     import pyarrow
 
     # Not memory-mapped: pages of a map stay in memory for as long as the system likes.

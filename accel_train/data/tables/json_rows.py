@@ -21,11 +21,11 @@ def parse_row(line: str) -> dict[str, Any] | str:
 
 
 class RepeatedKeyError(ValueError):
-    """An object of JSON has a key twice, of which `json.loads` keeps the last."""
+    """A JSON object has a key twice, where `json.loads` would keep the last value."""
 
 
 def parse_json(text: str) -> Any:
-    """Return a value. Raises ``ValueError``, of which ``RepeatedKeyError`` is one, and ``RecursionError``."""
+    """Parse a JSON value. Raises ``ValueError``, such as ``RepeatedKeyError``, and ``RecursionError``."""
     return _DECODER.decode(text)
 
 
@@ -39,4 +39,4 @@ def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_with_each_key_once)
-"""Made once: to make one takes longer than to parse a short row."""
+"""Made once, because making one takes longer than parsing a short row."""

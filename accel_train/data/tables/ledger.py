@@ -1,4 +1,4 @@
-"""History of the data of a run: their contents now, and what was seen from which step. It lies in each checkpoint.
+"""History of the data of a run: their contents now, and what was seen from which step. Each checkpoint has it.
 
 The order of samples is a function of (seed, step) and of the number of samples, so a span of steps and the contents at
 the time determine every sample drawn.
@@ -43,7 +43,7 @@ class DataHistory:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the run: that of the data it began with, if they may change."""
+        """Fingerprint of the run. If its data may change, that of the data it began with."""
         return self.ledger[0].fingerprint if self.ledger else self.contents
 
     @property

@@ -40,7 +40,7 @@ THREADS = 8
 ROWS_AT_ONCE = 1024
 """Rows turned into Python's objects at a time: of parquet, of Arrow, and of a dataset."""
 VERSIONS = {"csv": "csv-2"}
-"""Formats whose rows were once others. Part of the key, so that what an earlier version cached is not read."""
+"""Versions of formats that once gave other rows. Part of the key, so that rows cached earlier are not read."""
 BLANK_LINE = re.compile(rb"\n\s*\n")
 PlacedRow = tuple[str, Mapping[str, Any] | str]
 """Place, and the fields or the fault of the row."""
@@ -70,7 +70,7 @@ class RowBlocks(Protocol):
         ...
 
     def schemas(self, column: str) -> Iterator[Sequence[str] | None]:
-        """Yield the columns of each table. None stands for a file with rows of their own fields, maybe ``column``."""
+        """Yield each table's columns. None stands for a file whose rows name their own fields, maybe ``column``."""
         ...
 
     def read(self, number: int, /) -> Iterator[PlacedRow]:
@@ -86,7 +86,7 @@ class FileRows:
     """Option naming the files, for messages."""
     files: tuple[Path, ...]
     columns: tuple[str, ...]
-    """Columns of tables to read, where a table has them. The first is that of a line of text."""
+    """Columns to read, of those that a table has. A row of text has its piece in the first one."""
     sample_by: SampleBy
     """Unit of a row in text."""
     identities: tuple[tuple[int, int], ...]
@@ -103,7 +103,7 @@ class FileRows:
 
     @property
     def rows(self) -> Sequence[int]:
-        """Rows of each block, of text and JSONL also the blank lines."""
+        """Rows of each block. In text and JSONL blank lines count."""
         return self._rows
 
     @cached_property
@@ -323,7 +323,7 @@ class DatasetRows:
 
     @property
     def notices(self) -> list[str]:
-        """Nothing to say."""
+        """No lines for the log."""
         return []
 
     def schemas(self, column: str) -> Iterator[Sequence[str] | None]:
@@ -343,7 +343,7 @@ class DatasetRows:
 def dataset_rows(
     option: str, dataset: Any, name: str, split: str, columns: Sequence[str], sha256: Callable[[Path], str]
 ) -> DatasetRows:
-    """Return the rows of a dataset, with those of the ``columns`` that it has, all if it has none.
+    """Return the rows of a dataset, with those of ``columns`` that it has, or with all columns if it has none of them.
 
     Hashes its files, or its rows where it is in memory.
     """

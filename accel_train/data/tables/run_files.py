@@ -1,4 +1,4 @@
-"""Files that a run writes into its directory. Among the data they are no data, or a later start would see others."""
+"""Files that a run writes into its directory. They are not read as data, or a later start would see other data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def listed(source: Path) -> list[Path]:
 def without_run_files(files: Iterable[Path]) -> tuple[list[Path], list[Path]]:
     """Divide files into data and those that a run has written.
 
-    By their names in a run's directory, and not all below it: what lies beside them was data at the first start too.
+    They are told by their names in a run's directory. Other files there are data, as they were at the first start.
     """
     is_run = cache(_is_run)
     kept: list[Path] = []

@@ -1,4 +1,4 @@
-"""On which side of a split rows are: training or held out. Rows that share something are on one side."""
+"""The side of a split, training or held out, of each row. Rows that share something are on one side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONTENT_FIELD = "content_sha256"
 
 
 def side_keys(keys: Sequence[int], sources: Sequence[Hashable] = ()) -> list[int]:
-    """Return a key for each row whose side is that of the row: one side for the same words, and for an equal source.
+    """Return a key that decides the side of each row: one side for rows of the same words, and of the same source.
 
     ``keys`` are `split_key` of each text, and ``sources`` what it belongs to, such as its picture; empty: nothing. Rows
     joined through others are on one side too. A group of rows of the same words stays on their side, so that it depends
