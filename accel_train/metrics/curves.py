@@ -14,11 +14,11 @@ from accel_train.metrics.records import Records, last_pass, read_metrics
 from accel_train.store.atomic_files import replace_file
 
 AXIS_HEIGHT = 2.45
-"""Inches."""
+"""Height of a panel in inches."""
 MOST_INSIDE = 5
-"""Curves of a panel whose legend lies among them."""
+"""Most curves of a panel whose legend lies among them."""
 MARKS = 2
-"""Kinds of vertical lines, which the legend of the first panel has too."""
+"""Kinds of vertical lines. The legend of the first panel shows them too."""
 
 
 def plot_curves(metrics_jsonl: str | os.PathLike[str], png_path: str | os.PathLike[str]) -> Path:

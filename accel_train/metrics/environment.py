@@ -76,7 +76,7 @@ def cpu_name() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the installed versions of packages with effect on a run's numbers."""
+    """Return the installed versions of packages that affect a run's numbers."""
     # Imported here, because the tools read this module for other things.
     from accel_train.runtime.tested_versions import installed_versions
 

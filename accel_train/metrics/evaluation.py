@@ -66,7 +66,7 @@ def weighted_sums(
     a collective. Each value is a sum of weight x metric over the samples of the batch, with the same shape in every
     batch. One of the values is the sum of weights, and the caller divides by it: means over batches would overweight
     the samples of a short batch. One reduction and one device wait for any number of batches. No gradients. Raises
-    ``UsageError`` for none.
+    ``UsageError`` for no batch or no value.
     """
     totals: dict[str, Tensor] = {}
     call: Call = []
@@ -99,7 +99,7 @@ def weighted_sums(
 def require_samples(metrics: Mapping[str, Tensor], weight: Tensor) -> None:
     """Raise ``UsageError`` for metrics without one value for each sample, in the shape of ``weight`` (B,).
 
-    So does the name ``samples``, which counts them.
+    Also for a metric named ``samples``, which is the name of their count.
     """
     if SAMPLES in metrics:
         raise UsageError(f"metrics_of: {SAMPLES!r} counts the samples of the evaluation; give the metric another name")

@@ -80,7 +80,7 @@ class Labels:
     """The recipe's evaluation logs a summary, so the console does not list all metrics after it."""
 
     def is_baseline(self, metric: str) -> bool:
-        """Return True for a metric that is not of the model but of a baseline beside it."""
+        """Return True for a metric of a baseline beside the model, not of the model itself."""
         return any(f"_{word}_" in f"_{metric}_" for word in self.baselines)
 
 
@@ -89,9 +89,9 @@ TERM = "loss_"
 OWN = "train_"
 """Beginning of the names of a recipe's own metrics in a training line (``window.backward``)."""
 BY_TIME = re.compile(r"_at_\d\.\d+$")
-"""End of the names of the mean losses by time, of which a term named ``loss`` has that beginning too."""
+"""End of the names of the mean losses by time. Those of a term named ``loss`` also begin with ``TERM``."""
 MOST_DAYS = 9_999
-"""Longer times are of a run without an end in sight, such as one with max_steps as large as can be."""
+"""Longer times are those of a run without an end in sight, such as one with the largest possible max_steps."""
 BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 """Without tqdm's time left, which counts an evaluation as a slow step."""
 

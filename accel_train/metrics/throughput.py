@@ -106,7 +106,7 @@ class Throughput:
         self._pauses = 0
         self._paused_since = 0.0
         self.paused_seconds = 0.0
-        """In all pauses so far."""
+        """Seconds of all pauses so far."""
         self._stalled_seconds = 0.0
         self._restart(clock())
 
@@ -135,7 +135,7 @@ class Throughput:
 
         ``tokens`` counts valid tokens, ``padded_tokens`` all computed positions. ``flops`` are model FLOPs of forward
         and backward, without recomputation. A device tensor costs one small kernel and no wait. A ``profiled`` step is
-        slower than it would be, and its interval counts only where the window has no other.
+        slower than it would be, and its interval counts only if the window has no other.
         """
         self._steps += 1
         self._samples = self._samples + samples
@@ -146,7 +146,7 @@ class Throughput:
         self._profiled_steps += profiled
 
     def start(self) -> None:
-        """Start the clock again, before the first step: what was set up since it was built is no part of one."""
+        """Restart the clock before the first step, so that what was set up meanwhile does not count as part of it."""
         self._restart(self._clock())
 
     def end_of_step(self) -> None:

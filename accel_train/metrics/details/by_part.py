@@ -26,7 +26,7 @@ class PartNorms:
     def __init__(
         self, accelerator: Accelerator, shards: Shards, by: Literal["parts", "blocks", "none"], *, ratios: bool
     ) -> None:
-        """``ratios``: also the update over the weights, which takes a copy of the trained weights."""
+        """With ``ratios``, also measure the update over the weights, which takes a copy of the trained weights."""
         self._accelerator = accelerator
         self._shards = shards
         self._measures_gradient = by != "none"
@@ -42,7 +42,7 @@ class PartNorms:
 
     @property
     def notices(self) -> list[str]:
-        """What was asked for and cannot be measured here."""
+        """Lines about what was asked for and cannot be measured here."""
         if not self._measures_blocks or (self._keeps_gradients and len(self._parts) > 1):
             return []
         reason = "the model has one part"
@@ -126,8 +126,8 @@ def _local(norm: Any) -> Tensor:
 def parts_of(names: Sequence[str], *, blocks: bool) -> dict[str, str]:
     """Return the part of the model that each parameter belongs to, by the path of its module.
 
-    What all paths begin with is left out, and they are cut to the length at which there are at most ``MOST_PARTS``.
-    With ``blocks`` the list of modules that has the most parameters is divided into its elements.
+    The beginning that all paths share is left out, and they are cut to the length at which there are at most
+    ``MOST_PARTS``. With ``blocks`` the list of modules that has the most parameters is divided into its elements.
     """
     paths = {name: name.split(".")[:-1] or [name] for name in names}
     # The name of a list stays, since the numbers in it say nothing.

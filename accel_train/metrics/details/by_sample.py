@@ -89,7 +89,7 @@ class SampleLosses:
             self._read()
 
     def take(self) -> dict[str, float]:
-        """Return ``TERM_at_TIME``, the mean loss of a term over the times from there to the next, and write the file.
+        """Return ``TERM_at_TIME``, the mean loss of a term over the times from TIME to the next, and write the file.
 
         For log points: waits for the device. Collective. Raises ``UsageError`` for a time that no micro-batch has.
         """
@@ -137,9 +137,9 @@ class SampleLosses:
         return torch.where(is_in, torch.stack([loss, weight]).unsqueeze(1), 0.0).sum(-1)
 
     def write(self) -> None:
-        """Write the samples of all processes so far, if they are to be written: then collective, with a wait.
+        """Write the samples of all processes so far, if asked for. It is then collective, and waits for the device.
 
-        Also due before a save, since a resume goes on behind it.
+        Also due before a save, because a resume continues after it.
         """
         self._read()
         if self._lines is None:

@@ -28,7 +28,7 @@ THROTTLED = {
     "HwThermalSlowdown": "hardware_thermal",
     "HwPowerBrakeSlowdown": "power_brake",
 }
-"""Reasons for a lower clock, by NVML's names. Idle clocks and those that somebody has set are none."""
+"""Reasons for a lower clock, by NVML's names. Idle clocks and clocks that somebody has set do not count."""
 
 S = TypeVar("S")
 
@@ -41,7 +41,7 @@ class Query(NamedTuple):
     ask: Callable[[Any, Any], float]
     """Takes the library and the handle."""
     combine: Callable[[list[float]], float]
-    """Makes one value of the samples."""
+    """Combines the samples into one value."""
 
 
 def _mean(values: list[float]) -> float:

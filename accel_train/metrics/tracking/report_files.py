@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOT_OF_AN_EVALUATION = {"curves.png", "profile.md"}
-"""Drawn from the metrics, which trackers have, and written by the profiler."""
+"""Files drawn from the metrics, which trackers have already, or written by the profiler."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ReportFiles:
     """Watches the PNG and Markdown files of a report, without those in its folders, which are copies by step."""
 
     def __init__(self, report: Path) -> None:
-        """Take the files of now as known: an earlier start has sent them."""
+        """Take the present files as known, because an earlier start has sent them."""
         self._report = report
         self._known = self._stamps()
 
