@@ -13,6 +13,8 @@ def add_options(verify: argparse.ArgumentParser) -> None:
     text = "make this check only; NAME,NAME for several"
     verify.add_argument("--only", action="append", default=[], metavar="NAME", help=text)
     verify.add_argument("--steps", type=int, default=6, help="optimizer steps of each run, an even number; default: 6")
+    text = "one micro-batch on each process, for a loss with negatives from the whole batch"
+    verify.add_argument("--one_micro_batch", action="store_true", help=text)
     text = "launch file of your own, rehearsed on two CPU processes as one more layout"
     verify.add_argument("--config_file", help=text)
     verify.add_argument("--output", help="directory that keeps the runs; default: a temporary one")
@@ -28,6 +30,7 @@ def run(arguments: Any) -> int:
         arguments=tuple(arguments.arguments),
         only=tuple(name for text in arguments.only for name in text.split(",")),
         steps=arguments.steps,
+        one_micro_batch=arguments.one_micro_batch,
         config_file=arguments.config_file,
         output=arguments.output,
         as_json=arguments.json,

@@ -36,6 +36,8 @@ class Sizes:
     """Micro-batch size dividing the batch. None: no smaller one does."""
     ragged: int | None
     """Micro-batch size for micro-batches of unequal size. None: with every size they are equal."""
+    is_whole: bool = False
+    """Each process has one micro-batch in every run."""
 
     @property
     def on_layouts(self) -> int:
@@ -71,6 +73,22 @@ def choose_sizes(options: Mapping[str, Any], arguments: Sequence[str], steps: in
     # About four micro-batches: few enough to be quick, and a mean of means is far off.
     ragged = min(uneven, key=lambda size: abs(_pieces(batch, size) - 4), default=None)
     return Sizes(steps, steps // 2, batch, max(divisors, default=None), ragged)
+
+
+def choose_whole_sizes(options: Mapping[str, Any], arguments: Sequence[str], steps: int) -> Sizes:
+    """Return the sizes where each process has one micro-batch, and two processes have equal shares.
+
+    Raises ``UsageError`` for an odd ``--global_batch_size``.
+    """
+    batch = int(options["global_batch_size"])
+    if "global_batch_size" not in given_flags(arguments):
+        batch = max(2, min(batch, LARGEST_BATCH) // 2 * 2)
+    if batch % 2:
+        raise UsageError(
+            f"global_batch_size: {batch} with --one_micro_batch: an even number is required, or one of two processes "
+            "has a sample more; give an even one, or leave it out"
+        )
+    return Sizes(steps, steps // 2, batch, None, None, is_whole=True)
 
 
 def _pieces(batch: int, size: int) -> int:

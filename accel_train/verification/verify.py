@@ -52,6 +52,8 @@ class Request:
     only: tuple[str, ...] = ()
     """Names of checks. Empty: all."""
     steps: int = 6
+    one_micro_batch: bool = False
+    """Leave the share of a process whole in every run."""
     config_file: str | None = None
     """Launch file of the user's own, rehearsed on two processes."""
     output: str | None = None
@@ -106,7 +108,10 @@ def _verify(request: Request, checks: Sequence[Check]) -> int:
             f"recipe {request.recipe!r}: it has no option {absent[0]}; a verification needs the options of every "
             "recipe, so let its Config extend accel_train.experiment.ExperimentConfig"
         )
-    sizes = plan.choose_sizes(options, request.arguments, request.steps)
+    choose = plan.choose_sizes
+    if request.one_micro_batch:
+        choose = plan.choose_whole_sizes
+    sizes = choose(options, request.arguments, request.steps)
     flags = plan.common_flags(options, request.arguments, sizes)
     words = plan.words_of(flags)
     with folder_for_runs(request.output, "output", "verify") as folder:
@@ -143,16 +148,17 @@ def _facts(evidence: Evidence, command: str) -> dict[str, Any]:
         "global_batch_size": sizes.batch,
         "even_micro_batch_size": sizes.even,
         "ragged_micro_batch_size": sizes.ragged,
+        "one_micro_batch": sizes.is_whole,
         "max_grad_norm": evidence.max_grad_norm,
         "max_grad_norm_of_the_config": float(evidence.options["optimizer.max_grad_norm"]),
     }
 
 
 def _header(facts: Mapping[str, Any]) -> list[str]:
-    lines = [
-        f"{facts['command']}: {facts['steps']} steps of {facts['global_batch_size']} samples on the CPU; micro-batches "
-        f"of {facts['even_micro_batch_size']} (even) and {facts['ragged_micro_batch_size']} (ragged)"
-    ]
+    cut = f"micro-batches of {facts['even_micro_batch_size']} (even) and {facts['ragged_micro_batch_size']} (ragged)"
+    if facts["one_micro_batch"]:
+        cut = "one micro-batch on each process"
+    lines = [f"{facts['command']}: {facts['steps']} steps of {facts['global_batch_size']} samples on the CPU; {cut}"]
     clip = facts["max_grad_norm"]
     if clip != facts["max_grad_norm_of_the_config"]:
         lines.append(
@@ -221,6 +227,8 @@ class _Runs:
         """Return why a run cannot be made here, or None."""
         if not self._in_fp32 and name in LAYOUTS:
             return f"precision {self._options['precision']}: the tolerances are those of fp32; leave --precision out"
+        if name in ("accumulated", "ragged") and self._sizes.is_whole:
+            return "--one_micro_batch leaves the batch of a process whole"
         if name in ("accumulated", "ragged") and name not in self._specs:
             return f"a batch of {self._sizes.batch} has no such micro-batches; give --global_batch_size 15"
         if name == "reversed" and self._sizes.batch == 1:

@@ -53,6 +53,7 @@ def _fault(named_by: str, *replaced: tuple[str, str], also: str = "", said: str 
     return Fault(named_by, replaced, frozenset(also.split()), said)
 
 
+NEGATIVES = "loss = nn.functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)), reduction='none')"
 DRAWN = LOGITS.replace('batch["place"]', 'batch["place"] + 0.3 * torch.rand(2)')
 CUT = "accumulation ragged two_processes"
 FAULTS = {
@@ -69,7 +70,7 @@ FAULTS = {
     ),
     "negatives from the batch": _fault(
         "accumulation",
-        (ENTROPY, "loss = nn.functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)), reduction='none')"),
+        (ENTROPY, NEGATIVES),
         also="ragged two_processes",
     ),
     "clip forgotten": _fault("clip", (CLIP, "window.finish(0.0)"), said="expected"),

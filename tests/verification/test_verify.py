@@ -277,6 +277,47 @@ def test_sizes(asked: int, arguments: Sequence[str], batch: int, even: int | Non
     assert ragged is None or len(divided[ragged]) == 2
 
 
+@pytest.mark.parametrize(
+    ("asked", "arguments", "batch"), [(64, (), 14), (3, (), 2), (1, (), 2), (4, ("--global_batch_size=4",), 4)]
+)
+def test_whole_sizes(asked: int, arguments: Sequence[str], batch: int) -> None:
+    sizes = plan.choose_whole_sizes({"global_batch_size": asked}, arguments, 6)
+    assert (sizes.batch, sizes.on_layouts) == (batch, batch)
+    assert not {"accumulated", "ragged"} & set(plan.all_specs(sizes, None))
+
+
+def test_an_odd_batch_has_no_two_equal_shares() -> None:
+    with pytest.raises(UsageError, match="global_batch_size: 5 with --one_micro_batch: an even number is required"):
+        plan.choose_whole_sizes({"global_batch_size": 5}, ("--global_batch_size", "5"), 6)
+
+
+GATHERED = """gathered = logits
+    first = 0
+    if torch.distributed.is_initialized():
+        from torch.distributed.nn.functional import all_gather
+
+        gathered = torch.cat(all_gather(logits))
+        first = torch.distributed.get_rank() * len(logits)
+    partner = first + torch.arange(len(logits))
+    loss = nn.functional.cross_entropy(logits @ gathered.T, partner, reduction="none")"""
+
+
+def test_negatives_of_all_processes_pass_with_one_micro_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As docs/recipes.md says of contrastive losses. Without the gathering, the same check fails."""
+    recipe = faults.write(tmp_path / "recipe", "negatives from the batch")
+    text = recipe.read_text()
+    assert text.count(faults.NEGATIVES) == 1
+    words = ["--only", "accumulation,two_processes", "--steps", "4", "--one_micro_batch", str(recipe)]
+    assert failed(verify(capsys, *words)[1]) == {"two_processes"}
+    recipe.write_text(text.replace(faults.NEGATIVES, GATHERED))
+    code, results = verify(capsys, *words)
+    assert code == 0, results
+    assert results["two_processes"]["verdict"] == "ok"
+    assert "--one_micro_batch leaves the batch of a process whole" in results["accumulation"]["reason"]
+
+
 def test_the_page_describes_every_check() -> None:
     page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
     table = page.partition("| Check |")[2]
