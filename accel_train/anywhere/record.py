@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accel_train.differences import largest, relative
 from accel_train.metrics.records import last_pass, read_metrics, write_json
 from accel_train.store import manifest
 from accel_train.store.atomic_files import replace_file
@@ -106,14 +107,8 @@ def segment_of(
         # After a rollback the losses are meant to differ.
         if not any(line.get("event") == "rollback" for line in own):
             common = losses.keys() & before.losses.keys()
-            repeated = {step: _difference(before.losses[step], losses[step]) for step in sorted(common)}
+            repeated = {step: relative(before.losses[step], losses[step]) for step in sorted(common)}
     return Segment(layout, processes, ended, present, resumed, last, seconds, repeated, before.reached)
-
-
-def _difference(first: float, second: float) -> float:
-    # A loss may be 0, as that of a term that a step does not train.
-    scale = max(abs(first), 1e-30)
-    return abs(first - second) / scale
 
 
 def run_id(directory: Path) -> str | None:
@@ -166,12 +161,12 @@ def judge(segments: Sequence[Segment], precision: str) -> Verdict:
             problems.append(f"start {number} began at step {begin}, and no start before it got beyond {reached}")
         reached = max(reached, segment.last_step or 0)
     differences = [value for segment in trained for value in segment.repeated.values()]
-    largest = max(differences, default=0.0)
+    worst = largest(differences)
     # In a lower precision the layout decides how sums are rounded, and only the figure is given.
-    if precision == "fp32" and largest > TOLERANCE:
-        problems.append(f"a repeated step has another loss: {largest:.1e} relative, and at most {TOLERANCE:.0e} is due")
+    if precision == "fp32" and worst > TOLERANCE:
+        problems.append(f"a repeated step has another loss: {worst:.1e} relative, and at most {TOLERANCE:.0e} is due")
     layouts = tuple(dict.fromkeys(segment.layout for segment in trained))
-    return Verdict(tuple(problems), reached, layouts, len(differences), largest)
+    return Verdict(tuple(problems), reached, layouts, len(differences), worst)
 
 
 def load(directory: Path) -> list[Segment]:
@@ -188,8 +183,8 @@ def load(directory: Path) -> list[Segment]:
 
 
 def _with_steps(entry: Line) -> dict[str, Any]:
-    # The keys of a JSON object are texts.
-    return {**entry, "repeated": {int(step): value for step, value in entry["repeated"].items()}}
+    # The keys of a JSON object are texts, and so are infinite values.
+    return {**entry, "repeated": {int(step): float(value) for step, value in entry["repeated"].items()}}
 
 
 def save(directory: Path, segments: Sequence[Segment], precision: str) -> Verdict:

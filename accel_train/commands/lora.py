@@ -7,6 +7,7 @@ steps: the same command continues where it was ended.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from accel_train.commands import lora_plan, places
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.commands.lora_plan import Intent
 from accel_train.config import Fraction, PositiveFloat, PositiveInt, UsageError, expand_path
+from accel_train.differences import nan_as_infinite
 from accel_train.options.flags import FlagError, read_flags
 from accel_train.options.help_text import print_command_help, requested_topic
 from accel_train.options.loading import from_tree, read_tree
@@ -350,9 +352,14 @@ def _findings(metrics: Path) -> list[str]:
         return ["no held-out pictures (data.heldout_fraction), so nothing tells learning from learning by heart"]
     listed = ", ".join(f"{loss:.4f} at step {step}" for step, loss in sorted(losses.items()))
     lines = [f"held-out loss: {listed}"]
-    last = losses[max(losses)]
+    newest = max(losses)
+    last = losses[newest]
+    if not math.isfinite(last):
+        # NaN is above nothing in the comparison below.
+        lines.append(f"WARNING: {last} at step {newest}: the weights are spoiled; export an earlier checkpoint")
+        return lines
     # Of equal losses the earliest step: it has learned less by heart.
-    best = min(losses, key=lambda step: losses[step])
+    best = min(losses, key=lambda step: nan_as_infinite(losses[step]))
     # A held-out loss wavers from evaluation to evaluation.
     if last > WORSE * losses[best]:
         lines.append(

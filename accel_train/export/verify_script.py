@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -93,8 +94,7 @@ def compare_outputs(proof: dict[str, Any]) -> list[str]:
         expected = {name: tensors[key] for name, key in example["outputs"].items()}
         present = {name for name, value in found.items() if value is not None}
         errors = [relative_error(found[name], value) for name, value in expected.items() if name in present]
-        # Not "greater than": a NaN is an error as well.
-        if present != expected.keys() or not max(errors) <= proof["tolerance"]:
+        if present != expected.keys() or max(errors) > proof["tolerance"]:
             failed.append(example["name"])
         print(f"{example['name']}: largest difference {max(errors, default=float('nan')):.1e} of the largest output")
     return failed
@@ -111,7 +111,7 @@ def decode(value: dict[str, Any], tensors: dict[str, Any], module: ModuleType) -
 
 
 def relative_error(found: Any, expected: Any) -> float:
-    """Return the largest difference relative to the largest expected value, infinite for another shape."""
+    """Return the largest difference relative to the largest expected value, infinite for another shape and for NaN."""
     if found.shape != expected.shape:
         return float("inf")
     if not expected.numel():
@@ -119,7 +119,11 @@ def relative_error(found: Any, expected: Any) -> float:
     if not expected.is_floating_point():  # tokens are equal or not
         return 0.0 if bool((found == expected).all()) else float("inf")
     largest = expected.double().abs().max().clamp(min=1e-12)
-    return float((found.double() - expected.double()).abs().max() / largest)
+    error = float((found.double() - expected.double()).abs().max() / largest)
+    # max() drops a NaN that does not come first, and every comparison with one is false.
+    if math.isnan(error):
+        return float("inf")
+    return error
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from accel_train.differences import largest, relative
 from accel_train.options.tree import flatten
 from accel_train.rerun.starts import Line, Start
 
@@ -53,8 +54,7 @@ class Row:
     @property
     def largest(self) -> float:
         """Largest difference, relative to the recorded value. Infinite next to NaN or infinity."""
-        distances = [relative(a, b) for a, b in self.values.values()]
-        return max(distances, default=0.0)
+        return largest(relative(a, b) for a, b in self.values.values())
 
 
 @dataclass(frozen=True)
@@ -68,20 +68,6 @@ class Weights:
     identical: bool
     relative: float
     """Norm of the difference of the model's weights relative to their norm. Infinite if they cannot be compared."""
-
-
-def relative(a: float, b: float) -> float:
-    """Return |a - b| relative to |a|. 0 for equal bits, infinite next to NaN or infinity."""
-    if a.hex() == b.hex():
-        return 0.0
-    # No difference is small beside 0.
-    if a == 0:
-        return math.inf
-    difference = abs(a - b) / abs(a)
-    # A comparison with NaN is always false, and NaN would pass a tolerance written that way.
-    if not math.isfinite(difference):
-        return math.inf
-    return difference
 
 
 def rows_of(recorded: Mapping[int, Line], replayed: Mapping[int, Line]) -> list[Row]:
@@ -162,7 +148,7 @@ def verdict(rows: Sequence[Row], weights: Sequence[Weights], reasons: Sequence[s
     # Not empty: a window without log lines and checkpoints is refused.
     distances = [row.largest for row in rows]
     distances += [one.relative for one in weights]
-    if max(distances) <= tolerance:
+    if largest(distances) <= tolerance:
         return "equal within reduction order"
     return "different"
 

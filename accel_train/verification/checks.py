@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from accel_train.data.sampler import accumulation_steps
+from accel_train.differences import nan_as_infinite
 from accel_train.verification.comparing import Difference, bit_for_bit, within_rounding
 from accel_train.verification.facts import Outcome
 from accel_train.verification.plan import REFERENCE, Sizes
@@ -147,7 +148,7 @@ def _learning_rate(evidence: Evidence) -> Finding:
         # A run without steps has failed, by each check that needs it.
         if not found or earlier < 0:
             continue
-        apart = [abs(a - b) / scale for a, b in zip(expected[earlier:], found, strict=True)]
+        apart = [nan_as_infinite(abs(a - b) / scale) for a, b in zip(expected[earlier:], found, strict=True)]
         largest = max(apart)
         step = 1 + earlier + apart.index(largest)
         # Rates are float64 on the host, so only another count of steps exceeds this.
@@ -170,7 +171,7 @@ def _clip(evidence: Evidence) -> Finding:
             return Finding("FAILED", reason=said)
         # Log lines have the norm before the clip.
         wanted = [min(norm, limit) if limit > 0 else norm for norm in lines]
-        apart = [abs(a - b) / a if a else b for a, b in zip(wanted, reached, strict=True)]
+        apart = [nan_as_infinite(abs(a - b) / a if a else b) for a, b in zip(wanted, reached, strict=True)]
         worst = apart.index(max(apart))
         place = f"step {worst + 1}, {name}: {reached[worst]:.4g}, expected {wanted[worst]:.4g}"
         differences.append(Difference("norm", apart[worst], NORM_TOLERANCE, place))

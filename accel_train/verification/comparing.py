@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from accel_train.differences import nan_as_infinite
 from accel_train.verification.facts import Outcome
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _lines(reference: Outcome, other: Outcome, after: int) -> Iterator[Differenc
     names = dict.fromkeys(name for line in lines for name in line)
     for name in names:
         pairs = {step: _pair(reference, other, step, name) for step in steps}
-        sizes = [abs(a) for a, _ in pairs.values() if not math.isnan(a)]
+        sizes = [abs(a) for a, _ in pairs.values() if math.isfinite(a)]
         # The largest of the run: beside a loss near 0, rounding would look large. A term that stays 0 has no scale.
         scale = max(sizes, default=0.0) or 1.0
         distances = {step: _distance(a, b) / scale for step, (a, b) in pairs.items()}
@@ -91,11 +92,10 @@ def _pair(reference: Outcome, other: Outcome, step: int, name: str) -> tuple[flo
 
 
 def _distance(a: float, b: float) -> float:
-    if math.isnan(a) and math.isnan(b):
+    # Two infinities would subtract to NaN.
+    if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
-    if math.isnan(a) or math.isnan(b):
-        return math.inf
-    return abs(a - b)
+    return nan_as_infinite(abs(a - b))
 
 
 def _tensors(reference: Outcome, other: Outcome, step: int) -> Iterator[Difference]:

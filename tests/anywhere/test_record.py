@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,21 @@ def test_a_start_may_continue_from_what_another_command_or_a_killed_start_has_sa
     assert problem == "start 2 began at step 32, and no start before it got beyond 30"
 
 
+def test_a_loss_that_is_not_a_number_the_second_time_differs(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"run_id": "a"}')
+    log(tmp_path, {"event": "environment"}, train(1, 4.0), train(2, 3.0))
+    seen = record.Observed.read(tmp_path)
+    log(tmp_path, {"event": "environment"}, {"event": "resume", "step": 0})
+    # As the log has them: JSON knows no NaN.
+    log(tmp_path, train(1, 4.0), {**train(2, 3.0), "loss": "NaN"})
+    found = record.segment_of(tmp_path, seen, layout="single", processes=1, ended="finished", seconds=3.0)
+    assert found.repeated == {1: 0.0, 2: math.inf}
+    verdict = record.save(tmp_path, [found], "fp32")
+    assert verdict.problems == ("a repeated step has another loss: inf relative, and at most 1e-05 is due",)
+    # The next start judges again what it reads.
+    assert record.judge(record.load(tmp_path), "fp32") == verdict
+
+
 def test_losses_after_a_rollback_are_not_compared(tmp_path: Path) -> None:
     log(tmp_path, {"event": "environment"}, train(1, 4.0), train(2, 3.0))
     seen = record.Observed.read(tmp_path)
@@ -115,6 +131,7 @@ def test_starts_that_follow_each_other_are_one_trajectory() -> None:
         ([segment(0, 10), segment(15, 20)], "start 2 began at step 15, and no start before it got beyond 10"),
         ([segment(0, 10), segment(0, 20, run_id="b")], "start 2 belongs to another run, b"),
         ([segment(0, 10), segment(8, 20, repeated={9: 1e-3})], "a repeated step has another loss: 1.0e-03"),
+        ([segment(0, 10), segment(8, 20, repeated={9: 0.0, 10: math.nan})], "a repeated step has another loss: inf"),
     ],
 )
 def test_what_is_no_single_trajectory_is_named(segments: list[Segment], problem: str) -> None:

@@ -297,5 +297,10 @@ def test_learning_by_heart_is_said(tmp_path: Path) -> None:
     found = lora._findings(tmp_path / "metrics.jsonl")
     assert found[0] == "held-out loss: 0.5000 at step 1, 0.4000 at step 2, 0.6000 at step 3"
     assert "50% above its lowest value, at step 2" in found[1]
+    spoiled = '{"event": "evaluation", "step": %d, "loss": "NaN"}\n'
+    (tmp_path / "metrics.jsonl").write_text(spoiled % 0 + "".join(lines))
+    assert "50% above its lowest value, at step 2" in lora._findings(tmp_path / "metrics.jsonl")[1]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + spoiled % 4)
+    assert "WARNING: nan at step 4" in lora._findings(tmp_path / "metrics.jsonl")[1]
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:2]))
     assert len(lora._findings(tmp_path / "metrics.jsonl")) == 1

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from accel_train import cli
-from accel_train.rerun.agreement import TOLERANCE, relative
+from accel_train.differences import relative
+from accel_train.rerun.agreement import TOLERANCE
 from accel_train.store import strict_json
 from tests.rerun import recording
 

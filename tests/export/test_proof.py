@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import accel_train
 from accel_train import cli
-from accel_train.export import proof
+from accel_train.export import proof, verify_script
 from accel_train.pipeline import Example
 from tests.trained import PLAIN, REFINED, TEXTS, field_run, language_run, picture_run, text_run
 
@@ -175,6 +175,40 @@ def test_other_outputs_fail_even_if_all_hashes_are_right(tmp_path: Path) -> None
     (out / "example.json").write_text(json.dumps(proven))
     with pytest.raises(proof.ProofError, match="FAILED: the outputs of padded texts differ"):
         proof._run(out / "verify.py")
+
+
+TWO_OUTPUTS = """
+from typing import NamedTuple
+import torch
+
+class Outputs(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+def load(directory):
+    return lambda x: Outputs(x, x * float("{factor}"))
+"""
+
+
+@pytest.mark.parametrize(("factor", "code"), [("2", 0), ("2.1", 1), ("nan", 1)])
+def test_an_output_that_is_not_a_number_fails_in_any_place(
+    factor: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify_script, "DIRECTORY", tmp_path)
+    (tmp_path / "model.py").write_text(TWO_OUTPUTS.format(factor=factor))
+    (tmp_path / "config.json").write_text("{}")
+    x = torch.arange(1.0, 4.0)
+    save_file({"x": x, "first": x.clone(), "second": 2 * x}, tmp_path / "example.safetensors")
+    example = {
+        "name": "numbers",
+        "function": None,
+        "arguments": {"x": {"tensor": "x"}},
+        "outputs": {"first": "first", "second": "second"},
+    }
+    proven = {"files": {}, "examples": [example], "tolerance": proof.TOLERANCE}
+    (tmp_path / "example.json").write_text(json.dumps(proven))
+    assert verify_script.main() == code
+    assert ("FAILED: the outputs of numbers differ" in capsys.readouterr().out) == (code == 1)
 
 
 def test_an_export_whose_model_differs_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

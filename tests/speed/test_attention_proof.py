@@ -44,6 +44,16 @@ class WrongBackward(torch.autograd.Function):
         return 1.001 * gradients[0]
 
 
+class NoNumber(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        return torch.full_like(gradients[0], float("nan"))
+
+
 WRONG: dict[str, Callable[..., Tensor]] = {
     "ignores the mask": lambda q, k, v, m: right(q, k, v, None),
     "inverts the mask": lambda q, k, v, m: right(q, k, v, None if m is None else ~m),
@@ -55,6 +65,9 @@ WRONG: dict[str, Callable[..., Tensor]] = {
     "precision": lambda q, k, v, m: right(q.bfloat16(), k.bfloat16(), v.bfloat16(), m).float(),
     "not finite": lambda q, k, v, m: right(q, k, v, m) / (0 if m is not None else 1),
     "gradient": lambda q, k, v, m: WrongBackward.apply(right(q, k, v, m)),
+    "gradient of q is not finite": lambda q, k, v, m: right(NoNumber.apply(q), k, v, m),
+    "gradient of k is not finite": lambda q, k, v, m: right(q, NoNumber.apply(k), v, m),
+    "gradient of v is not finite": lambda q, k, v, m: right(q, k, NoNumber.apply(v), m),
     "no gradient of v": lambda q, k, v, m: right(q, k, v.detach(), m) + 0 * v,
     "rows without keys": lambda q, k, v, m: right(q, k, v, m if m is None else m & (torch.arange(3) < 2)[:, None]),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import shutil
 from collections.abc import Sequence
@@ -192,6 +193,33 @@ def test_a_term_that_only_one_of_two_runs_logs_is_a_difference(monkeypatch: pyte
         assert finding(name, **{run: outcome(4)}).verdict == "ok"
         assert finding(name, **{run: more}).verdict == finding(name, reference=more, **{run: outcome(4)}).verdict
         assert finding(name, **{run: more}).verdict == "FAILED"
+
+
+def test_a_value_that_is_not_finite_hides_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "_compared", lambda *_: {})
+
+    def losses(*values: float) -> Outcome:
+        found = outcome(4)
+        for step, value in enumerate(values, start=1):
+            cast(dict[str, float], found.losses[step])["loss"] = value
+        return found
+
+    for values in ([1.0, 1.0, math.inf, 1.0], [1.0, 1.0, math.nan, 1.0]):
+        assert finding("accumulation", reference=losses(*values), accumulated=losses(*values)).verdict == "ok"
+        # A reference with an infinite value has no infinite scale.
+        other = losses(2.0, *values[1:])
+        assert finding("accumulation", reference=losses(*values), accumulated=other).verdict == "FAILED"
+
+
+def test_a_clipped_norm_that_is_not_a_number_fails_in_any_step() -> None:
+    good = outcome(4, clipped_norms=[1.0] * 4)
+    for step in range(4):
+        norms = [1.0] * 4
+        norms[step] = math.nan
+        found = finding("clip", reference=good, two_processes=outcome(4, clipped_norms=norms))
+        assert found.verdict == "FAILED"
+        assert f"step {step + 1}, two_processes: nan, expected 1" in found.reason
+    assert finding("clip", reference=good, two_processes=good).verdict == "ok"
 
 
 def test_an_interrupted_verification_compares_the_finished_runs(

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_train.commands import diff
+from accel_train.differences import relative
 from accel_train.rerun import agreement, recorded
 from accel_train.rerun.agreement import Sides
 from accel_train.rerun.receipt import Result
@@ -175,7 +176,7 @@ def _located_lines(located: Located, result: Result) -> list[str]:
         width = max(map(len, row.differing))
         for name in row.differing:
             a, b = row.values[name]
-            distance = agreement.relative(a, b)
+            distance = relative(a, b)
             printed.append(f"  {name:<{width}}  {a.hex():>22}  {b.hex():>22}  relative {distance:.3g}")
     printed += _operator_lines(located)
     return [*printed, *(f"note: {note}" for note in located.notes)]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_train.config import UsageError
+from accel_train.differences import largest
 from accel_train.speed.attention.kernels import Attention, build_attention
 from accel_train.speed.attention.table import NAMES, AttentionNeeds, Machine, machine_of, why_not
 
@@ -115,7 +116,10 @@ def _errors(attention: Attention, needs: AttentionNeeds, masked: bool, more_keys
 
 
 def gradient_error(result: Tensor, expected: Tensor, inputs: Sequence[Tensor], weights: Tensor) -> float:
-    """The worst relative error of the gradients of ``inputs``. ``weights`` is the gradient of the result."""
+    """The worst relative error of the gradients of ``inputs``. Infinite if one of them holds NaN.
+
+    ``weights`` is the gradient of the result.
+    """
     weights = weights.to(result.dtype)  # the same rounded weights for both
     found = torch.autograd.grad(result, inputs, weights)
     exact = torch.autograd.grad(expected, inputs, weights.double())
@@ -123,7 +127,7 @@ def gradient_error(result: Tensor, expected: Tensor, inputs: Sequence[Tensor], w
     for gradient, wanted in zip(found, exact, strict=True):
         difference = gradient.double() - wanted
         errors.append(relative_error(difference, wanted))
-    return max(errors)
+    return largest(errors)
 
 
 def _mask_of_case(needs: AttentionNeeds, masked: bool) -> tuple[Tensor | None, Tensor]:
