@@ -268,7 +268,7 @@ class Training:
             with self._doing("save"):
                 self.saver.add_metrics(self.done, metrics)
         self._metrics = metrics
-        self.opened.refuse_unreported(metrics, self._save, self.saver.finish)
+        self.opened.refuse_unreported(self.done, metrics, self._save, self.saver.finish)
         if self.opened.early_stopping is not None and self.opened.early_stopping.ended(self.done, metrics):
             self.end()
         return metrics
@@ -372,7 +372,7 @@ def evaluate_only(opened: Experiment, evaluate: Callable[[], Mapping[str, float]
         info(logger, f"a stop interrupted the evaluation after the last step, {step}: running it now")
         metrics = record_owed_evaluation(opened, evaluate)
     info(logger, f"written: {opened.config.report_directory}")
-    opened.refuse_unreported(metrics)
+    opened.refuse_unreported(step, metrics)
     return 0
 
 

@@ -191,14 +191,16 @@ class Experiment:
 
         return write
 
-    def refuse_unreported(self, metrics: Mapping[str, float], *before: Callable[[], None]) -> None:
+    def refuse_unreported(self, step: int, metrics: Mapping[str, float], *before: Callable[[], None]) -> None:
         """Raise ``UsageError`` if an evaluation lacks ``checkpoints.best_metric``, once it has called ``before``.
 
-        Only where the recipe does not declare its metrics, which are compared at the start. Collective. The main
-        process decides, since a recipe may return metrics there alone.
+        Metrics that a recipe declares are compared at the start, so there only if the evaluation after ``step`` steps
+        counts for ``checkpoints.patience``. Collective. The main process decides, since a recipe may return metrics
+        there alone.
         """
         best_metric = self.config.checkpoints.best_metric
-        if best_metric is None or self.metrics is not None:
+        counts = self.config.checkpoints.patience is not None and step > self.patience_after
+        if best_metric is None or not (self.metrics is None or counts):
             return
         # Imported here, because most runs have no use for it.
         from accel_train.checkpoints.policy import refuse_unknown_metric

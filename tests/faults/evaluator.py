@@ -1,6 +1,7 @@
 """A small recipe whose evaluation raises or does not end. Run by ``trainers`` in place of the trainer: ``FAULT_PATCH``
 is ``INSTEAD``. The environment says what goes wrong: RAISE_AT, LAST_AT and END_AT name a step, RAISE_RANK a rank,
-FORGOTTEN a call of the loop. With BASELINE an evaluation precedes the first step."""
+FORGOTTEN a call of the loop. With BASELINE an evaluation precedes the first step. With LACKS_AT the recipe declares its
+metrics, and the evaluation after that step lacks one of them."""
 
 from __future__ import annotations
 
@@ -65,7 +66,10 @@ def evaluate(config: Config, prepared: TrainState, step: int) -> dict[str, float
             time.sleep(0.01)
     if (step, accelerator.process_index) == (asked("RAISE_AT"), asked("RAISE_RANK", 0)):
         raise RuntimeError("the evaluation's own mistake")
-    return {"distance": float(value.abs().sum()), "worst_at_ten": -abs(step - 10.0)}
+    metrics = {"distance": float(value.abs().sum()), "worst_at_ten": -abs(step - 10.0)}
+    if step == asked("LACKS_AT"):
+        del metrics["worst_at_ten"]
+    return metrics
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,7 +77,10 @@ def main(argv: Sequence[str]) -> int:
     accelerator = startup.start(config)
     data = Numbers()
     order = sampler.StepSampler(len(data), config.global_batch_size, config.seed)
-    opened = experiment.open_experiment(config, accelerator, dataset_size=len(data), fingerprint=data.fingerprint)
+    declared = ["distance", "worst_at_ten"] if "LACKS_AT" in os.environ else None
+    opened = experiment.open_experiment(
+        config, accelerator, dataset_size=len(data), fingerprint=data.fingerprint, metrics=declared
+    )
     if opened.finished:
         return experiment.nothing_to_do(opened)
     torch.manual_seed(config.seed)

@@ -218,6 +218,22 @@ def test_a_best_metric_that_the_first_evaluation_lacks_ends_the_run_with_its_ste
     assert checkpoints(out) == [10, 20]
 
 
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_declared_metric_that_an_evaluation_lacks_ends_a_run_with_patience_once_its_step_is_saved(
+    trainers: Trainers, out: Path, ranks: int
+) -> None:
+    lacking = ("--checkpoints.best_metric", "worst_at_ten", "--checkpoints.best_mode", "max")
+    patient = (*lacking, "--checkpoints.patience", "9")
+    run = trainers.run(out, *patient, ranks=ranks, patch=INSTEAD, LACKS_AT="10")
+    assert set(run.wait()) == {2}, run.output()
+    assert "Traceback" not in run.output()
+    assert "'worst_at_ten' is not reported by this run's evaluation; it reports distance" in run.output()
+    assert checkpoints(out) == [10]
+    # Where nothing counts evaluations, a best checkpoint is chosen among those that have the metric.
+    again = trainers.run(out, *lacking, "--checkpoints.keep_best", "1", ranks=ranks, patch=INSTEAD, LACKS_AT="15")
+    assert set(again.wait()) == {0}, again.output()
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])  # two end together above
 def test_a_best_metric_that_an_evaluation_before_the_first_step_lacks_saves_nothing(
     trainers: Trainers, out: Path, ranks: int
