@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -245,6 +247,8 @@ def random_state() -> Json:
     state: Json = {
         "torch": _to_hex(torch.get_rng_state()),
         "python": [version, list(internal), gauss],
+        # Arrays as lists: JSON has none, and a checkpoint holds no pickle.
+        "numpy": json.loads(json.dumps(np.random.get_state(legacy=False), default=np.ndarray.tolist)),
     }
     if torch.cuda.is_available():
         state["cuda"] = _to_hex(torch.cuda.get_rng_state())

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from safetensors import safe_open
@@ -334,6 +335,9 @@ def _restore_random_state(states: Sequence[Any], accelerator: Accelerator) -> No
     version, internal, gauss = mine["python"]
     # `setstate` insists on the tuple that JSON made a list.
     random.setstate((version, tuple(internal), gauss))
+    # Earlier versions saved none.
+    if "numpy" in mine:
+        np.random.set_state(mine["numpy"])
     if "cuda" in mine and torch.cuda.is_available():
         torch.cuda.set_rng_state(_from_hex(mine["cuda"]))
 

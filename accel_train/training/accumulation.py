@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
+from accel_train.rng import preserve_random_states
 from accel_train.training.feedback.factors import quotient_of_step, term_factor
 from accel_train.training.gradients.loss_checks import by_term, refuse_empty, refuse_means
 from accel_train.training.gradients.step_metrics import StepMetrics
@@ -156,21 +157,20 @@ class GradientWindow:
 
     def _rebuild_buckets(self) -> Iterator[Batch]:
         """Run a backward that is discarded, with its random draws, so that DDP rebuilds its buckets in it."""
-        cpu_state = torch.get_rng_state()
         cuda_state: Tensor | None = None
         if torch.cuda.is_initialized():
             cuda_state = torch.cuda.get_rng_state()
         # A batch norm counts every forward.
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         self._is_last = True  # DDP rebuilds its buckets in a backward with reduction
-        yield self.inputs[0]
+        # The step draws what it would have drawn without the rehearsal.
+        with preserve_random_states():
+            yield self.inputs[0]
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
         self.model.zero_grad(set_to_none=True)
         self._reset_attempt()
-        # The step draws what it would have drawn without the rehearsal.
-        torch.set_rng_state(cpu_state)
         if cuda_state is not None:
             torch.cuda.set_rng_state(cuda_state)
 

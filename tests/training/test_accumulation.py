@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -96,10 +98,14 @@ def test_the_backward_for_ddp_s_buckets_counts_nowhere(
 
     def norm_after_a_step() -> nn.Module:
         torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
         model = accelerator.prepare(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2)))
         window = window_over(accelerator, model, 5)
         for inputs in window:
-            window.backward(sums(model, inputs))
+            # As a recipe may, from any generator.
+            factor = random.random() + np.random.random() + float(torch.rand(()))
+            window.backward({name: factor * value for name, value in sums(model, inputs).items()})
         window.finish(0.0)
         return model
 
