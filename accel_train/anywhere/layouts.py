@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 from accel_train.anywhere.flags import Request
 from accel_train.config import UsageError, expand_path
 from accel_train.launch_files.machine_config import read_machine_config
-from accel_train.launch_files.parents import killed_with_parent
+from accel_train.launch_files.parents import tied_to_parent
 from accel_train.planning.writing import LAUNCH, PRESET, launch_text
 
 CPU_FILE = "distributed_type: {kind}\nuse_cpu: true\nnum_processes: {processes}\n"
@@ -96,11 +97,10 @@ class Layouts:
         print(f"accel-train run: planning for {processes} device(s)", file=sys.stderr, flush=True)
         # In a process of its own: a search imports torch and the recipe, and holds simulated models.
         done = subprocess.run(
-            [sys.executable, "-m", "accel_train.cli", *words],
+            tied_to_parent([sys.executable, "-m", "accel_train.cli", *words], signal.SIGKILL),
             capture_output=True,
             text=True,
             check=False,
-            preexec_fn=killed_with_parent,
         )
         if done.returncode:
             output = (done.stdout + done.stderr).strip()

@@ -24,7 +24,7 @@ from accel_train.anywhere.layouts import Layout, Layouts
 from accel_train.commands.bundled import find_recipe
 from accel_train.compare.runs import read_config
 from accel_train.config import UsageError, expand_path
-from accel_train.launch_files.parents import end_with_parent
+from accel_train.launch_files.parents import tied_to_parent
 from accel_train.runtime.exiting import EXIT_PREEMPTED, STARTED_AGAIN_VARIABLE
 from accel_train.store import manifest
 
@@ -148,12 +148,11 @@ class Supervisor:
         _say(f"starting {layout}")
         began = time.monotonic()
         child = subprocess.Popen(
-            self._command(layout),
+            # Its launcher saves on SIGTERM, should this process be killed.
+            tied_to_parent(self._command(layout)),
             env=os.environ | self._environment(),
             # Ctrl-C reaches this process alone, which asks for one stop and not for two.
             start_new_session=True,
-            # Its launcher saves on SIGTERM, should this process be killed.
-            preexec_fn=end_with_parent,
         )
         ended = self._watch(child, layout)
         segment = record.segment_of(

@@ -341,7 +341,8 @@ class _SignalRelay:
     def run(self, command: Sequence[str], environment: dict[str, str]) -> int:
         """Start the child and return its exit code."""
         self._is_starting = True
-        # The child must end with this process, even if SIGKILL ends it.
+        # The child must end with this process, even if SIGKILL ends it. `tied_to_parent` would delay each start, and
+        # threads do no harm here: fork renews the locks this call takes, CPython's and glibc's of malloc and dlopen.
         self._child = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
         self._is_starting = False
         # In the order in which they came: a second Ctrl-C asks to stop at once.

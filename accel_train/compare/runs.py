@@ -21,6 +21,7 @@ from types import FrameType, MappingProxyType
 from typing import Any, NoReturn
 
 from accel_train.config import UsageError, expand_path, refuse_unwritable
+from accel_train.launch_files.parents import tied_to_parent
 from accel_train.metrics.gates import GATES_VARIABLE
 from accel_train.metrics.records import NON_FINITE, last_pass, read_metrics
 from accel_train.store.names import EVALUATION_FILE, REPORT
@@ -41,14 +42,6 @@ USAGE_ERROR = re.compile(r".*error \(wrong usage, exit code 2\): ", re.DOTALL)
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 # Fields of an environment line that differ from run to run.
 NOT_HARDWARE = ("event", "time", "elapsed_seconds", "processor_seconds", "command", "recipe")
-# If this process is killed, it cannot end its run, so the kernel has to. A program that execs the command, not a
-# preexec_fn: that is unsafe in a process with threads, and numpy starts some.
-END_WITH_PARENT = """
-import os, sys
-from accel_train.launch_files.parents import end_with_parent
-end_with_parent()
-os.execv(sys.argv[1], sys.argv[1:])
-"""
 
 
 class RunFailedError(RuntimeError):
@@ -174,7 +167,8 @@ def run_once(
         try:
             with stop_signals_held():
                 child = subprocess.Popen(
-                    [sys.executable, "-c", END_WITH_PARENT, *command],
+                    # If this process is killed, it cannot end its run, so the kernel has to.
+                    tied_to_parent(command),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,

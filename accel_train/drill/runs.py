@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,8 +13,9 @@ from typing import Protocol
 
 import psutil
 
-from accel_train.compare.runs import END_WITH_PARENT, stop_signals_held
+from accel_train.compare.runs import stop_signals_held
 from accel_train.drill.inside.request import Event, read_events
+from accel_train.launch_files.parents import tied_to_parent
 
 LOOK_SECONDS = 0.05
 """Time between two looks at a run."""
@@ -123,7 +123,7 @@ class Runner:
         """Start a command in a group of its own."""
         with log.open("wb") as output:
             return subprocess.Popen(
-                [sys.executable, "-c", END_WITH_PARENT, *words],
+                tied_to_parent(words),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -9,10 +9,16 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 """Option of Linux's ``prctl``."""
+TIED = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, int(sys.argv[1]))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
@@ -28,6 +34,18 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 def killed_with_parent() -> None:
     """``end_with_parent`` for work that nobody else waits for. A recipe takes SIGTERM for a request to save first."""
     end_with_parent(signal.SIGKILL)
+
+
+def tied_to_parent(command: Sequence[str], number: int = signal.SIGTERM) -> list[str]:
+    """Return a command that calls ``end_with_parent`` and then becomes ``command``, in one process. Costs 20 ms.
+
+    Not a ``preexec_fn``: that runs Python between fork and exec, where a lock held by another thread is never released,
+    and numpy and torch start threads.
+    """
+    if sys.platform != "linux":
+        return list(command)
+    # Isolated, without site-packages: it starts faster, and imports nothing from the working directory.
+    return [sys.executable, "-I", "-S", "-c", TIED, str(int(number)), *command]
 
 
 def parent_command_lines(levels: int = 4) -> list[list[str]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from accel_train.commands.bundled import find_recipe, folder, import_recipe
 from accel_train.config import UsageError
-from accel_train.launch_files.parents import killed_with_parent
+from accel_train.launch_files.parents import killed_with_parent, tied_to_parent
 from accel_train.options.loading import Loaded, config_of
 from accel_train.planning.candidates import LAUNCH_FILES, Candidate
 from accel_train.simulation.flags import REPORT, DeviceType
@@ -121,12 +121,11 @@ def run_apart(words: Sequence[str], environment: Mapping[str, str], place: Path)
             returncode = _fork(lambda: worker.main([str(place)]), environment, file.fileno())
         else:
             done = subprocess.run(
-                words,
+                tied_to_parent(words, signal.SIGKILL),
                 env=dict(environment),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 check=False,
-                preexec_fn=killed_with_parent,
             )
             returncode = done.returncode
     return output.read_text(errors="replace"), returncode

@@ -19,7 +19,7 @@ from accel_train.cost_model.networks import GPUS_PER_MACHINE
 from accel_train.cost_model.scaling import Scaling
 from accel_train.cost_model.steps import Timing, timing_of
 from accel_train.launch_files.machine_config import MachineConfig
-from accel_train.launch_files.parents import killed_with_parent
+from accel_train.launch_files.parents import tied_to_parent
 from accel_train.launch_files.requested import REHEARSAL_VARIABLE
 from accel_train.simulation.flags import DEVICE_TYPE, REPORT, REQUEST, Options
 from accel_train.simulation.refusals import refuse_machine
@@ -106,7 +106,7 @@ def _simulate_one(request: Launch, options: Options) -> Simulated:
         folder = Path(place)
         words, environment, assumption = worker_command(request, options, folder)
         done = subprocess.run(
-            words, env=environment, capture_output=True, text=True, check=False, preexec_fn=killed_with_parent
+            tied_to_parent(words, signal.SIGKILL), env=environment, capture_output=True, text=True, check=False
         )
         if not (folder / REPORT).is_file():
             _end_without_report(request.recipe, done)

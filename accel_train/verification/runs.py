@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accel_train.compare.runs import END_WITH_PARENT
+from accel_train.launch_files.parents import tied_to_parent
 from accel_train.metrics.records import last_pass, read_metrics
 from accel_train.verification import plan
 from accel_train.verification.facts import Facts, Outcome, Spec
@@ -95,7 +95,7 @@ class Runner:
             if self._stopped:
                 return 1
             child = subprocess.Popen(
-                [sys.executable, "-c", END_WITH_PARENT, *words],
+                tied_to_parent(words),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
