@@ -137,6 +137,21 @@ def test_a_loss_that_forgets_the_weight_is_refused_where_it_matters(begun: Path)
     assert "1 sample(s) of this step have weight 0, and their loss is not 0" in done.stdout + done.stderr
 
 
+def test_the_option_of_evaluations_is_one_line(begun: Path) -> None:
+    text = (begun / "recipe.py").read_text()
+    fixed, width = "if batches.done % 100 == 0 or batches.done == opened.max_steps:", "    width: PositiveInt"
+    assert (text.count(fixed), text.count(width)) == (1, 1)
+    option = "    evaluation: experiment.EvaluationConfig = experiment.EvaluationConfig(every=100)\n"
+    text = text.replace(fixed, "if config.evaluation.due(batches.done, opened.max_steps):").replace(
+        width, option + width
+    )
+    (begun / "evaluating.py").write_text(text)
+    flags = [*SHORT, "--max_steps", "5", "--evaluation.every", "2", "--output_dir", "runs/evaluating"]
+    run(begun, "evaluating.py", *flags)
+    lines = read_metrics(begun / "runs" / "evaluating" / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["event"] == "evaluation"] == [2, 4, 5]
+
+
 def test_a_mistyped_best_metric_is_refused_at_the_start(begun: Path) -> None:
     best = ["--checkpoints.keep_best", "1", "--checkpoints.best_metric", "heldout_acuracy"]
     words = [sys.executable, "recipe.py", *SHORT, "--max_steps", "6", *best, "--output_dir", "runs/one"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train.config import UsageError
+from accel_train.config import NonNegativeInt, UsageError
 from accel_train.data import heldout
 from accel_train.data.datasets import Batch, MapDataset
 from accel_train.training.ema import Ema
@@ -19,6 +20,18 @@ from accel_train.training.parameters import widest
 B = TypeVar("B")
 SAMPLES = "samples"
 """Name of the sum of the weights, the denominator of the other sums."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluation on held-out samples with the EMA weights."""
+
+    every: NonNegativeInt = 0
+    """Optimizer steps between evaluations. 0: one evaluation, at the end. Every run has that one."""
+
+    def due(self, done: int, max_steps: int) -> bool:
+        """Return True if an evaluation follows ``done`` completed steps."""
+        return done == max_steps or (self.every > 0 and done % self.every == 0)
 
 
 @contextmanager
