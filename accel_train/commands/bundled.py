@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 
@@ -45,6 +48,15 @@ def find_recipe(text: str) -> Path:
         f"recipe {text!r}: there is no such file; give the path of a recipe, or the name of a bundled one: "
         f"{', '.join(names)}{hint}"
     )
+
+
+def run_recipe(words: Sequence[str], observed: AbstractContextManager[None]) -> None:
+    """Run a recipe with its arguments as ``python RECIPE ARGUMENTS`` does, within ``observed``."""
+    sys.argv = list(words)
+    # As Python itself has it for a script, so that a recipe can import the files beside it.
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    with observed:
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def import_recipe(path: Path) -> ModuleType:

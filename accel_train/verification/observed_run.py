@@ -8,7 +8,6 @@ The launchers start it in the place of the recipe.
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,16 +19,12 @@ def main() -> None:
     """Run the recipe named on the command line as ``__main__``."""
     # It imports what every recipe does.
     from accel_train import loop
+    from accel_train.commands.bundled import run_recipe
     from accel_train.verification.observer import observing
 
     request = json.loads(sys.argv[1])
-    recipe = sys.argv[2]
-    sys.argv = sys.argv[2:]
-    # As Python itself has it for a script, so that a recipe can import the files beside it.
-    sys.path[0] = str(Path(recipe).resolve().parent)
     observer = partial(observing, Deviation(**request["deviation"]), Path(request["facts"]))
-    with loop.observed(observer):
-        runpy.run_path(recipe, run_name="__main__")
+    run_recipe(sys.argv[2:], loop.observed(observer))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,8 @@ python observed_run.py '{"measuring": {"step": 400, ...}}' RECIPE ARGUMENTS
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 
@@ -17,18 +15,15 @@ def main() -> None:
     """Run the recipe named on the command line as ``__main__``."""
     # It imports what every recipe does.
     from accel_train import loop
+    from accel_train.commands.bundled import run_recipe
     from accel_train.rerun.better import recording
     from accel_train.rerun.samples import first_use, measuring
     from accel_train.rerun.upgrade import fingerprints, operators
 
     request = json.loads(sys.argv[1])
-    recipe = sys.argv[2]
-    sys.argv = sys.argv[2:]
-    # As Python itself has it for a script, so that a recipe can import the files beside it.
-    sys.path[0] = str(Path(recipe).resolve().parent)
+    words = sys.argv[2:]
     if "by_sample" in request:
-        with recording.recording(recording.Request(**request["by_sample"])):
-            runpy.run_path(recipe, run_name="__main__")
+        run_recipe(words, recording.recording(recording.Request(**request["by_sample"])))
         return
     observers: dict[str, tuple[Any, Any]] = {
         "measuring": (measuring.measuring, measuring.Request),
@@ -39,8 +34,7 @@ def main() -> None:
     (name,) = request
     enter, kind = observers[name]
     observer = partial(enter, kind(**request[name]))
-    with loop.observed(observer):
-        runpy.run_path(recipe, run_name="__main__")
+    run_recipe(words, loop.observed(observer))
 
 
 if __name__ == "__main__":
