@@ -22,7 +22,7 @@ from accel_train.anywhere.devices import Devices, ListedDevices, VisibleDevices
 from accel_train.anywhere.flags import Request
 from accel_train.anywhere.layouts import Layout, Layouts
 from accel_train.commands.bundled import find_recipe
-from accel_train.compare.runs import read_config
+from accel_train.compare.runs import kill_family, read_config
 from accel_train.config import UsageError, expand_path
 from accel_train.launch_files.parents import tied_to_parent
 from accel_train.runtime.exiting import EXIT_PREEMPTED, STARTED_AGAIN_VARIABLE
@@ -190,7 +190,7 @@ class Supervisor:
                 return _Ended(code, _reason(code, asked), changed=asked is not None and not self.stops.requested)
             if time.monotonic() > deadline:
                 _say(f"it has not ended {self.request.grace_seconds:g} s after it was asked to stop; killing it")
-                _kill(child)
+                kill_family(child)
             if asked is not None:
                 continue
             wanted = self.layouts.processes(self.devices.count())
@@ -261,17 +261,6 @@ def _reason(code: int, asked: str | None) -> str:
     if code < 0:
         return f"killed by signal {-code}"
     return f"failed with exit code {code}"
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End the launcher and all of its descendants. Only descendants of this process."""
-    import psutil
-
-    with suppress(psutil.Error):
-        for process in psutil.Process(child.pid).children(recursive=True):
-            with suppress(psutil.Error):
-                process.kill()
-    child.kill()
 
 
 def _say(text: str) -> None:

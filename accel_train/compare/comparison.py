@@ -7,7 +7,6 @@ same in all of them. If they are not, the comparison is refused.
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from accel_train.compare.runs import (
     RunFailedError,
     Variant,
     read_config,
+    report_failure,
     stop_signals_raise,
 )
 from accel_train.config import UsageError, expand_path, refuse_unwritable
@@ -49,11 +49,8 @@ def compare(request: Request) -> int:
     with stop_signals_raise():
         try:
             return _compare(request, gates)
-        except RunFailedError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        except InterruptedRunError as signal_name:
-            print(f"interrupted by {signal_name}: the current run is stopped, no result", file=sys.stderr, flush=True)
-    return 1
+        except (RunFailedError, InterruptedRunError) as error:
+            return report_failure(error, "the current run is stopped, no result")
 
 
 def _compare(request: Request, gates: Sequence[Gate]) -> int:

@@ -14,11 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn, Protocol
 
 from accel_train.config import UsageError, expand_path, refuse_unwritable
 from accel_train.launch_files.parents import tied_to_parent
@@ -50,6 +50,16 @@ class RunFailedError(RuntimeError):
 
 class InterruptedRunError(Exception):
     """This process received a stop signal."""
+
+
+class Child(Protocol):
+    """The part of ``subprocess.Popen`` in use."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -144,6 +154,20 @@ def folder_for_runs(kept: str | None, option: str, command: str) -> AbstractCont
     return nullcontext(str(path))
 
 
+def start_child(words: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command that ends with this process. It writes to ``output`` and reads nothing."""
+    return subprocess.Popen(
+        # If this process is killed, it cannot end its run, so the kernel has to.
+        tied_to_parent(words),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        # Its group can be ended as a whole, and Ctrl-C reaches this process alone.
+        start_new_session=True,
+    )
+
+
 def run_once(
     command: Sequence[str],
     log: Path,
@@ -166,16 +190,7 @@ def run_once(
     with log.open("wb") as output:
         try:
             with stop_signals_held():
-                child = subprocess.Popen(
-                    # If this process is killed, it cannot end its run, so the kernel has to.
-                    tied_to_parent(command),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment, GATES_VARIABLE: "\n".join(gates)},
-                    # Its group can be ended as a whole, and Ctrl-C reaches this process alone.
-                    start_new_session=True,
-                )
+                child = start_child(command, output, {**os.environ, **environment, GATES_VARIABLE: "\n".join(gates)})
             code = child.wait()
         except BaseException:
             if child is not None:
@@ -215,6 +230,34 @@ def _end_group(child: subprocess.Popen[bytes], save_seconds: float | None) -> No
             return
         except subprocess.TimeoutExpired:
             continue
+
+
+def report_failure(error: RunFailedError | InterruptedRunError, result: str) -> int:
+    """Print why a command ends early, and return its exit code. ``result`` says what a signal has left of it."""
+    text = f"error: {error}"
+    if isinstance(error, InterruptedRunError):
+        text = f"interrupted by {error}: {result}"
+    print(text, file=sys.stderr, flush=True)
+    return 1
+
+
+def kill_family(child: Child) -> None:
+    """Kill a command and its descendants, if it runs."""
+    import psutil
+
+    if child.poll() is not None:
+        return
+    family: list[psutil.Process] = []
+    # Found first: without their parent they could not be told from anybody else's.
+    with suppress(psutil.Error):
+        family = psutil.Process(child.pid).children(recursive=True)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    # A launcher that is killed forwards nothing to its processes.
+    for process in family:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(family, timeout=10)
 
 
 def _tail(text: str) -> str:

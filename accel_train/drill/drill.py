@@ -17,6 +17,7 @@ from accel_train.compare.runs import (
     RunFailedError,
     folder_for_runs,
     read_config,
+    report_failure,
     stop_signals_raise,
 )
 from accel_train.config import UsageError
@@ -43,11 +44,8 @@ def drill(recipe: str, arguments: Sequence[str], options: Options) -> int:
     with stop_signals_raise():
         try:
             return _drill(find_recipe(recipe), recipe, arguments, options, chosen)
-        except RunFailedError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        except InterruptedRunError as signal_name:
-            print(f"interrupted by {signal_name}: the runs are stopped, no result", file=sys.stderr, flush=True)
-    return 1
+        except (RunFailedError, InterruptedRunError) as error:
+            return report_failure(error, "the runs are stopped, no result")
 
 
 def _drill(recipe: Path, named: str, arguments: Sequence[str], options: Options, chosen: Sequence[Fault]) -> int:

@@ -9,27 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-import psutil
-
-from accel_train.compare.runs import stop_signals_held
+from accel_train.compare.runs import Child, kill_family, start_child, stop_signals_held
 from accel_train.drill.inside.request import Event, read_events
-from accel_train.launch_files.parents import tied_to_parent
 
 LOOK_SECONDS = 0.05
 """Time between two looks at a run."""
 LINES_SHOWN = 8
-
-
-class Child(Protocol):
-    """The part of ``subprocess.Popen`` in use."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def send_signal(self, number: int, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -113,7 +99,7 @@ class Runner:
         finally:
             # Also after an exception, such as a Ctrl-C of the drill itself.
             if child is not None:
-                _end(child)
+                kill_family(child)
         assert child is not None, "a start that fails has raised"
         seconds = time.monotonic() - began
         output = log.read_text(errors="replace")
@@ -122,28 +108,4 @@ class Runner:
     def start(self, words: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
         """Start a command in a group of its own."""
         with log.open("wb") as output:
-            return subprocess.Popen(
-                tied_to_parent(words),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                # Ctrl-C reaches this process alone, which then ends the run.
-                start_new_session=True,
-            )
-
-
-def _end(child: Child) -> None:
-    """Kill a command and its descendants, if it runs."""
-    if child.poll() is not None:
-        return
-    # Found first: without their parent they could not be told from anybody else's.
-    with suppress(psutil.NoSuchProcess):
-        family = psutil.Process(child.pid).children(recursive=True)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        # A launcher that is killed forwards nothing to its processes.
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(family, timeout=10)
+            return start_child(words, output, environment)

@@ -9,14 +9,14 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from accel_train.compare.runs import USAGE_ERROR, RunFailedError
+from accel_train.compare.runs import USAGE_ERROR, Child, RunFailedError
 from accel_train.config import UsageError
 from accel_train.drill import faults, judging
 from accel_train.drill.faults import Fault, Sizes
 from accel_train.drill.hub import REPOSITORY, VanishingHub, vanishing_hub
 from accel_train.drill.inside.request import Request
 from accel_train.drill.judging import Compared, Result
-from accel_train.drill.runs import Child, Ended, Runner
+from accel_train.drill.runs import Ended, Runner
 from accel_train.rerun.recorded import RecordedRun, open_run
 from accel_train.store import manifest
 from accel_train.verification.plan import given_flags

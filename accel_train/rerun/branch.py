@@ -7,7 +7,6 @@ the same options, else an unchanged branch, trained too.
 from __future__ import annotations
 
 import shlex
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.commands.bundled import import_recipe
-from accel_train.compare.runs import InterruptedRunError, RunFailedError, stop_signals_raise
+from accel_train.compare.runs import InterruptedRunError, RunFailedError, report_failure, stop_signals_raise
 from accel_train.config import NonNegativeInt, PositiveInt, UsageError, expand_path
 from accel_train.metrics.records import write_json
 from accel_train.options.keys import refuse_succeeded
@@ -102,12 +101,8 @@ def branch(place: str, arguments: Sequence[str]) -> int:
             # The branch first: a control of hours is of no use if the branch is refused.
             _train(fork, directory, Path(folder), changed=True)
             control = _control(fork, directory, Path(folder))
-        except RunFailedError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            return 1
-        except InterruptedRunError as signal_name:
-            print(f"interrupted by {signal_name}: the same command continues", file=sys.stderr, flush=True)
-            return 1
+        except (RunFailedError, InterruptedRunError) as error:
+            return report_failure(error, "the same command continues")
     # Opened anew, because the training has just written its log.
     made = recorded.open_run(str(directory))
     rows = branch_report.differences(control, made, fork.checkpoint.step, fork.last)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from accel_train.compare.runs import InterruptedRunError, RunFailedError, stop_signals_raise
+from accel_train.compare.runs import InterruptedRunError, RunFailedError, report_failure, stop_signals_raise
 from accel_train.config import UsageError
 from accel_train.rerun import agreement, recorded, training, weights
 from accel_train.rerun.agreement import TOLERANCE, Weights
@@ -97,12 +96,8 @@ def replay(request: Request) -> int:
             print("\n".join([f"run {run.run_id}: {run.directory}", *notices]), flush=True)
             result, starts = _replay(request, plan, Path(folder))
             write_receipt(path, run.run_id, plan.recipe, plan.checkpoint, starts, result)
-        except RunFailedError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            return 1
-        except InterruptedRunError as signal_name:
-            print(f"interrupted by {signal_name}: nothing is compared", file=sys.stderr, flush=True)
-            return 1
+        except (RunFailedError, InterruptedRunError) as error:
+            return report_failure(error, "nothing is compared")
     print("\n".join(report(result)), flush=True)
     print(f"receipt: {path}", flush=True)
     return 1 if result.verdict == "different" else 0

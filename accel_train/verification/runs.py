@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accel_train.launch_files.parents import tied_to_parent
+from accel_train.compare.runs import start_child
 from accel_train.metrics.records import last_pass, read_metrics
 from accel_train.verification import plan
 from accel_train.verification.facts import Facts, Outcome, Spec
@@ -94,15 +94,7 @@ class Runner:
         with log.open("wb") as output, self._lock:
             if self._stopped:
                 return 1
-            child = subprocess.Popen(
-                tied_to_parent(words),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self.environment(),
-                # Its group can be ended as a whole, and Ctrl-C reaches this process alone.
-                start_new_session=True,
-            )
+            child = start_child(words, output, self.environment())
             self._children.add(child)
         code = child.wait()
         with self._lock:

@@ -19,6 +19,7 @@ from accel_train.compare.runs import (
     RunFailedError,
     folder_for_runs,
     read_config,
+    report_failure,
     stop_signals_raise,
 )
 from accel_train.config import UsageError, expand_path
@@ -67,15 +68,8 @@ def verify(request: Request) -> int:
     with stop_signals_raise():
         try:
             return _verify(request, checks)
-        except RunFailedError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        except InterruptedRunError as signal_name:
-            _say_interrupted(signal_name, "no result")
-    return 1
-
-
-def _say_interrupted(signal_name: object, result: str) -> None:
-    print(f"interrupted by {signal_name}: the runs are stopped, {result}", file=sys.stderr, flush=True)
+        except (RunFailedError, InterruptedRunError) as error:
+            return report_failure(error, "the runs are stopped, no result")
 
 
 def _chosen(request: Request) -> list[Check]:
@@ -122,10 +116,10 @@ def _verify(request: Request, checks: Sequence[Check]) -> int:
         interrupted = False
         try:
             made.make()
-        except InterruptedRunError as signal_name:
+        except InterruptedRunError as interruption:
             if REFERENCE not in made.outcomes:  # nothing to compare with
                 raise
-            _say_interrupted(signal_name, "and only finished ones are compared")
+            report_failure(interruption, "the runs are stopped, and only finished ones are compared")
             interrupted = True
         finally:
             runner.stop()

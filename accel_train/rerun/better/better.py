@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.compare.runs import InterruptedRunError, RunFailedError, stop_signals_raise
+from accel_train.compare.runs import InterruptedRunError, RunFailedError, report_failure, stop_signals_raise
 from accel_train.config import UsageError
 from accel_train.metrics.bootstrap import LEVEL
 from accel_train.metrics.records import plain
@@ -49,11 +48,8 @@ def better(request: Request) -> int:
     with tempfile.TemporaryDirectory(prefix="accel-train-better-") as folder, stop_signals_raise():
         try:
             return _better(request, Path(folder))
-        except RunFailedError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        except InterruptedRunError as signal_name:
-            print(f"interrupted by {signal_name}: nothing is decided", file=sys.stderr, flush=True)
-    return 1
+        except (RunFailedError, InterruptedRunError) as error:
+            return report_failure(error, "nothing is decided")
 
 
 def _better(request: Request, folder: Path) -> int:

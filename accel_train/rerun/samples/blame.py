@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.compare.runs import InterruptedRunError, RunFailedError, stop_signals_raise
+from accel_train.compare.runs import InterruptedRunError, RunFailedError, report_failure, stop_signals_raise
 from accel_train.config import UsageError
 from accel_train.metrics.records import plain
 from accel_train.rerun import recorded
@@ -105,12 +105,8 @@ def blame(request: Request) -> int:
                 print("\n".join(_head(request, beginning)), flush=True)
             order = {"step": request.step, "limit": request.limit}
             measured = again.observe(beginning, request.step, {"measuring": order}, Path(folder))
-        except RunFailedError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            return 1
-        except InterruptedRunError as signal_name:
-            print(f"interrupted by {signal_name}: nothing is measured", file=sys.stderr, flush=True)
-            return 1
+        except (RunFailedError, InterruptedRunError) as error:
+            return report_failure(error, "nothing is measured")
     found = _read(request, run, measured)
     content = _receipt(found, beginning)
     path = run.directory / REPORT / f"blame-step-{request.step}.json"

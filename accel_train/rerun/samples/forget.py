@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.compare.runs import InterruptedRunError, RunFailedError, stop_signals_raise
+from accel_train.compare.runs import InterruptedRunError, RunFailedError, report_failure, stop_signals_raise
 from accel_train.config import UsageError
 from accel_train.rerun import changes, recorded
 from accel_train.rerun.branch import branch
@@ -44,12 +43,8 @@ def forget(request: Request) -> int:
             wanted = {"first_use": {"samples": list(request.samples), "last": run.last_step}}
             # From the beginning, so that no checkpoint is read for what only the order decides.
             found = again.observe(Beginning(run, recipe, None, _batches(run)), run.last_step, wanted, Path(folder))
-        except RunFailedError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            return 1
-        except InterruptedRunError as signal_name:
-            print(f"interrupted by {signal_name}: nothing is trained", file=sys.stderr, flush=True)
-            return 1
+        except (RunFailedError, InterruptedRunError) as error:
+            return report_failure(error, "nothing is trained")
     _refuse_unknown(request, found["dataset_size"])
     first = found["first_use"]
     if first is None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_train.compare.runs import InterruptedRunError, RunFailedError, stop_signals_raise
+from accel_train.compare.runs import InterruptedRunError, RunFailedError, report_failure, stop_signals_raise
 from accel_train.rerun import agreement, recorded, weights
 from accel_train.rerun.receipt import Result, receipt_file, write_receipt
 from accel_train.rerun.recorded import RecordedRun
@@ -123,12 +122,8 @@ def upgrade(request: Request, place: str) -> int:
             write_receipt(
                 path, run.run_id, recipe, beginning.checkpoint, found.starts, found.result, report.as_json(found)
             )
-        except RunFailedError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            return 1
-        except InterruptedRunError as signal_name:
-            print(f"interrupted by {signal_name}: nothing is compared", file=sys.stderr, flush=True)
-            return 1
+        except (RunFailedError, InterruptedRunError) as error:
+            return report_failure(error, "nothing is compared")
     print("\n".join(report.lines(found)), flush=True)
     print(f"receipt: {path}", flush=True)
     return 1 if found.result.verdict == "different" else 0
