@@ -8,7 +8,6 @@ with model.py.
 from __future__ import annotations
 
 import ast
-import hashlib
 import inspect
 import json
 import re
@@ -26,6 +25,7 @@ from accel_train import __version__
 from accel_train.export import standalone, verify_script
 from accel_train.export.single_file import single_file
 from accel_train.pipeline import Pipeline
+from accel_train.store.commit import hash_file
 
 TOLERANCE = 1e-4
 """Largest difference of an output relative to the largest one. Rounding makes 1e-6, a wrong weight far more."""
@@ -145,7 +145,7 @@ def _write_example(directory: Path, pipeline: Pipeline) -> None:
         "torch": torch.__version__,
         "tolerance": TOLERANCE,
         "examples": examples,
-        "files": {path.relative_to(directory).as_posix(): _sha256(path) for path in files},
+        "files": {path.relative_to(directory).as_posix(): hash_file(path) for path in files},
     }
     (directory / "example.json").write_text(json.dumps(proof, indent=1), "utf-8")
 
@@ -161,11 +161,6 @@ def _encode(key: str, value: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
             parts[name] = _encode(f"{key}.{name}", part, tensors)
         return {"tuple": type(value).__name__, "parts": parts}
     return {"value": value}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _run(script: Path) -> str:

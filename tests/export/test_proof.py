@@ -21,6 +21,7 @@ import accel_train
 from accel_train import cli
 from accel_train.export import proof, verify_script
 from accel_train.pipeline import Example
+from accel_train.store import commit
 from tests.trained import PLAIN, REFINED, TEXTS, field_run, language_run, picture_run, text_run
 
 RUNS = {
@@ -171,7 +172,7 @@ def test_other_outputs_fail_even_if_all_hashes_are_right(tmp_path: Path) -> None
     tensors["0.output.latents"] += 1e-3 * tensors["0.output.latents"].abs().max()
     save_file(tensors, out / "example.safetensors")
     proven = json.loads((out / "example.json").read_text())
-    proven["files"]["example.safetensors"] = proof._sha256(out / "example.safetensors")
+    proven["files"]["example.safetensors"] = commit.hash_file(out / "example.safetensors")
     (out / "example.json").write_text(json.dumps(proven))
     with pytest.raises(proof.ProofError, match="FAILED: the outputs of padded texts differ"):
         proof._run(out / "verify.py")

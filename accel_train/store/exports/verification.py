@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError
 from accel_train.store import strict_json
+from accel_train.store.commit import hash_file
 
 MAX_DESCRIPTION_BYTES = 16 << 20
 EXPORTED_OPTIONS = "experiment.json"
@@ -40,5 +40,4 @@ def _sha256(directory: Path, name: str) -> str | None:
     # The list is data like the rest: it must not have files read outside of the folder.
     if ".." in Path(name).parts or not path.is_file():
         return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hash_file(path)

@@ -389,7 +389,7 @@ def test_other_weights_fail_even_if_all_hashes_are_right(exported: Path) -> None
     try:
         save_file(tensors, weights, {"format": "pt"})
         changed = json.loads(before[1])
-        changed["files"]["model.safetensors"] = proof._sha256(weights)
+        changed["files"]["model.safetensors"] = commit.hash_file(weights)
         proven.write_text(json.dumps(changed))
         with pytest.raises(proof.ProofError, match="FAILED: the outputs of logits of the next token differ"):
             proof._run(exported / "verify.py")
