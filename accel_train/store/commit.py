@@ -335,16 +335,27 @@ def sweep(directory: Path) -> list[Path]:
 
 
 def _is_writer_alive(pid: int, path: Path) -> bool:
-    """True if the writer of ``path`` is alive. Containers reuse process ids, so its start time counts too."""
+    try:
+        return is_alive(pid, path.stat().st_mtime)
+    except FileNotFoundError:
+        return False
+
+
+def is_alive(pid: int, wrote_at: float) -> bool:
+    """Return True if the process on this host that wrote something at a time (``st_mtime``) is alive.
+
+    Containers reuse process ids, so its start time counts too.
+    """
     import psutil  # here: the writer process imports this module and must start fast
 
     try:
         process = psutil.Process(pid)
+        # It has ended, and its parent has not asked for the exit code yet.
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
         # One second of tolerance: process start times have the resolution of the kernel's clock ticks.
-        return process.create_time() <= path.stat().st_mtime + 1
-    except (psutil.NoSuchProcess, FileNotFoundError):
+        return process.create_time() <= wrote_at + 1
+    except psutil.NoSuchProcess:
         return False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from accel_train.config import UsageError
 from accel_train.store.names import LOCK_FILE
 
 logger = logging.getLogger(__name__)
+
+HOLDER = re.compile(r"process (\d+) on (\S+)")
+"""The name of a run in the file. Behind that of another command, such as `checkpoints prune`, stands its purpose."""
 
 
 class LockedError(RuntimeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,11 +16,10 @@ from accel_train.config import UsageError, expand_path
 from accel_train.hub.queue import HubQueue
 from accel_train.options.tree import flatten
 from accel_train.store import manifest, run_file
+from accel_train.store.commit import is_alive
+from accel_train.store.lock import HOLDER
 from accel_train.store.names import LOCK_FILE, METRICS_FILE, OF_A_START
 from accel_train.watching.run_files import MetricsFile, Process, Record, RunFiles, SavedCheckpoint
-
-# Written by store/lock.py. A purpose behind the host is of another command, such as `checkpoints prune`.
-HOLDER = re.compile(r"process (\d+) on (\S+)")
 
 
 class NoRunError(UsageError):
@@ -127,22 +125,8 @@ def _process(lock: Path) -> Process | None:
     # A process number means nothing on another host.
     alive = None
     if holder[2] == socket.gethostname():
-        alive = _is_alive(int(holder[1]), started_at)
+        alive = is_alive(int(holder[1]), started_at)
     return Process(text, started_at, alive)
-
-
-def _is_alive(pid: int, locked_at: float) -> bool:
-    import psutil  # accelerate needs it too
-
-    try:
-        process = psutil.Process(pid)
-        # It has ended, and its parent has not asked for the exit code yet.
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        # A process that began after the lock was taken has only inherited the number. One second for coarse clocks.
-        return process.create_time() <= locked_at + 1
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _newest_checkpoint(directory: Path) -> SavedCheckpoint | None:
