@@ -199,3 +199,15 @@ def identity_of(file: Path) -> tuple[int, int]:
     """Return size and date of a file, as in `ShardIndex.identities`."""
     stat = os.stat(file)
     return stat.st_size, stat.st_mtime_ns
+
+
+def refuse_changed(option: str, file: Path, identity: tuple[int, int]) -> None:
+    """Raise ``UsageError`` for a file that is gone, or whose ``identity_of`` is another than when it was listed."""
+    try:
+        changed = identity_of(file) != identity
+    except FileNotFoundError:
+        raise UsageError(
+            f"{option}: {file} is gone since this start listed it. Bring it back and start again."
+        ) from None
+    if changed:
+        raise UsageError(f"{option}: {file} was written since this start listed it. Start again when it is complete.")

@@ -28,6 +28,7 @@ from accel_train.data.tables.formats import (
     mentions,
     parse_line,
     read_batch,
+    refuse_changed,
 )
 from accel_train.data.tables.json_rows import parse_json
 from accel_train.data.tables.text_sources import table
@@ -149,7 +150,7 @@ class FileRows:
         block = self.blocks[number]
         file = self.files[block.file]
         kind = KINDS[file.suffix]
-        self._refuse_changed(block.file)
+        refuse_changed(self.option, file, self.identities[block.file])
         if kind == "jsonl":
             yield from _json_rows(file, block)
         elif kind == "text":
@@ -161,19 +162,6 @@ class FileRows:
                 yield f"row {index} of {file}", fields
         else:
             yield from self._table_rows(file, kind, block.number, _batches(file, kind, block, self.columns))
-
-    def _refuse_changed(self, number: int) -> None:
-        file = self.files[number]
-        try:
-            changed = identity_of(file) != self.identities[number]
-        except FileNotFoundError:
-            raise UsageError(
-                f"{self.option}: {file} is gone since this start listed it. Bring it back and start again."
-            ) from None
-        if changed:
-            raise UsageError(
-                f"{self.option}: {file} was written since this start listed it. Start again when it is complete."
-            )
 
     def _table_rows(self, file: Path, kind: str, number: int, batches: Iterator[Any]) -> Iterator[PlacedRow]:
         place = f"{file}, {UNITS[kind]} {number}"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from accel_train.config import UsageError
 from accel_train.data.tables.block_cache import BlockCache
-from accel_train.data.tables.formats import UNITS, Block, identity_of, parse_line, read_batch
+from accel_train.data.tables.formats import UNITS, Block, parse_line, read_batch, refuse_changed
 from accel_train.data.tables.shards import ShardIndex, check_columns
 
 OPEN_FILES = 8
@@ -135,17 +135,7 @@ class ShardedTable:
         """Refuse a file that was removed or written since it was indexed. Asked once in each process."""
         if number in self._checked:
             return
-        file = self.index.files[number]
-        try:
-            changed = identity_of(file) != self.index.identities[number]
-        except FileNotFoundError:
-            raise UsageError(
-                f"{self.index.option}: {file} is gone since this start listed it. Bring it back and start again."
-            ) from None
-        if changed:
-            raise UsageError(
-                f"{self.index.option}: {file} was written since this start listed it. Start again when it is complete."
-            )
+        refuse_changed(self.index.option, self.index.files[number], self.index.identities[number])
         self._checked.add(number)
 
     def _parquet(self, number: int) -> Any:
