@@ -120,19 +120,15 @@ def run_flags(options: Mapping[str, Any], arguments: Sequence[str], sizes: Sizes
     if on_devices:
         # What the CPU asks for is not what the devices are for.
         flags.pop("precision", None)
-    return ["--smoke", *_words(flags)]
+    return ["--smoke", *verification.words_of(flags)]
 
 
 def fault_flags(fault: Fault, arguments: Sequence[str], repository: str) -> list[str]:
     """Return the words for the runs of one fault only."""
     if fault.name == "hub_down":
         # One round of the queue at the end, which cannot succeed.
-        return _words({"hub.repo_id": repository, "hub.push": "every", "hub.finish_minutes": "0.02"})
+        return verification.words_of({"hub.repo_id": repository, "hub.push": "every", "hub.finish_minutes": "0.02"})
     given = verification.given_flags(arguments)
     if fault.name == "hanging_rank" and "collective_timeout_seconds" not in given:
-        return _words({"collective_timeout_seconds": str(HANG_SECONDS)})
+        return verification.words_of({"collective_timeout_seconds": str(HANG_SECONDS)})
     return []
-
-
-def _words(flags: Mapping[str, str]) -> list[str]:
-    return [word for name, value in flags.items() for word in (f"--{name}", *value.split())]

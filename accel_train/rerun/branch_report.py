@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from accel_train.metrics.bootstrap import LEVEL
-from accel_train.rerun.paired import FEWEST, PairedDifference, paired_difference
+from accel_train.rerun.paired import FEWEST, PairedDifference, paired_difference, plus_minus
 from accel_train.rerun.starts import Line
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ def table(rows: Sequence[Row], start: int, last: int) -> list[str]:
         steps = f"{row.steps[0]}-{row.steps[1]}"
         lines.append(
             f"{row.label:<{width}}  {steps:>13}  {found.count:>5}  {found.a:>11.5g}  {found.b:>11.5g}  "
-            f"{found.difference:>11.3g}  {_plus_minus(found.half_width):>10}  "
-            f"{_plus_minus(found.unpaired_half_width):>10}  {found.reading}"
+            f"{found.difference:>11.3g}  {plus_minus(found.half_width):>10}  "
+            f"{plus_minus(found.unpaired_half_width):>10}  {found.reading}"
         )
     # Logged seldom or short, even the longest row has none.
     unequal = [row.found.count for row in differing if not row.found.equal]
@@ -114,7 +114,3 @@ def table(rows: Sequence[Row], start: int, last: int) -> list[str]:
     if equal:
         lines.append(f"equal bit for bit: {', '.join(equal)}")
     return lines
-
-
-def _plus_minus(half_width: float | None) -> str:
-    return "-" if half_width is None else f"+-{half_width:.2g}"

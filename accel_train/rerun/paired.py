@@ -94,3 +94,8 @@ def _student(degrees_of_freedom: int) -> float:
 
     student: Any = stats.t
     return float(student.ppf((1 + LEVEL) / 2, degrees_of_freedom))
+
+
+def plus_minus(half_width: float | None) -> str:
+    """Format half an interval. A dash for one that is unknown."""
+    return "-" if half_width is None else f"+-{half_width:.2g}"

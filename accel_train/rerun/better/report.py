@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from accel_train.metrics.bootstrap import LEVEL
 from accel_train.rerun.better.paired_test import FEWEST, POWER, Difference, Winner
+from accel_train.rerun.paired import plus_minus
 
 
 def table(differences: Sequence[Difference]) -> list[str]:
@@ -29,7 +30,7 @@ def table(differences: Sequence[Difference]) -> list[str]:
 def _row(one: Difference, width: int) -> str:
     return (
         f"{one.metric:<{width}}  {one.samples:>6}  {one.a:>11.5g}  {one.b:>11.5g}  {one.difference:>11.3g}  "
-        f"{_plus_minus(one.half_width):>10}  {_plus_minus(one.unpaired_half_width):>10}  {_p(one.p):>8}  {reading(one)}"
+        f"{plus_minus(one.half_width):>10}  {plus_minus(one.unpaired_half_width):>10}  {_p(one.p):>8}  {reading(one)}"
     )
 
 
@@ -89,7 +90,3 @@ def _p(p: float | None) -> str:
     if p is None:
         return "-"
     return "<1e-15" if p < 1e-15 else f"{p:.2g}"
-
-
-def _plus_minus(half_width: float | None) -> str:
-    return "-" if half_width is None else f"+-{half_width:.2g}"
