@@ -97,7 +97,7 @@ def accel_train(state: State, folder: Path) -> Saving:
 
     run = Run(folder, "benchmark", None, "", {"experiment": {"global_batch_size": 1}, "resolved": {}})
     run.checkpoints.mkdir(parents=True)
-    atomic_files.write_json(folder / "run.json", {})
+    atomic_files.write_json_in_place(folder / "run.json", {})
     committed: list[int] = []
     saver = Saver(
         state.accelerator, run, state.average, CheckpointConfig(keep_last=1), HubConfig(),

@@ -35,7 +35,7 @@ def after_steps(
     """Throughput, losses by sample, comparisons of the processes, recorder, and the saver's boundary."""
     run = Run(folder, "benchmark", None, "", {"experiment": {"global_batch_size": rows}, "resolved": {}})
     run.checkpoints.mkdir(parents=True)
-    atomic_files.write_json(folder / "run.json", {})
+    atomic_files.write_json_in_place(folder / "run.json", {})
     logging = LogConfig(log_every=NEVER, progress_bar="off")
     log = Recorder(accelerator, folder, logging, max_steps=NEVER, start_step=START)
     saver = Saver(

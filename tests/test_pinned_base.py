@@ -35,7 +35,7 @@ def recorded(revision: str | None, name: str = "base") -> dict[str, Any]:
 def write(run: Path, content: dict[str, Any]) -> None:
     folder = run / "checkpoints" / "checkpoint_00000002"
     folder.mkdir(parents=True)
-    atomic_files.write_json(folder / manifest.MANIFEST, manifest.sealed(content))
+    atomic_files.write_json_in_place(folder / manifest.MANIFEST, manifest.sealed(content))
 
 
 def options(run: Path, base: Base, **more: Any) -> RunOptions:

@@ -51,7 +51,7 @@ def convert(source: str, destination: str, *, stem: str | None = None) -> int:
     with temporary_directory(temporary):
         write_collection(temporary, "model", tensors, "fp32")
         if config is not None:
-            atomic_files.write_json(temporary / "config.json", config)
+            atomic_files.write_json_in_place(temporary / "config.json", config)
         files = [file for file in sorted(temporary.rglob("*")) if file.is_file()]
         sealed: dict[str, Any] = {}
         for file in files:

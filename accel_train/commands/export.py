@@ -76,7 +76,7 @@ def export(
             write_collection(temporary, "model", tensors, precision, found.manifest.get("buffers", ()))
             _copy_extras(found, temporary)
             _name_precision(temporary, precision)
-        atomic_files.write_json(temporary / "experiment.json", _experiment(found, source))
+        atomic_files.write_json_in_place(temporary / "experiment.json", _experiment(found, source))
         lines = _write_for_others(temporary)
         # Proven under the temporary name: an export that fails its proof never appears.
         proof = merging or _proof(found, temporary, is_adapter and not merged)
@@ -136,7 +136,7 @@ def _describe_base(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
     if path.is_file():
         described = strict_json.read_object(path)
     described["base"] = described.get("base", {}) | (checkpoint.manifest.get("base") or {})
-    atomic_files.write_json(path, described)
+    atomic_files.write_json_in_place(path, described)
     return described
 
 
@@ -158,7 +158,7 @@ def _prove_adapter(checkpoint: Checkpoint, directory: Path) -> str:
     # The description cannot hold its own hash.
     files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != ADAPTER_DESCRIPTION]
     hashes = {path.relative_to(directory).as_posix(): commit.hash_file(path) for path in files}
-    atomic_files.write_json(directory / ADAPTER_DESCRIPTION, described | {"files": hashes})
+    atomic_files.write_json_in_place(directory / ADAPTER_DESCRIPTION, described | {"files": hashes})
     base = described["base"]
     if "files" not in base:
         return "without the files of their base, which the checkpoint does not name"
@@ -281,7 +281,7 @@ def _name_precision(directory: Path, precision: Precision) -> None:
     for part in (described, *nested):
         for name in DTYPE_KEYS & part.keys():
             part[name] = named
-    atomic_files.write_json(path, described)
+    atomic_files.write_json_in_place(path, described)
 
 
 def _flush(directory: Path) -> None:

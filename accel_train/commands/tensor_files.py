@@ -91,7 +91,7 @@ def write_collection(
             del part  # frees this file's tensors before the next are read
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        atomic_files.write_json(directory / f"{stem}.safetensors.index.json", index)
+        atomic_files.write_json_in_place(directory / f"{stem}.safetensors.index.json", index)
 
 
 def _read_part(

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from accel_train.store.atomic_files import replace_file
+from accel_train.store.atomic_files import replace_file, to_json
 
 logger = logging.getLogger(__name__)
 
@@ -224,8 +224,7 @@ def parse_lines(lines: Iterable[bytes]) -> list[dict[str, Any]]:
 
 def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Write a small JSON file, such as ``evaluation.json``, atomically. Main process only."""
-    text = json.dumps(plain(values), indent=2, ensure_ascii=False, allow_nan=False)
-    replace_file(path, text.encode("utf-8", "replace") + b"\n")
+    replace_file(path, to_json(plain(values)).encode("utf-8", "replace"))
 
 
 Records = Sequence[Mapping[str, Any]]

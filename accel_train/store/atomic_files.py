@@ -58,8 +58,8 @@ def to_json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON and flush it to the disk."""
+def write_json_in_place(path: Path, value: Any) -> None:
+    """Write indented JSON and flush it to the disk, not atomically: for a directory that nobody reads yet."""
     with path.open("w", encoding="utf-8") as file:
         file.write(to_json(value))
         file.flush()

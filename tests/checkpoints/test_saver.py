@@ -52,7 +52,7 @@ class Toy:
         self.average = Ema(EmaConfig(0.5), Shards(self.model, self.optimizer))
         self.run = Run(out, "toy", None, "", {"experiment": {"global_batch_size": 4}, "resolved": {}})
         self.run.checkpoints.mkdir(parents=True, exist_ok=True)
-        atomic_files.write_json(out / "run.json", {})
+        atomic_files.write_json_in_place(out / "run.json", {})
         self.committed: list[int] = []
 
     def step(self, number: int) -> None:
@@ -239,7 +239,7 @@ def test_optimizer_state_that_is_missing_is_named(tmp_path: Path, caplog: pytest
     assert "it lacks optimizer state" not in caplog.text
     index = saved.json("optimizer/index.json")
     del index["state"]["exp_avg"]["0.bias"]
-    atomic_files.write_json(saved.file("optimizer/index.json"), index)
+    atomic_files.write_json_in_place(saved.file("optimizer/index.json"), index)
     restore.restore(run, again.accelerator, again.average.shards, again.average)
     assert "it lacks optimizer state (exp_avg of 0.bias), which begins anew" in caplog.text
 
@@ -431,7 +431,7 @@ def test_random_states_go_on_unless_the_number_of_processes_is_another(toy: Toy,
     saved = commit.verify(toy.run.checkpoints / "checkpoint_00000001")
     state = saved.json("trainer_state.json")
     state["random_state"] *= processes
-    atomic_files.write_json(saved.file("trainer_state.json"), state)
+    atomic_files.write_json_in_place(saved.file("trainer_state.json"), state)
     torch.manual_seed(int.from_bytes(bytes.fromhex(state["random_state"][0]["torch"])[:4], "little") + 1)
     random.seed(1)
     np.random.seed(1)

@@ -1056,7 +1056,7 @@ def test_a_manifest_that_leads_out_of_a_checkpoint_is_not_followed(run: Path, tm
     sound = commit.open_verified(place).manifest
     for listed in ("assets/../../../../secret", str(outside)):
         files = sound["files"] | {listed: commit.seal_file(outside)}
-        atomic_files.write_json(place / "manifest.json", strict_json.sealed(sound | {"files": files}))
+        atomic_files.write_json_in_place(place / "manifest.json", strict_json.sealed(sound | {"files": files}))
         with pytest.raises(UsageError, match="which is no name of a file in a checkpoint"):
             call("export", place, tmp_path / "a" / "b" / "out")
     assert not (tmp_path / "a").exists()

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     run = Run(Path(argv[0]), "memory", None, "", {"experiment": {"global_batch_size": 2}, "resolved": {}})
     if accelerator.is_main_process:
         run.checkpoints.mkdir(parents=True)
-        atomic_files.write_json(run.directory / "run.json", {})
+        atomic_files.write_json_in_place(run.directory / "run.json", {})
     accelerator.wait_for_everyone()
     saver = Saver(accelerator, run, average, CheckpointConfig(), HubConfig(), lambda _: None, epoch=float)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here

@@ -296,7 +296,7 @@ def optimizer(accelerator: Accelerator, option: Any) -> dict[str, Any]:
     run = Run(folder, "toy", None, "", {"experiment": {"global_batch_size": GLOBAL_BATCH}, "resolved": {}})
     if accelerator.is_main_process:
         run.checkpoints.mkdir(parents=True)
-        atomic_files.write_json(folder / "run.json", {})
+        atomic_files.write_json_in_place(folder / "run.json", {})
     accelerator.wait_for_everyone()
     with chosen.saver(run) as saver:
         losses = chosen.train(range(STEPS), saver)

@@ -234,11 +234,11 @@ def test_a_checkpoint_that_cannot_be_looked_at_is_not_left_out(tmp_path: Path, m
 def test_a_manifest_of_the_first_schema_is_read_and_rewritten_with_a_hash(tmp_path: Path) -> None:
     path = make(tmp_path, 20)
     found = {key: value for key, value in commit.open_verified(path).manifest.items() if key != strict_json.SEAL}
-    atomic_files.write_json(path / "manifest.json", found | {"schema": 1})
+    atomic_files.write_json_in_place(path / "manifest.json", found | {"schema": 1})
     assert commit.verify(path).step == 20
     commit.rewrite_manifest(path, {"metrics": {"loss": 1.5}})
     assert commit.verify(path).manifest["schema"] == 2
-    atomic_files.write_json(path / "manifest.json", dict(commit.open_verified(path).manifest) | {"schema": 1})
+    atomic_files.write_json_in_place(path / "manifest.json", dict(commit.open_verified(path).manifest) | {"schema": 1})
     with pytest.raises(ValueError, match="schema 1 has no self_sha256"):
         commit.verify(path)
 

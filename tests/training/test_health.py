@@ -375,7 +375,7 @@ def saver_of(training: Training, folder: Path) -> tuple[Run, Saver]:
     run = Run(folder, "toy", None, "", {"experiment": {"global_batch_size": 16}, "resolved": {}})
     if training.accelerator.is_main_process:
         run.checkpoints.mkdir(parents=True)
-        atomic_files.write_json(folder / "run.json", {})
+        atomic_files.write_json_in_place(folder / "run.json", {})
     training.accelerator.wait_for_everyone()
 
     def write_extras(place: Path) -> None:

@@ -318,7 +318,7 @@ class Prepared:
         self.average = Ema(EmaConfig(0.5), Shards(self.model, self.optimizer))
         self.run = Run(out, "toy", None, "", {"experiment": {"global_batch_size": 4}, "resolved": {}})
         self.run.checkpoints.mkdir(parents=True, exist_ok=True)
-        atomic_files.write_json(out / "run.json", {})
+        atomic_files.write_json_in_place(out / "run.json", {})
 
     def train(self, steps: range, saver: Saver | None = None) -> list[float]:
         def after(step: int) -> None:

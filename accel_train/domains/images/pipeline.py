@@ -227,7 +227,7 @@ class PicturePipeline:
         of_base = read_description(found.base.directory)
         # The options of its run, where times are found otherwise, stay behind.
         objective = {**of_base["objective"], "times": asdict(found.base.times)}
-        atomic_files.write_json(directory / "config.json", {**of_base, "objective": objective})
+        atomic_files.write_json_in_place(directory / "config.json", {**of_base, "objective": objective})
         shutil.copytree(found.base.directory / ASSETS, directory / ASSETS)
         return None
 
@@ -396,4 +396,4 @@ def write_files(
             "measured_on": f"held-out pictures of {data.path}",
         },
     )
-    atomic_files.write_json(directory / "config.json", described)
+    atomic_files.write_json_in_place(directory / "config.json", described)

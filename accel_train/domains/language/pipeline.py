@@ -172,7 +172,7 @@ class LanguagePipeline:
         # Adapters of an older version have no description, and the model then none either.
         parts = {name: described[name] for name in (*DESCRIBED, "format") if name in described}
         config = json.loads((directory / "config.json").read_text("utf-8"))
-        atomic_files.write_json(directory / "config.json", config | parts)
+        atomic_files.write_json_in_place(directory / "config.json", config | parts)
 
     def __call__(
         self,
@@ -343,4 +343,4 @@ def write_files(
             "measured_on": f"held-out texts of {', '.join(paths)}",
         },
     )
-    atomic_files.write_json(file, described | adapters)
+    atomic_files.write_json_in_place(file, described | adapters)

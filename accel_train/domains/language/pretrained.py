@@ -19,7 +19,7 @@ from accel_train.domains.models.pretrained import without_bars_in_logs, without_
 from accel_train.pipeline import ADAPTER_DESCRIPTION, DESCRIBED
 from accel_train.precision import Precision
 from accel_train.store import strict_json
-from accel_train.store.atomic_files import write_json
+from accel_train.store.atomic_files import write_json_in_place
 from accel_train.store.exports.peft_layout import CONFIG_FILE
 from accel_train.store.manifest import Checkpoint
 from accel_train.wording import did_you_mean, nearest
@@ -380,6 +380,6 @@ def save_files(model: nn.Module, tokenizer: Any, directory: Path, source: ModelC
     if hasattr(plain, "peft_config"):
         described = adapter_config(plain, source.location, source.revision)
         # By it peft finds the class of the base (`AutoPeftModelForCausalLM`).
-        write_json(directory / CONFIG_FILE, described | {"task_type": "CAUSAL_LM"})
+        write_json_in_place(directory / CONFIG_FILE, described | {"task_type": "CAUSAL_LM"})
         return
     plain.config.save_pretrained(directory)

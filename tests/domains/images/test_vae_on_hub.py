@@ -51,7 +51,7 @@ def prepared(folder: Path, config: PictureConfig, earlier: Path | None = None) -
     options = flatten({"pictures": {"vae": config.vae, "vae_revision": config.vae_revision}})
     files = {"assets/assets.json": {"size": 1, "sha256": "0" * 64}}
     content = manifest.sealed({"step": 2, "files": files, "experiment": options})
-    atomic_files.write_json(folder / "checkpoint" / manifest.MANIFEST, content)
+    atomic_files.write_json_in_place(folder / "checkpoint" / manifest.MANIFEST, content)
     return pictures.vae
 
 

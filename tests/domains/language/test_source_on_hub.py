@@ -106,7 +106,7 @@ def test_a_checkpoint_without_the_record_reads_the_branch(server: HubServer, bas
     checkpoint = train(tmp_path, 2)
     found = commit.verify(checkpoint).manifest
     content = {name: value for name, value in found.items() if name not in ("hub_base", "self_sha256")}
-    atomic_files.write_json(checkpoint / manifest.MANIFEST, manifest.sealed(content))
+    atomic_files.write_json_in_place(checkpoint / manifest.MANIFEST, manifest.sealed(content))
     move_on(server, base)
     with pytest.raises(UsageError, match=r"data_fingerprint: .* there, .* now"):
         train(tmp_path, 3)

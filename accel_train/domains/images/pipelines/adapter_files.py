@@ -232,7 +232,7 @@ def _drops_magnitudes(file: Path) -> bool:
 
 def write_settings(directory: Path, settings: Mapping[str, Any]) -> None:
     """Write adapter_config.json."""
-    atomic_files.write_json(directory / CONFIG_FILE, settings)
+    atomic_files.write_json_in_place(directory / CONFIG_FILE, settings)
 
 
 def peft_settings(directory: Path) -> dict[str, Any]:
