@@ -30,7 +30,6 @@ from accel_train.store.commit import hash_file
 TOLERANCE = 1e-4
 """Largest difference of an output relative to the largest one. Rounding makes 1e-6, a wrong weight far more."""
 FORMAT = 1
-SCRIPTS = ("model.py", "verify.py")
 MISSING_PACKAGE = 2
 """Exit code of verify.py where a package is not installed."""
 NOT_COMPARED = re.compile("^FAILED: not compared, because (.*)$", re.MULTILINE)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass
 from typing import Literal
 
 from accel_train.config import PositiveFloat, PositiveInt, UsageError, WithoutEffectError
 
-logger = logging.getLogger(__name__)
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 

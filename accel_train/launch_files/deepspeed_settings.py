@@ -70,7 +70,7 @@ def read_deepspeed(section: Section, top: Section, machines: int) -> DeepSpeedSe
 
 
 def _settings_of_keys(section: Section) -> DeepSpeedSettings:
-    clipping = _number_or_none(section, "gradient_clipping")
+    clipping = _gradient_clipping(section)
     if clipping is not None and clipping <= 0:
         raise section.refuse(
             "gradient_clipping",
@@ -110,7 +110,7 @@ def _settings_of_file(section: Section, file: Path, document: Document) -> DeepS
         offload_optimizer_device=_device(offload_optimizer, "device"),
         offload_param_device=offload_params,
         gradient_accumulation_steps=_accumulation(top),
-        gradient_clipping=_number_or_none(top, "gradient_clipping"),
+        gradient_clipping=_gradient_clipping(top),
         zero3_init=section.boolean("zero3_init_flag", False),
         config_file=file,
         config_values=document.values,
@@ -134,11 +134,11 @@ def _accumulation(section: Section) -> int | None:
     return section.integer(key, 1, low=1)
 
 
-def _number_or_none(section: Section, key: str) -> float | None:
+def _gradient_clipping(section: Section) -> float | None:
     """Return None for null and `auto`. Refuses true, because Python takes it for 1."""
-    value = section.values.get(key)
+    value = section.values.get("gradient_clipping")
     if isinstance(value, bool):
-        raise section.refuse(key, "a number", "correct it, or delete it")
+        raise section.refuse("gradient_clipping", "a number", "correct it, or delete it")
     # Text is `auto`, which DeepSpeed fills in from Accelerate.
     if isinstance(value, int | float):
         return float(value)

@@ -114,10 +114,10 @@ def _unreadable(path: Path, error: Exception) -> UsageError:
     )
 
 
-def find_tensors(directory: Path, stem: str = "model", names: Collection[str] | None = None) -> dict[str, TensorInfo]:
+def find_tensors(directory: Path, stem: str = "model") -> dict[str, TensorInfo]:
     """Read the headers of ``stem.safetensors`` or of the shards in its index, sorted by name. Reads no tensor.
 
-    ``names`` selects tensors. Raises ``UsageError`` for a malformed file or index and for names without a tensor.
+    Raises ``UsageError`` for a malformed file or index.
     """
     if not directory.is_dir():
         raise _not_a_directory(directory)
@@ -126,12 +126,7 @@ def find_tensors(directory: Path, stem: str = "model", names: Collection[str] | 
     found = find_indexed(source, read_weight_map(source)) if is_index else read_header(source)
     if not found:
         raise UsageError(f"{source}: holds no tensors; give a file that does")
-    missing = sorted(set(names or ()) - found.keys())
-    if missing:
-        raise UsageError(
-            f"{directory}: {stem} holds no {shortened(missing, 3)}; it holds {shortened(sorted(found), 6)}"
-        )
-    return {name: found[name] for name in sorted(found) if names is None or name in names}
+    return {name: found[name] for name in sorted(found)}
 
 
 def _find_source(directory: Path, stem: str) -> Path:
@@ -302,20 +297,17 @@ def best_stem(directory: Path) -> Literal["model", "ema"]:
     return "ema" if has_ema(directory) else "model"
 
 
-def load_weights(
-    directory: Path, stem: str, model: nn.Module, *, strict: bool = True, required: Collection[str] | None = None
-) -> list[str]:
+def load_weights(directory: Path, stem: str, model: nn.Module, *, required: Collection[str] | None = None) -> None:
     """Load a collection into a model before it is sharded. Any process, no collective.
 
     The file must hold the tensors named in ``required``, by default all parameters. With an EMA, buffers and frozen
     parameters then come from the weights beside it. Raises ``UsageError`` before the model is changed if names, shapes
-    or dtypes do not fit, or for a parameter with NaN or infinity. With ``strict`` False, names may be in the file or in
-    the model alone, and they are returned. Shapes must still fit.
+    or dtypes do not fit, or for a parameter with NaN or infinity.
     """
     tensors = find_tensors(directory, stem)
     if stem == "ema" and required is None and any(directory.glob("model*.safetensors")):
         tensors = find_tensors(directory, "model") | tensors
-    return load_tensors(directory, tensors, model, strict=strict, required=required)
+    load_tensors(directory, tensors, model, required=required)
 
 
 def load_tensors(
@@ -323,9 +315,8 @@ def load_tensors(
     tensors: Mapping[str, TensorInfo],
     model: nn.Module,
     *,
-    strict: bool = True,
     required: Collection[str] | None = None,
-) -> list[str]:
+) -> None:
     """Load tensors by their names in the model, as ``load_weights``. Errors name their ``directory``."""
     parameters = dict(model.named_parameters())
     state: Json = model.state_dict(keep_vars=True)
@@ -334,18 +325,15 @@ def load_tensors(
     known = tensors_of_model | parameters
     missing = set(parameters if required is None else required) - tensors.keys()
     unexpected = tensors.keys() - known.keys()
-    one_sided = sorted(missing | unexpected)
     common = {name: info for name, info in tensors.items() if name in known}
     misfits = {name: _describe_misfit(name, info, known[name]) for name, info in common.items()}
-    if strict:
-        for name in one_sided:
-            misfits[name] = _describe_one_sided(name, tensors.get(name), known.get(name))
+    for name in missing | unexpected:
+        misfits[name] = _describe_one_sided(name, tensors.get(name), known.get(name))
     _refuse_misfits(misfits, directory)
     # Inside the block, because the tensors are views of the open files.
     with TensorReader(common) as reader:
         # Not strict: names were checked above, and buffers may be missing from the file.
         model.load_state_dict(_read_finite(reader, common, known), strict=False)
-    return one_sided
 
 
 def _read_finite(

@@ -406,7 +406,7 @@ def test_a_place_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Pat
     [(0, 60, [0, 20, 40, 60]), (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (-3, 7, [-2, 0, 2, 4, 6]), (5, 5, [5])],
 )
 def test_ticks_are_round(low: float, high: float, ticks: list[float]) -> None:
-    assert linear_ticks(low, high, 5) == pytest.approx(ticks)
+    assert linear_ticks(low, high) == pytest.approx(ticks)
 
 
 def test_numbers_of_an_axis_are_short() -> None:

@@ -54,13 +54,13 @@ class Float32Linear(nn.Linear):
             return F.linear(input.float(), self.weight.float(), self.bias.float())
 
 
-def sinusoid(time: Tensor, features: int = TIME_FEATURES) -> Tensor:
-    """Map times (B,) in [0, 1] to (B, features) in fp32: cosines, then sines, of geometric frequencies.
+def sinusoid(time: Tensor) -> Tensor:
+    """Map times (B,) in [0, 1] to (B, TIME_FEATURES) in fp32: cosines, then sines, of geometric frequencies.
 
     The time is scaled by 1000 first, because the frequencies (1 down to 1e-4 radians per unit) are meant for step
     numbers in the hundreds. Unscaled, nearly all features would be constant to within a few per cent.
     """
-    half = features // 2
+    half = TIME_FEATURES // 2
     exponent = torch.arange(half, dtype=torch.float32, device=time.device) / half
     frequencies = torch.exp(exponent * -math.log(MAX_PERIOD))
     angles = time.float()[:, None] * TIME_SCALE * frequencies  # (B, half)

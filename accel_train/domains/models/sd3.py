@@ -45,9 +45,6 @@ class SD3Config:
         return MMDiTConfig(self.width, 1, heads, qk_norm=self.qk_norm, bias=True, tanh_gelu=True)
 
 
-SD3_SIZES = {"sd3_medium": SD3Config()}
-
-
 class Conditioning(nn.Module):
     """Map time and pooled text (B, P) to the conditioning vector (B, D)."""
 

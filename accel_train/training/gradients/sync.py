@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 from accelerate import Accelerator
@@ -42,16 +42,16 @@ def when_to_reduce(policy: SyncPolicy, zero_stage: int) -> Literal["last", "ever
 
 
 @contextmanager
-def no_sync(accelerator: Accelerator, model: nn.Module, *, enabled: bool = True) -> Generator[None]:
+def no_sync(accelerator: Accelerator, model: nn.Module) -> Generator[None]:
     """Keep gradients local: no reduction in the body. It must contain the forward as well as the backward.
 
     Takes one module from ``accelerator.prepare``. A list would silently reduce every time (diffusers#10553), and an
     unprepared module has no reduction to suppress. Both raise ``TypeError``.
     """
     require_prepared(accelerator, model)
-    accelerator.sync_gradients = not enabled  # accelerator.backward passes it to DeepSpeed as the boundary
+    accelerator.sync_gradients = False  # accelerator.backward passes it to DeepSpeed as the boundary
     try:
-        with accelerator.no_sync(model) if enabled else nullcontext():
+        with accelerator.no_sync(model):
             yield
     finally:
         # While it is False, Accelerate's optimizer skips its step without a word.

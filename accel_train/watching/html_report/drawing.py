@@ -132,7 +132,7 @@ def _grid(axes: Axes) -> list[str]:
         y = axes.y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
-    for step in linear_ticks(0, axes.last_step, 5):
+    for step in linear_ticks(0, axes.last_step):
         # A run of two steps would have one at 0.5.
         if step != int(step):
             continue
@@ -145,7 +145,7 @@ def _grid(axes: Axes) -> list[str]:
 def value_ticks(axes: Axes) -> list[float]:
     """Return the values with a line and a number."""
     if not axes.logarithmic:
-        return linear_ticks(axes.low, axes.high, 5)
+        return linear_ticks(axes.low, axes.high)
     first = math.floor(math.log10(axes.low))
     last = math.ceil(math.log10(axes.high))
     # Over many decades a number for each suffices.
@@ -156,11 +156,11 @@ def value_ticks(axes: Axes) -> list[float]:
     return [tick for tick in ticks if axes.low <= tick <= axes.high]
 
 
-def linear_ticks(low: float, high: float, count: int) -> list[float]:
-    """Return about ``count`` round numbers in a range, with distances of 1, 2 or 5 times a power of 10."""
+def linear_ticks(low: float, high: float) -> list[float]:
+    """Return about five round numbers in a range, with distances of 1, 2 or 5 times a power of 10."""
     if not high > low:
         return [low]
-    rough = (high - low) / count
+    rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     # 0.999 and the 1e-9 below absorb rounding, so that a round end of the range keeps its tick.
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)

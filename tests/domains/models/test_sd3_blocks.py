@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from accel_train.config import UsageError
 from accel_train.domains.models import sd3_blocks
 from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT, MultimodalMMDiTConfig
-from accel_train.domains.models.sd3 import SD3_SIZES
+from accel_train.domains.models.sd3 import SD3Config
 from tests.domains.models.test_sd3 import TINY, diffusers_model
 
 FILE = "diffusion_pytorch_model.safetensors"
@@ -79,7 +79,7 @@ def test_a_resumed_run_and_the_meta_device_need_no_source(tmp_path: Path) -> Non
 
 
 def test_the_size_is_that_of_sd3_medium() -> None:
-    named = SD3_SIZES["sd3_medium"]
+    named = SD3Config()
     assert ModelConfig("sd3_medium", qk_norm=False, bias=True).transformer() == replace(named.block, depth=named.depth)
 
 
