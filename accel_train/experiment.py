@@ -23,7 +23,6 @@ from accel_train.experiment_options import Recipe as Recipe
 from accel_train.hub.pusher import push_the_rest
 from accel_train.linting.reporting import log_findings
 from accel_train.metrics import gates
-from accel_train.metrics.evaluation import EvaluationConfig as EvaluationConfig
 from accel_train.metrics.logs import info
 from accel_train.runtime import threads
 from accel_train.runtime.exiting import current_run

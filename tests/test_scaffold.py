@@ -141,7 +141,11 @@ def test_the_option_of_evaluations_is_one_line(begun: Path) -> None:
     text = (begun / "recipe.py").read_text()
     fixed, width = "if batches.done % 100 == 0 or batches.done == opened.max_steps:", "    width: PositiveInt"
     assert (text.count(fixed), text.count(width)) == (1, 1)
-    option = "    evaluation: experiment.EvaluationConfig = experiment.EvaluationConfig(every=100)\n"
+    option = "    evaluation: EvaluationConfig = EvaluationConfig(every=100)\n"
+    text = text.replace(
+        "from accel_train.options",
+        "from accel_train.metrics.evaluation import EvaluationConfig\nfrom accel_train.options",
+    )
     text = text.replace(fixed, "if config.evaluation.due(batches.done, opened.max_steps):").replace(
         width, option + width
     )
