@@ -14,6 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ class Simulator:
         if loaded is None:
             raise UsageError(f"recipe {self.recipe!r}: its main ended without a config; a recipe first reads it")
         # A simulation cannot show compiled blocks, and the memory and time of others are an upper bound of theirs.
-        self._uncompiled = ("--compile.mode", "off") if loaded.config.compile.mode != "off" else ()
+        if loaded.config.compile.mode != "off":
+            self._uncompiled = _flags_of_defaults("compile", type(loaded.config.compile)())
         return loaded
 
     def count(self, candidate: Candidate) -> Mapping[str, Any]:
@@ -108,6 +110,14 @@ class Simulator:
         if "refused" in found:
             raise UsageError(found["refused"])
         return found["counted"]
+
+
+def _flags_of_defaults(group: str, defaults: Any) -> tuple[str, ...]:
+    """Return flags that set every option of a group back, also those that a start refuses without the others."""
+    words: list[str] = []
+    for name, value in asdict(defaults).items():
+        words += [f"--{group}.{name}", str(value).lower()]
+    return tuple(words)
 
 
 def run_apart(words: Sequence[str], environment: Mapping[str, str], place: Path) -> tuple[str, int]:

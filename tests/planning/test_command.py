@@ -185,10 +185,13 @@ def test_accelerate_launch_takes_both_files(tmp_path: Path) -> None:
 
 def test_compiled_blocks_are_planned_without_and_written_with_their_own_value(tmp_path: Path) -> None:
     files = tmp_path / "planned"
-    done = plan("--compile.mode", "auto", "--gpus", "1", "--vram_gib", "24", "--write", str(files))
+    # A start refuses the further options of compile with mode off, as which it is simulated.
+    compiled = ["--compile.mode", "auto", "--compile.dynamic=true", "--compile.recompile_budget", "4"]
+    done = plan(*compiled, "--gpus", "1", "--vram_gib", "24", "--write", str(files))
     assert done.returncode == 0, done.stderr
     assert re.search(r"(?m)^compile.mode +auto +unchanged: simulated as off", done.stdout)
-    assert read([str(files / PRESET)]).config.compile.mode == "auto"
+    written = read([str(files / PRESET)]).config.compile
+    assert (written.mode, written.dynamic, written.recompile_budget) == ("auto", True, 4)
 
 
 def test_the_printed_start_holds_for_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
