@@ -17,7 +17,7 @@ from typing import Any
 
 from accel_train.commands.bundled import find_recipe
 from accel_train.compare import report
-from accel_train.compare.figures import RATIOS, Observations, effects, observations, window_of
+from accel_train.compare.figures import EQUAL_TIME, RATIOS, Observations, effects, observations, window_of
 from accel_train.compare.request import Request
 from accel_train.compare.rounds import EQUAL, Rounds, Runner
 from accel_train.compare.runs import (
@@ -96,9 +96,10 @@ def _decide(gate: Gate, values: Sequence[float]) -> Decision:
     """Decide a gate by the interval over the rounds if it is about the machine, else by the median.
 
     All rounds train one seed. How much they differ says how sure a time is, and nothing about a loss of another seed.
+    The loss at equal time is read at a step that the times of a round decide.
     """
     metric = gate.name.removesuffix("_ratio").removesuffix("_delta")
-    about_machine = metric == "speedup" or metric.endswith((*RATIOS, "data_wait_fraction"))
+    about_machine = metric in ("speedup", EQUAL_TIME) or metric.endswith((*RATIOS, "data_wait_fraction"))
     if about_machine or len(values) == 1 or any(map(isnan, values)):
         return decide(gate, values)
     reason = f"one seed was run, so no interval: the median of its {len(values)} rounds decides"

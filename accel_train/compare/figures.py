@@ -24,6 +24,7 @@ TAIL_SHARE = 0.1
 LINES_AT_EQUAL_TIME = 5
 # Endings of metrics that are compared as B / A, because 0 means none. All others are compared as B - A.
 RATIOS = ("_seconds", "_per_second", "_gib", "mfu")
+EQUAL_TIME = "loss_equal_time"
 # Metrics of the wall and CPU time of a step, and the fields of a log line that they are differences of.
 LOOP_TIMES = {"loop_step_seconds": "elapsed_seconds", "loop_step_cpu_seconds": "processor_seconds"}
 # Metrics with one value per log interval.
@@ -188,7 +189,7 @@ def _losses(run: Run, lines: Mapping[int, Line], window: Window, equal_seconds: 
             losses[name] = column
     recent = _recent_losses(run, window, equal_seconds)
     if len(recent) >= LINES_AT_EQUAL_TIME:
-        losses["loss_equal_time"] = recent
+        losses[EQUAL_TIME] = recent
     return {name: fmean(values) for name, values in losses.items() if values}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from accel_train.compare import picture
 from accel_train.compare.figures import (
+    EQUAL_TIME,
     LINES_AT_EQUAL_TIME,
     WITHIN_A_RUN,
     Effect,
@@ -210,9 +211,9 @@ def best_lines(result: Result) -> list[str]:
 def _notes(result: Result) -> list[str]:
     """Explain the measured steps, the data, the intervals and the losses."""
     notes = [f"{result.window}; {_data_note(result)}", _interval_note(result)]
-    if "loss_equal_time" not in result.values[0]:
+    if EQUAL_TIME not in result.values[0]:
         notes.append(
-            f"loss_equal_time is left out: it needs {LINES_AT_EQUAL_TIME} log lines in the last tenth of each run"
+            f"{EQUAL_TIME} is left out: it needs {LINES_AT_EQUAL_TIME} log lines in the last tenth of each run"
         )
     notes.append(
         f"losses are at step {result.window.last} (loss_last_tenth: mean of {len(result.window.tail())} log line(s) of "

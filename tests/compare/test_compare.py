@@ -935,6 +935,13 @@ def test_rounds_of_one_seed_are_no_interval_of_a_loss() -> None:
     assert decide_gates(gates[:1], a, {"loss": [1.1, math.nan, 1.2]})[0].verdict == "FAILED"
 
 
+def test_the_loss_at_equal_time_has_an_interval_because_times_move_it() -> None:
+    gate = read_gate("loss_equal_time_delta<0")
+    decision = decide_gates([gate], {"loss_equal_time": [2.0] * 5}, {"loss_equal_time": [2.3, 1.95, 1.99, 2.2, 1.7]})[0]
+    assert decision.verdict == "not decided"
+    assert decision.value.low == pytest.approx(-0.3)
+
+
 @pytest.mark.parametrize("name", ["lss", "loss_detla", "speed_up", "delta", "_delta", "only_a_delta", "loss_speedup"])
 def test_names_that_are_not_known(name: str) -> None:
     with pytest.raises(UsageError, match=r"is not known.*NAME is one of step_seconds, loss, x_delta, none"):
