@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 FILE_ONLY = "file_only"
@@ -23,6 +24,11 @@ def did_you_mean(meant: str | None, *, bare: bool = False) -> str:
         return ""
     question = f"did you mean {meant!r}?"
     return question if bare else f" ({question})"
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a name in lower case, whatever divides them: ``val/F1`` has ``val`` and ``f1``."""
+    return re.findall(r"[^\W_]+", name.lower())
 
 
 def shortened(names: Sequence[str], limit: int, separator: str = ", ") -> str:

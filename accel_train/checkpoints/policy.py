@@ -16,7 +16,7 @@ from accel_train.runtime.exiting import started_again
 from accel_train.store import manifest as manifests
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import DATA_FINGERPRINT, REPORT
-from accel_train.wording import did_you_mean, nearest
+from accel_train.wording import did_you_mean, nearest, words_of
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class CheckpointConfig:
         """
         metric = str(self.best_metric)
         # A recipe with several tasks has a metric for each, as burgers_nrmse.
-        mode = directions.get(metric) or directions.get(metric.rpartition("_")[2]) or self.best_mode
+        mode = directions.get(metric) or directions.get("".join(words_of(metric)[-1:])) or self.best_mode
         if mode != self.best_mode:
             raise UsageError(
                 f"checkpoints.best_mode: {self.best_mode}: for {self.best_metric} the recipe declares {mode}; give "
@@ -175,8 +175,9 @@ _KEEP_MORE = ("keep_best", "keep_every", "keep_window_steps", "keep_window_epoch
 
 
 def _is_better_the_larger(metric: str) -> bool:
-    # Whole words: `err2` is no r2.
-    return f"_{metric}".endswith(tuple(f"_{words}" for words in LARGER_IS_BETTER))
+    # Whole words: `err2` is no r2. Other loggers divide them by slashes, dots and hyphens.
+    words = "_".join(["", *words_of(metric)])
+    return words.endswith(tuple(f"_{last}" for last in LARGER_IS_BETTER))
 
 
 def refuse_unknown_metric(best_metric: str | None, metrics: Sequence[str]) -> None:

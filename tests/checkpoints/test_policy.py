@@ -11,7 +11,13 @@ from accel_train.checkpoints.policy import CheckpointConfig, due
 from accel_train.config import UsageError
 
 
-@pytest.mark.parametrize("name", ["miou", "heldout_acc", "val_f1", "psnr", "t2l_cosine", "heldout_top1", "dice"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("miou", "heldout_acc", "val_f1", "psnr", "t2l_cosine", "heldout_top1", "dice"),
+        *("val/accuracy", "val-acc", "eval.f1", "val/AUROC", "test caption-exact"),
+    ],
+)
 def test_the_smallest_of_what_is_better_the_larger_is_not_kept(name: str) -> None:
     with pytest.raises(UsageError, match=f"best_mode: min: {name} is better the larger it is"):
         CheckpointConfig(best_metric=name)
@@ -20,7 +26,7 @@ def test_the_smallest_of_what_is_better_the_larger_is_not_kept(name: str) -> Non
     ]
 
 
-@pytest.mark.parametrize("name", ["heldout_err2", "lr2", "inaccuracy"])
+@pytest.mark.parametrize("name", ["heldout_err2", "lr2", "inaccuracy", "val/err2", "accuracy/loss"])
 def test_a_name_that_only_ends_in_such_letters_has_the_direction_that_is_given(name: str) -> None:
     assert CheckpointConfig(best_metric=name).best_mode == "min"
 
@@ -28,10 +34,13 @@ def test_a_name_that_only_ends_in_such_letters_has_the_direction_that_is_given(n
 def test_a_direction_that_the_recipe_declares_must_be_that_of_the_option() -> None:
     declared: dict[str, Literal["min", "max"]] = {"nrmse": "min", "quality": "max"}
     CheckpointConfig(best_metric="burgers_nrmse").refuse_other_direction(declared)
+    CheckpointConfig(best_metric="burgers/nrmse").refuse_other_direction(declared)
     CheckpointConfig(best_metric="other").refuse_other_direction(declared)
     CheckpointConfig().refuse_other_direction(declared)
     with pytest.raises(UsageError, match="best_mode: min: for quality the recipe declares max"):
         CheckpointConfig(best_metric="quality").refuse_other_direction(declared)
+    with pytest.raises(UsageError, match="best_mode: min: for val/quality the recipe declares max"):
+        CheckpointConfig(best_metric="val/quality").refuse_other_direction(declared)
     with pytest.raises(UsageError, match="best_mode: max: for burgers_nrmse the recipe declares min"):
         CheckpointConfig(best_metric="burgers_nrmse", best_mode="max").refuse_other_direction(declared)
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from accel_train.metrics.bootstrap import LEVEL
 from accel_train.rerun.better.ratios import Estimate
+from accel_train.wording import words_of
 
 FEWEST = 10
 """Fewest samples for an interval."""
@@ -122,7 +123,7 @@ def directions(names: Sequence[str], declared: Mapping[str, Direction]) -> dict[
     """Return which of the metrics decide: those declared by their name, or by the last word of it."""
     found: dict[str, Direction] = {}
     for name in names:
-        word = name.rpartition("_")[2]
+        word = "".join(words_of(name)[-1:])
         if name in declared or word in declared:
             found[name] = declared.get(name) or declared[word]
     return found
