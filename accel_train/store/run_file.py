@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,7 +118,7 @@ def refuse_changes(
         advice = _advice([*allow, *changed], experiment)
         raise UsageError(
             f"{option}: {value} holds a different experiment:\n  " + "\n  ".join(changed.values()) + "\n"
-            f"give another --{option}, go back to the saved values, or {advice}"
+            f"{_same_files(changed)}give another --{option}, go back to the saved values, or {advice}"
         )
     return allowed
 
@@ -133,6 +133,16 @@ def _advice(keys: Sequence[str], experiment: Mapping[str, Any]) -> str:
     return (
         f"go on with the other data by --{DATA_CHANGED} allow{rest}: checkpoints then record which data were used from "
         f"which step. --allow {DATA_FINGERPRINT} would instead take them for the data that the run began with: {allow}"
+    )
+
+
+def _same_files(changed: Iterable[str]) -> str:
+    """Name what changes the data without a change of files or options, as a line, if the data alone differ."""
+    if [*changed] != [DATA_FINGERPRINT]:
+        return ""
+    return (
+        "if the files are the same, the run began with another version of accel_train, or of a package that reads "
+        "them, which made other samples of them\n"
     )
 
 
