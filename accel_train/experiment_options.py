@@ -178,7 +178,7 @@ class ExperimentConfig:
     """When to reduce gradients: on the last micro-batch, on every one, or whichever suits the strategy (auto)."""
     resume: str = "auto"
     """auto: resume from output_dir if it has a run, else start. must: require a run to resume. never: refuse a used
-    directory. The path of a checkpoint, or hub:org/name@step: start a new directory from it."""
+    directory. A checkpoint (its path, RUN@STEP, RUN@best or hub:org/name@step): start a new directory from it."""
     allow: tuple[str, ...] = ()
     """Options whose changes to accept when resuming, although they are part of the experiment."""
     overwrite: bool = False

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.checkpoints import refused
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError
 from accel_train.pipeline import ADAPTER_DESCRIPTION
-from accel_train.store import atomic_files, commit, names, run_file, strict_json
+from accel_train.store import atomic_files, commit, names, strict_json
 from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory
 from accel_train.store.exports import peft_layout
@@ -34,7 +34,8 @@ class CheckpointsUnusableError(RuntimeError):
 def fetch(place: str, directory: Path) -> Checkpoint:
     """Copy the checkpoint at ``place`` into ``directory`` and verify the copy. Main process only.
 
-    ``place`` is the path of a checkpoint or of a run (its newest resumable checkpoint), or ``hub:org/name@step``.
+    ``place`` is the path of a checkpoint or of a run (its newest resumable checkpoint), ``RUN@STEP``, ``RUN@best`` or
+    ``hub:org/name@step``.
     Raises ``UsageError`` with a description of the place if there is none.
     """
     with _explain_errors(place):
@@ -71,7 +72,7 @@ def read_manifest(place: str) -> Mapping[str, Any]:
             from accel_train.hub import download
 
             return download.download_manifest(place.removeprefix(HUB))
-        path = expand_path(place)
+        path = refused.place_of(place, "resume")
         # Nothing is hashed for a few options: `fetch` verifies the checkpoint that it copies.
         candidates = [checkpoint for _, checkpoint in reversed(manifests.committed(path / "checkpoints"))]
         for directory in (*candidates, path):
@@ -101,7 +102,7 @@ def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
     """
     if init_from is None:
         return None, []
-    source, reasons = _verified(place_of_weights(init_from))
+    source, reasons = _verified(refused.place_of(init_from, "init_from"))
     has_model = any((source / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json"))
     if not has_model and peft_layout.folders(source):
         # A checkpoint was verified above.
@@ -116,17 +117,6 @@ def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
         f"init_from: {source} {problem}; a run with a checkpoint, a directory with model.safetensors, or an export of "
         "adapters or a folder of peft, is required; correct --init_from or leave it out"
     )
-
-
-def place_of_weights(init_from: str) -> Path:
-    """Return the path of ``init_from``: of one checkpoint for ``RUN@STEP`` and ``RUN@best``. Raises ``UsageError``."""
-    path = expand_path(init_from)
-    chosen = run_file.choice_of(path)
-    if chosen is None:
-        return path
-    beside = [path for _, path in manifests.committed(chosen.run)]
-    checkpoints = beside or refused.find_saved(chosen.run, "init_from")
-    return run_file.find_chosen(chosen, chosen.run, checkpoints)
 
 
 def _collection(export: Path) -> str:
@@ -171,12 +161,12 @@ def _verified(source: Path) -> tuple[Path, list[str]]:
 
 
 def is_path_of(place: str, checkpoint: Path) -> bool:
-    """True if ``place`` is the path of this checkpoint."""
-    return not place.startswith(HUB) and expand_path(place).resolve() == checkpoint.resolve()
+    """True if ``place`` is the path of this checkpoint, or chooses it. Raises ``UsageError`` as ``fetch`` does."""
+    return not place.startswith(HUB) and refused.place_of(place, "resume").resolve() == checkpoint.resolve()
 
 
 def _find(place: str) -> Checkpoint:
-    path = expand_path(place)
+    path = refused.place_of(place, "resume")
     refused.find_saved(path, "resume")
     try:
         newest, reasons = commit.newest_verified(path / "checkpoints", with_state=True, strict=True)
@@ -197,7 +187,7 @@ def _find(place: str) -> Checkpoint:
         problem = "is a file" if path.exists() else "does not exist"
         raise UsageError(
             f"resume: {place!r} is none of auto, must, never, and {path} {problem}; give one of these, the directory "
-            "of a checkpoint or run, or hub:org/name@step"
+            "of a checkpoint or run, RUN@STEP, or hub:org/name@step"
         )
     try:
         return commit.verify(path)

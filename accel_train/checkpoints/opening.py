@@ -279,8 +279,10 @@ def _check_fetched(checkpoint: Checkpoint, options: RunOptions, experiment: Json
 def _refuse_another_origin(resume: str, saved: Mapping[str, Any], directory: Path) -> None:
     """Raise ``UsageError`` if a used directory would have to take another checkpoint.
 
-    The same command continues the run after a crash.
+    The same command continues the run after a crash, also once the checkpoint that it names is gone.
     """
+    if resume == saved.get("origin"):
+        return
     name = "none"
     checkpoints = manifest.committed(directory / "checkpoints")
     if checkpoints:
@@ -288,8 +290,6 @@ def _refuse_another_origin(resume: str, saved: Mapping[str, Any], directory: Pat
         if fetch.is_path_of(resume, newest):
             return
         name = newest.name
-    if resume == saved.get("origin"):
-        return
     raise UsageError(
         f"resume: {resume}, but {directory} already holds a run whose newest checkpoint is {name}; give an unused "
         "--output_dir, or --resume auto to continue here"

@@ -21,7 +21,7 @@ from accel_train.store import atomic_files, commit, manifest, strict_json
 from accel_train.store import lock as locks
 from accel_train.store.names import LOCK_FILE, OF_A_RUN, OF_A_START, REPORT
 from accel_train.store.pretrained_base import refuse_missing_folder
-from accel_train.store.run_file import has_trained, recall
+from accel_train.store.run_file import choice_of, find_chosen, has_trained, recall
 from accel_train.wording import shortened
 
 
@@ -188,6 +188,25 @@ def find_saved(directory: Path, option: str = "output_dir") -> list[Path]:
     return [path for _, path in found]
 
 
+def place_of(text: str, option: str) -> Path:
+    """Return the path that ``option`` names: of one checkpoint for ``RUN@STEP`` and ``RUN@best``, which must exist.
+
+    The path of a run that is not there is returned, so that it is refused as any other. Raises ``UsageError``.
+    """
+    path = expand_path(text)
+    chosen = choice_of(path)
+    if chosen is None:
+        return path
+    if not os.path.lexists(chosen.run):
+        return chosen.run
+    beside = [path for _, path in manifest.committed(chosen.run)]
+    checkpoints = beside or find_saved(chosen.run, option)
+    try:
+        return find_chosen(chosen, chosen.run, checkpoints)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
 def _lost(option: str, sentence: str) -> UsageError:
     return UsageError(f"{option}: {sentence}; mount it, or remove the link to start without what it held")
 
@@ -224,7 +243,7 @@ def _resumed_checkpoint(options: RunOptions) -> Path | None:
     if found:
         return found[-1]
     # A policy such as auto, or hub:owner/name@step, is no such folder.
-    named = expand_path(options.resume)
+    named = place_of(options.resume, "resume")
     return named if (named / manifest.MANIFEST).is_file() else None
 
 

@@ -238,10 +238,9 @@ def assets_of_weights(options: RunOptions) -> WeightsAssets | None:
     # A resume has weights of its own.
     if options.init_from is None or earlier_checkpoints(options) or options.resume not in POLICIES:
         return None
-    from accel_train.checkpoints.fetch import place_of_weights
-    from accel_train.checkpoints.refused import find_saved
+    from accel_train.checkpoints.refused import find_saved, place_of
 
-    place = place_of_weights(options.init_from)
+    place = place_of(options.init_from, "init_from")
     beside = [path for _, path in committed(place)]
     folder = _newest_assets([place, *(beside or find_saved(place, "init_from"))])
     if folder is None:
@@ -265,13 +264,13 @@ def _comes_later(option: str, resume: str) -> UsageError:
 def earlier_checkpoints(options: RunOptions) -> list[Path]:
     """Return what a start finds in ``output_dir``, else at the path that ``resume`` names. The newest is the last."""
     # Imported here: the saver imports this module, and needs nothing of the other.
-    from accel_train.checkpoints.refused import find_saved
+    from accel_train.checkpoints.refused import find_saved, place_of
 
     if options.overwrite:
         return []
     found = find_saved(expand_path(options.output_dir))
     if not found and options.resume not in POLICIES and not options.resume.startswith(HUB):
-        place = expand_path(options.resume)
+        place = place_of(options.resume, "resume")
         found = [place, *find_saved(place, "resume")]
     return found
 

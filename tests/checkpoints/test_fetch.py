@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from accel_train.checkpoints import restore
-from accel_train.checkpoints.fetch import CheckpointsUnusableError, fetch, find_weights
+from accel_train.checkpoints.fetch import CheckpointsUnusableError, fetch, find_weights, read_manifest
 from accel_train.checkpoints.run import Run
 from accel_train.config import UsageError
 from accel_train.store import commit
@@ -65,6 +65,28 @@ def test_an_unfinished_save_is_refused(saved: Path, kind: str) -> None:
     unfinished = saved.rename(saved.with_name(commit.temporary_name(100, "abc", kind)))
     with pytest.raises(UsageError, match=r"init_from: .* is unfinished or half-deleted; name a checkpoint_ directory"):
         find_weights(str(unfinished))
+
+
+@pytest.mark.parametrize("place", ["nowhere@7", "nowhere@best", "hub:org/name@12"])
+def test_a_step_of_a_run_that_is_not_there_is_refused_as_that_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / place.partition("@")[0]
+    with pytest.raises(UsageError, match=f"^init_from: {run} does not exist; a run with a checkpoint, .* is required"):
+        find_weights(place)
+    if not place.startswith("hub:"):
+        with pytest.raises(UsageError, match=f"^resume: '{place}' is none of auto, .*, and {run} does not exist"):
+            fetch(place, tmp_path / "there")
+
+
+def test_a_step_of_a_run_is_resumed_as_its_path_is(saved: Path, tmp_path: Path) -> None:
+    run = saved.parents[1]
+    assert fetch(f"{run}@50", tmp_path / "there").step == 50
+    assert read_manifest(f"{run}@50")["step"] == 50
+    for option, take in (("resume", read_manifest), ("init_from", find_weights)):
+        with pytest.raises(UsageError, match=f"^{option}: {run}@7: there is no checkpoint of this step; there are 50"):
+            take(f"{run}@7")
 
 
 def test_the_newest_that_verifies_is_taken_from_a_run(saved: Path) -> None:

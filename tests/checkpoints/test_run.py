@@ -23,7 +23,7 @@ from accel_train.checkpoints import opening, policy
 from accel_train.checkpoints.fetch import CheckpointsUnusableError, find_weights
 from accel_train.checkpoints.opening import open_run
 from accel_train.checkpoints.policy import RunOptions
-from accel_train.checkpoints.run import Run, WeightsAssets, assets_of_weights, earlier_assets
+from accel_train.checkpoints.run import Run, WeightsAssets, assets_of_weights, earlier_assets, earlier_checkpoints
 from accel_train.commands.places import find_place
 from accel_train.config import UsageError
 from accel_train.experiment_options import FREE_TO_CHANGE
@@ -556,6 +556,22 @@ def test_the_newest_checkpoint_of_the_run_may_be_named(accelerator: Accelerator,
     assert start(accelerator, replace(config, resume=str(newest))).start_step == 6
     with pytest.raises(UsageError, match="already holds a run whose newest checkpoint is checkpoint_00000006"):
         start(accelerator, replace(config, resume=str(older)))
+
+
+def test_a_run_begun_from_a_step_of_another_goes_on_without_that_run(accelerator: Accelerator, tmp_path: Path) -> None:
+    first = start(accelerator, Config(str(tmp_path / "first")))
+    source = make(first.checkpoints, 3)
+    commit.rewrite_manifest(source, {"experiment": first.saved["experiment"]})
+    make(first.checkpoints, 6)
+    config = Config(str(tmp_path / "second"), resume=f"{tmp_path / 'first'}@3")
+    assert earlier_checkpoints(options_of(config)) == [source]
+    second = start(accelerator, config)
+    assert second.start_step == 3
+    make(second.checkpoints, 9)
+    shutil.rmtree(source)
+    assert start(accelerator, config).start_step == 9
+    here = replace(config, resume=f"{tmp_path / 'second'}@9")
+    assert start(accelerator, here).start_step == 9
 
 
 def test_a_derived_value_is_that_of_a_checkpoint_from_elsewhere(accelerator: Accelerator, tmp_path: Path) -> None:
