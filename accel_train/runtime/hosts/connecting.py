@@ -25,8 +25,8 @@ def connect(
 ) -> None:
     """Start the process group with our timeout. All ranks.
 
-    Raises ``UsageError`` on every rank if one has another ``config`` (None is not compared), another ``plugin`` or
-    other code, and ``MissingProcessError`` if one does not come.
+    Raises ``UsageError`` on every rank if one has another ``config`` (None is not compared), another ``plugin``, other
+    code or another number of processes, and ``MissingProcessError`` if one does not come.
     """
     # DeepSpeed's later subgroups read their timeout, in minutes, from the environment (accelerate#3711).
     minutes = math.ceil(timeout.total_seconds() / 60)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -37,15 +37,37 @@ logger = logging.getLogger(__name__)
 
 
 class MissingProcessError(RuntimeError):
-    """A process has not come to connect within ``collective_timeout_seconds``."""
+    """A process has not come to connect within ``collective_timeout_seconds``, and only its own host knows why."""
+
+
+class _Missing(NamedTuple):
+    """What a process waits for."""
+
+    text: str
+    other_counts: str = ""
+    """The processes that were started with another number of processes, with the remedy. Empty if there are none."""
+
+    def too_late(self, seconds: float) -> Exception:
+        """Return the error for a wait of so many seconds that has ended."""
+        late = f"collective_timeout_seconds: {seconds:g}: {self.text} has not come in time"
+        if self.other_counts:
+            return UsageError(f"{late}: {self.other_counts}")
+        return MissingProcessError(
+            f"{late}; its own host shows why: a refused option, an error, or no start at all. Mend that, and start all "
+            "again"
+        )
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, self))
 
 
 @contextmanager
 def meeting(facts: Facts, timeout: timedelta) -> Generator[None]:
     """Wait for all processes and compare what they were started with, then connect them in the body. All ranks.
 
-    Raises ``UsageError`` on every process if one was started with other ``facts``, and ``MissingProcessError`` after
-    ``timeout``. Does nothing for one process, and does not wait where they are connected already.
+    Raises ``UsageError`` on every process if one was started with other ``facts`` or, after ``timeout``, with another
+    number of processes, and ``MissingProcessError`` if one does not come for any other cause. Does nothing for one
+    process, and does not wait where they are connected already.
     """
     # The other processes of a simulation are not there.
     if launched_processes(os.environ) == 1 or simulated.active() is not None:
@@ -151,18 +173,14 @@ class _Meeting:
         except OSError:
             return False
 
-    def _wait(self, done: Callable[[], bool], describe: Callable[[], str]) -> None:
+    def _wait(self, done: Callable[[], bool], describe: Callable[[], _Missing]) -> None:
         pause = 0.01
         following = FIRST_LINE_SECONDS
         next_line = time.monotonic() + following
         while not self._look(done):
             now = time.monotonic()
             if now > self._end:
-                missing = self._look(describe)
-                raise MissingProcessError(
-                    f"collective_timeout_seconds: {self._seconds:g}: {missing} has not come in time; its own host "
-                    "shows why: a refused option, an error, or no start at all. Mend that, and start all again"
-                )
+                raise self._look(describe).too_late(self._seconds)
             # One line for each host: its processes wait for the same.
             if now > next_line and os.environ.get("LOCAL_RANK", "0") == "0":
                 logger.warning("waiting for %s", self._look(describe))
@@ -182,7 +200,7 @@ class _Meeting:
                 "host shows why"
             ) from None
 
-    def _describe_missing(self) -> str:
+    def _describe_missing(self) -> _Missing:
         missing: list[str] = []
         here: list[str] = []
         for rank in range(self._world_size):
@@ -192,10 +210,11 @@ class _Meeting:
                 here.append(f"{rank} on {host}")
             else:
                 missing.append(str(rank))
-        return (
+        text = (
             f"{len(missing)} of {self._world_size} processes to connect to {self._place} (process "
-            f"{shortened(missing, 8)}; here: process {shortened(here, 8)}){self._describe_other_counts()}"
+            f"{shortened(missing, 8)}; here: process {shortened(here, 8)})"
         )
+        return _Missing(text, self._describe_other_counts())
 
     def _describe_other_counts(self) -> str:
         """Name processes that were started with another number of processes."""
@@ -208,12 +227,13 @@ class _Meeting:
         if not others:
             return ""
         return (
-            f"; started as part of another number of processes: process {shortened(others, 8)}: give the same "
-            "--num_processes and --num_machines (torchrun: --nnodes, --nproc_per_node; WORLD_SIZE) on every host"
+            f"process {shortened(others, 8)} was started with another number of processes than {self._world_size}; "
+            "give the same --num_processes and --num_machines (torchrun: --nnodes, --nproc_per_node; WORLD_SIZE) "
+            "on every host"
         )
 
-    def _describe_silence(self) -> str:
-        return (
+    def _describe_silence(self) -> _Missing:
+        return _Missing(
             f"process 0 of {self._world_size} processes, to connect to {self._place}, where nothing answers (here: "
             f"process {self._rank} on {self._host})"
         )

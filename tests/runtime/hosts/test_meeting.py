@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from accel_train.config import UsageError
 from accel_train.runtime.hosts import meeting as module
 from accel_train.runtime.hosts.meeting import MissingProcessError, meeting
 from tests.waiting import free_port
@@ -43,14 +44,19 @@ def test_processes_that_count_another_number_of_them_are_named(
     """A host that was started with another --num_machines would wait for processes that nobody starts."""
     monkeypatch.setenv("RANK", "0")
     of_two = module._Meeting(timedelta(seconds=9))
-    assert "another number" not in of_two._describe_missing()
+    assert of_two._describe_missing().other_counts == ""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     of_three = module._Meeting(timedelta(seconds=9))
     for one, other in ((of_two, f"1 on {of_two._host} of 3"), (of_three, f"0 on {of_two._host} of 2")):
-        assert f"started as part of another number of processes: process {other}: give the same" in (
-            one._describe_missing()
-        )
+        assert f"); process {other} was started with another number of processes than " in str(one._describe_missing())
+    of_two._end = 0.0
+    late = (
+        r"^collective_timeout_seconds: 9: 1 of 2 processes .*\) has not come in time: process 1 on .* of 3 was started"
+    )
+    with pytest.raises(UsageError, match=f"{late} .* than 2; give the same --num_processes") as error:
+        of_two.compare({})
+    assert "shows why" not in str(error.value)
 
 
 def test_a_store_that_ends_while_who_is_missing_is_named_ends_the_wait(
@@ -61,7 +67,7 @@ def test_a_store_that_ends_while_who_is_missing_is_named_ends_the_wait(
     monkeypatch.setenv("RANK", "1")
     other = module._Meeting(timedelta(seconds=9))
 
-    def describe() -> str:
+    def describe() -> module._Missing:
         holders.clear()
         return other._describe_missing()
 
