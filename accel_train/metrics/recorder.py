@@ -313,5 +313,6 @@ def write_page_of_step(report: Path, name: str, lines: Sequence[str], step: int)
 
 def quoted(text: str) -> str:
     """Return a text of any lines as one quoted line of Markdown."""
-    words = " ".join(text.split())
+    # Or `<think>` and the like would be read as HTML, and not be seen.
+    words = " ".join(text.split()).replace("<", "&lt;")
     return f"> {words or '(empty)'}"

@@ -82,7 +82,8 @@ def _sample_html(line: str) -> str:
     before, quote, sample = line.partition("> ")
     if not quote:
         return escape(line)
-    return f"{escape(before)}<q>{escape(sample)}</q>"
+    # As `metrics.recorder.quoted` has escaped it.
+    return f"{escape(before)}<q>{escape(sample.replace('&lt;', '<'))}</q>"
 
 
 def _picture_html(path: Path) -> str:

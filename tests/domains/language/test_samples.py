@@ -16,6 +16,7 @@ from accel_train.domains.language.generation.continuing import Drawing, KeyedDra
 from accel_train.domains.language.prepare import DataConfig, LanguageData
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.samples import EvaluationConfig, Sample
+from accel_train.watching.html_report.samples import markdown_html
 from tests.domains.language import tiny
 
 OPTIONS = EvaluationConfig(shown=3, prompt_tokens=4, max_new_tokens=6)
@@ -140,9 +141,14 @@ def test_no_more_is_written_than_the_model_has_positions(config: str, tmp_path: 
 
 
 def test_samples_are_written_for_people(tmp_path: Path) -> None:
-    samples.report(tmp_path / "report", [Sample("Nay,", " answer\nme", " answer me: stand")], 3)
+    samples.report(
+        tmp_path / "report", [Sample("Nay,", " answer\nme", " answer me: stand"), Sample("<s>", "<think>", "")], 3
+    )
     text = (tmp_path / "report" / "samples.md").read_text()
     assert "- given: > Nay,\n- written by the model: > answer me\n- the text itself: > answer me: stand" in text
+    # Markdown takes a tag for HTML, and shows nothing of it. The page of `accel-train report` shows both the same.
+    assert "- given: > &lt;s>\n- written by the model: > &lt;think>\n- the text itself: > (empty)" in text
+    assert "<li>given: <q>&lt;s&gt;</q></li>" in markdown_html(text)
 
 
 def test_an_evaluation_is_due_at_its_steps_and_at_the_end() -> None:
