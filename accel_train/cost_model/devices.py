@@ -15,7 +15,7 @@ from accel_train.cost_model import record, times
 from accel_train.cost_model.rates import LINK_SHARE, LINKS, RULE, Link, Rates, rate
 from accel_train.cost_model.record import Calibration
 from accel_train.speed.device_peaks import fp32_flops, peak_flops
-from accel_train.wording import did_you_mean, nearest
+from accel_train.wording import did_you_mean
 
 
 class Host(NamedTuple):
@@ -276,15 +276,22 @@ def name_in_table(name: str) -> str:
     for known, device in DEVICES.items():
         if letters in (_letters(known), _letters(device.torch_name)):
             return known
-    beginning = [known for known in DEVICES if letters and _letters(known).startswith(letters)]
-    # The nearest by its letters alone may be another model, as h200 is of h100.
-    meant = did_you_mean(beginning[0] if beginning else nearest(name, DEVICES))
-    if len(beginning) > 1:
-        meant = f" (did you mean one of {', '.join(beginning)}?)"
+    # Forms of the same model. The nearest by its letters alone may be another one, as l40s is of l40 and h200 of h20.
+    forms = [known for known in DEVICES if letters in _beginnings(known)]
+    meant = did_you_mean("".join(forms[:1]))
+    if len(forms) > 1:
+        meant = f" (did you mean one of {', '.join(forms)}?)"
     raise UsageError(
         f"device: {name}: one of the table is required, or a file of accel-train calibrate with the ending {FILE}: "
-        f"{', '.join(DEVICES)}{meant}; give one of them, or leave --device out to do without a step time"
+        f"{', '.join(DEVICES)}{meant}; give one of them, measure another one by accel-train calibrate, or leave "
+        "--device out to do without a step time"
     )
+
+
+def _beginnings(known: str) -> list[str]:
+    """Return the letters of the first words of a name of the table: of a model of several forms."""
+    words = known.split("-")
+    return [_letters("".join(words[:count])) for count in range(1, len(words))]
 
 
 def _letters(name: str) -> str:

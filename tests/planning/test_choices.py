@@ -149,10 +149,22 @@ def test_a_device_is_known_and_has_units_of_the_precision() -> None:
         find_device("h100", "bf16")
     with pytest.raises(UsageError, match=r"did you mean one of h100-sxm, h100-pcie, h100-nvl\?"):
         find_device("H100", "bf16")
-    with pytest.raises(UsageError, match=r"did you mean 'l40s'\?"):
-        find_device("NVIDIA L40", "bf16")
+    with pytest.raises(UsageError, match=r"did you mean 'v100-sxm'\?"):
+        find_device("V100", "bf16")
+    with pytest.raises(UsageError, match=r"did you mean one of a100-80gb-sxm, a100-80gb-pcie\?"):
+        find_device("NVIDIA A100 80GB", "bf16")
     with pytest.raises(UsageError, match=r"device: t4: .*precision bf16"):
         find_device("t4", "bf16")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["l40", "NVIDIA L40", "h20", "NVIDIA A100-PCIE-40GB", "Tesla V100-SXM2-16GB", "NVIDIA RTX A6000", "rtx-4080", ""],
+)
+def test_another_model_is_no_proposal_for_one_that_is_not_known(name: str) -> None:
+    with pytest.raises(UsageError, match=r"v100-sxm, .* rtx-5090; .* measure another one by accel-train cal") as error:
+        find_device(name, "bf16")
+    assert "did you mean" not in str(error.value)
 
 
 @pytest.mark.parametrize(
