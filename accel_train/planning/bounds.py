@@ -25,13 +25,11 @@ def left_out(
 
 def _too_large(strategy: str, budget: Budget, earlier: Sequence[Chain]) -> str | None:
     """Return by how much an offload exceeds a limit at least, None if it may fit."""
-    known = next((probe for chain in earlier for probe in chain.probes if chain.strategy not in OFFLOADS), None)
+    known = _without_offload(earlier)
     # Whatever was refused for all launch files is said of each.
     if known is None:
         return None
-    # ZeRO-3 keeps the weights on the host as well, and ZeRO-2 all of them on each device, in two bytes or more.
-    weights = 0 if strategy in DIVIDED else HALF * known.counted["trained"]
-    needed = budget.needed_gib(weights)
+    needed = _least_on_gpu_gib(strategy, budget, known)
     if needed > budget.limit_gib:
         return f"needs at least {needed:.2f} GiB, {over(needed, budget.limit_gib)}, in any mode and micro-batch"
     # Gradients and buffers come on top, by an amount that only its simulation has.
@@ -39,6 +37,25 @@ def _too_large(strategy: str, budget: Budget, earlier: Sequence[Chain]) -> str |
     if host > budget.host_limit_gib:
         return f"needs at least {host:.1f} GiB of host memory, {budget.over_host(host)}"
     return None
+
+
+def least_host_gib(strategy: str, budget: Budget, earlier: Sequence[Chain]) -> float | None:
+    """Return the host memory that an offload needs at least, None if it would not fit the GPU or nothing is known."""
+    known = _without_offload(earlier)
+    if known is None or _least_on_gpu_gib(strategy, budget, known) > budget.limit_gib:
+        return None
+    return budget.needed_host_gib(_least_on_host(known))
+
+
+def _without_offload(chains: Sequence[Chain]) -> Probe | None:
+    """Return any simulated candidate without an offload."""
+    return next((probe for chain in chains for probe in chain.probes if chain.strategy not in OFFLOADS), None)
+
+
+def _least_on_gpu_gib(strategy: str, budget: Budget, known: Probe) -> float:
+    # ZeRO-3 keeps the weights on the host as well, and ZeRO-2 all of them on each device, in two bytes or more.
+    weights = 0 if strategy in DIVIDED else HALF * known.counted["trained"]
+    return budget.needed_gib(weights)
 
 
 def _least_on_host(known: Probe) -> int:

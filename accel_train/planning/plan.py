@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_train.config import UsageError
+from accel_train.planning.bounds import least_host_gib
 from accel_train.planning.candidates import (
     BLOCKS,
     LAUNCH_FILES,
@@ -204,11 +205,15 @@ def _nothing_fits(space: Space, budget: Budget, chains: Sequence[Chain], config:
 
 def _offloads_ruled_out(chains: Sequence[Chain]) -> str:
     """Describe the limits that rule out an offload without a simulation."""
-    limits: dict[str, None] = {}
-    for chain in chains:
-        if chain.strategy in OFFLOADS and not chain.probes and not chain.refused:
-            limits[f". {LAUNCH_FILES[chain.strategy]} {chain.left_out}"] = None
-    return "".join(limits)
+    files: dict[str | None, dict[str, None]] = {}
+    for chain in _ruled_out(chains):
+        files.setdefault(chain.left_out, {})[LAUNCH_FILES[chain.strategy]] = None
+    return "".join(f". {' and '.join(names)}: {reason}" for reason, names in files.items())
+
+
+def _ruled_out(chains: Sequence[Chain]) -> list[Chain]:
+    """Return the chains of offloads that were not simulated, because a limit is known to be too low."""
+    return [chain for chain in chains if chain.strategy in OFFLOADS and not chain.probes and not chain.refused]
 
 
 def _device(budget: Budget) -> str:
@@ -221,10 +226,25 @@ def _more_host_memory(budget: Budget, chains: Sequence[Chain]) -> list[str]:
     short = [probe for probe in probes if not probe.fits_host(budget) and probe.needed_gib(budget) <= budget.limit_gib]
     nearest = min(short, key=lambda probe: probe.needed_host_gib(budget), default=None)
     if nearest is None:
-        return []
+        return _at_least_host_memory(budget, chains)
     needed = nearest.needed_host_gib(budget) / (1 - MARGIN_SHARE)
     file = LAUNCH_FILES[nearest.candidate.strategy]
     return [f"a machine with {math.ceil(needed)} GiB of memory in place of {budget.host_gib:.4g}, for {file}"]
+
+
+def _at_least_host_memory(budget: Budget, chains: Sequence[Chain]) -> list[str]:
+    """Return the host memory below which no offload can fit, of those that no limit of the GPU rules out."""
+    least: dict[str, float] = {}
+    for strategy in dict.fromkeys(chain.strategy for chain in _ruled_out(chains)):
+        needed = least_host_gib(strategy, budget, chains)
+        if needed is not None:
+            least[LAUNCH_FILES[strategy]] = needed / (1 - MARGIN_SHARE)
+    if not least:
+        return []
+    return [
+        f"a machine with at least {math.ceil(min(least.values()))} GiB of memory in place of {budget.host_gib:.4g}, "
+        f"for {' or '.join(least)}"
+    ]
 
 
 def _enough(budget: Budget, needed: float) -> float:

@@ -168,6 +168,18 @@ def test_too_little_host_memory_says_how_much_would_do() -> None:
         planned(4.0, host=enough - 1.5)
 
 
+def test_an_offload_that_only_the_host_rules_out_is_named_with_the_memory_for_it() -> None:
+    with pytest.raises(UsageError) as error:
+        planned(4.0, host=4.0)
+    text = str(error.value)
+    assert text.count("of host memory") == 1, "one sentence for both"
+    assert ". zero2_offload.yaml and zero3_offload.yaml: needs at least 4.5 GiB of host memory, 0.70 too much" in text
+    assert "a machine with at least 5 GiB of memory in place of 4, for zero2_offload.yaml or zero3_offload.yaml" in text
+    with pytest.raises(UsageError) as error:
+        planned(0.5, host=4.0)
+    assert "a machine with" not in str(error.value), "no host memory helps a GPU without room for a process"
+
+
 def test_without_deepspeed_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel_train.planning.candidates.find_spec", lambda name: object())
     assert space_of(config(), {}, 1).strategies == ("single", *OFFLOADS)
@@ -272,5 +284,5 @@ def test_an_offload_that_cannot_fit_is_not_simulated(goal: Goal) -> None:
         assert {one.strategy for one in simulated} - {"single"} == expected
     (reason,) = {chain.left_out for chain in chains if chain.strategy in OFFLOADS}
     assert reason == f"needs at least {host:.1f} GiB of host memory, 10.2 MiB too much"
-    with pytest.raises(UsageError, match=r"zero2_offload.yaml needs at least .*\. zero3_offload.yaml needs at least"):
+    with pytest.raises(UsageError, match=r"\. zero2_offload.yaml and zero3_offload.yaml: needs at least"):
         make_plan("mmdit", goal, given, budget, chains, config())
