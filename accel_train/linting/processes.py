@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 
-from accel_train.linting.facts import FITS_EASILY, GIB, Facts, fits_easily
+from accel_train.linting.facts import FITS_EASILY, GIB, Facts, divides_a_large_update, fits_easily
 from accel_train.linting.findings import Finding, Rule
 
 MANY_MICRO_BATCHES = 16
-LARGE_UPDATE_BYTES = 10 * GIB
-"""Size of a training state whose update on each device takes longer than the host needs for FSDP2's hooks: reading and
-writing it takes 8 ms at 3 TB/s."""
 LARGE_SHARE = 0.25
 LONG_TIMEOUT_SECONDS = 4 * 3600
 SHORT_TIMEOUT_SECONDS = 60
@@ -121,8 +118,8 @@ def sharding_without_need(facts: Facts) -> Finding | None:
         return None
     if not _fits_each_device(facts):
         return None
-    is_large = (facts.held_bytes or 0) - facts.frozen_bytes >= LARGE_UPDATE_BYTES
-    if is_large and facts.accumulation == 1 and layout.machines == 1:
+    trained = (facts.held_bytes or 0) - facts.frozen_bytes
+    if layout.machines == 1 and divides_a_large_update(trained, facts.accumulation):
         return None
     return Finding(
         option="distributed_type",

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accel_train.planning.candidates import MODES, WHOLE
+from accel_train.linting.facts import divides_a_large_update
+from accel_train.planning.candidates import MODES, OFFLOADS, WHOLE
 from accel_train.planning.flags import Goal
 from accel_train.planning.memory import GIB, Budget
 
@@ -60,11 +61,15 @@ def fastest_of(chains: Sequence[Chain], budget: Budget) -> Probe | None:
 def seconds_to_beat(fastest: Probe, budget: Budget, other: Probe) -> float:
     """Return the seconds below which a candidate is planned in place of the fastest, which may shard without need.
 
-    Without more recomputation: that the activations then fit as well is what makes the sharding needless.
+    By the linter's rules. Without more recomputation: that the activations then fit as well is what makes the sharding
+    needless.
     """
-    needless = other.candidate.strategy in WHOLE and other.fits_easily(budget)
-    is_sharded = fastest.candidate.strategy not in WHOLE
-    if needless and is_sharded and other.candidate.mode in (MODES[0], fastest.candidate.mode):
+    if other.candidate.strategy not in WHOLE or fastest.candidate.strategy in WHOLE:
+        return fastest.time.total
+    needless = other.fits_easily(budget)
+    if fastest.candidate.strategy not in OFFLOADS:
+        needless = needless and not divides_a_large_update(other.trained_states, fastest.micro_batches)
+    if needless and other.candidate.mode in (MODES[0], fastest.candidate.mode):
         return fastest.time.total * UNDERSTATED
     return fastest.time.total
 

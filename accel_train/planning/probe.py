@@ -56,6 +56,12 @@ class Probe:
         """Bytes held whatever the micro-batch: all of them are there when the optimizer steps."""
         return sum(self.counted["held"].get(name, 0) for name in STATES)
 
+    @property
+    def trained_states(self) -> int:
+        """Bytes of the states less frozen weights, where no process has a shard: what an update reads and writes."""
+        frozen = self.counted["held"].get(ledger.PARAMETERS, 0) - FP32 * self.counted["trained"]
+        return self.states - max(0, frozen)
+
     def fits_easily(self, budget: Budget) -> bool:
         """Return True if the states held here leave room, by the linter's rule about needless sharding and offload."""
         return fits_easily(self.states, budget.vram_gib * GIB)
