@@ -285,8 +285,9 @@ def _plain_message(message: Any) -> Any:
         role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
         found = {"role": role, "content": found.pop("value"), **found}
     for name in TRAINED:
-        # Not beside a weight, which may contradict it.
-        if isinstance(found.get(name), bool) and "weight" not in found:
+        trained = found.get(name)
+        # One that contradicts the weight stays, and is refused.
+        if isinstance(trained, bool) and found.get("weight", trained) == trained:
             found["weight"] = int(found.pop(name))
     content = found.get("content")
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
@@ -373,6 +374,11 @@ def _content_fault(message: Mapping[str, Any]) -> str | None:
     if message.get("weight", 1) not in (0, 1):
         return f"has weight {reprlib.repr(message['weight'])}; 0 (not learned) or 1 is required"
     for name in TRAINED:
+        if isinstance(message.get(name), bool):
+            return (
+                f"has {name!r}: {message[name]}, and another of 'weight', 'train' and 'training' says the opposite; "
+                "leave one of them out"
+            )
         if name in message:
             return f"has {name!r}: {reprlib.repr(message[name])}; true or false, or a weight in its place, is required"
     if not isinstance(message.get("tool_calls", []), list):

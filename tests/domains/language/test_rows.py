@@ -183,6 +183,17 @@ OTHER_FORMATS = {
         {"messages": [USER, {**ANSWER, "train": False}, USER, {**ANSWER, "training": True}]},
         {"messages": [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}]},
     ),
+    "axolotl beside a weight": (
+        {
+            "messages": [
+                USER,
+                {**ANSWER, "weight": 1, "train": True},
+                USER,
+                {**ANSWER, "train": False, "training": False},
+            ]
+        },
+        {"messages": [USER, {**ANSWER, "weight": 1}, USER, {**ANSWER, "weight": 0}]},
+    ),
     "options": (
         {"messages": [USER, ANSWER], "chat_template_kwargs": '{"enable_thinking": false}'},
         {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": False}},
@@ -245,7 +256,11 @@ def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
         ),
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, r"message 2 has weight 0.5; 0 \(not learned\) or 1"),
         ({"messages": [USER, {**ANSWER, "train": "no"}]}, "message 2 has 'train': 'no'; true or false, or a weight"),
-        ({"messages": [USER, {**ANSWER, "training": True, "weight": 0}]}, "message 2 has 'training': True; true or"),
+        (
+            {"messages": [USER, {**ANSWER, "training": True, "weight": 0}]},
+            "message 2 has 'training': True, and another of 'weight', .* says the opposite; leave one of them out",
+        ),
+        ({"messages": [USER, {**ANSWER, "train": True, "training": False}]}, "message 2 has 'training': False, and an"),
         ({"messages": [USER, ANSWER], "tools": "look"}, "'tools' is str; a list of JSON schemas"),
         ({"messages": [USER, ANSWER], "chat_template_kwargs": [1]}, "'chat_template_kwargs' is list; an object"),
         ({"text": 3}, "'text' is int, text is required"),
