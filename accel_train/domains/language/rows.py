@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from accel_train.data.tables import text_sources
 from accel_train.data.tables.formats import KINDS
-from accel_train.wording import nearest
+from accel_train.domains.language.row_remedies import ASKED, remedy
 
 FILES = tuple(KINDS)
 DEFAULT_COLUMN = "text"
@@ -29,8 +29,6 @@ ALPACA = ("instruction", "input", "output")
 """Alpaca's fields: what the user asks, what it is about, which may be missing or empty, and the answer."""
 PAIR = "prompt and completion"
 INSTRUCTION = "instruction and output"
-ASKED = (("question", "answer"), ("instruction", "response"), ("prompt", "response"), ("input", "output"))
-"""Usual names of a prompt and its completion, which are no form of their own."""
 ANSWERS_BESIDE = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """Fields of a message that are an answer without content."""
 FORMS = ("messages", SHAREGPT, PAIR, DEFAULT_COLUMN, INSTRUCTION)
@@ -44,11 +42,6 @@ TOKENIZERS_OWN = frozenset(
     "padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
 """Arguments of transformers' ``apply_chat_template`` that no template sees."""
-FOREIGN = {
-    "chosen": "rows of preferences are not trained on; write the prompt and the chosen answer as 'messages', or as "
-    "'prompt' and 'completion'",
-}
-"""Remedy for a row of another format, by a field that it has."""
 
 
 class Fault(NamedTuple):
@@ -158,29 +151,17 @@ def _formless(fields: Mapping[str, Any], null: Sequence[str], text_column: str) 
         return f"null in {null}; text in {text_column!r}, or 'messages', or 'prompt' and 'completion', is required"
     if "completion" in fields and "prompt" in null:
         return "'prompt' is null beside 'completion'; text is required, which may be empty, or a list of messages"
-    return (
-        f"no field {text_column!r}, 'messages', or 'prompt' and 'completion' among {sorted(fields)}"
-        f"{_remedy(fields, text_column)}"
-    )
+    end = _lower_case(fields, text_column) or remedy({**fields, **dict.fromkeys(null)}, text_column)
+    return f"no field {text_column!r}, 'messages', or 'prompt' and 'completion' among {sorted(fields)}{end}"
 
 
-def _remedy(fields: Mapping[str, Any], text_column: str) -> str:
-    for name, remedy in FOREIGN.items():
-        if name in fields:
-            return f"; {remedy}"
-    texts = [name for name, value in fields.items() if isinstance(value, str)]
-    for prompt, completion in ASKED:
-        if {prompt, completion} <= {*texts}:
-            return f"; write its {prompt!r} as 'prompt' and its {completion!r} as 'completion', which is learned"
-    # A name to try, even if it is not alike: most files have one column of text.
-    near = nearest(text_column, texts) or (texts[0] if len(texts) == 1 else None)
-    if near is None and texts:
-        # Any of them may be the question, and training on it alone is what nobody wants.
-        return (
-            f"; of its texts {sorted(texts)} write what is asked as 'prompt' and the answer as 'completion', or name "
-            "the one that alone is trained on in --data.text_column"
-        )
-    return f"; set --data.text_column {near}" if near else ""
+def _lower_case(fields: Mapping[str, Any], text_column: str) -> str:
+    """Return the remedy for a row that has a form but for capital letters. A column of text has a remedy of its own."""
+    forms = _forms({name.lower(): value for name, value in fields.items()}, text_column)
+    if not [form for form in forms if form != text_column]:
+        return ""
+    others = [name for name in fields if name not in FIELDS and name.lower() in FIELDS]
+    return f"; write {', '.join(map(repr, others))} in lower case"
 
 
 def _without_nulls(value: Any) -> Any:

@@ -89,7 +89,7 @@ def test_a_table_of_questions_and_answers_is_not_taken_for_texts(tmp_path: Path)
 
     table = datasets.Dataset.from_dict({"prompt": ["one"], "response": ["two"], "n": [1]})
     table.to_parquet(str(tmp_path / "x.parquet"))
-    with pytest.raises(UsageError, match=r"write its 'prompt' as 'prompt' and its 'response' as 'completion'"):
+    with pytest.raises(UsageError, match=r"; write its 'response' as 'completion'"):
         read(tmp_path / "x.parquet")
     (row,) = read(tmp_path / "x.parquet", text_column="prompt")
     assert row.unread == ("response",)
@@ -229,7 +229,13 @@ def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
             {"question": "a", "answer": "b"},
             "write its 'question' as 'prompt' and its 'answer' as 'completion', which is learned. Correct",
         ),
-        ({"prompt": "a", "response": "b", "id": "c"}, "write its 'prompt' as 'prompt' and its 'response' as"),
+        ({"prompt": "a", "response": "b", "id": "c"}, "; write its 'response' as 'completion', which is learned"),
+        ({"Question": "a", "Answer": "b"}, "; write its 'Question' as 'prompt' and its 'Answer' as 'completion'"),
+        ({"question": "a", "answer": 3}, "; its 'answer' is int, and 'question' and 'answer' must be texts"),
+        ({"question": "a", "answer": None}, "; its 'answer' is null, and 'question' and 'answer' must be texts"),
+        ({"input": 3, "output": 4, "body": "a"}, "; set --data.text_column body"),
+        ({"Instruction": "a", "input": "", "Output": "b"}, "; write 'Instruction', 'Output' in lower case"),
+        ({"Text": "a"}, "; set --data.text_column Text"),
         ({"frage": "a", "antwort": "b"}, r"of its texts \['antwort', 'frage'\] write what is asked as 'prompt'"),
         ({"conversations": [{"from": "human", "value": "x"}]}, "no message has the role 'assistant'"),
         ({"conversations": "x"}, "'conversations' is 'x'; a list of messages is required"),

@@ -1,0 +1,54 @@
+"""What to do about a row of no form, by the names of its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accel_train.wording import nearest
+
+ASKED = (("question", "answer"), ("instruction", "response"), ("prompt", "response"), ("input", "output"))
+"""Usual names of a prompt and its completion, in any case, which are no form of their own."""
+FOREIGN = {
+    "chosen": "rows of preferences are not trained on; write the prompt and the chosen answer as 'messages', or as "
+    "'prompt' and 'completion'",
+}
+"""Remedy for a row of another format, by a field that it has."""
+
+
+def remedy(fields: Mapping[str, Any], text_column: str) -> str:
+    """Return the remedy as the end of a sentence, empty if nothing is known that the row could be meant as.
+
+    ``fields`` has those that are null as well.
+    """
+    for name, foreign in FOREIGN.items():
+        if name in fields:
+            return f"; {foreign}"
+    texts = [name for name, value in fields.items() if isinstance(value, str)]
+    named = {name.lower(): name for name in fields}
+    for prompt, completion in ASKED:
+        pair = (named.get(prompt), named.get(completion))
+        if None not in pair and not {*texts}.isdisjoint(pair):
+            return _remedy_of_pair(fields, *map(str, pair))
+    # A name to try, even if it is not alike: most files have one column of text.
+    near = nearest(text_column, texts) or (texts[0] if len(texts) == 1 else None)
+    if near is None and texts:
+        # Any of them may be the question, and training on it alone is what nobody wants.
+        return (
+            f"; of its texts {sorted(texts)} write what is asked as 'prompt' and the answer as 'completion', or name "
+            "the one that alone is trained on in --data.text_column"
+        )
+    return f"; set --data.text_column {near}" if near else ""
+
+
+def _remedy_of_pair(fields: Mapping[str, Any], prompt: str, completion: str) -> str:
+    for name in (prompt, completion):
+        if not isinstance(fields[name], str):
+            found = "null"
+            if fields[name] is not None:
+                found = type(fields[name]).__name__
+            return f"; its {name!r} is {found}, and {prompt!r} and {completion!r} must be texts"
+    learned = f"its {completion!r} as 'completion', which is learned"
+    if prompt == "prompt":
+        return f"; write {learned}"
+    return f"; write its {prompt!r} as 'prompt' and {learned}"
