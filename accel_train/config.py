@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeGuard
@@ -32,10 +32,47 @@ class WithoutEffectError(UsageError):
     Those of a preset or file give way to a flag that causes it. Those of the command line are refused.
     """
 
-    def __init__(self, text: str, *options: str) -> None:
+    def __init__(self, text: str, *options: str, parts: Iterable[WithoutEffectError] = ()) -> None:
         super().__init__(text)
         self.options = options
         """Their dotted names."""
+        self.parts = tuple(parts) or (self,)
+        """An error for each cause, where several groups were refused at once."""
+
+
+def refuse_without_effect(
+    options: object, group: str, names: Iterable[str], because: str, instead: str | None = None
+) -> None:
+    """Raise ``WithoutEffectError`` for those of ``names`` in ``group`` that differ from their defaults.
+
+    ``because`` goes on from "has no effect". It names the cause with its group, as the notice does if they give way.
+    ``instead`` is how they would get their effect. ``group`` is empty for options outside groups.
+    """
+    defaults = type(options)
+    given = [name for name in names if getattr(options, name) != getattr(defaults, name)]
+    if not given:
+        return
+    verb, them, default = "has", "it", "default is"
+    if len(given) > 1:
+        verb, them, default = "have", "them", "defaults are"
+    dotted = [f"{group}.{name}".removeprefix(".") for name in given]
+    values = ", ".join(
+        f"{option}: {as_written(getattr(options, name))}" for option, name in zip(dotted, given, strict=True)
+    )
+    remedy = f"leave {them} out (the {default} {', '.join(as_written(getattr(defaults, name)) for name in given)})"
+    if instead:
+        remedy = f"{instead}, or {remedy}"
+    raise WithoutEffectError(f"{values}: {verb} no effect {because}; {remedy}", *dotted)
+
+
+def as_written(value: object) -> str:
+    """Return the value of an option as a flag has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        values: tuple[object, ...] = value
+        return " ".join(map(as_written, values)) or "[]"
+    return str(value).removesuffix(".0")
 
 
 WRITABLE = "a directory with write access and free space is required; give another"

@@ -25,9 +25,9 @@ from accel_train.config import (
     Seed,
     TimeoutSeconds,
     UsageError,
-    WithoutEffectError,
     launched_processes,
     origin_of,
+    refuse_without_effect,
     replaced_options,
 )
 from accel_train.data.options import BatchScheduleConfig, LoaderConfig
@@ -368,19 +368,13 @@ class ExperimentConfig:
         # A recipe that calls `super().__post_init__()` comes here twice.
         if self.micro_batch_is_auto:
             return
-        if self.out_of_memory == "stop" and self.regrow_after:
-            raise WithoutEffectError(
-                f"regrow_after: {self.regrow_after}: has no effect with out_of_memory: stop, which halves nothing; "
-                "give --out_of_memory halve, or leave it out",
-                "regrow_after",
-            )
+        if self.out_of_memory == "stop":
+            because = "with out_of_memory: stop, which halves nothing"
+            refuse_without_effect(self, "", ["regrow_after"], because, "give --out_of_memory halve")
         # With auto the number follows from the processes of one start, and the next may have fewer.
-        if self.micro_batch_size == 1 and self.regrow_after:
-            raise WithoutEffectError(
-                f"regrow_after: {self.regrow_after}: has no effect with micro_batch_size: 1, which cannot be halved; "
-                "give --micro_batch_size 2 or more, or leave it out",
-                "regrow_after",
-            )
+        if self.micro_batch_size == 1:
+            because = "with micro_batch_size: 1, which cannot be halved"
+            refuse_without_effect(self, "", ["regrow_after"], because, "give --micro_batch_size 2 or more")
         if str(self.micro_batch_size) != "auto":
             return
         if self.out_of_memory == "stop":

@@ -71,6 +71,7 @@ class Config(experiment.ExperimentConfig):
     def __post_init__(self) -> None:
         modes.refuse_unlearned(self.modes, self.text, self.times, self.latent)
         modes.refuse_unlearned_guidance(self.modes, self.evaluation.guidance())
+        captioned.refuse_unread(self.pictures, self.data)
 
 
 # ------------------------------------------------------------------------------------------------------------ loss

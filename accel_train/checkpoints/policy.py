@@ -8,7 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UsageError, expand_path
+from accel_train.config import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UsageError,
+    expand_path,
+    refuse_without_effect,
+)
 from accel_train.hub.options import HubConfig
 from accel_train.options.allowed import refuse_unknown_allowed
 from accel_train.precision import Precision, dtype_of
@@ -87,16 +95,6 @@ class CheckpointConfig:
         return DEFAULT_MINUTES
 
     def __post_init__(self) -> None:
-        if self.keep_best > 0 and not self.best_metric:
-            raise UsageError(
-                f"checkpoints.keep_best: {self.keep_best} requires checkpoints.best_metric, the name of an evaluation "
-                "metric (a key of evaluation.json); add it"
-            )
-        if self.patience is not None and not self.best_metric:
-            raise UsageError(
-                f"checkpoints.patience: {self.patience} requires checkpoints.best_metric, the name of the evaluation "
-                "metric that has to get better (a key of evaluation.json); add it"
-            )
         # A metric of another name may be one of your own, whose direction only you know.
         if self.best_metric and self.best_mode == "min" and _is_better_the_larger(self.best_metric):
             raise UsageError(
@@ -133,36 +131,27 @@ class CheckpointConfig:
 
     def refuse_single_evaluation(self, every: int) -> None:
         """Raise ``UsageError`` for patience in a run that evaluates at its end alone, with ``evaluation.every`` 0."""
-        if self.patience is not None and every == 0:
-            raise UsageError(
-                f"checkpoints.patience: {self.patience}: counts evaluations, and evaluation.every 0 makes one only, at "
-                "the end; set evaluation.every to a number of steps"
-            )
+        if every == 0:
+            because = "with evaluation.every: 0, by which the only evaluation is at the end"
+            instead = "set evaluation.every to a number of steps"
+            refuse_without_effect(self, "checkpoints", ["patience"], because, instead)
 
     def _refuse_without_effect(self) -> None:
-        """Raise ``UsageError`` for options of retention that others leave nothing to decide."""
-        more = [name for name in _KEEP_MORE if getattr(self, name)]
-        if more and self.keep_last == 0:
-            raise UsageError(
-                f"checkpoints.{more[0]}: {getattr(self, more[0])}: has no effect with checkpoints.keep_last: 0, which "
-                "keeps every checkpoint; give --checkpoints.keep_last 1 or more, or leave it out"
-            )
-        if self.keep_state_last and not self.save_state:
-            raise UsageError(
-                f"checkpoints.keep_state_last: {self.keep_state_last}: has no effect with checkpoints.save_state: "
-                "false, which saves no optimizer state; leave one of the two out"
-            )
-        if self.keep_state_last >= self.keep_last > 0 and not more:
-            raise UsageError(
-                f"checkpoints.keep_state_last: {self.keep_state_last}: has no effect with checkpoints.keep_last: "
-                f"{self.keep_last}, which keeps no more checkpoints than that; give less than {self.keep_last}, keep "
-                "more, or leave it out"
-            )
-        if self.best_mode == "max" and self.best_metric is None:
-            raise UsageError(
-                "checkpoints.best_mode: max: has no effect without checkpoints.best_metric; give the name of an "
-                "evaluation metric, or leave it out"
-            )
+        if not self.best_metric:
+            names = ("keep_best", "patience", "best_mode")
+            instead = "give the name of an evaluation metric (a key of evaluation.json)"
+            refuse_without_effect(self, "checkpoints", names, "without checkpoints.best_metric", instead)
+        if self.keep_last == 0:
+            because = "with checkpoints.keep_last: 0, which keeps every checkpoint"
+            refuse_without_effect(self, "checkpoints", _KEEP_MORE, because, "give --checkpoints.keep_last 1 or more")
+        if not self.save_state:
+            because = "with checkpoints.save_state: false, which saves no optimizer state"
+            refuse_without_effect(self, "checkpoints", ["keep_state_last"], because)
+        keeps_more = any(getattr(self, name) for name in _KEEP_MORE)
+        if self.keep_state_last >= self.keep_last > 0 and not keeps_more:
+            because = f"with checkpoints.keep_last: {self.keep_last}, which keeps no more checkpoints than that"
+            instead = f"give less than {self.keep_last}, keep more"
+            refuse_without_effect(self, "checkpoints", ["keep_state_last"], because, instead)
 
 
 LARGER_IS_BETTER = (

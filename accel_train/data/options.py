@@ -18,7 +18,7 @@ from accel_train.config import (
     PositiveFloat,
     PositiveInt,
     UsageError,
-    WithoutEffectError,
+    refuse_without_effect,
 )
 from accel_train.cores import usable_cores
 
@@ -65,23 +65,15 @@ class BatchScheduleConfig:
             )
         if any(first >= second for first, second in itertools.pairwise(self.steps)):
             raise UsageError(f"batch_schedule.steps {list(self.steps)}: each must be above the one before; sort them")
-        if self.learning_rate != "constant" and not self.steps and not self.measures:
-            raise WithoutEffectError(
-                f"batch_schedule.learning_rate {self.learning_rate}: has no effect without batch_schedule.steps or "
-                "batch_schedule.noise_factor; give steps and sizes, or leave it out",
-                "batch_schedule.learning_rate",
-            )
+        if not self.steps and not self.measures:
+            because = "without batch_schedule.steps or batch_schedule.noise_factor"
+            refuse_without_effect(self, "batch_schedule", ["learning_rate"], because, "give steps and sizes")
 
     def _check_noise(self) -> None:
         if not self.measures:
-            for name in ("noise_steps", "noise_every", "max_size"):
-                value, default = getattr(self, name), getattr(BatchScheduleConfig, name)
-                if value != default:
-                    raise WithoutEffectError(
-                        f"batch_schedule.{name}: {value}: has no effect without batch_schedule.noise_factor; give "
-                        f"--batch_schedule.noise_factor 1, or leave {name} out",
-                        f"batch_schedule.{name}",
-                    )
+            names = ("noise_steps", "noise_every", "max_size")
+            instead = "give --batch_schedule.noise_factor 1"
+            refuse_without_effect(self, "batch_schedule", names, "without batch_schedule.noise_factor", instead)
             return
         if self.steps or self.sizes:
             raise UsageError(
@@ -238,22 +230,15 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         if self.num_workers == 0:
-            self.refuse_worker_options("loader.num_workers: 0")
-        if self.bucket_shapes is not None and not self.bucket_by_length:
-            raise UsageError(
-                f"loader.bucket_shapes: {self.bucket_shapes}: has no effect without buckets; give "
-                "--loader.bucket_by_length, or leave it out"
-            )
+            self.refuse_worker_options("with loader.num_workers: 0")
+        if not self.bucket_by_length:
+            because = "without loader.bucket_by_length"
+            refuse_without_effect(self, "loader", ["bucket_shapes"], because, "give --loader.bucket_by_length")
 
-    def refuse_worker_options(self, reason: str) -> None:
-        """Raise ``UsageError`` for an option of workers, where there are none for ``reason``."""
-        given = {"prefetch_factor": self.prefetch_factor, "timeout_seconds": self.timeout_seconds}
-        for name, value in given.items():
-            if value is not None:
-                raise UsageError(
-                    f"loader.{name}: {value}: at least 1 worker is required, but {reason}; give --loader.num_workers 1 "
-                    f"or more, or leave {name} out"
-                )
+    def refuse_worker_options(self, because: str) -> None:
+        """Raise ``WithoutEffectError`` for options of workers, where there are none."""
+        names = ("prefetch_factor", "timeout_seconds")
+        refuse_without_effect(self, "loader", names, because, "give --loader.num_workers 1 or more")
 
 
 class LoaderSettings(NamedTuple):
@@ -276,7 +261,7 @@ def resolve_loader(config: LoaderConfig, device: torch.device) -> LoaderSettings
     if config.num_workers == "auto":
         workers, reason = _auto_workers(device)
         if workers == 0:
-            config.refuse_worker_options(f"loader.num_workers: auto chose 0 ({reason})")
+            config.refuse_worker_options(f"with loader.num_workers: auto, which chose 0 ({reason})")
     else:
         workers = config.num_workers
         reason = "num_workers as asked"

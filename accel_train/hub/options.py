@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_train.config import PositiveFloat, PositiveInt, UsageError, WithoutEffectError
+from accel_train.config import PositiveFloat, PositiveInt, UsageError, refuse_without_effect
 
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
@@ -64,29 +64,20 @@ def refuse_choice_of_pushes(config: HubConfig, best_metric: str | None, *, saves
     for pushes during a run. By hand any checkpoint can be pushed, with the other options.
     """
     if config.repo_id is None:
-        names = [name for name in ("push", "push_every") if getattr(config, name) != getattr(HubConfig, name)]
-        if names:
-            values = ", ".join(f"hub.{name}: {getattr(config, name)}" for name in names)
-            raise WithoutEffectError(
-                f"{values}: has no effect without hub.repo_id, for nothing is pushed; give --hub.repo_id "
-                "ORGANISATION/NAME, or leave it out",
-                *(f"hub.{name}" for name in names),
-            )
+        because = "without hub.repo_id, for nothing is pushed"
+        instead = "give --hub.repo_id ORGANISATION/NAME"
+        refuse_without_effect(config, "hub", ["push", "push_every"], because, instead)
         return
     if config.push == "best" and best_metric is None:
         raise UsageError(
             "hub.push: best needs a figure to compare by; set checkpoints.best_metric, or hub.push every or last"
         )
-    if config.push != "every" and config.push_every > 1:
-        raise UsageError(
-            f"hub.push_every: {config.push_every}: has no effect with hub.push: {config.push}; give --hub.push every, "
-            "or leave it out"
-        )
-    if config.include_state and not saves_state:
-        raise UsageError(
-            "hub.include_state: true: has nothing to push with checkpoints.save_state: false, which saves no optimizer "
-            "state; leave one of the two out"
-        )
+    if config.push != "every":
+        because = f"with hub.push: {config.push}"
+        refuse_without_effect(config, "hub", ["push_every"], because, "give --hub.push every")
+    if not saves_state:
+        because = "with checkpoints.save_state: false, which saves no optimizer state"
+        refuse_without_effect(config, "hub", ["include_state"], because)
 
 
 def _check_repo_id(repo_id: str) -> None:

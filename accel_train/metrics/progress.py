@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from accel_train.config import PositiveInt, WithoutEffectError
+from accel_train.config import PositiveInt, refuse_without_effect
 from accel_train.wording import FILE_ONLY
 
 if TYPE_CHECKING:
@@ -53,14 +53,10 @@ class LogConfig:
     """auto: a bar on a terminal, elsewhere one plain line per log point. on: always the bar. off: lines."""
 
     def __post_init__(self) -> None:
-        names = [name for name in ("project", "run_name") if getattr(self, name) != getattr(LogConfig, name)]
-        if names and not self.trackers:
-            values = ", ".join(f"log.{name}: {getattr(self, name)}" for name in names)
-            raise WithoutEffectError(
-                f"{values}: has no effect without log.trackers, to which alone it is told; give --log.trackers "
-                "tensorboard or another one, or leave it out",
-                *(f"log.{name}" for name in names),
-            )
+        if not self.trackers:
+            because = "without log.trackers, to which alone it is told"
+            instead = "give --log.trackers tensorboard or another one"
+            refuse_without_effect(self, "log", ["project", "run_name"], because, instead)
 
 
 @dataclass(frozen=True)

@@ -351,8 +351,11 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
         found = [e for e in error.errors() if e["type"] != "literal_error"] or error.errors()
         text = "\n".join(_explain(cls, e, where, places) for e in found)
         causes = [e.get("ctx", {}).get("error") for e in found]
-        moot = [option for cause in causes if isinstance(cause, WithoutEffectError) for option in cause.options]
-        raise (WithoutEffectError(text, *moot) if moot else UsageError(text)) from None
+        parts = [cause for cause in causes if isinstance(cause, WithoutEffectError)]
+        if parts:
+            moot = [option for part in parts for option in part.options]
+            raise WithoutEffectError(text, *moot, parts=parts) from None
+        raise UsageError(text) from None
 
 
 @cache

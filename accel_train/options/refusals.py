@@ -70,24 +70,33 @@ def given_way(
     """
     if not isinstance(error, WithoutEffectError):
         return {}
-    text = str(error)
-    causes = [key for key in changes if key not in error.options and named_at(key, changes[key], text) is not None]
-    by_flags = [f"--{key}" for key in causes if key in flags]
-    cause = "the command line"
-    if causes:
-        cause = next(iter(by_flags), "--smoke")
-    # A trial of the whole command drops the flags of what it switches off.
-    if cause != "--smoke" and not flags.keys().isdisjoint(error.options):
-        return {}
     found: dict[str, str] = {}
-    for option in error.options:
-        place = source
-        if option in changes:
-            place = "--smoke"
-        if option in flags:
-            place = "the command line"
-        found[option] = f"{changes.get(option, base[option])!r} of {place}{GIVES_WAY}{cause}"
+    for part in error.parts:
+        cause = _cause(part, changes, flags)
+        # A trial of the whole command drops the flags of what it switches off.
+        if cause != "--smoke" and not flags.keys().isdisjoint(part.options):
+            return {}
+        for option in part.options:
+            place = source
+            if option in changes:
+                place = "--smoke"
+            if option in flags:
+                place = "the command line"
+            found[option] = f"{changes.get(option, base[option])!r} of {place}{GIVES_WAY}{cause}"
     return found
+
+
+def _cause(error: WithoutEffectError, changes: Mapping[str, Any], flags: Mapping[str, Any]) -> str:
+    """Return what leaves the options of an error without effect: a flag, or ``--smoke``."""
+    places = {key: named_at(key, changes[key], str(error)) for key in changes if key not in error.options}
+    causes = {key: place for key, place in places.items() if place is not None}
+    by_flags = [key for key in causes if key in flags]
+    if by_flags:
+        # The remedy behind the cause may name further options.
+        return f"--{min(by_flags, key=causes.__getitem__)}"
+    if causes:
+        return "--smoke"
+    return "the command line"
 
 
 def named_at(key: str, value: Any, text: str) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
 
-from accel_train.config import PositiveInt, UsageError
+from accel_train.config import PositiveInt, UsageError, refuse_without_effect
 
 BUCKET_MIB = 25
 POWERSGD_RANK = 1
@@ -64,10 +64,10 @@ class DistributedConfig:
     until its use. For slow links. None: torch's default: the next block, as far as the host runs ahead."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("powersgd_rank", "powersgd_start_step") if getattr(self, name) is not None]
-        if given and self.comm_hook != "powersgd":
-            values = ", ".join(f"distributed.{name}: {getattr(self, name)}" for name in given)
-            raise UsageError(f"{values}: comm_hook {self.comm_hook} does not read it; leave it out, or use powersgd")
+        if self.comm_hook != "powersgd":
+            because = f"with distributed.comm_hook: {self.comm_hook}"
+            names = ("powersgd_rank", "powersgd_start_step")
+            refuse_without_effect(self, "distributed", names, because, "give --distributed.comm_hook powersgd")
         if self.powersgd_start_step is not None and self.powersgd_start_step < 2:
             raise UsageError(
                 f"distributed.powersgd_start_step: {self.powersgd_start_step}: at least 2 is needed, because DDP "

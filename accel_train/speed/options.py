@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_train.config import PositiveFraction, PositiveInt, UsageError, WithoutEffectError
+from accel_train.config import PositiveFraction, PositiveInt, refuse_without_effect
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,13 @@ class ActivationCheckpointingConfig:
     Its speed: not yet measured here."""
 
     def __post_init__(self) -> None:
-        if self.offload and self.mode != "full":
-            raise UsageError(
-                f"activation_checkpointing.offload: true: it moves the inputs of whole blocks, and mode {self.mode} "
-                "keeps none or others beside them; give --activation_checkpointing.mode full, or leave it out"
-            )
-        if self.mode == "none" and self.blocks is not None:
-            raise UsageError(
-                f"activation_checkpointing.blocks: {self.blocks}: has no effect with activation_checkpointing.mode: "
-                "none; give --activation_checkpointing.mode full, or leave it out"
-            )
+        with_mode = f"with activation_checkpointing.mode: {self.mode}"
+        instead = "give --activation_checkpointing.mode full"
+        if self.mode == "none":
+            refuse_without_effect(self, "activation_checkpointing", ["blocks", "offload"], with_mode, instead)
+        if self.mode != "full":
+            because = f"{with_mode}, which does not store the inputs of whole blocks alone"
+            refuse_without_effect(self, "activation_checkpointing", ["offload"], because, instead)
 
 
 @dataclass(frozen=True)
@@ -68,19 +65,10 @@ class CompileConfig:
     """Recompilations before a warning. The warning names the failed guard."""
 
     def __post_init__(self) -> None:
-        if self.mode != "off":
-            return
-        names = [name for name in ("optimize", "dynamic", "recompile_budget") if self._is_changed(name)]
-        if names:
-            values = ", ".join(f"compile.{name}: {str(getattr(self, name)).lower()}" for name in names)
-            raise WithoutEffectError(
-                f"{values}: has no effect with compile.mode: off, which compiles nothing; give --compile.mode auto or "
-                "on, or leave it out",
-                *(f"compile.{name}" for name in names),
-            )
-
-    def _is_changed(self, name: str) -> bool:
-        return getattr(self, name) != getattr(CompileConfig, name)
+        if self.mode == "off":
+            names = ("optimize", "dynamic", "recompile_budget")
+            because = "with compile.mode: off, which compiles nothing"
+            refuse_without_effect(self, "compile", names, because, "give --compile.mode auto or on")
 
 
 Float8 = Literal["none", "tensorwise", "rowwise"]

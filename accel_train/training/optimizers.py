@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from accel_train.config import FractionBelowOne, NonNegativeFloat, PositiveFloat, UsageError
+from accel_train.config import FractionBelowOne, NonNegativeFloat, PositiveFloat, UsageError, refuse_without_effect
 from accel_train.training.optimizer_choice import (
     OwnOptimizer,
     check_name,
@@ -100,32 +100,21 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_name(self.name)
         read_factors(self.lr_factors)
-        self._check_arguments()
-        of_muon = {name: value for name, value in vars(self).items() if name.startswith("muon_")}
-        given = {name: value for name, value in of_muon.items() if value is not None}
-        if given and self.name != "muon":
-            values = ", ".join(f"optimizer.{name}: {value}" for name, value in given.items())
-            raise UsageError(f"{values}: optimizer.name {self.name} does not read it. Leave it out, or use name muon.")
-        if self.name in ("adamw8bit", "adamw_offload") and self.fused != "auto":
-            raise UsageError(
-                f"optimizer.fused: {self.fused}: optimizer.name {self.name} always uses fused kernels of its own. "
-                "Leave it out (the default is auto)."
-            )
+        because = f"with optimizer.name: {self.name}"
+        if is_own(self.name):
+            keyword_arguments(self.arguments)
+        else:
+            refuse_without_effect(self, "optimizer", ["arguments"], because, "name a class as module:Class")
+        if self.name != "muon":
+            of_muon = [field.name for field in fields(self) if field.name.startswith("muon_")]
+            refuse_without_effect(self, "optimizer", of_muon, because, "give --optimizer.name muon")
+        if self.name in ("adamw8bit", "adamw_offload"):
+            refuse_without_effect(self, "optimizer", ["fused"], f"{because}, whose kernels are always fused")
 
     @property
     def decay_of_muon(self) -> float:
         """Weight decay of the matrices that Muon updates."""
         return self.weight_decay if self.muon_weight_decay is None else self.muon_weight_decay
-
-    def _check_arguments(self) -> None:
-        if not is_own(self.name):
-            if self.arguments:
-                raise UsageError(
-                    f"optimizer.arguments: {' '.join(self.arguments)}: optimizer.name {self.name} does not read it. "
-                    "Leave it out, or name a class as module:Class."
-                )
-            return
-        keyword_arguments(self.arguments)
 
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments for the class of ``name``, without lr. ``arguments`` win over betas, eps and fused.

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from accel_train.config import Fraction, NonNegativeInt, PositiveInt, UsageError, WithoutEffectError
+from accel_train.config import Fraction, NonNegativeInt, PositiveInt, UsageError, refuse_without_effect
 
 SHORTEST_CYCLE = 4
 """Fewest steps of a cycle without a notice. With fewer, nothing is left of the cosine."""
@@ -73,11 +73,10 @@ class ScheduleConfig:
                 "cosine_restarts requires exactly one of them; give cycles (how many) or cycle_steps (length of the "
                 "first)"
             )
-        if self.cycles == 1 and self.cycle_multiplier not in (None, 1):
-            raise UsageError(
-                f"schedule.cycle_multiplier: {self.cycle_multiplier}: has no effect with schedule.cycles: 1, which has "
-                "no second cycle; give more cycles, or leave it out"
-            )
+        # 1 is as good as none.
+        if self.cycles == 1 and self.cycle_multiplier != 1:
+            because = "with schedule.cycles: 1, which has no second cycle"
+            refuse_without_effect(self, "schedule", ["cycle_multiplier"], because, "give more cycles")
         if self.kind == "inverse_sqrt" and self.warmup_steps == 0:
             raise UsageError(
                 "schedule.warmup_steps: 0: schedule.kind: inverse_sqrt, which decays as sqrt(warmup_steps / step), "
@@ -92,21 +91,16 @@ class ScheduleConfig:
         return self.kind not in _ENDLESS
 
     def _refuse_unread_options(self) -> None:
-        given = [name for name in _OWN_KIND if getattr(self, name) is not None]
-        unread = [name for name in given if _OWN_KIND[name] != self.kind]
-        if self.kind in _ENDLESS and self.decay_steps is not None:
+        unread = [name for name, kind in _OWN_KIND.items() if kind != self.kind]
+        if not self.has_end:
             unread.append("decay_steps")
-        if self.kind == "constant" and self.floor != 0:
+        if self.kind == "constant":
             unread.append("floor")
-        if unread:
-            values = ", ".join(f"schedule.{name}: {getattr(self, name)}" for name in unread)
-            wanted = sorted({_OWN_KIND[name] for name in unread if name in _OWN_KIND})
-            hint = f", or give --schedule.kind {' or '.join(wanted)}" if wanted else ""
-            default = ", ".join(f"{name} {getattr(type(self), name)}" for name in unread)
-            raise WithoutEffectError(
-                f"{values}: schedule.kind: {self.kind} does not read it; leave it out (the default is {default}){hint}",
-                *(f"schedule.{name}" for name in unread),
-            )
+        wanted = sorted({_OWN_KIND[name] for name in unread if name in _OWN_KIND and getattr(self, name) is not None})
+        instead = None
+        if wanted:
+            instead = f"give --schedule.kind {' or '.join(wanted)}"
+        refuse_without_effect(self, "schedule", unread, f"with schedule.kind: {self.kind}", instead)
 
 
 def resolve_decay_steps(config: ScheduleConfig, max_steps: int, length: str | None = None) -> int:

@@ -95,7 +95,7 @@ def test_what_cannot_be_obeyed_is_refused() -> None:
         BatchScheduleConfig(steps=(3,))
     with pytest.raises(UsageError, match=r"steps \[5, 5\]: each must be above the one before"):
         BatchScheduleConfig((5, 5), (8, 9))
-    with pytest.raises(UsageError, match=r"learning_rate sqrt: has no effect without batch_schedule\.steps"):
+    with pytest.raises(UsageError, match=r"learning_rate: sqrt: has no effect without batch_schedule\.steps"):
         BatchScheduleConfig(learning_rate="sqrt")
     with pytest.raises(UsageError, match=r"sizes: \[8, 12, 6\]: the dataset has 11 samples"):
         scheduled(StepSampler(11, 4, seed=3), GROWING)

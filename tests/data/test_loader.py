@@ -294,8 +294,8 @@ def test_the_choice_is_printed(caplog, device, options, words):
             {"num_workers": 0, "prefetch_factor": 4},
             ["loader.prefetch_factor: 4", "loader.num_workers: 0", "--loader.num_workers 1 or more"],
         ),
-        ({"num_workers": 0, "timeout_seconds": 9.0}, ["loader.timeout_seconds: 9.0", "loader.num_workers: 0"]),
-        ({"prefetch_factor": 4}, ["loader.prefetch_factor: 4", "loader.num_workers: auto chose 0"]),
+        ({"num_workers": 0, "timeout_seconds": 9.0}, ["loader.timeout_seconds: 9:", "loader.num_workers: 0"]),
+        ({"prefetch_factor": 4}, ["loader.prefetch_factor: 4", "loader.num_workers: auto, which chose 0"]),
         ({"pin_memory": True}, ["loader.pin_memory: True", "on cpu", "auto or False"]),
     ],
 )

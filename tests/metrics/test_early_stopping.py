@@ -83,9 +83,9 @@ def test_evaluations_before_the_last_stage_do_not_count(tmp_path: Path, accelera
 
 
 def test_patience_needs_a_metric_and_evaluations() -> None:
-    with pytest.raises(UsageError, match=r"checkpoints.patience: 3 requires checkpoints.best_metric"):
+    with pytest.raises(UsageError, match=r"checkpoints.patience: 3: has no effect without checkpoints.best_metric"):
         CheckpointConfig(patience=3)
     policy = CheckpointConfig(patience=3, best_metric="heldout_loss")
-    with pytest.raises(UsageError, match=r"checkpoints.patience: 3: counts evaluations, and evaluation.every 0"):
+    with pytest.raises(UsageError, match=r"checkpoints.patience: 3: has no effect with evaluation.every: 0"):
         policy.refuse_single_evaluation(0)
     policy.refuse_single_evaluation(10)

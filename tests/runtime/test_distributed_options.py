@@ -80,7 +80,7 @@ def test_what_fails_later_is_refused_now() -> None:
         handlers(comm_hook="bf16", on_device=False)
     with pytest.raises(UsageError, match=r"static_graph: true with 4 micro-batches.*accelerate#3679"):
         handlers(static_graph=True, accumulation_steps=4)
-    with pytest.raises(UsageError, match=r"powersgd_rank: 2: comm_hook none does not read it"):
+    with pytest.raises(UsageError, match=r"powersgd_rank: 2: has no effect with distributed\.comm_hook: none"):
         DistributedConfig(powersgd_rank=2)
     with pytest.raises(UsageError, match=r"powersgd_start_step: 1: at least 2 is needed"):
         DistributedConfig(comm_hook="powersgd", powersgd_start_step=1)

@@ -312,9 +312,9 @@ def test_recipes_with_one_term_refuse_it_at_once(recipe: Any, flags: tuple[str, 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"kind": "ema", "lr": 0.1}, "balance.lr: 0.1: balance.kind: ema does not read it"),
-        ({"kind": "uncertainty", "decay": 0.5}, "balance.decay: 0.5: balance.kind: uncertainty does not read it"),
-        ({"decay": 0.5}, "balance.kind: fixed does not read it; leave it out, or give --balance.kind ema"),
+        ({"kind": "ema", "lr": 0.1}, "balance.lr: 0.1: has no effect with balance.kind: ema"),
+        ({"kind": "uncertainty", "decay": 0.5}, "balance.decay: 0.5: has no effect with balance.kind: uncertainty"),
+        ({"decay": 0.5}, "with balance.kind: fixed; give --balance.kind ema, or leave it out"),
     ],
 )
 def test_an_option_that_the_kind_does_not_read_is_refused(options: dict[str, Any], says: str) -> None:

@@ -162,7 +162,7 @@ def test_the_device_is_waited_for_at_the_end_of_a_window_only(fresh: None) -> No
         ({"factor": 1.5}, "plateau.factor: 1.5: more than 0 and at most 1 is required"),
         ({"factor": 0.0}, "plateau.factor: 0.0: more than 0"),
         ({"factor": 0.5, "min_factor": 1.0}, "plateau.min_factor: 1.0: less than 1 is required"),
-        ({"patience": 5}, "plateau.patience: 5: has no effect with plateau.factor 1; .*the default is 3"),
+        ({"patience": 5}, "plateau.patience: 5: has no effect with plateau.factor: 1; .*the default is 3"),
         ({"steps": 5}, "plateau.steps: 5: has no effect"),
     ],
 )

@@ -220,7 +220,7 @@ def test_cycles_without_a_shape_are_named(options: dict[str, int], steps: str | 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kind": "constant", "floor": 0.1}, ["floor: 0.1", "kind: constant", "default is floor 0.0"]),
+        ({"kind": "constant", "floor": 0.1}, ["floor: 0.1", "kind: constant", "default is 0)"]),
         ({"kind": "constant", "decay_steps": 10}, ["decay_steps: 10", "kind: constant"]),
         ({"kind": "inverse_sqrt", "warmup_steps": 1, "decay_steps": 10}, ["decay_steps: 10"]),
         ({"kind": "inverse_sqrt"}, ["schedule.warmup_steps: 0", "at least 1"]),

@@ -11,7 +11,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from accel_train import rng
-from accel_train.config import PositiveFloat, UsageError
+from accel_train.config import PositiveFloat, refuse_without_effect
 
 TimeSampling = Literal["low_discrepancy", "uniform"]
 
@@ -52,12 +52,9 @@ class TimeConfig:
     def __post_init__(self) -> None:
         needed = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
         for name, density in needed.items():
-            default = getattr(type(self), name)
-            if self.density != density and getattr(self, name) != default:
-                raise UsageError(
-                    f"{name} {getattr(self, name):g} has no effect with density {self.density}. Leave it at its "
-                    f"default {default:g}, or set density to {density}."
-                )
+            if self.density != density:
+                because = f"with times.density: {self.density}"
+                refuse_without_effect(self, "times", [name], because, f"set times.density to {density}")
 
 
 def training_times(

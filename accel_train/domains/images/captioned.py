@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from accel_train.checkpoints.run import WeightsAssets
-from accel_train.config import Fraction, PositiveInt, UsageError
+from accel_train.config import Fraction, PositiveInt, UsageError, refuse_without_effect
 from accel_train.data.artifacts import cache_directory, cached_folder, of_rank_0
 from accel_train.domains.images.demo import emoji, shapes
 from accel_train.domains.images.rows.own_pictures import DataOptions, read_own
@@ -71,9 +71,10 @@ class PictureConfig:
     def __post_init__(self) -> None:
         if self.latents == "none":
             names = ("size", "patch", "samples", "leave_out", "image_column", "max_left_out")
-            self._refuse(names, "--pictures.latents none")
+            self._refuse(names, "pictures.latents: none")
         if self.latents != "vae":
-            self._refuse(("vae", "vae_revision", "vae_batch_size"), f"--pictures.latents {self.latents}")
+            names = ("vae", "vae_revision", "vae_batch_size")
+            self._refuse(names, f"pictures.latents: {self.latents}", "give --pictures.latents vae")
         elif self.vae is None:
             raise UsageError(
                 "--pictures.vae: --pictures.latents vae needs an autoencoder, and none is given; give a Hub id or a "
@@ -87,23 +88,17 @@ class PictureConfig:
             )
         emoji.check_groups("--pictures.leave_out", self.leave_out)
 
-    def check_path(self, path: str) -> None:
-        """Refuse options not read by this source of pictures. Raises ``UsageError``."""
+    def refuse_unread(self, path: str) -> None:
+        """Raise ``WithoutEffectError`` for options not read by this source of pictures."""
         if path not in EMOJI:
-            self._refuse(("leave_out",), f"--data.path {path}")
+            self._refuse(("leave_out",), f"data.path: {path}")
         if path != SHAPES:
-            self._refuse(("samples",), f"--data.path {path}")
+            self._refuse(("samples",), f"data.path: {path}")
         if path in BUNDLED:
-            self._refuse(("image_column", "max_left_out"), f"--data.path {path}")
+            self._refuse(("image_column", "max_left_out"), f"data.path: {path}")
 
-    def _refuse(self, names: Sequence[str], because: str) -> None:
-        defaults = {field.name: field.default for field in fields(self)}
-        for name in names:
-            if getattr(self, name) != defaults[name]:
-                raise UsageError(
-                    f"--pictures.{name} {getattr(self, name)!r} has no effect with {because}. Leave it at its default "
-                    f"{defaults[name]!r}, or change the other option."
-                )
+    def _refuse(self, names: Sequence[str], cause: str, instead: str | None = None) -> None:
+        refuse_without_effect(self, "pictures", names, f"with {cause}", instead)
 
 
 @dataclass(frozen=True)
@@ -143,8 +138,7 @@ def prepare_pictures(
     if config.latents == "none":
         return None
     path = data.path
-    config.check_path(path)
-    _refuse_options(config, data)
+    refuse_unread(config, data)
     patching = _patching(
         config, _vae(config, _revision(config, weights and weights.folder), rank, world_size, barrier), device
     )
@@ -178,20 +172,19 @@ def _bundled(config: PictureConfig, data: DataOptions) -> _Source:
     return _Source(facts, partial(_emoji, config, data.heldout_fraction))
 
 
-def _refuse_options(config: PictureConfig, data: DataOptions) -> None:
-    """Refuse options of the `data` group that are not read for these pictures. Raises ``UsageError``."""
-    defaults = {field.name: field.default for field in fields(cast("Any", data))}
-    refused: dict[str, str] = dict.fromkeys(OF_TEXTS, f"--pictures.latents {config.latents}: pictures are the latents")
+def refuse_unread(config: PictureConfig, data: DataOptions) -> None:
+    """Raise ``WithoutEffectError`` for options of pictures and of `data` that are not read for these pictures."""
+    if config.latents == "none":
+        return
+    config.refuse_unread(data.path)
+    because = f"with pictures.latents: {config.latents}, as pictures are the latents"
+    refuse_without_effect(data, "data", OF_TEXTS, because)
     if data.path in BUNDLED:
-        refused |= dict.fromkeys(OF_SOURCES, f"--data.path {data.path}, whose pictures and captions are bundled")
+        because = f"with data.path: {data.path}, whose pictures and captions are bundled"
+        refuse_without_effect(data, "data", OF_SOURCES, because)
     if data.path == SHAPES:
-        refused["heldout_fraction"] = (
-            f"--data.path {SHAPES}, of which the pairs of colour and form that training lacks are held out"
-        )
-    for name, because in refused.items():
-        value = getattr(data, name)
-        if value != defaults[name]:
-            raise UsageError(f"--data.{name} {value!r} has no effect with {because}. Leave it out.")
+        because = f"with data.path: {SHAPES}, of which the pairs of colour and form that training lacks are held out"
+        refuse_without_effect(data, "data", ["heldout_fraction"], because)
 
 
 def _revision(config: PictureConfig, earlier: Path | None) -> str | None:

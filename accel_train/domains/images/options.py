@@ -12,8 +12,8 @@ from accel_train.config import (
     PositiveFloat,
     PositiveInt,
     UsageError,
-    WithoutEffectError,
     expand_path,
+    refuse_without_effect,
 )
 from accel_train.data.tables.ledger import Changed
 from accel_train.domains.images import decoding
@@ -46,15 +46,9 @@ class PriorConfig:
     """Denoising steps of a picture that is drawn."""
 
     def __post_init__(self) -> None:
-        values = {name: getattr(self, name) for name in ("weight", "caption", "count", "steps")}
-        given = [
-            f"data.prior.{name} {value!r}" for name, value in values.items() if value != getattr(PriorConfig, name)
-        ]
-        if self.path is None and given:
-            raise UsageError(
-                f"{', '.join(given)}: no effect without data.prior.path; give it the pictures of the class, or leave "
-                "this out"
-            )
+        if self.path is None:
+            names = ("weight", "caption", "count", "steps")
+            refuse_without_effect(self, "data.prior", names, "without data.prior.path", "give it pictures of the class")
         if self.count and not (self.caption and self.caption.strip()):
             raise UsageError(
                 f"data.prior.count {self.count}: the base draws pictures of data.prior.caption, and there is none; "
@@ -65,10 +59,9 @@ class PriorConfig:
                 f"data.prior.count {self.count}: the base draws into a folder, and data.prior.path is {self.path}; "
                 "give a folder, or leave the count out"
             )
-        if self.count == 0 and self.steps != DRAWING_STEPS:
-            raise UsageError(
-                f"data.prior.steps {self.steps} has no effect without data.prior.count; give --data.prior.count 200"
-            )
+        if self.count == 0:
+            because = "without data.prior.count"
+            refuse_without_effect(self, "data.prior", ["steps"], because, "give --data.prior.count 200")
 
 
 @dataclass(frozen=True)
@@ -82,10 +75,9 @@ class MaskConfig:
     """Weight of the rest. The weighted error is still divided by all latents, so small parts give small losses."""
 
     def __post_init__(self) -> None:
-        if self.source == "none" and self.outside != 0.0:
-            raise UsageError(
-                f"data.mask.outside {self.outside:g} has no effect without data.mask.source; give alpha or files"
-            )
+        if self.source == "none":
+            because = "without data.mask.source"
+            refuse_without_effect(self, "data.mask", ["outside"], because, "give alpha or files")
 
 
 @dataclass(frozen=True)
@@ -153,21 +145,17 @@ class PictureDataConfig:
 
     def __post_init__(self) -> None:
         _ = self.buckets
-        if self.heldout_path is not None and self.heldout_fraction not in (0, PictureDataConfig.heldout_fraction):
-            raise WithoutEffectError(
-                f"--data.heldout_fraction {self.heldout_fraction:g} has no effect with --data.heldout_path "
-                f"{self.heldout_path!r}. Leave it at its default {PictureDataConfig.heldout_fraction:g}, or give 0.",
-                "data.heldout_fraction",
-            )
+        # The default is nobody's request, and 0 means the same.
+        if self.heldout_path is not None and self.heldout_fraction:
+            because = f"with data.heldout_path: {self.heldout_path}"
+            refuse_without_effect(self, "data", ["heldout_fraction"], because)
         self._refuse_prior_below()
         decoding.colour(self.background)
         if len(set(self.resolutions)) < len(self.resolutions):
             raise UsageError(f"--data.resolutions {list(self.resolutions)}: each must be there once.")
-        if self.resolution_choice == "each" and len(self.resolutions) == 1:
-            raise UsageError(
-                f"--data.resolution_choice each has no effect with one resolution, {self.resolutions[0]}. Give several "
-                "--data.resolutions, or leave it out."
-            )
+        if len(self.resolutions) == 1:
+            because = f"with one resolution in data.resolutions: {self.resolutions[0]}"
+            refuse_without_effect(self, "data", ["resolution_choice"], because, "give several")
         refuse_extension(self.caption_extension, "--data.caption_extension")
 
     def _refuse_prior_below(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train import simulated
-from accel_train.config import PositiveInt, UsageError, expand_path
+from accel_train.config import PositiveInt, UsageError, expand_path, refuse_without_effect
 from accel_train.domains.models.lora import CPU, LoraConfig, adapter_config, apply_lora
 from accel_train.domains.models.pretrained import without_bars_in_logs, without_notices_of_imports
 from accel_train.pipeline import ADAPTER_DESCRIPTION, DESCRIBED
@@ -57,18 +57,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.source is None:
-            if self.revision is not None:
-                raise UsageError(
-                    f"--model.revision {self.revision!r} has no effect without --model.source. Give both, or neither."
-                )
+            refuse_without_effect(self, "model", ["revision"], "without model.source", "give both")
             return
-        if self.config != SCRATCH or self.sizes:
-            given = {**({"config": self.config} if self.config != SCRATCH else {}), **self.sizes}
-            names = ", ".join(f"--model.{name} {value}" for name, value in given.items())
-            raise UsageError(
-                f"{names}: no effect with --model.source {self.source!r}, whose config.json says it. Leave them out "
-                "(the preset causal_lm_tune has none), or train from scratch without --model.source."
-            )
+        because = f"with model.source: {self.source}, whose config.json says it"
+        instead = "train from scratch without --model.source"
+        refuse_without_effect(self, "model", ["config", *self.sizes], because, instead)
 
     @property
     def location(self) -> str | None:

@@ -16,8 +16,8 @@ from accel_train.config import (
     NonNegativeInt,
     PositiveInt,
     UsageError,
-    WithoutEffectError,
     expand_path,
+    refuse_without_effect,
 )
 from accel_train.data.tables.ledger import Changed
 from accel_train.data.tables.row_blocks import PlacedRow, RowBlocks, SampleBy, dataset_rows, file_rows
@@ -92,19 +92,14 @@ class DataConfig:
                 "--data.heldout_fraction 0 without --data.heldout_path leaves nothing to evaluate on. Set a fraction "
                 "such as 0.04, or give held-out rows."
             )
-        # The default is nobody's request: only another fraction would be ignored.
-        if self.heldout_path is not None and self.heldout_fraction not in (0, DataConfig.heldout_fraction):
-            raise WithoutEffectError(
-                f"--data.heldout_fraction {self.heldout_fraction:g} has no effect with --data.heldout_path "
-                f"{self.heldout_path!r}. Leave it at its default {DataConfig.heldout_fraction:g}, or give 0.",
-                "data.heldout_fraction",
-            )
+        # The default is nobody's request, and 0 means the same.
+        if self.heldout_path is not None and self.heldout_fraction:
+            because = f"with data.heldout_path: {self.heldout_path}"
+            refuse_without_effect(self, "data", ["heldout_fraction"], because)
         # A ready tokenizer has its vocabulary.
-        if self.tokenizer not in (None, tokenizers.TRAINED) and self.vocab_size is not None:
-            raise UsageError(
-                f"--data.vocab_size {self.vocab_size} has no effect with --data.tokenizer {self.tokenizer!r}. Leave it "
-                "out, or set the tokenizer to 'trained'."
-            )
+        if self.tokenizer not in (None, tokenizers.TRAINED):
+            because = f"with data.tokenizer: {self.tokenizer}"
+            refuse_without_effect(self, "data", ["vocab_size"], because, f"set the tokenizer to {tokenizers.TRAINED}")
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -119,11 +114,9 @@ class DataConfig:
 
     def refuse_beside(self, source: str | None) -> None:
         """Raise ``UsageError`` for options of a trained tokenizer with a model that has its own."""
-        if source is not None and self.tokenizer is None and self.vocab_size is not None:
-            raise UsageError(
-                f"--data.vocab_size {self.vocab_size} has no effect with --model.source {source!r}, whose tokenizer is "
-                "used. Leave it out, or set the tokenizer to 'trained'."
-            )
+        if source is not None and self.tokenizer is None:
+            because = f"with model.source: {source}, whose tokenizer is used"
+            refuse_without_effect(self, "data", ["vocab_size"], because, f"set the tokenizer to {tokenizers.TRAINED}")
 
 
 def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by: SampleBy, cache: Path) -> RowBlocks:

@@ -9,7 +9,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError, expand_path, refuse_without_effect
 from accel_train.data.tables.row_blocks import FileRows, RowBlocks
 from accel_train.data.tables.run_files import listed, run_file_notices
 from accel_train.data.tables.shards import warn_of_changes
@@ -84,12 +84,9 @@ class SplitSources:
         wanted = {"sample_by": "a .txt file, which it divides", "text_column": "JSONL, a table or a dataset"}
         wanted["split"] = "a saved dataset of several splits or one of the Hub, as files have no splits"
         for name, is_read in read.items():
-            value = getattr(config, name)
-            if not is_read and value != getattr(DataConfig, name):
-                raise UsageError(
-                    f"--data.{name} {value!r} has no effect with {config.named}: required is "
-                    f"{wanted[name]}. Leave it out, or give such a source."
-                )
+            if not is_read:
+                because = f"with {config.named}: it requires {wanted[name]}"
+                refuse_without_effect(config, "data", [name], because, "give such a source")
         schemas = (names for source in sources for names in source.schemas(config.text_column))
         _refuse_missing_column(config.text_column, config.named, schemas)
 

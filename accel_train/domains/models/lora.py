@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from accel_train.config import NonNegativeInt, PositiveFloat, UsageError
+from accel_train.config import NonNegativeInt, PositiveFloat, UsageError, refuse_without_effect
 from accel_train.domains.models import quantised
 from accel_train.domains.models.pretrained import without_notices_of_imports
 from accel_train.precision import Precision, dtype_of, kept_in_fp32
@@ -50,15 +50,10 @@ class LoraConfig:
     of a module's path. None: all-linear of a language model, the projections of attention of a pipeline."""
 
     def __post_init__(self) -> None:
-        given = {
-            "lora.alpha": self.alpha is not None,
-            "lora.variant": self.variant != "lora",
-            "lora.base_precision": self.base_precision != "fp32",
-            "lora.targets": self.targets is not None,
-        }
-        unread = [name for name, is_given in given.items() if is_given]
-        if self.rank == 0 and unread:
-            raise UsageError(f"{', '.join(unread)}: lora.rank is 0, so there are no adapters; give --lora.rank 16")
+        if self.rank == 0:
+            names = ("alpha", "variant", "base_precision", "targets")
+            because = "with lora.rank: 0, without any adapters"
+            refuse_without_effect(self, "lora", names, because, "give --lora.rank 16")
         if self.base_precision == "fp8" and self.variant == "dora":
             raise UsageError(
                 "lora.variant dora: it needs the norms of the weights, which peft cannot read from "

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 from accel_train.checkpoints.policy import CheckpointConfig
-from accel_train.config import UsageError, WithoutEffectError, origin_of
+from accel_train.config import UsageError, origin_of, refuse_without_effect
 from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.shape import PdeModelConfig
 from accel_train.training import schedules
@@ -18,12 +18,9 @@ from accel_train.training.schedules import ScheduleConfig
 def check_model(model: PdeModelConfig, objective: ObjectiveConfig, checkpoints: CheckpointConfig) -> None:
     """Refuse options of the model without effect in the run."""
     model.refuse_unread()
-    if objective.drop_path and sum(model.stages) == 1:
-        raise WithoutEffectError(
-            f"objective.drop_path {objective.drop_path:g}: has no effect on a single block (model.depth, or "
-            "model.depths of pdet_unet), for the first is never skipped. Leave it at 0, or give more blocks.",
-            "objective.drop_path",
-        )
+    if sum(model.stages) == 1:
+        because = "on a single block (model.depth, or model.depths of pdet_unet), for the first is never skipped"
+        refuse_without_effect(objective, "objective", ["drop_path"], because, "give more blocks")
     check_residual(objective, checkpoints, model.residual_depth)
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from accel_train.config import Fraction, FractionBelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, UsageError
+from accel_train.config import (
+    Fraction,
+    FractionBelowOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    UsageError,
+    refuse_without_effect,
+)
 
 # The plain step and the nine of `trajectories.NOISES`: all the proposals for a task that is not periodic.
 MOST_CANDIDATES = 10
@@ -70,31 +78,24 @@ class ObjectiveConfig:
                 "objective.freeze_autoencoder true with autoencode_steps 0: encoder and decoder would stay at their "
                 "random initial values. Give the first stage some steps, or do not freeze them."
             )
-        if self.freeze_autoencoder and self.inverse_every != 1:
-            raise UsageError(
-                f"objective.inverse_every {self.inverse_every} with freeze_autoencoder true: the inverse terms train "
-                "encoder and decoder, so a second stage that freezes them has none. Leave one of the two out."
-            )
-        if self.inverse_weight == 0 and self.inverse_every != 1:
-            raise UsageError(
-                f"objective.inverse_every {self.inverse_every}: has no effect with inverse_weight 0, which leaves the "
-                "inverse terms out. Give a weight, or leave inverse_every out."
-            )
-        if self.queries is None and self.query_sampling != "stratified":
-            raise UsageError(
-                f"objective.query_sampling {self.query_sampling}: has no effect without objective.queries. Give their "
-                "number, or leave query_sampling out."
-            )
+        if self.freeze_autoencoder:
+            because = "with objective.freeze_autoencoder: true, for the inverse terms train encoder and decoder"
+            refuse_without_effect(self, "objective", ["inverse_every"], because)
+        if self.inverse_weight == 0:
+            because = "with objective.inverse_weight: 0, which leaves the inverse terms out"
+            refuse_without_effect(self, "objective", ["inverse_every"], because, "give a weight")
+        if self.queries is None:
+            because = "without objective.queries"
+            refuse_without_effect(self, "objective", ["query_sampling"], because, "give their number")
         if self.residual_from is not None and self.residual_from <= self.autoencode_steps:
             raise UsageError(
                 f"objective.residual_from {self.residual_from}: must be more than autoencode_steps "
                 f"{self.autoencode_steps}, or the operator would never learn. Raise it."
             )
-        if self.residual_from is None and self.residual_steps != 1:
-            raise UsageError(
-                f"objective.residual_steps {self.residual_steps}: has no effect without objective.residual_from. Give "
-                "the step at which its stage begins, or leave residual_steps out."
-            )
+        if self.residual_from is None:
+            because = "without objective.residual_from"
+            instead = "give the step at which its stage begins"
+            refuse_without_effect(self, "objective", ["residual_steps"], because, instead)
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,11 @@ class ConditioningConfig:
                 f"evaluation.conditioning.candidates {self.candidates}: at most {MOST_CANDIDATES} next steps can be "
                 "tried from a state; lower it, or raise evaluation.conditioning.beam"
             )
-        for name in ("beam", "horizon"):
-            value = getattr(self, name)
-            if self.candidates == 1 and value > getattr(ConditioningConfig, name):
-                raise UsageError(
-                    f"evaluation.conditioning.{name} {value}: has no effect with candidates 1, the plain step alone; "
-                    "raise candidates, or leave it out"
-                )
+        if self.candidates == 1:
+            # With fewer it is the plain step as well.
+            more = [name for name in ("beam", "horizon") if getattr(self, name) > getattr(ConditioningConfig, name)]
+            because = "with evaluation.conditioning.candidates: 1, the plain step alone"
+            refuse_without_effect(self, "evaluation.conditioning", more, because, "raise candidates")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from accel_train.config import NonNegativeInt, PositiveInt, UsageError
+from accel_train.config import NonNegativeInt, PositiveInt, UsageError, refuse_without_effect
 from accel_train.domains.models.token_blocks import BlockShape
 from accel_train.domains.pde.tokens import DecoderShape, FieldGrid, divide
 from accel_train.precision import Precision, dtype_of
@@ -116,18 +116,15 @@ class PdeModelConfig:
 
     def refuse_unread(self) -> None:
         """Refuse options without effect in a run. A checkpoint may have any values."""
-        stack = self.operator == "pdet_stack"
-        options = (
-            (stack, "depths", (2, 2, 2), "operator pdet_stack, which has depth", "pdet_unet"),
-            (not stack, "depth", 4, "operator pdet_unet, which has depths", "pdet_stack"),
-            (self.attention == "standard", "group_width", 32, "attention standard", "channel_separated"),
-        )
-        for unread, name, default, where, other in options:
-            value = getattr(self, name)
-            if unread and value != default:
-                raise UsageError(
-                    f"model.{name} {value}: has no effect on {where}. Leave it at {default}, or choose {other}."
-                )
+        unread = {"depths": "pdet_unet"}
+        if self.operator == "pdet_unet":
+            unread = {"depth": "pdet_stack"}
+        for name, other in unread.items():
+            because = f"with model.operator: {self.operator}"
+            refuse_without_effect(self, "model", [name], because, f"choose {other}")
+        if self.attention == "standard":
+            because = "with model.attention: standard"
+            refuse_without_effect(self, "model", ["group_width"], because, "choose channel_separated")
 
     @property
     def stages(self) -> tuple[int, ...]:

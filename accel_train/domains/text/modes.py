@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from torch import Tensor
 
 from accel_train import rng
-from accel_train.config import Fraction, NonNegativeFloat, PositiveFloat, UsageError, WithoutEffectError
+from accel_train.config import Fraction, NonNegativeFloat, PositiveFloat, UsageError, as_written, refuse_without_effect
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.masked_text import TextDiffusionConfig
 from accel_train.domains.diffusion.timesteps import TimeConfig
@@ -70,11 +70,11 @@ class ModeConfig:
     """Coefficient of the latent loss. The text loss has 1."""
 
     def __post_init__(self) -> None:
-        if (self.mode == "sequential") != bool(self.phases):
-            raise UsageError(
-                f"mode {self.mode} with phases {list(self.phases)}: sequential needs phases and the other modes read "
-                "none; give --modes.mode sequential --modes.phases t2l:500 mixed:500, or leave phases out"
-            )
+        if self.mode != "sequential":
+            because = f"with modes.mode: {self.mode}"
+            refuse_without_effect(self, "modes", ["phases"], because, "give --modes.mode sequential")
+        elif not self.phases:
+            raise UsageError("modes.mode: sequential: phases are required; give --modes.phases t2l:500 mixed:500")
         # Parsed here as well, so that a wrong phase is an error before the data is read.
         refuse_random_conditions(self.parsed())
         has_mixed = self.mode == "mixed" or any(phase.mode == "mixed" for phase in self.parsed())
@@ -96,8 +96,8 @@ class ModeConfig:
     def describe(self) -> str:
         """Return the option that decides the modes, with its value."""
         if self.mode == "mixed":
-            return f"modes.weights {_as_flag(self.weights)}"
-        return f"modes.mode {self.mode}"
+            return f"modes.weights: {as_written(self.weights)}"
+        return f"modes.mode: {self.mode}"
 
     def _refuse_unread(self) -> None:
         phases = self.parsed() or [phase_of_step(self, 0)]
@@ -107,17 +107,8 @@ class ModeConfig:
             "latent_weight": modes != {"l2t"},
             "conditioning_dropout": modes != {"unconditional"},
         }
-        defaults = type(self)
-        changed = [name for name in has_effect if getattr(self, name) != getattr(defaults, name)]
-        ignored = [name for name in changed if not has_effect[name]]
-        if ignored:
-            values = ", ".join(f"modes.{name} {_as_flag(getattr(self, name))}" for name in ignored)
-            defaults = " ".join(f"--modes.{name} {_as_flag(getattr(type(self), name))}" for name in ignored)
-            raise WithoutEffectError(
-                f"{values}: has no effect with {self.describe()}. Leave it out. If a file sets it, reset it with "
-                f"{defaults}.",
-                *(f"modes.{name}" for name in ignored),
-            )
+        ignored = [name for name, is_read in has_effect.items() if not is_read]
+        refuse_without_effect(self, "modes", ignored, f"with {self.describe()}")
 
     def parsed(self) -> list[Phase]:
         """Parse and check the phases of ``sequential``."""
@@ -137,14 +128,9 @@ def refuse_unlearned(
     for mode, group, options, part in unlearned:
         if config.drawn() != {mode}:
             continue
-        names = [field.name for field in fields(options) if getattr(options, field.name) != field.default]
-        if names:
-            values = ", ".join(f"{group}.{name} {getattr(options, name)}" for name in names)
-            raise WithoutEffectError(
-                f"{values}: has no effect with {config.describe()}, which learns no {part}. Leave it out, or choose "
-                "another mode.",
-                *(f"{group}.{name}" for name in names),
-            )
+        names = [field.name for field in fields(options)]
+        because = f"with {config.describe()}, which learns no {part}"
+        refuse_without_effect(options, group, names, because, "choose another mode")
 
 
 def refuse_unlearned_guidance(config: ModeConfig, guidance: Mapping[str, float]) -> None:
@@ -266,12 +252,6 @@ def refuse_random_conditions(phases: Sequence[Phase]) -> None:
             trained.add("text")
         if phase.frozen != "latent":
             trained.add("latent")
-
-
-def _as_flag(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " ".join(f"{number:g}" for number in value)
-    return f"{value:g}"
 
 
 def _parse(text: str) -> Phase:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
-from accel_train.config import FractionBelowOne, NonNegativeFloat, NonNegativeInt, PositiveInt, Seed, UsageError
+from accel_train.config import (
+    FractionBelowOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Seed,
+    UsageError,
+    refuse_without_effect,
+)
 from accel_train.data.tables.ledger import Changed
 from accel_train.data.tables.shards import is_shards
 from accel_train.domains.text.encoders import Pooling
@@ -82,39 +90,36 @@ class DataConfig:
     ~/.cache/accel_train."""
 
     def __post_init__(self) -> None:
-        if self.read == "shards":
-            self._refuse(("latents",), "read 'shards'")
-        else:
-            self._refuse(("cache_mib",), "read 'memory'")
+        # Not without effect: other latents would be learned.
+        if self.read == "shards" and self.latents is not None:
+            raise UsageError(
+                f"data.read: shards, data.latents: {self.latents}: latents of your own are read into memory; give "
+                "--data.read memory, or leave one of the two out"
+            )
+        if self.read == "memory":
+            self._refuse(("cache_mib",), "read: memory", "give --data.read shards")
         if self.heldout_path is None and self.heldout_fraction == 0:
             raise UsageError(
                 "--data.heldout_fraction 0 without --data.heldout_path leaves nothing to evaluate on. Set a "
                 "fraction such as 0.04, or give a held-out source."
             )
         if self.heldout_path is not None and self.heldout_fraction:
-            self._refuse(("heldout_fraction",), f"heldout_path {self.heldout_path!r}")
+            self._refuse(("heldout_fraction",), f"heldout_path: {self.heldout_path}")
         transformer_only = ("pooling", "encoder_max_length", "encoder_batch_size")
         if self.latents is not None:
-            self._refuse(("encoder", "normalise", "latent_dim", *transformer_only), f"latents {self.latents!r}")
+            self._refuse(("encoder", "normalise", "latent_dim", *transformer_only), f"latents: {self.latents}")
         elif self.encoder == TFIDF_SVD:
-            self._refuse(transformer_only, f"encoder {TFIDF_SVD!r}")
+            self._refuse(transformer_only, f"encoder: {TFIDF_SVD}", "give a transformers encoder")
         if self.tokenizer != TRAINED:
-            self._refuse(("vocab_size",), f"tokenizer {self.tokenizer!r}")
+            self._refuse(("vocab_size",), f"tokenizer: {self.tokenizer}", f"set the tokenizer to {TRAINED}")
 
     @property
     def by_blocks(self) -> bool:
         """Return True if the texts are split by a pass over shards, whether or not they are held in memory then."""
         return self.read == "shards" or self.shuffle_blocks is not None or is_shards(self.path)
 
-    def _refuse(self, names: Sequence[str], because: str) -> None:
-        """Refuse options that another one makes meaningless, unless they have their default value."""
-        defaults = {field.name: field.default for field in fields(self)}
-        for name in names:
-            if getattr(self, name) != defaults[name]:
-                raise UsageError(
-                    f"--data.{name} {getattr(self, name)!r} has no effect with --data.{because}. Leave it at its "
-                    f"default {defaults[name]!r}, or change the other option."
-                )
+    def _refuse(self, names: Sequence[str], cause: str, instead: str | None = None) -> None:
+        refuse_without_effect(self, "data", names, f"with data.{cause}", instead)
 
 
 @dataclass(frozen=True)

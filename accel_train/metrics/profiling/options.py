@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from accel_train.config import UsageError, WithoutEffectError
+from accel_train.config import UsageError, refuse_without_effect
 
 EXAMPLE = "such as --profile.steps 10:20, which is steps 11 to 20"
 
@@ -37,12 +37,9 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         self.range()
-        if self.memory and self.steps is None:
-            raise WithoutEffectError(
-                "profile.memory: true: profile.steps is required, since allocations are recorded in these steps; "
-                f"give a range, {EXAMPLE}",
-                "profile.memory",
-            )
+        if self.steps is None:
+            because = "without profile.steps, in which allocations are recorded"
+            refuse_without_effect(self, "profile", ["memory"], because, f"give a range, {EXAMPLE}")
 
     def range(self) -> StepRange | None:
         """Return the steps to profile. Raises ``UsageError`` for a text that is no range."""
@@ -84,17 +81,9 @@ class ProfileConfig:
 
     def refuse_without_training(self) -> None:
         """Raise ``WithoutEffectError`` for steps to profile, in a start that does none."""
-        if self.steps is None:
-            return
-        options = ["profile.steps"]
         # Recording memory requires the steps, so it gives way with them.
-        if self.memory:
-            options.append("profile.memory")
-        raise WithoutEffectError(
-            f"profile.steps: {self.steps}: has no effect with evaluate_only: true, which does no steps; leave one of "
-            "the two out",
-            *options,
-        )
+        because = "with evaluate_only: true, which does no steps"
+        refuse_without_effect(self, "profile", ["steps", "memory"], because)
 
     def refuse_beyond(self, max_steps: int) -> None:
         """Raise ``UsageError`` for a range that the run does not reach."""

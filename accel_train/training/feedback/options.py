@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_train.config import Fraction, FractionBelowOne, NonNegativeInt, PositiveFloat, PositiveInt, UsageError
+from accel_train.config import (
+    Fraction,
+    FractionBelowOne,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UsageError,
+    refuse_without_effect,
+)
 
 DECAY = 0.99
 RATE = 0.01
@@ -30,12 +38,9 @@ class BalanceConfig:
     def __post_init__(self) -> None:
         readers = {"decay": "ema", "lr": "uncertainty"}
         for name, kind in readers.items():
-            value = getattr(self, name)
-            if value is not None and self.kind != kind:
-                raise UsageError(
-                    f"balance.{name}: {value}: balance.kind: {self.kind} does not read it; leave it out, or give "
-                    f"--balance.kind {kind}"
-                )
+            if self.kind != kind:
+                because = f"with balance.kind: {self.kind}"
+                refuse_without_effect(self, "balance", [name], because, f"give --balance.kind {kind}")
 
     @property
     def is_on(self) -> bool:
@@ -85,13 +90,8 @@ class PlateauConfig:
         if self.is_on:
             self._refuse_high_floor()
             return
-        for name in ("steps", "min_improvement", "patience", "cooldown", "min_factor"):
-            value, default = getattr(self, name), getattr(PlateauConfig, name)
-            if value != default:
-                raise UsageError(
-                    f"plateau.{name}: {value}: has no effect with plateau.factor 1; give --plateau.factor 0.5, or "
-                    f"leave {name} out (the default is {default})"
-                )
+        names = ("steps", "min_improvement", "patience", "cooldown", "min_factor")
+        refuse_without_effect(self, "plateau", names, "with plateau.factor: 1", "give --plateau.factor 0.5")
 
     def _refuse_high_floor(self) -> None:
         if self.min_factor >= 1:

@@ -8,7 +8,14 @@ from typing import Any, Literal
 from accelerate import Accelerator
 from torch import nn
 
-from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UsageError
+from accel_train.config import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UsageError,
+    refuse_without_effect,
+)
 from accel_train.wording import shortened
 
 COMPARE_EVERY = 500
@@ -103,31 +110,18 @@ class HealthConfig:
                 f"health.slow_factor: {self.slow_factor}: more than 1 is required, or every process above the median "
                 "is slow; try 1.3, or --health.compare_every 0 to switch the check off"
             )
-        if self.compare_every == 0 and self.slow_factor != HealthConfig.slow_factor:
-            raise UsageError(
-                f"health.slow_factor: {self.slow_factor}: no processes are compared, because health.compare_every is "
-                "0; leave one of the two out"
-            )
-        if self.spike != "warn" and not self.finds_spikes:
-            raise UsageError(
-                f"health.spike: {self.spike}: nothing looks for spikes, because health.spike_factor is 0; set it, such "
-                "as --health.spike_factor 10, or leave spike out"
-            )
-        if self.spike_window != HealthConfig.spike_window and not self.finds_spikes:
-            raise UsageError(
-                f"health.spike_window: {self.spike_window}: nothing looks for spikes, because health.spike_factor is "
-                "0; set it, such as --health.spike_factor 10, or leave spike_window out"
-            )
-        if self.max_skipped != HealthConfig.max_skipped and not self.skips:
-            raise UsageError(
-                f"health.max_skipped: {self.max_skipped}: has no effect with health.non_finite: {self.non_finite}, "
-                "which skips no step; give --health.non_finite skip, or leave it out"
-            )
-        if self.max_rollbacks != HealthConfig.max_rollbacks and self.non_finite != "rollback":
-            raise UsageError(
-                f"health.max_rollbacks: {self.max_rollbacks}: has no effect with health.non_finite: "
-                f"{self.non_finite}, which never goes back; give --health.non_finite rollback, or leave it out"
-            )
+        if self.compare_every == 0:
+            refuse_without_effect(self, "health", ["slow_factor"], "with health.compare_every: 0")
+        if not self.finds_spikes:
+            because = "with health.spike_factor: 0, with which nothing looks for spikes"
+            instead = "set spike_factor, such as --health.spike_factor 10"
+            refuse_without_effect(self, "health", ["spike", "spike_window"], because, instead)
+        if not self.skips:
+            because = f"with health.non_finite: {self.non_finite}, which skips no step"
+            refuse_without_effect(self, "health", ["max_skipped"], because, "give --health.non_finite skip")
+        if self.non_finite != "rollback":
+            because = f"with health.non_finite: {self.non_finite}, which never goes back"
+            refuse_without_effect(self, "health", ["max_rollbacks"], because, "give --health.non_finite rollback")
 
     def describe(self) -> list[str]:
         """Return notices about the treatment of bad steps. Empty for the defaults."""

@@ -219,5 +219,5 @@ def test_default_config_changes_no_bit():
 
 
 def test_an_option_of_another_density_is_refused():
-    with pytest.raises(UsageError, match=r"mode_scale 0\.5 has no effect with density uniform"):
+    with pytest.raises(UsageError, match=r"times\.mode_scale: 0\.5: has no effect with times\.density: uniform"):
         timesteps.TimeConfig(mode_scale=0.5)

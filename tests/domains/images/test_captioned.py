@@ -139,7 +139,7 @@ def test_the_rows_of_an_autoencoder_are_the_same_data_on_any_machine(tmp_path):
         ({"size": 18}, "size 18 with --pictures.patch 2: a multiple of 4 is required.* Set size 16"),
         ({"vae": "nothing"}, r"--pictures.vae 'nothing' cannot be loaded .*autoencoder of diffusers"),
         ({"vae_revision": "main"}, "is a folder and has no revision 'main'"),
-        ({"latents": "pixels"}, "--pictures.vae .* has no effect with --pictures.latents pixels"),
+        ({"latents": "pixels"}, "pictures.vae: .* has no effect with pictures.latents: pixels"),
     ],
 )
 def test_autoencoders_that_cannot_be_used(options, message, tmp_path):
@@ -193,7 +193,7 @@ def test_people_stay_in_yellow_without_the_skin_tones(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"size": 48}, "size 48 has no effect with --pictures.latents none"),
+        ({"size": 48}, "size: 48: has no effect with pictures.latents: none"),
         ({"latents": "pixels", "size": 30}, "multiple of the patch is required. Set size 32"),
         ({"latents": "pixels", "leave_out": ("flag",)}, "no group of the bundled emoji"),
     ],
@@ -206,8 +206,8 @@ def test_options_without_effect_are_refused(options, message):
 @pytest.mark.parametrize(
     ("options", "path", "message"),
     [
-        ({"leave_out": ("flags",)}, "shapes", "leave_out .* has no effect with --data.path shapes"),
-        ({"samples": 5}, "emoji", "samples 5 has no effect with --data.path emoji"),
+        ({"leave_out": ("flags",)}, "shapes", "leave_out: .* has no effect with data.path: shapes"),
+        ({"samples": 5}, "emoji", "samples: 5: has no effect with data.path: emoji"),
         ({"size": 48}, "emoji", "32 or 64 pixels"),
     ],
 )
@@ -219,5 +219,5 @@ def test_a_source_refuses_what_it_does_not_read(options, path, message, tmp_path
 
 def test_a_heldout_path_is_refused(tmp_path):
     data = DataConfig(path="shapes", heldout_path="x", heldout_fraction=0.0, cache_dir=str(tmp_path))
-    with pytest.raises(UsageError, match="heldout_path 'x' has no effect"):
+    with pytest.raises(UsageError, match="heldout_path: x: has no effect"):
         prepare_pictures(SHAPES, data)

@@ -149,11 +149,14 @@ def test_pictures_of_something_else_are_refused(folder: Path, tmp_path: Path) ->
     [
         (
             {"count": 3, "caption": "a cat"},
-            r"^data.prior.caption 'a cat', data.prior.count 3: no effect without data.prior.path; .* leave this",
+            r"^data.prior.caption: a cat, data.prior.count: 3: have no effect without data.prior.path; .* leave them",
         ),
-        ({"weight": 0.5}, r"^data.prior.weight 0.5: no effect without data.prior.path; .* or leave this out$"),
+        (
+            {"weight": 0.5},
+            r"^data.prior.weight: 0.5: has no effect without data.prior.path; .* \(the default is 1\)$",
+        ),
         ({"path": "class", "count": 3}, r"data.prior.count 3: .* give --data.prior.caption"),
-        ({"path": "class", "steps": 3}, r"data.prior.steps 3 has no effect without data.prior.count"),
+        ({"path": "class", "steps": 3}, r"data.prior.steps: 3: has no effect without data.prior.count"),
         ({"path": "emoji:flags", "caption": "a", "count": 3}, r"data.prior.path is emoji:flags; give a folder"),
     ],
 )

@@ -312,7 +312,7 @@ def test_an_earlier_row_that_cannot_be_read_is_named(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--lora.rank", "0"), r"lora.rank is 0"),
+        (("--lora.rank", "0"), r"lora\.rank: 0, and this recipe trains adapters alone"),
         (("--base.source", "None"), r"base.source: adapters need a pretrained diffusers pipeline"),
         (("--data.bucket_step", "3"), r"data.bucket_step 3: Stable Diffusion 1.x and 2.x takes sides that are mult"),
         (("--evaluation.side", "17"), r"evaluation.side 17: .* multiples of 8 .*; give 16 or 24"),

@@ -215,9 +215,9 @@ def test_columns_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "data", "says"),
     [
-        ({}, {"latents": "elsewhere"}, r"--data\.latents 'elsewhere' has no effect with --pictures\.latents pixels"),
-        ({}, {"normalise": False}, r"--data\.normalise False has no effect with --pictures\.latents pixels"),
-        ({}, {"shuffle_blocks": 4}, r"--data\.shuffle_blocks 4 has no effect with --pictures\.latents pixels"),
+        ({}, {"latents": "elsewhere"}, r"data\.latents: elsewhere: has no effect with pictures\.latents: pixels"),
+        ({}, {"normalise": False}, r"data\.normalise: false: has no effect with pictures\.latents: pixels"),
+        ({}, {"shuffle_blocks": 4}, r"data\.shuffle_blocks: 4: has no effect with pictures\.latents: pixels"),
         ({}, {"split": "test"}, r"--data\.split 'test' has no effect with --data\.path '.*mine'"),
         ({}, {"text_column": "words"}, r"--data\.text_column 'words': metadata\.jsonl:1 has the fields"),
         ({"image_column": "jpg"}, {}, r"--pictures\.image_column 'jpg' has no effect with --data\.path '.*mine'"),
@@ -234,7 +234,7 @@ def test_messages_name_what_was_given(options: dict[str, Any], data: dict[str, A
 @pytest.mark.parametrize("path", ["emoji", "shapes"])
 @pytest.mark.parametrize("option", [{"split": "test"}, {"text_column": "words"}])
 def test_bundled_pictures_have_no_columns_and_splits(path: str, option: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"has no effect with --data.path {path}"):
+    with pytest.raises(UsageError, match=f"has no effect with data.path: {path}"):
         prepare(Path(path), tmp_path, **option)
 
 

@@ -458,7 +458,7 @@ def test_a_base_that_is_gone_or_no_model_of_pictures_is_refused(
         find_base(BaseConfig(source="runs/image-demo"))
     with pytest.raises(UsageError, match=r"is no model of pictures of recipes/mmdit\.py"):
         find_base(BaseConfig(source=str(text_run(tmp_path / "texts"))))
-    with pytest.raises(UsageError, match=r"base\.guidance 3\.0: has no effect with base\.source"):
+    with pytest.raises(UsageError, match=r"base\.guidance: 3: has no effect with base\.source"):
         find_base(BaseConfig(source=str(run), guidance=3.0))
 
 

@@ -238,7 +238,7 @@ def test_a_split_is_trained_on_beside_another_or_a_file(tmp_path: Path) -> None:
         UsageError, match=r"--data.heldout_path 'split=second': --data.path .*rows.jsonl' has no splits"
     ):
         prepared(tmp_path, heldout_path="split=second", heldout_fraction=0)
-    with pytest.raises(UsageError, match=r"--data.split 'valid' has no effect .*as files have no splits"):
+    with pytest.raises(UsageError, match=r"data.split: valid: has no effect .*as files have no splits"):
         prepared(tmp_path, split="valid", heldout_path=held, heldout_fraction=0)
 
 
@@ -249,7 +249,7 @@ def test_a_split_of_a_dataset_without_splits_is_refused(tmp_path: Path) -> None:
         datasets.Dataset.from_dict({"text": lines}).save_to_disk(str(tmp_path / name))
     saved, other = str(tmp_path / "saved"), str(tmp_path / "other")
     for more in ({}, {"more_paths": (other,)}, {"heldout_path": other, "heldout_fraction": 0}):
-        with pytest.raises(UsageError, match=r"--data.split 'valid' has no effect with --data.path '.*saved'"):
+        with pytest.raises(UsageError, match=r"data.split: valid: has no effect with --data.path '.*saved'"):
             prepared(tmp_path, path=saved, split="valid", **more)
     with pytest.raises(UsageError, match=r"--data.path '.*saved' has no splits, as files and saved datasets of one"):
         prepared(tmp_path, path=saved, heldout_path="split=valid", heldout_fraction=0)
@@ -578,7 +578,7 @@ def test_messages_without_a_template_are_refused(tmp_path: Path) -> None:
             "repeats 1 2 3: 3 numbers, and 2 are required: one for --data.path",
         ),
         ({"path": "a", "more_paths": ("b", "a")}, "--data.path 'a' --data.more_paths 'b' 'a': a source twice"),
-        ({"tokenizer": "x", "vocab_size": 300}, "--data.vocab_size 300 has no effect with --data.tokenizer 'x'"),
+        ({"tokenizer": "x", "vocab_size": 300}, "data.vocab_size: 300: has no effect with data.tokenizer: x"),
     ],
 )
 def test_options_that_contradict_are_refused(options: dict[str, Any], message: str) -> None:

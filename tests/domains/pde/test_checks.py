@@ -183,7 +183,7 @@ def test_weights_of_other_tasks_are_refused(flags: str, words: str) -> None:
 
 def test_drop_path_of_a_single_block_is_refused_and_that_of_a_preset_gives_way() -> None:
     for flags in ("--model.depth 1", "--model.operator pdet_unet --model.depths 1 --model.depth 4"):
-        with pytest.raises(UsageError, match=r"objective\.drop_path 0\.5: has no effect on a single block"):
+        with pytest.raises(UsageError, match=r"objective\.drop_path: 0\.5: has no effect on a single block"):
             load_config(pde.Config, ["pde_demo", "--objective.drop_path", "0.5", *flags.split()], presets=pde.PRESETS)
     config = load_config(pde.Config, ["pde_stack_baseline", "--model.depth", "1"], presets=pde.PRESETS).config
     assert config.objective.drop_path == 0

@@ -139,7 +139,7 @@ def test_the_learning_rate_begins_anew_with_the_residual() -> None:
         ({"spectral_weight": 0.1, "queries": 64}, r"objective.spectral_weight 0.1: .*objective.queries 64"),
         ({"conservation_weight": 0.1, "queries": 64}, r"objective.conservation_weight 0.1"),
         ({"freeze_autoencoder": True}, r"autoencode_steps 0: .*random initial values"),
-        ({"residual_steps": 4}, r"residual_steps 4: has no effect without objective.residual_from"),
+        ({"residual_steps": 4}, r"residual_steps: 4: has no effect without objective.residual_from"),
         ({"autoencode_steps": 5, "residual_from": 5}, r"residual_from 5: must be more than autoencode_steps 5"),
         ({"query_sampling": "uniform"}, r"has no effect without objective.queries"),
     ],

@@ -518,9 +518,9 @@ def test_impossible_shapes_are_refused(change: dict[str, Any], words: tuple[str,
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"depth": 4, "depths": (1, 1, 1)}, ("depths (1, 1, 1)", "has no effect on operator pdet_stack")),
-        ({"operator": "pdet_unet"}, ("depth 2", "has no effect on operator pdet_unet")),
-        ({"group_width": 8}, ("group_width 8", "has no effect on attention standard")),
+        ({"depth": 4, "depths": (1, 1, 1)}, ("depths: 1 1 1", "has no effect with model.operator: pdet_stack")),
+        ({"operator": "pdet_unet"}, ("depth: 2", "has no effect with model.operator: pdet_unet")),
+        ({"group_width": 8}, ("group_width: 8", "has no effect with model.attention: standard")),
     ],
 )
 def test_options_that_are_not_read_are_refused_in_a_run_and_not_in_a_checkpoint(

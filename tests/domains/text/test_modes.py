@@ -50,8 +50,8 @@ def test_phases_follow_each_other_and_start_again() -> None:
     [
         ({"weights": (0, 0, 0)}, "at least one mode"),
         ({"mode": "sequential", "phases": ("l2t:2", "mixed:2"), "weights": (0, 0, 0)}, "at least one mode"),
-        ({"mode": "sequential"}, "sequential needs phases"),
-        ({"phases": ("l2t:3",)}, "the other modes read none"),
+        ({"mode": "sequential"}, "modes.mode: sequential: phases are required"),
+        ({"phases": ("l2t:3",)}, "modes.phases: l2t:3: has no effect with modes.mode: mixed"),
         ({"mode": "sequential", "phases": ("l2t",)}, "MODE:STEPS"),
         ({"mode": "sequential", "phases": ("l2t:²",)}, "MODE:STEPS"),
         ({"mode": "sequential", "phases": ("l2t:0",)}, "STEPS at least 1"),
@@ -62,16 +62,16 @@ def test_phases_follow_each_other_and_start_again() -> None:
         ({"mode": "sequential", "phases": ("mixed:4:freeze=latent",)}, "random initial values"),
         (
             {"mode": "l2t", "weights": (0.1, 1.2, 1), "latent_weight": 4.0},
-            r"modes.weights 0.1 1.2 1, modes.latent_weight 4: has no effect with modes.mode l2t.*"
-            r"--modes.weights 1 1 1 --modes.latent_weight 1",
+            r"modes.weights: 0.1 1.2 1, modes.latent_weight: 4: have no effect with modes.mode: l2t; .*"
+            r"defaults are 1 1 1, 1",
         ),
         (
             {"mode": "unconditional", "conditioning_dropout": 0.2},
-            r"conditioning_dropout 0.2: has no effect.*dropout 0.1",
+            r"conditioning_dropout: 0.2: has no effect.*default is 0.1",
         ),
         (
             {"mode": "sequential", "phases": ("t2l:4",), "weights": (1, 2, 1)},
-            r"weights 1 2 1: has no effect with .*sequential",
+            r"weights: 1 2 1: has no effect with .*sequential",
         ),
     ],
 )

@@ -307,11 +307,11 @@ def test_what_was_left_out_is_said(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"heldout_fraction": 0.0}, "--data.heldout_fraction 0 without --data.heldout_path"),
-        ({"heldout_path": "x", "heldout_fraction": 0.1}, r"--data.heldout_fraction 0.1 has no effect with"),
-        ({"pooling": "last"}, r"--data.pooling 'last' has no effect with --data.encoder 'tfidf-svd'"),
-        ({"encoder_max_length": 9}, r"--data.encoder_max_length 9 has no effect"),
-        ({"encoder": "x/y", "latents": "z"}, r"--data.encoder 'x/y' has no effect with --data.latents 'z'"),
-        ({"tokenizer": "x/y", "vocab_size": 9}, r"--data.vocab_size 9 has no effect with --data.tokenizer 'x/y'"),
+        ({"heldout_path": "x", "heldout_fraction": 0.1}, r"data.heldout_fraction: 0.1: has no effect with"),
+        ({"pooling": "last"}, r"data.pooling: last: has no effect with data.encoder: tfidf-svd"),
+        ({"encoder_max_length": 9}, r"data.encoder_max_length: 9: has no effect"),
+        ({"encoder": "x/y", "latents": "z"}, r"data.encoder: x/y: has no effect with data.latents: z"),
+        ({"tokenizer": "x/y", "vocab_size": 9}, r"data.vocab_size: 9: has no effect with data.tokenizer: x/y"),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(options: dict[str, object], message: str) -> None:

@@ -309,8 +309,8 @@ def test_a_text_that_changed_under_its_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"latents": "made", "latent_dim": None}, r"--data\.latents 'made' has no effect with --data\.read 'shards'"),
-        ({"read": "memory", "cache_mib": 8}, r"--data\.cache_mib 8 has no effect with --data\.read 'memory'"),
+        ({"latents": "made", "latent_dim": None}, r"data\.read: shards, data\.latents: made: "),
+        ({"read": "memory", "cache_mib": 8}, r"data\.cache_mib: 8: has no effect with data\.read: memory"),
         ({"split": "test"}, r"read by blocks, where data\.latents and splits have no effect"),
         ({"text_column": "txt"}, r"part-0\.parquet has no column 'txt'; it has \['text'\]"),
         ({"path": "demo"}, r"demo.* does not exist"),

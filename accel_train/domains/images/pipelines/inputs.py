@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from accel_train.config import UsageError, WithoutEffectError
+from accel_train.config import UsageError, refuse_without_effect
 from accel_train.data.tables.ledger import Ledger, earlier_ledger
 from accel_train.data.tensor_cache import TensorCache
 from accel_train.domains.diffusion.noise_levels import NoiseLevels
@@ -23,7 +23,7 @@ from accel_train.domains.images.latent_cache import CachedPictures, Filling, cac
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.pipelines import encoding
 from accel_train.domains.images.pipelines.drawing import reduction
-from accel_train.domains.images.pipelines.loading import Base, BaseConfig
+from accel_train.domains.images.pipelines.loading import Base
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig, refuse_foreign_weights
 from accel_train.domains.images.trained_text.adapters import with_frozen_text
 from accel_train.domains.images.weighting.class_pictures import draw_missing
@@ -94,11 +94,10 @@ class Inputs:
         Raises ``UsageError`` for a weighting of another process, and a scale of guidance that the denoiser lacks.
         """
         refuse_foreign_weights(options, times, levels, self.base.source)
-        if self.base.config.guidance != BaseConfig.guidance and not getattr(denoiser_config, "guidance_embeds", False):
-            raise UsageError(
-                f"base.guidance: {self.base.config.guidance:g}: has no effect with {self.base.source}, whose denoiser "
-                "takes no scale of guidance; leave it out (evaluation.guidance is that of the pictures drawn)"
-            )
+        if not getattr(denoiser_config, "guidance_embeds", False):
+            because = f"with base.source: {self.base.source}, whose denoiser takes no scale of guidance"
+            instead = "give evaluation.guidance, that of the pictures drawn"
+            refuse_without_effect(self.base.config, "base", ["guidance"], because, instead)
         device = self.pipeline.vae.device
         return Denoising(
             family=self.base.family,
@@ -144,17 +143,9 @@ class StartOptions(Protocol):
 
 def refuse_beside_cache_only(config: StartOptions) -> None:
     """Raise ``UsageError`` for what a start would do with its run, where it ends before there is one."""
-    given = {
-        "evaluate_only: true": config.evaluate_only,
-        "overwrite: true": config.overwrite,
-        f"resume: {config.resume}": config.resume != "auto",
-    }
-    values = ", ".join(value for value, is_given in given.items() if is_given)
-    if config.cache_only and values:
-        raise WithoutEffectError(
-            f"{values}: has no effect with cache_only: true, which ends before a run is opened; leave one of them out",
-            *(value.partition(":")[0] for value, is_given in given.items() if is_given),
-        )
+    if config.cache_only:
+        because = "with cache_only: true, which ends before a run is opened"
+        refuse_without_effect(config, "", ("evaluate_only", "overwrite", "resume"), because)
 
 
 class DrawnPrompts(Protocol):

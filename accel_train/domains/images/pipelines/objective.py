@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_train import rng
-from accel_train.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, UsageError
+from accel_train.config import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    UsageError,
+    refuse_without_effect,
+)
 from accel_train.domains.diffusion import timesteps
 from accel_train.domains.diffusion.noise_levels import NoiseLevels, SnrWeighting, snr_weight
 from accel_train.domains.diffusion.shaped_noise import NoiseKey, caption_dropped, shaped_noise
@@ -55,16 +62,13 @@ class ObjectiveConfig:
     """Share of captions that are left out, so that guidance stays meaningful. 0.05 to 0.1 is usual."""
 
     def __post_init__(self) -> None:
-        if self.snr_weighting not in ("min_snr", "soft_min_snr") and self.snr_gamma != 5.0:
-            raise UsageError(
-                f"objective.snr_gamma {self.snr_gamma:g} has no effect with objective.snr_weighting "
-                f"{self.snr_weighting}; leave it out, or set snr_weighting to min_snr or soft_min_snr"
-            )
-        if self.multires_iterations == 0 and self.multires_discount != 0.3:
-            raise UsageError(
-                f"objective.multires_discount {self.multires_discount:g} has no effect without "
-                "objective.multires_iterations; give both, or neither"
-            )
+        if self.snr_weighting not in ("min_snr", "soft_min_snr"):
+            because = f"with objective.snr_weighting: {self.snr_weighting}"
+            instead = "set snr_weighting to min_snr or soft_min_snr"
+            refuse_without_effect(self, "objective", ["snr_gamma"], because, instead)
+        if self.multires_iterations == 0:
+            because = "without objective.multires_iterations"
+            refuse_without_effect(self, "objective", ["multires_discount"], because, "give both")
 
 
 def refuse_foreign_weights(options: ObjectiveConfig, times: TimeConfig, levels: NoiseLevels, source: str) -> None:

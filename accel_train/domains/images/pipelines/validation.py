@@ -11,7 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from accel_train import rng
-from accel_train.config import NonNegativeFloat, NonNegativeInt, PositiveInt, UsageError, WithoutEffectError
+from accel_train.config import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    UsageError,
+    refuse_without_effect,
+)
 from accel_train.domains.images.demo.emoji import check_groups
 from accel_train.domains.images.grids import evenly, opened_picture
 from accel_train.domains.images.options import PictureDataConfig
@@ -56,11 +62,9 @@ class EvaluationConfig:
     heldout_prompts belong to it."""
 
     def __post_init__(self) -> None:
-        if self.judge is not None and self.heldout_prompts == 0:
-            raise UsageError(
-                f"evaluation.judge {self.judge}: judges pictures of evaluation.heldout_prompts, and there are none; "
-                "give --evaluation.heldout_prompts 70, or leave judge out"
-            )
+        if self.heldout_prompts == 0:
+            because = "without evaluation.heldout_prompts, whose pictures are judged"
+            refuse_without_effect(self, "evaluation", ["judge"], because, "give --evaluation.heldout_prompts 70")
         if self.judge is not None:
             check_groups("--evaluation.judge", (self.judge,))
         empty = [prompt for prompt in self.prompts if not prompt.strip()]
@@ -73,15 +77,10 @@ class EvaluationConfig:
 
     def refuse_without_heldout(self, data: PictureDataConfig) -> None:
         """Raise ``UsageError`` for captions of held-out pictures to draw, where no picture is held out."""
-        if self.heldout_prompts == 0 or data.heldout_path is not None or data.heldout_fraction:
-            return
-        judged = ["evaluation.judge"] if self.judge is not None else []
-        raise WithoutEffectError(
-            f"evaluation.heldout_prompts: {self.heldout_prompts}: has no effect with data.heldout_fraction: 0 and no "
-            "data.heldout_path, for no picture is held out; give --data.heldout_fraction 0.05, or leave it out",
-            "evaluation.heldout_prompts",
-            *judged,
-        )
+        if data.heldout_path is None and not data.heldout_fraction:
+            because = "with data.heldout_fraction: 0 and no data.heldout_path, for no picture is held out"
+            names = ("heldout_prompts", "judge")
+            refuse_without_effect(self, "evaluation", names, because, "give --data.heldout_fraction 0.05")
 
     def refuse_side(self, data: PictureDataConfig, pipeline: Any, base: Base) -> None:
         """Raise ``UsageError`` for a side that the base cannot draw, if there is anything to draw."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError, expand_path, refuse_without_effect
 from accel_train.data.artifacts import cache_directory
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig
@@ -62,14 +62,9 @@ def find(config: BaseConfig) -> MMDiTBase:
 
 
 def _refuse_options(config: BaseConfig) -> None:
-    defaults = BaseConfig()
-    for name in ("revision", "variant", "encoder_precision", "offload_encoders", "prompt_tokens", "guidance"):
-        value = getattr(config, name)
-        if value != getattr(defaults, name):
-            raise UsageError(
-                f"base.{name} {value}: has no effect with base.source {config.source!r}, a model of recipes/mmdit.py; "
-                "leave it out"
-            )
+    names = ("revision", "variant", "encoder_precision", "offload_encoders", "prompt_tokens", "guidance")
+    because = f"with base.source: {config.source}, a model of recipes/mmdit.py"
+    refuse_without_effect(config, "base", names, because)
 
 
 def _directory(source: str) -> Path:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from dataclasses import fields as dataclass_fields
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from accel_train import rng
-from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed, UsageError
+from accel_train.config import NonNegativeInt, PositiveFloat, PositiveInt, Seed, UsageError, refuse_without_effect
 from accel_train.data.generation import blocks_in_order
 from accel_train.data.options import refuse_too_many
 from accel_train.data.progress import Progress
@@ -91,20 +90,13 @@ class PdeDataConfig:
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise UsageError(f"--data.tasks {list(self.tasks)}: at least one task, each once, is required.")
         if self.path == DEMO:
-            self._refuse_unread(("cache_mib",), f"--data.path {DEMO!r}, whose files have no chunks", "read files")
+            because = f"with data.path: {DEMO}, whose files have no chunks"
+            refuse_without_effect(self, "data", ["cache_mib"], because, "read files")
             self._check_generation()
         else:
             names = ("snapshots", "dt", "speed", "viscosity", "seed", "workers")
-            self._refuse_unread(names, f"--data.path {self.path!r}, whose files are read", f"set path to {DEMO}")
-
-    def _refuse_unread(self, names: Iterable[str], where: str, instead: str) -> None:
-        defaults = {field.name: field.default for field in dataclass_fields(self)}
-        for name in names:
-            value = getattr(self, name)
-            if value != defaults[name]:
-                raise UsageError(
-                    f"--data.{name} {value!r} has no effect with {where}. Leave it at {defaults[name]!r}, or {instead}."
-                )
+            because = f"with data.path: {self.path}, whose files are read"
+            refuse_without_effect(self, "data", names, because, f"set path to {DEMO}")
 
     def _check_generation(self) -> None:
         if unknown := [task for task in self.tasks if task not in KINDS]:
@@ -116,7 +108,8 @@ class PdeDataConfig:
         if "dt" in read:
             read.add("time_stride")
         unread = [name for name in TASK_OPTIONS if name not in read]
-        self._refuse_unread(unread, f"--data.tasks {' '.join(self.tasks)}", "add a task that reads it")
+        because = f"with data.tasks: {' '.join(self.tasks)}"
+        refuse_without_effect(self, "data", unread, because, "add a task that reads it")
         if self.snapshots <= self.time_stride:
             raise UsageError(
                 f"--data.snapshots {self.snapshots}: more than time_stride {self.time_stride} are required to make a "

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from accel_train.checkpoints.run import WeightsAssets
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError, expand_path, refuse_without_effect
 from accel_train.data.artifacts import cached_folder, open_cache
 from accel_train.data.generation import split_evenly
 from accel_train.data.tables.ledger import Ledger, earlier_ledger
@@ -216,9 +216,6 @@ def _refuse_unread(config: PdeDataConfig, tasks: Iterable[FieldTask]) -> None:
         "time_stride": ("time", any(task.has_time for task in tasks)),
     }
     for name, (what, is_read) in read.items():
-        value, default = getattr(config, name), getattr(PdeDataConfig, name)
-        if value != default and not is_read:
-            raise UsageError(
-                f"--data.{name} {value} has no effect with --data.tasks {' '.join(config.tasks)}: none has {what}. "
-                f"Leave it at {default}, or add a task that has."
-            )
+        if not is_read:
+            because = f"with data.tasks: {' '.join(config.tasks)}, of which none has {what}"
+            refuse_without_effect(config, "data", [name], because, "add a task that has")

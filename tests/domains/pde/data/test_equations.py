@@ -693,11 +693,11 @@ def test_a_folder_without_the_task(tmp_path: Path) -> None:
         ({"snapshots": 2}, "snapshots 2: more than time_stride 2"),
         ({"resolution_1d": 12}, "resolution_1d 12: more than 12 points"),
         ({"speed": (2.0, 1.0)}, "speed 2.0 1.0: the lowest comes first"),
-        ({"path": "/data", "speed": (0.0, 1.0)}, "speed .* has no effect with --data.path '/data'"),
-        ({"path": "/data", "workers": 3}, "workers 3 has no effect"),
-        ({"viscosity": (0.1, 0.2)}, "viscosity .* has no effect with --data.tasks advection darcy"),
-        ({"tasks": ("darcy",), "time_stride": 1}, "time_stride 1 has no effect with --data.tasks darcy"),
-        ({"tasks": ("burgers",), "resolution_2d": 16}, "resolution_2d 16 has no effect"),
+        ({"path": "/data", "speed": (0.0, 1.0)}, "speed: .* has no effect with data.path: /data"),
+        ({"path": "/data", "workers": 3}, "workers: 3: has no effect"),
+        ({"viscosity": (0.1, 0.2)}, "viscosity: .* has no effect with data.tasks: advection darcy"),
+        ({"tasks": ("darcy",), "time_stride": 1}, "time_stride: 1: has no effect with data.tasks: darcy"),
+        ({"tasks": ("burgers",), "resolution_2d": 16}, "resolution_2d: 16: has no effect"),
     ],
 )
 def test_options_are_obeyed_or_refused(options: dict[str, Any], words: str) -> None:
