@@ -189,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
         config,
         accelerator,
         data,
-        notices=[*data.notices, *picture_scores.notices(scores)],
+        notices=[*data.notices, *picture_scores.notices(scores), *samples.notices(config.evaluation, data)],
         metrics=[*baseline_scores.metric_names(data), *picture_scores.metric_names(scores)],
     )
     if opened.finished:

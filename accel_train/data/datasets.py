@@ -1,7 +1,7 @@
 """Protocols of a dataset: samples by index, whole batches, collation, lengths, shapes. Fingerprints of small ones."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -62,6 +62,15 @@ class ShapedDataset(Protocol):
 
     def sample_shape(self, index: int, /) -> tuple[int, ...]:
         """Return the shape: samples of equal shape fit into one batch. Must be cheap, like `length`."""
+        ...
+
+
+@runtime_checkable
+class KindsDataset(Protocol):
+    """Dataset of which several samples may be of one kind, such as pictures of one caption."""
+
+    def kind(self, index: int, /) -> Hashable:
+        """Return the kind of a sample. In an evaluation, a sample and its shuffled partner are of different kinds."""
         ...
 
 

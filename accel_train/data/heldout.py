@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 
 from accel_train import rng
 from accel_train.config import UsageError
-from accel_train.data.datasets import Batch, MapDataset, collate_of, refuse_other_than_map_style, sample_of
+from accel_train.data.datasets import (
+    Batch,
+    KindsDataset,
+    MapDataset,
+    collate_of,
+    refuse_other_than_map_style,
+    sample_of,
+)
 from accel_train.data.grouping.shape_groups import ShapeGroups, shape_groups
 from accel_train.data.progress import Progress
 from accel_train.data.sampler import BatchShard, Draw
@@ -57,15 +65,57 @@ def heldout_pairs(
 ) -> Iterator[tuple[Batch, Batch]]:
     """Yield ``heldout_batches``, each with its shuffled partner.
 
-    The partner of sample i is sample ``(i + n // 2) % n``, a fixed derangement that is the same for every sharding.
+    The partners are those of ``partners_of``, the same for every sharding.
     Refuses samples of different shapes, whose partners would not fit into one batch.
     """
     _refuse_empty(len(dataset), samples)
     if shape_groups(dataset, len(dataset)) is not None:
         raise ValueError("heldout_pairs: the held-out samples differ in shape, so their partners fit no batch")
-    for count, index, weight in _shares(len(dataset), samples, batch_size, rank, world_size):
-        partner = (index + count // 2) % count
-        yield _collate(dataset, index, weight, device), _collate(dataset, partner, weight, device)
+    partners = torch.tensor(partners_of(kinds_of(dataset, samples)))
+    for _, index, weight in _shares(len(dataset), samples, batch_size, rank, world_size):
+        yield _collate(dataset, index, weight, device), _collate(dataset, partners[index], weight, device)
+
+
+def kinds_of(dataset: MapDataset, samples: int) -> list[Hashable]:
+    """List the kind of each of the first ``samples``. Each is of its own in a dataset without kinds."""
+    rows = range(min(samples, len(dataset)))
+    if isinstance(dataset, KindsDataset):
+        return [dataset.kind(index) for index in rows]
+    return list(rows)
+
+
+def partners_of(kinds: Sequence[Hashable]) -> list[int]:
+    """Return the shuffled partner of each sample: a permutation, without a fixed point from two samples on.
+
+    Where all kinds differ, the partner of sample i is ``(i + n // 2) % n``. Otherwise no sample has a partner of its
+    own kind, unless one kind has more than half of the samples: then as few as possible have one.
+    """
+    count = len(kinds)
+    sizes = Counter(kinds)  # in the order of first appearance
+    place = {kind: number for number, kind in enumerate(sizes)}
+    ordered = sorted(range(count), key=lambda index: place[kinds[index]])
+    # Kinds stand together here, so that a shift by the size of the largest leaves each of them.
+    largest = max(sizes.values())
+    shift = count // 2
+    if shift < largest < count:
+        shift = largest
+    partners = [0] * count
+    for position, index in enumerate(ordered):
+        partners[index] = ordered[(position + shift) % count]
+    return partners
+
+
+def pairs_of_a_kind(kinds: Sequence[Hashable]) -> int:
+    """Count the samples whose shuffled partner is of their own kind."""
+    return sum(kinds[index] == kinds[partner] for index, partner in enumerate(partners_of(kinds)))
+
+
+def size_notices(asked: Mapping[str, int], size: int) -> list[str]:
+    """Return a line on the options that ask for more than the ``size`` held-out samples, or none."""
+    more = [f"--{name} {value:,}" for name, value in asked.items() if value > size]
+    if not more:
+        return []
+    return [f"{' and '.join(more)}: {size:,} samples are held out, and all of them are used"]
 
 
 def _refuse_empty(size: int, samples: int) -> None:

@@ -65,9 +65,10 @@ def heldout_batches(accelerator: Accelerator, dataset: MapDataset, samples: int,
 
 
 def first_samples(accelerator: Accelerator, dataset: MapDataset, samples: int) -> Batch:
-    """Return the first ``samples`` as one batch for display, the same on every process."""
+    """Return the first ``samples``, or all if they are fewer, as one batch for display, the same on every process."""
+    shown = min(samples, len(dataset))  # a batch of more would repeat the last one
     # As process 0 of 1, whatever the rank.
-    return next(heldout.heldout_batches(dataset, samples, samples, 0, 1, accelerator.device))
+    return next(heldout.heldout_batches(dataset, shown, shown, 0, 1, accelerator.device))
 
 
 def weighted_sums(

@@ -14,9 +14,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.config import UsageError
-from accel_train.data.heldout import heldout_batches, heldout_pairs
+from accel_train.data.heldout import heldout_batches, heldout_pairs, pairs_of_a_kind, partners_of, size_notices
 from accel_train.loop import heldout_means
-from accel_train.metrics.evaluation import EvaluationStopped, evaluating, stoppable, stopping_point, weighted_sums
+from accel_train.metrics.evaluation import (
+    EvaluationStopped,
+    evaluating,
+    first_samples,
+    stoppable,
+    stopping_point,
+    weighted_sums,
+)
 from accel_train.training.ema import Ema, EmaConfig
 from accel_train.training.shards import Shards
 
@@ -98,6 +105,53 @@ def test_nothing_to_evaluate_is_an_error(accelerator: Accelerator) -> None:
         weighted_sums(accelerator, batches, lambda batch: {"v": batch["weight"].sum()})
     with pytest.raises(UsageError, match="held-out set: it has 2 samples, an evaluation of 0 is asked for"):
         next(heldout_pairs([{"x": torch.zeros(1)}] * 2, 0, 4, 0, 1, CPU))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "same"),
+    [("abcdefg", 0), ("abcdabcdabcd", 0), ("aabb", 0), ("abac", 0), ("aab", 1), ("aaaaab", 4), ("aaa", 3), ("a", 1)],
+)
+def test_a_partner_is_of_another_kind_where_there_is_one(kinds: str, same: int) -> None:
+    partners = partners_of(kinds)
+    assert sorted(partners) == list(range(len(kinds)))
+    assert len(kinds) == 1 or all(index != partner for index, partner in enumerate(partners))
+    assert pairs_of_a_kind(kinds) == same == max(0, 2 * max(map(kinds.count, kinds)) - len(kinds))
+
+
+@pytest.mark.parametrize("count", [2, 7, 512])
+def test_partners_of_different_kinds_are_half_of_the_samples_away(count: int) -> None:
+    assert partners_of([f"text {index}" for index in range(count)]) == [
+        (index + count // 2) % count for index in range(count)
+    ]
+
+
+class Classes(Drawn):
+    """Four classes, of which each third sample is the first."""
+
+    def kind(self, index: int, /) -> int:
+        return index % 3 and index % 4
+
+
+@pytest.mark.parametrize(("batch_size", "world_size"), [(4, 1), (3, 2)])
+def test_pairs_of_classes_are_those_of_different_ones(batch_size: int, world_size: int) -> None:
+    data = Classes()
+    for rank in range(world_size):
+        for batch, shuffled in heldout_pairs(data, 20, batch_size, rank, world_size, CPU):
+            pairs = zip(batch["sample"].tolist(), shuffled["sample"].tolist(), strict=True)
+            assert all(data.kind(one) != data.kind(other) for one, other in pairs)
+
+
+def test_no_sample_is_shown_twice(accelerator: Accelerator) -> None:
+    assert first_samples(accelerator, Drawn(), 30)["sample"].tolist() == list(range(23))
+    assert first_samples(accelerator, Drawn(), 4)["sample"].tolist() == [0, 1, 2, 3]
+
+
+def test_options_of_more_samples_than_are_held_out_are_named() -> None:
+    asked = {"evaluation.samples": 512, "evaluation.shown": 6}
+    assert size_notices(asked, 512) == []
+    assert size_notices(asked, 11) == ["--evaluation.samples 512: 11 samples are held out, and all of them are used"]
+    (line,) = size_notices(asked, 4)
+    assert line.startswith("--evaluation.samples 512 and --evaluation.shown 6: 4 samples are held out")
 
 
 def test_modes_weights_and_gradients_come_back() -> None:

@@ -6,7 +6,8 @@ Every error names its place: file:line, or the sample's index in a dataset.
 import errno
 import itertools
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -315,16 +316,30 @@ def split_heldout(
 
     The split of a text depends on its words alone. It does not change when the corpus grows, and equal texts are
     always in the same split. So are texts that share a latent, such as the captions of one picture. Of equal texts the
-    first is kept, or all of them with ready-made latents. Held-out texts are sorted by hash, so the first n are a fair
-    sample and not the first chapters. Texts in ``known`` have their `split_key` there.
+    first is kept, or all of them with ready-made latents. Held-out texts are in the order of `_fair_order`. Texts in
+    ``known`` have their `split_key` there.
     """
     bound = held_out_below(fraction)
     known = known or {}
     keys = [known[text] if text in known else split_key(text) for text in corpus.texts]
     sides = side_keys(keys, corpus.sources)
     kept = _without_repeated(corpus, keys)
-    heldout = [(keys[index], index) for index in kept if sides[index] < bound]
-    return [index for index in kept if sides[index] >= bound], [index for _, index in sorted(heldout)]
+    heldout = [index for index in kept if sides[index] < bound]
+    return [index for index in kept if sides[index] >= bound], _fair_order(corpus, heldout, keys)
+
+
+def _fair_order(corpus: Corpus, rows: Iterable[int], keys: Sequence[int]) -> list[int]:
+    """Order rows by the hashes of their words: one row of each text first, then the second of each, and so on.
+
+    The first n are then a fair sample, not the first chapters, nor all rows of a few repeated captions.
+    """
+    earlier = Counter[str]()
+    numbered: list[tuple[int, int, int]] = []
+    for index in sorted(rows):
+        text = corpus.texts[index]
+        numbered.append((earlier[text], keys[index], index))
+        earlier[text] += 1
+    return [index for _, _, index in sorted(numbered)]
 
 
 def _without_repeated(corpus: Corpus, keys: Sequence[int]) -> Sequence[int]:
@@ -345,8 +360,7 @@ def remove_heldout(train: Corpus, heldout: Corpus) -> tuple[list[int], list[int]
     """
     train_keys, heldout_keys = ([split_key(text) for text in corpus.texts] for corpus in (train, heldout))
     candidates = _without_repeated(train, train_keys)
-    # In the order of their hashes, so that the first of them are a fair sample.
-    heldout_rows = sorted(_without_repeated(heldout, heldout_keys), key=lambda index: (heldout_keys[index], index))
+    heldout_rows = _fair_order(heldout, _without_repeated(heldout, heldout_keys), heldout_keys)
     if train.contents and heldout.contents:
         held_out = set(heldout.contents)
         return [index for index in candidates if train.contents[index] not in held_out], heldout_rows

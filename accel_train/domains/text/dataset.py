@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -232,6 +232,10 @@ class TextLatentDataset:
         latent.sub_(self._mean).div_(self._std)
         maskable = mask & self._maskable[rows]
         return {"tokens": rows, "text_mask": mask, "maskable": maskable, "latent": latent}
+
+    def kind(self, index: int) -> Hashable:
+        """Return the text, which several samples of ready-made latents may have."""
+        return self.texts[index]
 
     def length(self, index: int) -> int:
         """Return the number of tokens without padding."""

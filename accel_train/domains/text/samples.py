@@ -7,8 +7,24 @@ from pathlib import Path
 
 from torch import Tensor
 
+from accel_train.data.heldout import kinds_of, pairs_of_a_kind, size_notices
+from accel_train.domains.text.both_ways import EvaluationConfig
 from accel_train.domains.text.dataset import PreparedData
 from accel_train.metrics.recorder import quoted, write_page_of_step
+
+
+def notices(options: EvaluationConfig, data: PreparedData) -> list[str]:
+    """Return lines for the log: options of more samples than are held out, and pairs of one text."""
+    asked = {"evaluation.samples": options.samples, "evaluation.shown": options.shown}
+    lines = size_notices(asked, len(data.heldout))
+    kinds = kinds_of(data.heldout, options.samples)
+    same = pairs_of_a_kind(kinds)
+    if same:
+        lines.append(
+            f"shuffled metrics: {same:,} of {len(kinds):,} samples have a partner of the same text, for more than half "
+            "of them are of one text; hold out more of the others"
+        )
+    return lines
 
 
 def report_samples(directory: Path, data: PreparedData, tokens: Tensor, latents: Tensor, step: int) -> None:

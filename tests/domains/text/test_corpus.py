@@ -10,7 +10,7 @@ import pytest
 
 from accel_train.config import UsageError
 from accel_train.data.tables.sides import CONTENT_FIELD
-from accel_train.data.tables.text_sources import ASCII_SIGNS, _signs, content_key
+from accel_train.data.tables.text_sources import ASCII_SIGNS, _signs, content_key, split_key
 from accel_train.domains.text import corpus
 from accel_train.domains.text.corpus import Corpus, read_corpus, remove_heldout, split_heldout
 
@@ -333,3 +333,39 @@ def test_held_out_source_of_its_own_is_taken_out_of_training() -> None:
 def test_the_first_held_out_texts_are_from_everywhere() -> None:
     heldout = split_heldout(Corpus([f"text {i}" for i in range(10_000)]), 0.1)[1]
     assert abs(sum(heldout[:200]) / 200 - 5000) < 700  # three standard errors of a uniform mean
+
+
+def test_any_number_of_first_held_out_rows_is_a_fair_sample_of_repeated_captions() -> None:
+    captions = ["red", "green", "blue", "yellow"]
+    texts = [captions[index // 10] for index in range(40)]
+    corpus = Corpus(texts, [(0, index) for index in range(40)], contents=[f"{index}" for index in range(40)])
+    sides = [split_heldout(corpus, 1.0)[1], remove_heldout(Corpus(["x"], [(0, 0)], contents=["x"]), corpus)[1]]
+    for heldout in sides:
+        order = [texts[index] for index in heldout]
+        assert sorted(order[:4]) == sorted(captions)
+        assert order == order[:4] * 10
+        assert sorted(heldout) == list(range(40))
+        # Rows of one caption are in their own order.
+        assert [index for index in heldout if texts[index] == "red"] == list(range(10))
+
+
+def test_held_out_texts_that_differ_are_in_the_order_of_their_hashes() -> None:
+    texts = ["a b", "A, B!", "c d", "e f", "C d", "g h"]
+    corpus = Corpus(texts, [(0, index) for index in range(6)])
+    by_hash = sorted(range(6), key=lambda index: (split_key(texts[index]), index))
+    assert split_heldout(corpus, 1.0)[1] == by_hash
+    assert remove_heldout(Corpus(["x"], [(1, 0)]), corpus)[1] == by_hash
+
+
+def test_a_missing_file_of_a_folder_is_no_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **__: asked.append(name))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for path in ("data/missing", "data/missing:part"):
+        with pytest.raises(UsageError, match=rf"--data\.path '{path}': .*data/missing does not exist, .* Correct the"):
+            hub_dataset(path, "train")
+    assert asked == []
+    hub_dataset("owner/name:part", "train")
+    hub_dataset("name", "train")
+    assert asked == ["owner/name", "name"]

@@ -14,12 +14,15 @@ import torch.nn.functional as F
 import accel_train.domains.text
 from accel_train.checkpoints.run import WeightsAssets
 from accel_train.config import UsageError
+from accel_train.data.heldout import heldout_pairs
 from accel_train.data.tables.text_sources import content_key
+from accel_train.domains.text.both_ways import EvaluationConfig
 from accel_train.domains.text.corpus import DEMO_FILE
 from accel_train.domains.text.dataset import PreparedData, load_assets
 from accel_train.domains.text.latents import cache
 from accel_train.domains.text.latents.files import write_latents
 from accel_train.domains.text.prepare import DataConfig, prepare_data
+from accel_train.domains.text.samples import notices
 from accel_train.domains.text.splits import Processes, cached_tokens
 from accel_train.domains.text.tfidf import TfidfSvdEncoder, words_of
 from accel_train.domains.text.tokenizer import TextTokenizer
@@ -379,3 +382,32 @@ def test_two_processes_prepare_together(tmp_path: Path) -> None:
     assert torch.equal(zero["latents"], one["latents"])
     assert min(zero["encoded"], one["encoded"]) > 0.7 * ROWS
     assert zero["encoded"] + one["encoded"] == len(alone.train) + len(alone.heldout)  # each text once
+
+
+def of_captions(folder: Path, heldout: list[str]) -> DataConfig:
+    """Ready-made latents, as pictures have them, with these held-out texts."""
+    texts = [*heldout, *(f"training text {index}" for index in range(9))]
+    latents = np.random.default_rng(0).standard_normal((len(texts), 4)).astype(np.float32)
+    rows = write_latents(folder / "made", texts, latents, rows_per_shard=100).read_text().splitlines()
+    (folder / "heldout.jsonl").write_text("\n".join(rows[: len(heldout)]))
+    (folder / "train.jsonl").write_text("\n".join(rows[len(heldout) :]))
+    paths = {"path": str(folder / "train.jsonl"), "heldout_path": str(folder / "heldout.jsonl")}
+    return DataConfig(**paths, latents=str(folder / "made"), vocab_size=300, cache_dir=str(folder / "cache"))
+
+
+def test_captions_that_are_classes_are_evaluated_evenly_and_against_other_classes(tmp_path: Path) -> None:
+    data = prepare_data(of_captions(tmp_path, [name for name in ("red", "green", "blue") for _ in range(8)]))
+    assert data.heldout.texts == data.heldout.texts[:3] * 8
+    for batch, shuffled in heldout_pairs(data.heldout, 7, 3, 0, 1, torch.device("cpu")):
+        pairs = zip(batch["tokens"], shuffled["tokens"], strict=True)
+        assert not any(torch.equal(one, other) for one, other in pairs)
+    assert notices(EvaluationConfig(samples=24), data) == []
+    assert notices(EvaluationConfig(samples=25, shown=24), data) == [
+        "--evaluation.samples 25: 24 samples are held out, and all of them are used"
+    ]
+
+
+def test_pairs_of_one_text_are_counted_in_a_notice(tmp_path: Path) -> None:
+    data = prepare_data(of_captions(tmp_path, ["red", "red", "green", "red", "red"]))
+    (line,) = notices(EvaluationConfig(samples=5, shown=5), data)
+    assert line.startswith("shuffled metrics: 3 of 5 samples have a partner of the same text")
