@@ -76,7 +76,7 @@ def read_flags(
             raise FlagError(f"{flag}{_unknown(name, list(kinds))}")
         kind = kinds[name]
         if name in values and _has_any_length(kind):
-            raise FlagError(f"{flag} is given twice, and the second drops the values of the first; give all after one")
+            raise FlagError(f"{flag} is given twice; write all its values after one {flag}")
         given = [attached] if equals else _take_values(words, kind)
         values[name] = _value(flag, kind, given)
     return values

@@ -426,7 +426,7 @@ def test_a_wrong_file_is_refused_with_the_place_and_the_remedy(text: str, messag
         ("demo --seed", r"--seed has no value; write --seed VALUE"),
         (
             "demo --tags a --seed 1 --tags=b",
-            r"--tags is given twice, .* drops the values of the first; give all after on",
+            r"--tags is given twice; write all its values after one --tags$",
         ),
         ("demo --seed 007", r"seed: '007' is refused: an integer"),
         ("demo --seed 1_000", r"seed: '1_000' is refused: an integer"),
