@@ -103,6 +103,8 @@ class Recipe:
 
     free_to_change: tuple[str, ...] = ()
     """Its own options, or groups of them, that may differ on resume because they do not change the trajectory."""
+    decides_shapes: tuple[str, ...] = ()
+    """Its own options, or groups of them, that decide the shapes of the weights: a resume cannot change them."""
     labels: Labels = field(default_factory=Labels)
     """Units and titles of its metrics."""
     base_option: str | None = None
@@ -319,6 +321,7 @@ class ExperimentConfig:
             defaults=flatten(defaults_tree(type(self))),
             config_text=config_text(self),
             free_to_change=(*FREE_TO_CHANGE, *self.recipe.free_to_change),
+            decides_shapes=self.recipe.decides_shapes,
             loads_with=None if loader is None else f"{loader.__module__}.{loader.__qualname__}",
             resume=self.resume,
             allow=self.allow,

@@ -62,6 +62,7 @@ class Config(experiment.ExperimentConfig):
 
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", *FREE_TO_CHANGE, "base.encoder_batch_size", "base.offload_encoders"),
+        decides_shapes=("lora.rank", "lora.targets", "text_encoders.rank", "text_encoders.targets"),
         labels=objective.LABELS,
         one_loss_term=True,
         decided_by={"loss": "min"},

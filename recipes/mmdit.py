@@ -49,6 +49,7 @@ class Config(experiment.ExperimentConfig):
 
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", *prepare.FREE_TO_CHANGE, *captioned.FREE_TO_CHANGE),
+        decides_shapes=("model", *prepare.DECIDE_SHAPES, *captioned.DECIDE_SHAPES),
         labels=both_ways.LABELS,
         decided_by={"l2t_nll": "min", "t2l_cosine": "max"},
         loads_with=mmdit.MultimodalMMDiT,

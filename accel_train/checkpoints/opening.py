@@ -177,8 +177,7 @@ def _resume(options: RunOptions, directory: Path, experiment: Json) -> Json:
     if options.resume not in POLICIES:
         _refuse_another_origin(options.resume, saved, directory)
     # An evaluation needs no optimizer state, and leaves the run unchanged.
-    evaluating = options.evaluate_only
-    checkpoint, reasons = newest_loadable(directory, with_state=not evaluating)
+    checkpoint, reasons = newest_loadable(directory, with_state=not options.evaluate_only)
     if checkpoint is None:
         _refuse_without_checkpoint(options, directory, reasons)
     if options.loads_with is not None:
@@ -200,12 +199,13 @@ def _resume(options: RunOptions, directory: Path, experiment: Json) -> Json:
         "checkpoint": checkpoint,
         "saved": saved,
         "decision": decision,
-        "unwritten_config": None if evaluating else options.config_text,
+        "unwritten_config": None if options.evaluate_only else options.config_text,
     }
 
 
 def _refuse_changes(options: RunOptions, saved: Json, experiment: Json, place: tuple[str, object]) -> list[str]:
-    return refuse_changes(saved, experiment, options.allow, options.free_to_change, place, defaults=options.defaults)
+    free, shapes = options.free_to_change, options.decides_shapes
+    return refuse_changes(saved, experiment, options.allow, free, place, options.defaults, shapes)
 
 
 def _refuse_without_checkpoint(options: RunOptions, directory: Path, reasons: list[str]) -> None:

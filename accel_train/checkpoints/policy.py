@@ -224,6 +224,8 @@ class RunOptions:
     """The config as YAML, kept as config.yaml."""
     free_to_change: tuple[str, ...] = ()
     """Options and groups of options without an effect on the trajectory, except for its length."""
+    decides_shapes: tuple[str, ...] = ()
+    """Options and groups of options that decide the shapes of the weights, so that no resume can change them."""
     loads_with: str | None = None
     """``module.Class`` with a ``from_pretrained`` that loads a checkpoint, shown in the card on the Hub."""
     resume: str = "auto"

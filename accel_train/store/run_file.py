@@ -87,12 +87,14 @@ def refuse_changes(
     free: Sequence[str],
     place: tuple[str, object],
     defaults: Mapping[str, Any],
+    shapes: Sequence[str] = (),
 ) -> list[str]:
     """Raise ``UsageError`` if ``place``, an option with its value, has another experiment. Names both values of each
     difference.
 
     ``allow`` and ``free`` are options or groups of options allowed to differ. An option newer than the run counts as
-    its default there. Returns the differences in ``allow``.
+    its default there. Those in ``shapes`` decide the shapes of the weights, and are not proposed for ``allow``. Returns
+    the differences in ``allow``.
     """
     refuse_unknown_allowed(allow, experiment)
     resolved = saved.get("resolved", {})
@@ -115,12 +117,21 @@ def refuse_changes(
     if changed:
         option, value = place
         # --allow takes all options at once, so the advice repeats those allowed already.
-        advice = _advice([*allow, *changed], experiment)
+        remedies = _remedies(option, [*allow, *changed], experiment, shapes)
         raise UsageError(
             f"{option}: {value} holds a different experiment:\n  " + "\n  ".join(changed.values()) + "\n"
-            f"{_same_files(changed)}give another --{option}, go back to the saved values, or {advice}"
+            f"{_same_files(changed)}{remedies}"
         )
     return allowed
+
+
+def _remedies(option: str, keys: Sequence[str], experiment: Mapping[str, Any], shapes: Sequence[str]) -> str:
+    """Say what to do about changes of ``keys``. Those among ``shapes`` would fail later, if they were allowed."""
+    fixed = [key for key in keys if is_covered(key, shapes)]
+    if fixed:
+        names = ", ".join(fixed)
+        return f"give another --{option}, or go back to the saved values: the weights do not fit another {names}"
+    return f"give another --{option}, go back to the saved values, or {_advice(keys, experiment)}"
 
 
 def _advice(keys: Sequence[str], experiment: Mapping[str, Any]) -> str:

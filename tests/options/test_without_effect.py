@@ -532,3 +532,21 @@ def test_an_evaluation_that_never_comes_is_told(flags: str, steps: int, is_told:
     notices = experiment.late_evaluation(load(mmdit, flags), steps)
     assert bool(notices) == is_told
     assert not notices or re.fullmatch(rf"evaluation.every: \d+: the run has {steps} steps, .* at the end", notices[0])
+
+
+@pytest.mark.parametrize("flags", ["--model.depth 3", "--pictures.size 8", "--seed 1 --data.max_length 9"])
+def test_no_change_of_shapes_is_proposed(flags: str, tmp_path: Path) -> None:
+    begun = load(mmdit, f"image_shapes --output_dir {tmp_path}").run_options()
+    saved = {"experiment": begun.experiment}
+
+    def refused(flags: str) -> str:
+        now = load(mmdit, f"image_shapes --output_dir {tmp_path} {flags}").run_options()
+        with pytest.raises(UsageError) as error:
+            place = ("output_dir", tmp_path)
+            free, shapes = now.free_to_change, now.decides_shapes
+            refuse_changes(saved, now.experiment, now.allow, free, place, now.defaults, shapes)
+        return str(error.value)
+
+    name = flags.split()[-2].removeprefix("--")
+    assert refused(flags).endswith(f"or go back to the saved values: the weights do not fit another {name}")
+    assert refused("--seed 1").endswith("take the change on purpose with --allow seed")

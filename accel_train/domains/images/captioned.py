@@ -32,6 +32,8 @@ SHAPES = "shapes"
 BUNDLED = (*EMOJI, SHAPES)
 FREE_TO_CHANGE = ("pictures.max_left_out", "pictures.vae_batch_size")
 """Options that a resume may change: they change no sample."""
+DECIDE_SHAPES = ("pictures.latents", "pictures.vae", "pictures.size", "pictures.patch")
+"""Options that decide the shapes of the weights."""
 OF_TEXTS = ("latents", "encoder", "latent_dim", "normalise", "read", "shuffle_blocks")
 """Options of the `data` group for latents of texts and for shards of texts."""
 OF_SOURCES = ("heldout_path", "split", "text_column")

@@ -24,6 +24,9 @@ TRAINED = "trained"
 FREE_TO_CHANGE = ("data.cache_dir", "data.cache_mib", "data.changed", "data.encoder_batch_size")
 """Options that a resume may change: they change no sample."""
 
+DECIDE_SHAPES = ("data.tokenizer", "data.vocab_size", "data.max_length", "data.encoder", "data.latent_dim")
+"""Options that decide the shapes of the weights."""
+
 
 @dataclass(frozen=True)
 class DataConfig:

@@ -34,6 +34,7 @@ from accel_train.domains.text.latents.trained_assets import (
     trained_assets,
 )
 from accel_train.domains.text.options import FREE_TO_CHANGE as FREE_TO_CHANGE
+from accel_train.domains.text.options import DECIDE_SHAPES as DECIDE_SHAPES
 from accel_train.domains.text.options import TFIDF_SVD, TRAINED
 from accel_train.domains.text.options import DataConfig as DataConfig
 from accel_train.domains.text.shards.dataset import BlockLatents, ShardTextDataset, block_latents
