@@ -187,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
         config,
         accelerator,
         inputs,
-        notices=inputs.notices,
+        notices=(*inputs.notices, *before_after.notices(config.evaluation, inputs)),
         metrics=(*objective.METRICS, *before_after.metric_names(config.evaluation)) if len(inputs.heldout) else (),
     )
     if opened.finished:

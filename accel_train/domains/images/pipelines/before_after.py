@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train import rng
+from accel_train.data.heldout import size_notices
 from accel_train.domains.images.buckets import to_image
 from accel_train.domains.images.demo.classifier import train_judge
 from accel_train.domains.images.grids import Column, draw_grid
@@ -109,6 +110,21 @@ def _alike(pictures: Sequence[Tensor], side: int) -> Tensor:
 
     images = [to_image(picture).resize((side, side)) for picture in pictures]
     return torch.from_numpy(np.stack([np.asarray(image) for image in images]))
+
+
+def notices(options: EvaluationConfig, inputs: Inputs) -> list[str]:
+    """Return lines on options that ask for more than the held-out pictures, if there are any."""
+    heldout = inputs.heldout.pictures
+    if not len(heldout):
+        return []
+    captions = first_of_each(heldout.captions(torch.arange(len(heldout))), len(heldout))
+    lines = size_notices({"evaluation.samples": options.samples}, len(heldout))
+    if options.heldout_prompts > len(captions):
+        lines.append(
+            f"--evaluation.heldout_prompts {options.heldout_prompts:,}: held-out pictures have {len(captions):,} "
+            "different captions, and all of them are drawn"
+        )
+    return lines
 
 
 def metric_names(options: EvaluationConfig) -> tuple[str, ...]:
