@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from accel_train.domains.text.shards.dataset import BlockLatents, ShardTextDatas
 from accel_train.domains.text.splits import Processes, build_tokenizer, read_splits, tokenise_corpus
 from accel_train.domains.text.tokenizer import TextTokenizer, Tokens
 
+logger = logging.getLogger(__name__)
 TFIDF_DIM = 64
 
 
@@ -117,6 +119,8 @@ def _truncation_notice(tokens: Tokens, max_length: int) -> list[str]:
     if not tokens.truncated:
         return []
     share = tokens.truncated / (len(tokens.offsets) - 1)
+    if share > 0.5:
+        logger.warning("more than half of the training texts are cut; raise --data.max_length (now %d)", max_length)
     return [f"{share:.1%} of training texts are cut to {max_length} tokens"]
 
 

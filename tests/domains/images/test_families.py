@@ -21,6 +21,8 @@ from accel_train.domains.images.pipelines import encoding
 from accel_train.domains.images.pipelines.encoding import identity_of_texts
 from accel_train.domains.images.pipelines.family import Predicting
 from accel_train.domains.images.pipelines.loading import Base, BaseConfig, DiffusersBase, find_base
+from accel_train.domains.images.trained_text.adapters import refuse_unknown_targets
+from accel_train.domains.models.lora import LoraConfig
 from tests.domains.images import tiny_pipelines as tiny
 
 pytest.importorskip("diffusers")
@@ -270,7 +272,9 @@ class Heard(logging.Handler):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_long_captions_are_named_and_not_printed(name: str, bases: dict[str, Base]) -> None:
+def test_long_captions_are_named_and_not_printed(
+    name: str, bases: dict[str, Base], caplog: pytest.LogCaptureFixture
+) -> None:
     found = bases[name]
     length = tiny.LENGTH if found.family.prompt_tokens else None
     base = find_base(replace(found.config, prompt_tokens=length))
@@ -295,6 +299,9 @@ def test_long_captions_are_named_and_not_printed(name: str, bases: dict[str, Bas
     notices = encoding.describe_cut(pipeline, base, captions.items())
     assert notices
     assert all("1 captions are longer than" in notice and notice.endswith(": book.png") for notice in notices)
+    assert not [line for line in caplog.messages if "more than half" in line]
+    encoding.describe_cut(pipeline, base, [("book.png", captions["book.png"])])
+    assert any("more than half of the captions are cut to" in line for line in caplog.messages)
 
 
 def test_a_pipeline_with_positions_has_a_largest_picture(bases: dict[str, Base]) -> None:
@@ -302,3 +309,11 @@ def test_a_pipeline_with_positions_has_a_largest_picture(bases: dict[str, Base])
     largest = {name: base.largest for name, base in bases.items()}
     assert largest.pop("sd3") == (32, 32)
     assert set(largest.values()) == {None}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_targets_that_the_denoiser_lacks_are_refused_without_its_weights(name: str, bases: dict[str, Base]) -> None:
+    with pytest.raises(UsageError, match=r"lora\.targets: 'to_zz' is no linear layer of "):
+        refuse_unknown_targets(bases[name], LoraConfig(rank=2, targets=("to_zz",)))
+    for targets in (None, ("attention",), ("all-linear",)):
+        refuse_unknown_targets(bases[name], LoraConfig(rank=2, targets=targets))

@@ -298,12 +298,13 @@ def test_texts_without_a_token_are_bad_rows(tmp_path: Path) -> None:
     assert len(data.train) + len(data.heldout) == 100
 
 
-def test_what_was_left_out_is_said(tmp_path: Path) -> None:
+def test_what_was_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lines = [*LINES[:200], LINES[0].upper(), "short", "two words"]
     (tmp_path / "some.txt").write_bytes("\n".join(lines).encode() + b"\n\xff\n")
     data = prepare_data(settings(tmp_path, path=str(tmp_path / "some.txt"), min_words=3, max_bad_rows=5, max_length=6))
     assert data.notices[1:4] == ("1 bad rows left out", "2 short texts left out", "1 repeated texts left out")
     assert data.notices[4].endswith("% of training texts are cut to 6 tokens")
+    assert caplog.messages[-1] == "more than half of the training texts are cut; raise --data.max_length (now 6)"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from accel_train.domains.images.sources import SHOWN_NAMES
 from accel_train.domains.models.pretrained import config_hash
 from accel_train.wording import shortened
 
+logger = logging.getLogger(__name__)
 CUT = ("The following part of your input was truncated", "Token indices sequence length is longer than")
 """Beginnings of diffusers' warning, which repeats the rest of a caption: megabytes if a caption is a whole book, and of
 transformers', of an error that does not come: pipelines cut such a caption."""
@@ -72,17 +73,20 @@ def describe_cut(pipeline: Any, base: Base, captions: Iterable[tuple[str, str]])
     captions = list(captions)
     notices: list[str] = []
     for longest, (component, tokenizer) in by_length.items():
-        cut: list[str] = []
-        for name, caption in captions:
-            # A token has at least one byte, so most captions need not be tokenised.
-            is_short = len(caption.encode("utf-8", "replace")) < longest - 2
-            if not is_short and len(tokenizer(caption, verbose=False).input_ids) > longest:
-                cut.append(name)
+        cut = [name for name, caption in captions if _is_longer(caption, longest, tokenizer)]
         if cut:
             which = f" by {component}" if len(by_length) > 1 else ""
             names = shortened(cut, SHOWN_NAMES)
             notices.append(f"{len(cut):,} captions are longer than {longest} tokens and are cut{which}: {names}")
+        if 2 * len(cut) > len(captions):
+            logger.warning("more than half of the captions are cut to %d tokens; what follows is not learned", longest)
     return notices
+
+
+def _is_longer(caption: str, longest: int, tokenizer: Any) -> bool:
+    # A token has at least one byte, so most captions need not be tokenised.
+    is_short = len(caption.encode("utf-8", "replace")) < longest - 2
+    return not is_short and len(tokenizer(caption, verbose=False).input_ids) > longest
 
 
 @torch.no_grad()
