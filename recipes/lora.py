@@ -175,6 +175,7 @@ def main(argv: Sequence[str]) -> int:
     accelerator = startup.start(config)
     found = loading.find_base(pinned(accelerator, config.base, "base.revision", config.run_options(), at_commit))
     base = adapters.with_trained_text(found, config.text_encoders, strategy_of(accelerator))
+    adapters.refuse_unknown_targets(base, config.lora)
     levels = base.levels()
     earlier = earlier_assets(config.run_options())
     preparing = partial(prepare_inputs, config.data, base, config.evaluation, accelerator.device, earlier=earlier)

@@ -131,6 +131,17 @@ def _embed(pipeline: Any, tokens: joint.Conditioning) -> dict[str, torch.Tensor]
     return pipeline.unet(tokens=tokens)
 
 
+def refuse_unknown_targets(base: Base, adapters: LoraConfig) -> None:
+    """Raise ``UsageError`` for ``lora.targets`` missing from the denoiser, before anything is encoded.
+
+    Reads no weights.
+    """
+    if adapters.targets is None:
+        return
+    with torch.device("meta"):
+        target_layers(joint.denoiser_of(base.denoiser("fp32")), adapters.targets)
+
+
 def build(
     base: Base,
     adapters: LoraConfig,
