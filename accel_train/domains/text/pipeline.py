@@ -29,6 +29,7 @@ from accel_train.domains.text.dataset import DataAssets
 from accel_train.domains.text.encoders import TransformerEncoder
 from accel_train.domains.text.latents.drawn import (
     about_use,
+    cut_notices,
     decoded,
     image,
     picture_grid,
@@ -53,6 +54,8 @@ UNITS = {
     "latents": "as the encoder gives them; the model reads (latents - mean) / std",
     "time": "0 is clean, 1 is pure noise or all tokens masked",
 }
+READ_BY_MODEL = "; the model reads (latents - mean) / std"
+PATCHES = "patches row by row, in each its rows, columns and then channels; "
 
 
 class TextLatentSamples(NamedTuple):
@@ -215,7 +218,8 @@ class TextLatentPipeline:
         sampler = placed.with_sampling(steps=options.steps, temperature=options.temperature, guidance=options.guidance)
         if options.prompt:
             pictures = sampler.draw(options.prompt, seed=options.seed)
-            return write_pictures(pictures, options.prompt, options.seed, options.output)
+            lines = write_pictures(pictures, options.prompt, options.seed, options.output)
+            return [*cut_notices(self.assets, options.prompt), *lines]
         if options.latents is not None:
             given = read_given(options.latents)
             return written(sampler.texts_from_latents(given, seed=options.seed, length=options.length), options)
@@ -377,6 +381,16 @@ def describe_model(
             "mask_id": assets.tokenizer.mask_id,
         },
         normalisation={"mean": assets.latent_mean.tolist(), "std": assets.latent_std},
-        units=UNITS,
+        units=UNITS | _units_of_pictures(shape, assets),
         card={"datasets": datasets, **about_use(shape, assets, conditions, path)},
     )
+
+
+def _units_of_pictures(shape: MultimodalMMDiTConfig, assets: DataAssets) -> dict[str, str]:
+    """Return the units of latents that are patches of pictures. Empty: they are those of texts."""
+    if shape.latent_grid is None:
+        return {}
+    values = "RGB pixels from -1 to 1"
+    if assets.vae is not None:
+        values = "latents as the autoencoder gives them, without its scaling factor"
+    return {"latents": f"{PATCHES}{values}{READ_BY_MODEL}"}

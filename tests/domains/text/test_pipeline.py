@@ -13,11 +13,15 @@ from safetensors.torch import load_file, save_file
 import accel_train
 from accel_train import cli
 from accel_train.config import UsageError
+from accel_train.domains.diffusion.latents import LatentDiffusionConfig
+from accel_train.domains.diffusion.masked_text import TextDiffusionConfig
 from accel_train.domains.models.mmdit import ModelConfig
+from accel_train.domains.models.vae import VaeReference
+from accel_train.domains.text.both_ways import EvaluationConfig
 from accel_train.domains.text.encoders import TransformerEncoder
-from accel_train.domains.text.latents.drawn import about_use
+from accel_train.domains.text.latents.drawn import about_use, cut_notices
 from accel_train.domains.text.modes import ModeConfig, learned_conditions
-from accel_train.domains.text.pipeline import TextLatentPipeline
+from accel_train.domains.text.pipeline import TextLatentPipeline, describe_model
 from accel_train.domains.text.tokenizer import TextTokenizer
 from accel_train.pipeline import read_lines
 from tests import tiny_encoders
@@ -267,3 +271,24 @@ def test_a_place_for_what_the_model_does_not_use_is_refused(pipeline: TextLatent
         pipeline.with_models(encoder="x")
     with pytest.raises(UsageError, match="vae 'x': this model uses no autoencoder"):
         pipeline.with_models(vae="x")
+
+
+def test_a_prompt_that_is_cut_says_where(pipeline: TextLatentPipeline) -> None:
+    longest = pipeline.assets.max_length
+    words = " ".join(["zebra"] * longest)
+    (line,) = cut_notices(pipeline.assets, ["a", words])
+    read = pipeline.assets.tokenizer.decode(pipeline.assets.tokenizer.tokenise([words], longest).row(0))
+    assert words.startswith(read)
+    assert f"cut behind {read[-40:]!r}, as the model reads {longest} tokens; shorten it" in line
+
+
+def test_latents_of_pictures_have_units_of_their_own(pipeline: TextLatentPipeline) -> None:
+    def units(grid: tuple[int, int] | None, vae: VaeReference | None = None) -> str:
+        shape = replace(pipeline.model.config, latent_grid=grid)
+        assets = replace(pipeline.assets, vae=vae)
+        parts = (ModeConfig(), TextDiffusionConfig(), LatentDiffusionConfig(), EvaluationConfig())
+        return describe_model(shape, *parts, 0, assets, "emoji")["units"]["latents"]
+
+    assert units(None).startswith("as the encoder gives them; ")
+    assert "then channels; RGB pixels from -1 to 1; the model reads (latents - mean) / std" in units((1, 1))
+    assert "latents as the autoencoder gives them" in units((1, 1), VaeReference("vae", None, "0", 4, 8))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FOLDER = "pictures"
 CHANNELS = 3
+SHOWN_CHARACTERS = 40
 BATCH = 8
 """Pictures that an autoencoder decodes at once."""
 
@@ -74,6 +75,20 @@ def decoded(latents: Tensor, grid: tuple[int, int], reference: VaeReference | No
         return from_patches(latents, grid, patch)
     vae = load_vae(reference.source, reference.revision, "--vae", reference).to(device)
     return from_values(vae.decode_all(joined(as_grid(latents, grid), patch), BATCH))
+
+
+def cut_notices(assets: DataAssets, prompts: Sequence[str]) -> list[str]:
+    """Return a line for each prompt of more tokens than the model reads, with the place where it is cut."""
+    lines: list[str] = []
+    for prompt in prompts:
+        tokens = assets.tokenizer.tokenise([prompt], assets.max_length)
+        if tokens.truncated:
+            end = assets.tokenizer.decode(tokens.row(0))[-SHOWN_CHARACTERS:]
+            lines.append(
+                f"prompt {prompt[:SHOWN_CHARACTERS]!r}: cut behind {end!r}, as the model reads {assets.max_length} "
+                "tokens; shorten it, or train with a larger --data.max_length"
+            )
+    return lines
 
 
 def image(picture: Tensor) -> Image.Image:
