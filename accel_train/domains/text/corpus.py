@@ -34,6 +34,7 @@ DEMO_FILE = Path(__file__).parent / "demo" / "shakespeare.txt"
 LINE_FILES = (".jsonl", ".ndjson", ".txt")
 NO_ID = (*LINE_FILES, *TABLE_FILES, ".json", ".py")
 """Endings of files. No id of the Hub has one."""
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 CODES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip-compressed"}
 
 
@@ -161,11 +162,22 @@ def has_splits(path: str) -> bool:
 
 
 def left_out_notices(path: str) -> list[str]:
-    """Return a line on the files of runs in a folder of texts."""
+    """Return lines on the files of runs, and on pictures, in a folder of texts."""
     folder = expand_path(path)
     if not folder.is_dir() or is_saved_dataset(folder):
         return []
-    return run_file_notices(folder.iterdir())
+    notices = run_file_notices(folder.iterdir())
+    # Not below it, where the report of a run may lie.
+    if _has_picture(folder.iterdir()):
+        notices.append(
+            f"--data.path {path!r} holds pictures, which are not read: only its texts are learned. For captioned "
+            "pictures give --pictures.latents pixels, as the preset image_demo does"
+        )
+    return notices
+
+
+def _has_picture(files: Iterable[Path]) -> bool:
+    return any(file.suffix.lower() in PICTURES for file in files)
 
 
 def _has_lines_alone(path: str) -> bool:
@@ -202,6 +214,11 @@ def _line_files(source: Path) -> list[Path]:
         files = without_run_files(sorted(source.iterdir()))[0]
         files = [file for file in files if file.suffix in LINE_FILES and file.is_file()]
     if not files or files[0].suffix not in LINE_FILES:
+        if source.is_dir() and _has_picture(source.rglob("*")):
+            raise UsageError(
+                f"--data.path {str(source)!r} holds pictures, and texts are required. To learn captioned pictures, "
+                "give --pictures.latents pixels, as the preset image_demo does."
+            )
         raise UsageError(
             f"--data.path {str(source)!r} is no source of text: required is 'demo', a file or a folder of "
             f"files ending in {', '.join(LINE_FILES)}, a {' or '.join(TABLE_FILES)} file, a folder made by "

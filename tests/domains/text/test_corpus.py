@@ -357,6 +357,22 @@ def test_held_out_texts_that_differ_are_in_the_order_of_their_hashes() -> None:
     assert remove_heldout(Corpus(["x"], [(1, 0)]), corpus)[1] == by_hash
 
 
+def test_a_folder_of_pictures_names_their_options(tmp_path: Path) -> None:
+    (tmp_path / "pictures" / "below").mkdir(parents=True)
+    (tmp_path / "pictures" / "below" / "a.PNG").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"holds pictures, and texts .* --pictures\.latents pixels, .* image_demo"):
+        read(tmp_path / "pictures")
+    captioned = tmp_path / "captioned"
+    captioned.mkdir()
+    (captioned / "metadata.jsonl").write_text('{"text": "a red flag", "file_name": "a.png"}')
+    (captioned / "report").mkdir()
+    (captioned / "report" / "curves.png").write_bytes(b"")
+    assert not [line for line in corpus.left_out_notices(str(captioned)) if "pictures" in line]
+    (captioned / "a.png").write_bytes(b"")
+    *_, line = corpus.left_out_notices(str(captioned))
+    assert re.search(r"only its texts are learned.*--pictures\.latents pixels, .* image_demo", line)
+
+
 def test_a_missing_file_of_a_folder_is_no_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **__: asked.append(name))
