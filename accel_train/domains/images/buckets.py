@@ -7,7 +7,7 @@ bucketing and kohya's sd-scripts. Sizes are (height, width).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Size = tuple[int, int]
 """(height, width) in pixels."""
 CENTRE = (0.5, 0.5)
+MUCH_CROPPED = 0.7
+"""A sample with a smaller kept share counts as much cropped in a notice."""
 
 
 class Frame(NamedTuple):
@@ -135,6 +137,19 @@ def frame(original: Size, target: Size, *, place: tuple[float, float] = CENTRE, 
     top = round(place[0] * (height - target[0]))
     left = round(place[1] * (width - target[1]))
     return Frame(original, (height, width), (top, left), target, flipped)
+
+
+def frame_notices(frames: Iterable[Frame], *, enlarged_to: str, cropped_by: str) -> list[str]:
+    """Return lines on how many samples are enlarged or much cropped, and by which options."""
+    frames = list(frames)
+    enlarged = sum(seen.enlargement > 1 for seen in frames)
+    cropped = sum(seen.kept < MUCH_CROPPED for seen in frames)
+    notices: list[str] = []
+    if enlarged:
+        notices.append(f"{enlarged:,} samples are enlarged to {enlarged_to}")
+    if cropped:
+        notices.append(f"{cropped:,} samples lose more than {1 - MUCH_CROPPED:.0%} of their picture ({cropped_by})")
+    return notices
 
 
 def render(image: Image.Image, seen: Frame) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import open_cache
 from accel_train.data.grouping.shape_groups import GroupOrder
-from accel_train.domains.images.buckets import CENTRE, Frame, Size, conditioning, frame, render
+from accel_train.domains.images.buckets import CENTRE, Frame, Size, conditioning, frame, frame_notices, render
 from accel_train.domains.images.decoding import Colour, colour, decode_picture
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.scanning import (
@@ -29,9 +29,6 @@ from accel_train.domains.images.scanning import (
     without_unread_columns,
 )
 from accel_train.domains.images.sources import LeftOut, left_out_notices
-
-MUCH_CROPPED = 0.7
-"""A sample with a smaller kept share counts as much cropped in a notice."""
 
 
 class Sample(NamedTuple):
@@ -282,15 +279,7 @@ def bucket_notices(dataset: PictureDataset) -> list[str]:
     counts = Counter(sample.target_size for sample in dataset.samples)
     ordered = sorted(counts.items(), key=lambda item: (math.prod(item[0]), item[0]))
     table = ", ".join(f"{width}x{height}: {count:,}" for (height, width), count in ordered)
-    frames = [dataset.frame(index) for index in range(len(dataset))]
-    enlarged = sum(seen.enlargement > 1 for seen in frames)
-    cropped = sum(seen.kept < MUCH_CROPPED for seen in frames)
+    frames = (dataset.frame(index) for index in range(len(dataset)))
     buckets = "1 bucket" if len(counts) == 1 else f"{len(counts)} buckets"
-    notices = [f"{buckets} (width x height): {table}"]
-    if enlarged:
-        notices.append(f"{enlarged:,} samples are enlarged to fill their bucket (--data.enlarge)")
-    if cropped:
-        notices.append(
-            f"{cropped:,} samples lose more than {1 - MUCH_CROPPED:.0%} of their picture (--data.max_aspect)"
-        )
-    return notices
+    shown = frame_notices(frames, enlarged_to="fill their bucket (--data.enlarge)", cropped_by="--data.max_aspect")
+    return [f"{buckets} (width x height): {table}", *shown]

@@ -20,6 +20,8 @@ from accel_train.domains.images import decoding
 from accel_train.domains.images.buckets import Buckets
 from accel_train.domains.images.sources import Source, refuse_extension
 
+MIN_SIDE = 16
+"""Shortest side of a picture, in pixels. Icons and spacers of web pages are smaller."""
 DRAWING_STEPS = 50
 """Default number of denoising steps, as in diffusers' DreamBooth script."""
 
@@ -120,7 +122,7 @@ class PictureDataConfig:
     """Mirror half of the training samples, drawn for each epoch. Not for texts, and not for faces to be recognised."""
     background: str = "white"
     """Colour behind transparent pixels: a name or #rrggbb."""
-    min_side: PositiveInt = 16
+    min_side: PositiveInt = MIN_SIDE
     """Shortest side in pixels. Smaller pictures are left out."""
     max_pixels: PositiveInt = decoding.MAX_PIXELS
     """Most pixels of a picture. Larger ones are left out before they are decoded."""

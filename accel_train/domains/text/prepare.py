@@ -34,8 +34,8 @@ from accel_train.domains.text.latents.trained_assets import (
     taken_notices,
     trained_assets,
 )
-from accel_train.domains.text.options import FREE_TO_CHANGE as FREE_TO_CHANGE
 from accel_train.domains.text.options import DECIDE_SHAPES as DECIDE_SHAPES
+from accel_train.domains.text.options import FREE_TO_CHANGE as FREE_TO_CHANGE
 from accel_train.domains.text.options import TFIDF_SVD, TRAINED
 from accel_train.domains.text.options import DataConfig as DataConfig
 from accel_train.domains.text.shards.dataset import BlockLatents, ShardTextDataset, block_latents
@@ -79,7 +79,7 @@ def prepare_data(
     trained = trained_assets(weights, device)
     cache = open_cache(config.cache_dir, rank, world_size)
     vae = None if pictures is None else pictures.vae
-    splits = read_splits(config, cache, processes, {} if pictures is None else pictures.split_keys)
+    splits = read_splits(config, cache, processes, None if pictures is None else pictures.split_keys)
     tokenizer = _tokenizer(config, trained, splits.train.texts, cache, processes)
     train, train_tokens = tokenise_corpus(splits.train, tokenizer, config, cache, processes)
     heldout, heldout_tokens = tokenise_corpus(splits.heldout, tokenizer, config, cache, processes)

@@ -87,7 +87,7 @@ def read_splits(
 ) -> Splits:
     """Read and split the texts, by block or into memory. Every rank calls it (four barriers for shards).
 
-    Texts in ``known`` have their `split_key` there.
+    ``known`` is given for captions of pictures: those in it have their `split_key` there.
     """
     if config.by_blocks:
         return _read_shards(config, cache, processes)
@@ -176,10 +176,18 @@ def _read_texts(config: DataConfig, known: Mapping[str, int] | None) -> Splits:
     _refuse_too_few(config, len(train.texts), len(heldout.texts))
     repeated = total - len(train.texts) - len(heldout.texts)
     left_out = {"bad rows": corpus.skipped, "short texts": short, "repeated texts": repeated}
-    notices = [f"{len(train.texts):,} training texts, {len(heldout.texts):,} held out"]
+    notices = [_sizes(train.texts, heldout.texts, of_pictures=known is not None)]
     notices += left_out_notices(config.path)
     notices += [f"{count:,} {kind} left out" for kind, count in left_out.items() if count]
     return Splits(train, heldout, notices)
+
+
+def _sizes(train: Sequence[str], heldout: Sequence[str], *, of_pictures: bool) -> str:
+    """Return a line on the sizes of the splits. Of pictures, several may have one caption."""
+    if not of_pictures:
+        return f"{len(train):,} training texts, {len(heldout):,} held out"
+    captions, others = len(set(train)), len(set(heldout))
+    return f"{len(train):,} training samples ({captions:,} captions), {len(heldout):,} held out ({others:,} captions)"
 
 
 def _read_heldout(config: DataConfig, source: str) -> Corpus:

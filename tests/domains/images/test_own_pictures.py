@@ -253,3 +253,52 @@ def test_pictures_without_any_caption_ask_for_their_column(tmp_path: Path) -> No
     folder = rows_folder(tmp_path / "mine", [(number, f"thing {number}") for number in range(9)], "description")
     with pytest.raises(UsageError, match=re.escape("none of 9 pictures has a caption. Write captions in .txt files")):
         prepare(folder, tmp_path)
+
+
+def of_sizes(folder: Path, *sizes: tuple[int, int]) -> Path:
+    """A picture of each width and height."""
+    folder.mkdir()
+    for number, size in enumerate(sizes):
+        drawn(number).resize(size).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"thing {number}")
+    return folder
+
+
+def test_small_and_long_pictures_are_counted_and_the_smallest_left_out(tmp_path: Path) -> None:
+    """As by recipes/lora.py."""
+    folder = of_sizes(tmp_path / "mine", *[(40, 40)] * 8, (20, 20), (60, 32), (10, 40))
+    config = DataConfig(path=str(folder), cache_dir=str(tmp_path / "cache"), heldout_fraction=0.5)
+    pictures = prepare_pictures(PictureConfig(latents="pixels", size=32, patch=4), config)
+    assert pictures is not None
+    assert pictures.notices[:3] == (
+        "1 left out, a side is shorter than 16 pixels: 10.png (10x40)",
+        "1 samples are enlarged to --pictures.size 32",
+        "1 samples lose more than 30% of their picture (squares are cut at the centre)",
+    )
+
+
+def test_pictures_of_the_size_of_the_run_are_never_too_small(tmp_path: Path) -> None:
+    folder = of_sizes(tmp_path / "mine", *[(8, 8)] * 8)
+    config = DataConfig(path=str(folder), cache_dir=str(tmp_path / "cache"), heldout_fraction=0.5)
+    pictures = prepare_pictures(PictureConfig(latents="pixels", size=8, patch=4), config)
+    assert pictures is not None
+    assert len(pictures.notices) == 1  # their size and source
+
+
+def test_the_notice_of_sizes_counts_captions(tmp_path: Path) -> None:
+    train = rows_folder(tmp_path / "train", [(number, f"thing {number % 3}") for number in range(20)])
+    heldout = rows_folder(tmp_path / "heldout", [(number, f"thing {number % 2}") for number in range(20, 30)])
+    prepared = prepare(train, tmp_path, heldout_path=str(heldout))
+    assert prepared.notices[0] == "20 training samples (3 captions), 10 held out (2 captions)"
+
+
+def test_a_fraction_that_would_work_is_named(tmp_path: Path) -> None:
+    train = rows_folder(tmp_path / "train", [(number, f"thing {number}") for number in range(20)])
+    with pytest.raises(UsageError, match=r"0 held-out captions.* set --data\.heldout_fraction 0\.\d+, or") as refused:
+        prepare(train, tmp_path, heldout_fraction=0.0001)
+    fraction = re.search(r"set --data\.heldout_fraction ([\d.]+)", str(refused.value))
+    assert fraction is not None
+    assert len(prepare(train, tmp_path, heldout_fraction=float(fraction[1])).heldout) >= 2
+    one = rows_folder(tmp_path / "one", [(number, "one caption") for number in range(20)])
+    with pytest.raises(UsageError, match=r"1 groups .* --data\.heldout_path, or bring more pictures"):
+        prepare(one, tmp_path, heldout_fraction=0.1)

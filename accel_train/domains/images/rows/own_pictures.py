@@ -14,7 +14,9 @@ from torch import Tensor
 from accel_train.config import UsageError
 from accel_train.data.tables.sides import side_keys
 from accel_train.data.tables.text_sources import held_out_below, split_key
+from accel_train.domains.images.buckets import frame, frame_notices
 from accel_train.domains.images.decoding import decode_picture
+from accel_train.domains.images.options import MIN_SIDE
 from accel_train.domains.images.rows.picture_rows import ROWS_PER_SHARD, Captioned, Parts
 from accel_train.domains.images.scanning import (
     Picture,
@@ -127,8 +129,9 @@ def read_own(
     def read(source: Source) -> tuple[list[Picture], list[str]]:
         if len(sources) > 1:
             source = without_unread_columns(source)
-        found = read_pictures(source, cache, min_side=2, rank=rank, world_size=world_size, barrier=barrier)
-        return _with_captions(found, source, config.max_left_out)
+        side = _shortest_side(config)
+        found = read_pictures(source, cache, min_side=side, rank=rank, world_size=world_size, barrier=barrier)
+        return _with_captions(found, source, config)
 
     train, notices = read(sources[0])
     heldout: list[Picture] = []
@@ -144,6 +147,17 @@ def read_own(
         split_keys = {}
         _refuse_too_few(train, heldout, data)
     return OwnPictures(train, heldout, tuple(notices), split_keys)
+
+
+def _shortest_side(config: PictureOptions) -> int:
+    # A picture as large as those of the run is not too small for it.
+    return min(MIN_SIDE, config.size)
+
+
+def _square_notices(pictures: Sequence[Picture], size: int) -> list[str]:
+    """Return lines on samples that are enlarged or much cropped by ``square``."""
+    frames = (frame((picture.height, picture.width), (size, size)) for picture in pictures)
+    return frame_notices(frames, enlarged_to=f"--pictures.size {size}", cropped_by="squares are cut at the centre")
 
 
 def _without(train: Sequence[Picture], heldout: Sequence[Picture]) -> tuple[list[Picture], int]:
@@ -170,7 +184,7 @@ def _sources(config: PictureOptions, data: DataOptions) -> list[Source]:
     return [train, replace(train, split=path.removeprefix(SPLIT))]
 
 
-def _with_captions(found: Pictures, source: Source, max_left_out: float) -> tuple[list[Picture], list[str]]:
+def _with_captions(found: Pictures, source: Source, config: PictureOptions) -> tuple[list[Picture], list[str]]:
     """Return the pictures with a caption, and notices. A picture without words can be learned in no direction."""
     pictures = [picture for picture in found.pictures if picture.caption]
     without = [LeftOut(picture.name, "picture without a caption") for picture in found.pictures if not picture.caption]
@@ -181,14 +195,15 @@ def _with_captions(found: Pictures, source: Source, max_left_out: float) -> tupl
             f"pictures, or name their column with {source.options['caption_column']}."
         )
     total = len(found) + len(found.left_out)
-    if len(left_out) > max_left_out * total:
+    if len(left_out) > config.max_left_out * total:
         reasons = "; ".join(left_out_notices(left_out))
         raise UsageError(
             f"{source.named}: {len(left_out):,} of {total:,} pictures and captions cannot be used, at most "
-            f"--pictures.max_left_out {max_left_out:g} of them may be left out: {reasons}. Correct them, or raise the "
-            "share."
+            f"--pictures.max_left_out {config.max_left_out:g} of them may be left out: {reasons}. Correct them, or "
+            "raise the share."
         )
-    return pictures, replace(found, left_out=left_out).notices
+    notices = replace(found, left_out=left_out).notices
+    return pictures, [*notices, *_square_notices(pictures, config.size)]
 
 
 def _refuse_too_few(train: Sequence[Picture], heldout: Sequence[Picture], data: DataOptions) -> None:
@@ -217,12 +232,25 @@ def _split(train: Sequence[Picture], data: DataOptions) -> dict[str, int]:
         return keys
     # By the half of a key that decides the side.
     groups = len({key >> 32 for key in sides})
+    fraction = _working_fraction(sides)
+    remedy = "or bring more pictures"
+    if fraction is not None:
+        remedy = f"set --data.heldout_fraction {fraction:g}, {remedy}"
     raise UsageError(
         f"--data.path {data.path!r}, --data.heldout_fraction {data.heldout_fraction:g}: {len(kept) - held_out} "
         f"training and {held_out} held-out captions; at least 1 and 2 are required. All pictures of a caption, and all "
         f"captions of a picture, are on one side, which leaves {groups:,} groups to choose from. Give "
-        "held-out pictures of their own with --data.heldout_path, raise the fraction, or bring more pictures."
+        f"held-out pictures of their own with --data.heldout_path, {remedy}."
     )
+
+
+def _working_fraction(sides: Sequence[int]) -> float | None:
+    """Return the smallest fraction, in hundredths, with captions enough on both sides. None: there is none."""
+    for percent in range(1, 100):
+        held_out = sum(key < held_out_below(percent / 100) for key in sides)
+        if 2 <= held_out < len(sides):
+            return percent / 100
+    return None
 
 
 def square(picture: Image.Image, size: int) -> Tensor:
