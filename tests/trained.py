@@ -115,21 +115,26 @@ def picture_run(
     side: int = 8,
     times: dict[str, Any] | None = None,
     vae: VaeReference | None = None,
+    modes: ModeConfig | None = None,
 ) -> Path:
     """Write a run of recipes/mmdit.py on pictures of ``side`` pixels in patches of 4. ``times`` are options of it.
 
-    With ``vae``, of 12 channels and a reduction of 2, in patches of 2 latents.
+    With ``vae``, of 12 channels and a reduction of 2, in patches of 2 latents. With ``modes`` also the estimate of
+    lengths, which older runs lack.
     """
     tokenizer = train_tokenizer(CAPTIONS, 300)
     grid = (side // 4, side // 4)
     tokens = grid[0] * grid[1]
     torch.manual_seed(2)
-    assets = DataAssets(tokenizer, None, 12, 0.3 * torch.randn(48), 0.6, tokens, vae=vae)
+    mean = 0.3 * torch.randn(48)
+    estimate = LengthEstimate(torch.zeros(49, dtype=torch.float64), 1.8, 1.0, 3, 12) if modes else None
+    assets = DataAssets(tokenizer, None, 12, mean, 0.6, tokens, estimate, vae)
     shape = ModelConfig(width=16, depth=2, heads=2).multimodal(tokenizer.vocab_size, 12, (tokens, 48), grid)
     model = MultimodalMMDiT(shape)
     randomise(model)
     sampling = EvaluationConfig(latent=LatentSamplingConfig(steps=3, guidance=2.0, shift=3.0))
-    objective = ModeConfig(), TextDiffusionConfig("uniform"), latent or LatentDiffusionConfig(prediction="x0")
+    latent = latent or LatentDiffusionConfig(prediction="x0")
+    objective = modes or ModeConfig(), TextDiffusionConfig("uniform"), latent
     description = text_pipeline.describe_model(shape, *objective, sampling, 7, assets, "emoji")
     experiment = {f"times.{name}": value for name, value in (times or {}).items()}
     if times:

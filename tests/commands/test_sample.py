@@ -14,6 +14,8 @@ import accel_train
 from accel_train import cli
 from accel_train.config import UsageError
 from accel_train.domains.models.patches import from_patches
+from accel_train.domains.text.modes import ModeConfig
+from accel_train.domains.text.pipeline import TextLatentPipeline
 from accel_train.store import commit
 from tests.trained import commit_checkpoint, language_run, picture_run, text_run
 
@@ -82,7 +84,7 @@ def test_its_help_lists_the_options_of_the_model(tmp_path: Path, capsys: pytest.
         cli._main(["sample", str(run), "--help"])
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    for part in ("--text_file", "--length", "--to {text,latents}", "Sample text from texts or latents"):
+    for part in ("--text_file", "--length", "--to {text,latents}", "--picture", "Sample text from texts or latents"):
         assert part in shown, part
 
 
@@ -151,6 +153,71 @@ def test_a_model_of_pictures_draws_prompts(
         cli._main(["sample", str(run), "--prompt", "a", "--text", "b"])
     with pytest.raises(UsageError, match="has learned latents of texts and no pictures; give --text"):
         cli._main(["sample", str(text_run(tmp_path / "texts")), "--prompt", "a red circle"])
+
+
+def test_a_model_of_pictures_captions_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = picture_run(tmp_path / "run", modes=ModeConfig())
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("two  words.png", "b.jpg")):
+        Image.new("RGB", (20, 12), (200, 90 * number, 30)).save(name)
+    words = ["sample", str(run), "--picture", "two  words.png", "b.jpg", "--seed", "3", "--steps", "2", "--length", "5"]
+    assert cli._main([*words, "--output", "said/captions.txt"]) == 0
+    pipeline = accel_train.load(run, pipeline=TextLatentPipeline).with_sampling(steps=2)
+    captions = [" ".join(text.split()) for text in pipeline.caption(["two  words.png", "b.jpg"], seed=3, length=5)]
+    lines = [f"two  words.png: {captions[0]}", f"b.jpg: {captions[1]}"]
+    assert capsys.readouterr().out.splitlines() == lines
+    assert Path("said/captions.txt").read_text("utf-8").splitlines() == lines
+    # A name that is no text can be read, and is printed and written with a mark in place of its bytes.
+    given = b"\xff.png".decode("utf-8", "surrogateescape")
+    Path("b.jpg").rename(given)
+    assert cli._main(["sample", str(run), "--picture", given, "--output", "captions.txt"]) == 0
+    assert capsys.readouterr().out.startswith("\N{REPLACEMENT CHARACTER}.png: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            ["--picture", "a.png", "--prompt", "b"],
+            "prompt and picture: a prompt is drawn as a picture; leave the others",
+        ),
+        (["--picture", "a.png", "--text", "b"], "picture and text: a picture is captioned; leave the others out"),
+        (["--picture", "a.png", "--text_file", "b"], "picture and text_file: a picture is captioned"),
+        (
+            ["--picture", "a.png", "--latents", "b", "--to", "latents"],
+            "picture and latents, to: a picture is captioned",
+        ),
+        (["--picture", "a.png", "--picture", "b.png"], "--picture is given twice, .* give all after one"),
+        (["--picture", "none.png"], r"picture none.png: cannot be read \(No such file or directory\)"),
+        (["--picture", "none.png", "--encoder", "x"], "encoder 'x': this model uses no text encoder"),
+        (["--text", "a"], r"no encoder of texts; .* or --picture heart.png to caption one"),
+        ([], "nothing to sample from: .* or --picture heart.png"),
+        (["--prompt", "", "--guidance", "3"], "prompt '' and guidance 3: without a caption there is none to follow"),
+    ],
+)
+def test_the_command_refuses_pictures_beside_what_else_it_samples(
+    words: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = picture_run(tmp_path / "run", modes=ModeConfig())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=reason):
+        cli._main(["sample", str(run), *words])
+
+
+def test_an_empty_prompt_draws_without_a_caption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = picture_run(tmp_path / "run", modes=ModeConfig())
+    words = ["sample", str(run), "--prompt", "", "a red circle", "--guidance", "3", "--seed", "2"]
+    assert cli._main([*words, "--output", str(tmp_path / "drawn")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[1] for line in shown] == ["no caption", "a red circle"]
+    with Image.open(shown[0].split(": ")[0]) as drawn:
+        expected = accel_train.load(run, pipeline=TextLatentPipeline).draw([""], seed=2)[0]
+        assert drawn.tobytes() == expected.tobytes()
+    always = ModeConfig(weights=(0.0, 1.0, 1.0), conditioning_dropout=0.0)
+    with pytest.raises(UsageError, match=r"prompt '': a picture without a caption, .* the model always had one"):
+        cli._main(["sample", str(picture_run(tmp_path / "always", modes=always)), "--prompt", ""])
 
 
 def test_without_a_pipeline_an_export_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from accel_train.config import Fraction, PositiveInt, UsageError, refuse_without
 from accel_train.data.artifacts import cache_directory, cached_folder, of_rank_0
 from accel_train.domains.images.demo import emoji, shapes
 from accel_train.domains.images.rows.own_pictures import DataOptions, read_own
-from accel_train.domains.images.rows.picture_rows import Captioned, CaptionedPictures, Parts, Patching, write_rows
+from accel_train.domains.images.rows.picture_rows import Captioned, CaptionedPictures, Parts, write_rows
+from accel_train.domains.models.pictures.patching import Patching
 from accel_train.domains.models.vae import IDENTITY_FILE, PictureVae, load_vae
 from accel_train.store import strict_json
 from accel_train.store.run_file import experiment_options

@@ -18,7 +18,6 @@ from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import open_cache
 from accel_train.data.grouping.shape_groups import GroupOrder
 from accel_train.domains.images.buckets import CENTRE, Frame, Size, conditioning, frame, frame_notices, render
-from accel_train.domains.images.decoding import Colour, colour, decode_picture
 from accel_train.domains.images.options import PictureDataConfig
 from accel_train.domains.images.scanning import (
     Picture,
@@ -29,6 +28,7 @@ from accel_train.domains.images.scanning import (
     without_unread_columns,
 )
 from accel_train.domains.images.sources import LeftOut, left_out_notices
+from accel_train.domains.models.pictures.decoding import Colour, colour, decode_picture
 
 
 class Sample(NamedTuple):

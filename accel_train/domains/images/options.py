@@ -16,9 +16,9 @@ from accel_train.config import (
     refuse_without_effect,
 )
 from accel_train.data.tables.ledger import Changed
-from accel_train.domains.images import decoding
 from accel_train.domains.images.buckets import Buckets
 from accel_train.domains.images.sources import Source, refuse_extension
+from accel_train.domains.models.pictures import decoding
 
 MIN_SIDE = 16
 """Shortest side of a picture, in pixels. Icons and spacers of web pages are smaller."""

@@ -21,8 +21,6 @@ from accel_train.config import UsageError, expand_path
 from accel_train.cores import usable_cores
 from accel_train.data.progress import Progress
 from accel_train.data.tables.text_sources import HUB_ID
-from accel_train.domains.images import decoding
-from accel_train.domains.images.decoding import PictureError
 from accel_train.domains.images.sources import (
     Bytes,
     Entry,
@@ -32,6 +30,8 @@ from accel_train.domains.images.sources import (
     is_saved_dataset,
     left_out_notices,
 )
+from accel_train.domains.models.pictures import decoding
+from accel_train.domains.models.pictures.decoding import PictureError
 
 SCAN_FORMAT = 1
 READ_BY = {

@@ -8,6 +8,7 @@ latent without information about the length gives the geometric mean. Training i
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -46,6 +47,12 @@ class LengthEstimate:
         logarithms = _features(latents) @ self.weights + self.bias
         lengths = logarithms.exp().round().long()
         return lengths.clamp(self.shortest, self.longest)
+
+    def typical(self) -> int:
+        """Estimate the tokens of a text without its latent: those of a latent with mean 0 and root mean square 1."""
+        # That is the mean of all, whose logarithm is that of the geometric mean of their lengths.
+        length = round(math.exp(float(self.weights[-1]) + self.bias))
+        return min(max(length, self.shortest), self.longest)
 
     def save(self, directory: Path) -> None:
         """Write length.json."""

@@ -133,13 +133,18 @@ def refuse_unlearned(
         refuse_without_effect(options, group, names, because, "choose another mode")
 
 
+def learns_without_condition(config: ModeConfig) -> bool:
+    """Return True if what a run learns, it also learns without the condition: by dropout or in unconditional steps."""
+    # In unconditional steps each modality has times of its own, up to that of pure noise.
+    return config.conditioning_dropout > 0 or "unconditional" in config.drawn()
+
+
 def refuse_unlearned_guidance(config: ModeConfig, guidance: Mapping[str, float]) -> None:
     """Raise ``UsageError`` for guidance by a model that has never been without its condition.
 
     ``guidance`` maps the option of each direction to its strength. Unconditional steps teach it too, as dropout does.
     """
-    # In unconditional steps each modality has times of its own, up to that of pure noise.
-    if config.conditioning_dropout or "unconditional" in config.drawn():
+    if learns_without_condition(config):
         return
     for option, strength in guidance.items():
         if strength != 1:
@@ -148,6 +153,15 @@ def refuse_unlearned_guidance(config: ModeConfig, guidance: Mapping[str, float])
                 f"0 and {config.describe()} the model never learns one. Set it to 1, or train with "
                 "--modes.conditioning_dropout 0.1."
             )
+
+
+def refuse_never_without_text(config: ModeConfig) -> None:
+    """Raise ``UsageError`` for a latent without a text, of a model that has always been given one."""
+    if not learns_without_condition(config):
+        raise UsageError(
+            f"prompt '': a picture without a caption, and with modes.conditioning_dropout 0 and {config.describe()} "
+            "the model always had one; give a caption, or train with --modes.conditioning_dropout 0.1"
+        )
 
 
 def mode_of_step(config: ModeConfig, seed: int, step: int) -> Mode:

@@ -127,13 +127,15 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TextLatentOptions:
-    """Sample text from texts or latents, latents from texts, or pictures from captions.
+    """Sample text from texts or latents, latents from texts, pictures from captions, or captions of pictures.
 
     One prompt with one seed gives one answer, whatever else is asked for with it.
     """
 
     prompt: tuple[str, ...] = ()
-    """Captions to draw, of a model of captions and pictures. A PNG file for each."""
+    """Captions to draw, of a model of captions and pictures. A PNG file for each. '' draws without a caption."""
+    picture: tuple[str, ...] = ()
+    """Picture files to caption, of a model of captions and pictures. A line for each."""
     text: tuple[str, ...] = ()
     """Texts. Each is encoded, and a text is sampled from its latent; with --to latents, its latent is sampled."""
     text_file: str | None = None
@@ -143,7 +145,7 @@ class TextLatentOptions:
     to: Literal["text", "latents"] = "text"
     """What is sampled."""
     length: PositiveInt | None = None
-    """Tokens of each sampled text. None: estimated from its latent."""
+    """Tokens of each sampled text or caption. None: estimated from its latent."""
     steps: PositiveInt | None = None
     """Forward passes per sample (twice as many with guidance). None: evaluation.text.steps or evaluation.latent.steps
     of the run."""
@@ -168,12 +170,15 @@ class TextLatentOptions:
         if self.prompt:
             self._refuse_beside_prompt()
             return
+        if self.picture:
+            self._refuse_beside_picture()
+            return
         if self.latents is not None and (self.text or self.text_file):
             raise UsageError("latents and text: sampling starts from one of the two; leave one of them out")
         if self.latents is None and not (self.text or self.text_file):
             raise UsageError(
                 "nothing to sample from: give --text 'a text', --text_file texts.txt or --latents latents.safetensors, "
-                "or --prompt 'a red heart' for a model of pictures"
+                "or, for a model of pictures, --prompt 'a red heart' or --picture heart.png"
             )
         if self.latents is not None and self.to == "latents":
             raise UsageError("to latents with --latents: latents are sampled from text; give --text instead")
@@ -182,12 +187,21 @@ class TextLatentOptions:
                 raise UsageError(f"{name} with --to latents: only sampled texts have one; leave it out")
 
     def _refuse_beside_prompt(self) -> None:
-        others = {"text": self.text, "text_file": self.text_file, "latents": self.latents, "length": self.length}
-        given = [name for name, value in others.items() if value]
-        # A temperature of 0 is one too.
-        if self.temperature is not None:
-            given.append("temperature")
-        if self.to != "text":
-            given.append("to")
+        given = self._given("picture", "text", "text_file", "latents", "length", "temperature", "to")
         if given:
             raise UsageError(f"prompt and {', '.join(given)}: a prompt is drawn as a picture; leave the others out")
+        if self.guidance is not None and not any(self.prompt):
+            raise UsageError(
+                f"prompt '' and guidance {self.guidance:g}: without a caption there is none to follow; leave guidance "
+                "out, or give a caption"
+            )
+
+    def _refuse_beside_picture(self) -> None:
+        given = self._given("text", "text_file", "latents", "to")
+        if given:
+            raise UsageError(f"picture and {', '.join(given)}: a picture is captioned; leave the others out")
+
+    def _given(self, *names: str) -> list[str]:
+        """Return those of the options that do not have their default."""
+        # A temperature of 0 is given too.
+        return [name for name in names if getattr(self, name) != getattr(type(self), name)]

@@ -18,6 +18,7 @@ from accel_train.config import UsageError, expand_path
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.masked_text import TextDiffusionConfig
 from accel_train.domains.models.mmdit import MultimodalMMDiT, MultimodalMMDiTConfig
+from accel_train.domains.text import command_line
 from accel_train.domains.text.both_ways import (
     Batch,
     BothWays,
@@ -27,23 +28,24 @@ from accel_train.domains.text.both_ways import (
 )
 from accel_train.domains.text.dataset import DataAssets
 from accel_train.domains.text.encoders import TransformerEncoder
-from accel_train.domains.text.latents.drawn import (
-    about_use,
-    cut_notices,
-    decoded,
-    image,
-    picture_grid,
-    refuse_text_of_pictures,
-    write_pictures,
+from accel_train.domains.text.latents.drawn import about_use, decoded, image, picture_grid, refuse_text_of_pictures
+from accel_train.domains.text.latents.files import checked
+from accel_train.domains.text.latents.given_pictures import read_pictures
+from accel_train.domains.text.modes import (
+    ModeConfig,
+    Part,
+    learned_conditions,
+    refuse_never_without_text,
+    refuse_unlearned_guidance,
 )
-from accel_train.domains.text.latents.files import read_given
-from accel_train.domains.text.modes import ModeConfig, Part, learned_conditions, refuse_unlearned_guidance
 from accel_train.domains.text.options import TextLatentOptions
 from accel_train.domains.text.trained_model import learned_modes, load_both_ways, refuse_moved
-from accel_train.pipeline import Example, describe, read_lines
+from accel_train.pipeline import Example, describe
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from accel_train.domains.text.latents.given_pictures import Given
 
 BATCH = 64
 """Prompts of one forward."""
@@ -159,7 +161,9 @@ class TextLatentPipeline:
         if (texts is None) == (latents is None):
             raise UsageError("texts and latents: give one of the two to sample from")
         if latents is not None:
-            return TextLatentSamples(self.texts_from_latents(latents, seed=seed, length=length), self._checked(latents))
+            return TextLatentSamples(
+                self.texts_from_latents(latents, seed=seed, length=length), checked(latents, self.assets.latent_shape)
+            )
         prompts = [texts] if isinstance(texts, str) else list(texts or ())
         rewritten = None
         sampled = None
@@ -182,8 +186,8 @@ class TextLatentPipeline:
 
         ``length`` is in tokens. None estimates it from each latent.
         """
-        checked = self._checked(latents)
-        return self._sample_texts(checked, [latent.numpy().tobytes() for latent in checked], seed, length)
+        given = checked(latents, self.assets.latent_shape)
+        return self._sample_texts(given, [latent.numpy().tobytes() for latent in given], seed, length)
 
     def texts_from_texts(self, texts: Sequence[str], *, seed: int = 0, length: int | None = None) -> list[str]:
         """Encode each text and sample a text from its latent, which has to say the same in other words."""
@@ -206,33 +210,38 @@ class TextLatentPipeline:
         return torch.cat(sampled)
 
     def draw(self, captions: Sequence[str], *, seed: int = 0) -> list[Image.Image]:
-        """Draw a picture for each caption, by a model of captions and pictures."""
-        grid = picture_grid(self.model.config)
-        latents = self.latents_from_texts(captions, seed=seed)
+        """Draw a picture for each caption, by a model of captions and pictures. An empty one draws without a caption.
+
+        Raises ``UsageError`` for an empty one with a model that has not learned that.
+        """
+        grid = picture_grid(self.model.config, "prompt")
+        latents = torch.empty(len(captions), *self.assets.latent_shape)
+        with_caption = torch.tensor([caption != "" for caption in captions], dtype=torch.bool)
+        if not with_caption.all():
+            latents[~with_caption] = self._latent_without_text(seed)
+        if with_caption.any() or not captions:
+            latents[with_caption] = self.latents_from_texts([caption for caption in captions if caption], seed=seed)
         pictures = decoded(latents, grid, self.assets.vae, self.device)
         return [image(picture) for picture in pictures]
 
+    def caption(self, pictures: Given | Sequence[Given], *, seed: int = 0, length: int | None = None) -> list[str]:
+        """Sample a caption for each picture, an image of Pillow or the path of a file.
+
+        Noise is keyed by seed and pixels. ``length`` is in tokens. None estimates it from each picture. Raises
+        ``UsageError`` for a file that cannot be used, and a model of other latents.
+        """
+        picture_grid(self.model.config, "picture")
+        self._refuse_unlearned("latent")
+        pixels, latents = self._read_pictures(pictures)
+        return self._sample_texts(latents, [one.numpy().tobytes() for one in pixels], seed, length)
+
+    def encode_pictures(self, pictures: Given | Sequence[Given]) -> Tensor:
+        """Return the latents (B, L, Dz) of pictures, as ``caption`` reads them: those that training stores of them."""
+        return self._read_pictures(pictures)[1]
+
     def sample(self, options: TextLatentOptions) -> list[str]:
         """Sample as ``accel-train sample`` is asked to, and return the lines to print."""
-        placed = self.with_models(encoder=options.encoder, vae=options.vae)
-        sampler = placed.with_sampling(steps=options.steps, temperature=options.temperature, guidance=options.guidance)
-        if options.prompt:
-            pictures = sampler.draw(options.prompt, seed=options.seed)
-            lines = write_pictures(pictures, options.prompt, options.seed, options.output)
-            return [*cut_notices(self.assets, options.prompt), *lines]
-        if options.latents is not None:
-            given = read_given(options.latents)
-            return written(sampler.texts_from_latents(given, seed=options.seed, length=options.length), options)
-        texts = [*options.text, *read_lines(options.text_file)]
-        if options.to == "text":
-            return written(sampler.texts_from_texts(texts, seed=options.seed, length=options.length), options)
-        from safetensors.torch import save
-
-        # Latents are no lines to print: without a name they still go to a file.
-        path = expand_path(options.output or "latents.safetensors")
-        latents = sampler.latents_from_texts(texts, seed=options.seed)
-        path.write_bytes(save({"latents": latents}))
-        return [f"{path}: latents {tuple(latents.shape)}, in the encoder's units"]
+        return command_line.sample(self, options)
 
     def examples(self) -> list[Example]:
         """Return forwards with and without padding, with noise on either side, and a sample in each direction."""
@@ -260,6 +269,28 @@ class TextLatentPipeline:
         ]
 
     # ------------------------------------------------------------------------------------------------------------ parts
+    def _read_pictures(self, pictures: Given | Sequence[Given]) -> tuple[Tensor, Tensor]:
+        """Return the pixels (B, H, W, 3) uint8 of pictures, and their latents (B, L, Dz)."""
+        rows, _ = picture_grid(self.model.config, "picture")
+        return read_pictures(pictures, rows, self.assets.latent_shape[1], self.assets.vae, self.device)
+
+    def _latent_without_text(self, seed: int) -> Tensor:
+        """Sample a latent without a text, as an evaluation does: (1, L, Dz) on the CPU."""
+        self._refuse_unlearned("text")
+        if self.modes is not None:
+            refuse_never_without_text(self.modes)
+        if self.assets.length is None:
+            raise UsageError(
+                "prompt '': this model was saved by an older version, without an estimate of lengths, and even a "
+                "missing caption has a length; give a caption"
+            )
+        batch = self._blank(torch.tensor([self.assets.length.typical()])) | self._keys([b""])
+        batch["latent"] = torch.zeros(1, *self.assets.latent_shape)
+        # There is no condition to follow: the same latent at half the cost.
+        both = replace(self.both, seed=seed, latent=replace(self.both.latent, guidance=1.0))
+        on_device = {name: values.to(self.device) for name, values in batch.items()}
+        return self.assets.denormalise(both.sample_latents(on_device, with_text=False).float().cpu())
+
     def _sample_texts(self, latents: Tensor, prompts: Sequence[bytes], seed: int, length: int | None) -> list[str]:
         """Sample from latents in the encoder's units, with noise keyed by ``prompts``."""
         self._refuse_unlearned("latent")
@@ -313,22 +344,6 @@ class TextLatentPipeline:
         numbers = [int.from_bytes(digest, "little", signed=True) for digest in digests]
         return {"sample": torch.tensor(numbers), "weight": torch.ones(len(prompts))}
 
-    def _checked(self, latents: Tensor) -> Tensor:
-        """Return latents as (B, L, Dz) fp32 on the CPU. Raises ``UsageError`` for another shape and for NaN."""
-        length, width = self.assets.latent_shape
-        found = torch.as_tensor(latents).detach().float().cpu()
-        if found.dim() == 2 and length == 1:
-            found = found[:, None]
-        if found.dim() != 3 or found.shape[1:] != (length, width) or len(found) == 0:
-            single = f", or (B, {width})" if length == 1 else ""
-            raise UsageError(
-                f"latents of shape {tuple(latents.shape)}: this model reads (B, {length}, {width}){single}, as its "
-                "encoder gives them"
-            )
-        if not found.isfinite().all():
-            raise UsageError("latents: NaN or infinity among them; finite numbers are required")
-        return found.contiguous()
-
     def _refuse_unlearned(self, condition: Part) -> None:
         if condition not in self.conditions:
             asked = "text from a latent (l2t)" if condition == "latent" else "a latent from its text (t2l)"
@@ -344,14 +359,6 @@ class TextLatentPipeline:
         for text in texts:
             if not bool(maskable[self.assets.tokenizer.tokenise([text], self.assets.max_length).ids].any()):
                 raise UsageError(f"text {text[:60]!r}: the tokenizer leaves no token of it; give a text with words")
-
-
-def written(texts: list[str], options: TextLatentOptions) -> list[str]:
-    """Return each text as one line, written to the file of ``output`` if there is one."""
-    lines = [" ".join(text.split()) for text in texts]
-    if options.output is not None:
-        expand_path(options.output).write_text("".join(f"{line}\n" for line in lines), "utf-8")
-    return lines
 
 
 def describe_model(

@@ -8,8 +8,9 @@ from PIL import Image
 from accel_train.domains.images.demo import shapes
 from accel_train.domains.images.grids import CELL, GAP, HEADER, LABEL, report_pictures
 from accel_train.domains.images.picture_scores import ERRORS, PictureScores, metric_names, rms_distance, shape_scores
-from accel_train.domains.images.rows.picture_rows import CaptionedPictures, Patching
+from accel_train.domains.images.rows.picture_rows import CaptionedPictures
 from accel_train.domains.models.patches import to_patches
+from accel_train.domains.models.pictures.patching import Patching
 from tests.domains.images.drawn import UNREADABLE
 
 COUNT = 24

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.diffusion.timesteps import TimeConfig
-from accel_train.domains.images import decoding
 from accel_train.domains.images.buckets import frame
 from accel_train.domains.images.dataset import Sample
 from accel_train.domains.images.options import MaskConfig, PriorConfig
@@ -23,6 +22,7 @@ from accel_train.domains.images.pipelines.objective import ObjectiveConfig
 from accel_train.domains.images.scanning import Picture, read_pictures
 from accel_train.domains.images.sources import FileBytes, Source
 from accel_train.domains.images.weighting import masks, prior
+from accel_train.domains.models.pictures import decoding
 from tests.domains.images import test_lora_recipe as lora_recipe
 from tests.domains.images import tiny_pipelines as tiny
 from tests.domains.images.test_objective import COUNT, SEED, STEP, Made

@@ -220,7 +220,7 @@ def test_the_card_shows_a_call_that_the_model_answers(pipeline: TextLatentPipeli
     assert about_use(pictures, ready_made, both, "emoji")["pipeline_tag"] == "text-to-image"
     captions = about_use(pictures, ready_made, {"latent"}, "emoji")
     assert captions["pipeline_tag"] == "image-to-text"
-    assert "pipeline(latents=latents).texts" in captions["usage"]
+    assert captions["usage"] == 'print(pipeline.caption(["heart.png"]))'
 
 
 def test_steps_temperature_and_guidance_are_those_asked_for(pipeline: TextLatentPipeline) -> None:

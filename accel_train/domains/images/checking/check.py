@@ -15,9 +15,9 @@ from accel_train.data.progress import Progress
 from accel_train.domains.images.buckets import Buckets, frame
 from accel_train.domains.images.checking import quality
 from accel_train.domains.images.checking.quality import Measures
-from accel_train.domains.images.decoding import decode_picture
 from accel_train.domains.images.scanning import Picture, Pictures, read_pictures
 from accel_train.domains.images.sources import OPTIONS, Source, left_out_notices, refuse_extension
+from accel_train.domains.models.pictures.decoding import decode_picture
 from accel_train.wording import shortened
 
 SHOWN = 8

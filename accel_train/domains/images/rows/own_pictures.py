@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.data.tables.sides import side_keys
 from accel_train.data.tables.text_sources import held_out_below, split_key
 from accel_train.domains.images.buckets import frame, frame_notices
-from accel_train.domains.images.decoding import decode_picture
 from accel_train.domains.images.options import MIN_SIDE
 from accel_train.domains.images.rows.picture_rows import ROWS_PER_SHARD, Captioned, Parts
 from accel_train.domains.images.scanning import (
@@ -27,9 +24,8 @@ from accel_train.domains.images.scanning import (
     without_unread_columns,
 )
 from accel_train.domains.images.sources import LeftOut, Source, left_out_notices
-
-if TYPE_CHECKING:
-    from PIL import Image
+from accel_train.domains.models.pictures.decoding import decode_picture
+from accel_train.domains.models.pictures.patching import square
 
 OPTIONS = {"split": "--data.split", "image_column": "--pictures.image_column", "caption_column": "--data.text_column"}
 """Names of the options of a source, in messages."""
@@ -251,12 +247,3 @@ def _working_fraction(sides: Sequence[int]) -> float | None:
         if 2 <= held_out < len(sides):
             return percent / 100
     return None
-
-
-def square(picture: Image.Image, size: int) -> Tensor:
-    """Cut the largest square from the centre and scale it: (size, size, 3) uint8."""
-    from PIL import ImageOps
-    from PIL.Image import Resampling
-
-    fitted = ImageOps.fit(picture, (size, size), Resampling.LANCZOS)
-    return torch.from_numpy(np.array(fitted))

@@ -14,22 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from accel_train.data.progress import Progress
 from accel_train.data.tables.sides import CONTENT_FIELD
-from accel_train.domains.models.patches import (
-    as_grid,
-    as_tokens,
-    cut,
-    from_patches,
-    from_values,
-    joined,
-    to_patches,
-    to_values,
-)
-from accel_train.domains.models.vae import PictureVae, VaeReference
+from accel_train.domains.models.pictures.patching import Patching
+from accel_train.domains.models.vae import VaeReference
 
 ROWS_PER_SHARD = 2048
 D = TypeVar("D")
@@ -44,45 +34,6 @@ class Captioned(NamedTuple):
     """(N, size, size, 3) uint8"""
     contents: Sequence[str] = ()
     """Hash of the file of each picture. Empty if they are no files."""
-
-
-@dataclass(frozen=True)
-class Patching:
-    """How pictures become tokens: patches of pixels, or of the latents of an autoencoder."""
-
-    patch: int
-    """Pixels, or latents, along a side of a patch."""
-    vae: PictureVae | None = None
-    batch_size: int = 8
-    """Pictures per forward of the autoencoder."""
-
-    @property
-    def identity(self) -> str:
-        """Identity of the tokens: the patch, and the hashes of the autoencoder if there is one."""
-        return f"{self.patch}" if self.vae is None else f"{self.patch} {self.vae.reference.identity}"
-
-    @property
-    def side(self) -> int:
-        """Pixels along a side of a token."""
-        return self.patch if self.vae is None else self.patch * self.vae.reference.reduction
-
-    def tokens(self, pictures: Tensor) -> Tensor:
-        """Return tokens (N, L, D) in fp32 on the CPU of pictures (N, H, W, 3) uint8."""
-        if self.vae is None:
-            return to_patches(pictures, self.patch)
-        device = next(self.vae.parameters()).device
-        tokens: list[Tensor] = []
-        for part in pictures.split(self.batch_size):
-            latents = self.vae.encode(to_values(part).to(device)).cpu()
-            tokens.append(as_tokens(cut(latents, self.patch)))
-        return torch.cat(tokens)
-
-    def pictures(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Return pictures (N, H, W, 3) uint8 on the CPU of tokens (N, L, D)."""
-        if self.vae is None:
-            return from_patches(tokens.cpu(), grid, self.patch)
-        latents = joined(as_grid(tokens.float(), grid), self.patch)
-        return from_values(self.vae.decode_all(latents, self.batch_size))
 
 
 Parts = Iterable[tuple[str, Captioned]]
@@ -142,7 +93,7 @@ def _write_shards(directory: Path, parts: Parts, patching: Patching, progress: P
             for start in range(0, len(piece.captions), ROWS_PER_SHARD):
                 stop = start + ROWS_PER_SHARD
                 latents = patching.tokens(piece.pictures[start:stop])
-                np.save(directory / f"shard_{shard:04d}.npy", latents.to(torch.float16).numpy())
+                np.save(directory / f"shard_{shard:04d}.npy", latents.numpy())
                 rows.writelines(_lines(piece.captions[start:stop], piece.contents[start:stop], shard))
                 shard += 1
                 progress.update(len(latents))

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.images.buckets import Frame, render
-from accel_train.domains.images.decoding import MAX_PIXELS, PictureError, decode_alpha, decode_picture
 from accel_train.domains.images.folders import SUFFIXES, is_mask
 from accel_train.domains.images.options import MaskConfig
 from accel_train.domains.images.scanning import Picture
 from accel_train.domains.images.sources import FileBytes, read_regular
+from accel_train.domains.models.pictures.decoding import MAX_PIXELS, PictureError, decode_alpha, decode_picture
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -9,26 +9,29 @@ from torch import Tensor
 
 from accel_train.config import UsageError, expand_path
 from accel_train.domains.models.mmdit import MultimodalMMDiTConfig
-from accel_train.domains.models.patches import as_grid, from_patches, from_values, joined
-from accel_train.domains.models.vae import VaeReference, load_vae
-from accel_train.domains.text.dataset import DataAssets
+from accel_train.domains.models.pictures.patching import find_patching
+from accel_train.domains.models.vae import VaeReference
 from accel_train.pipeline import file_stem
 
 if TYPE_CHECKING:
     from PIL import Image
 
+    from accel_train.domains.text.dataset import DataAssets
+
 FOLDER = "pictures"
-CHANNELS = 3
 SHOWN_CHARACTERS = 40
-BATCH = 8
-"""Pictures that an autoencoder decodes at once."""
+NO_CAPTION = "no caption"
+"""What is printed of a picture without one."""
 
 
-def picture_grid(shape: MultimodalMMDiTConfig) -> tuple[int, int]:
-    """Return the rows and columns of patches. Raises ``UsageError`` for a model of other latents."""
+def picture_grid(shape: MultimodalMMDiTConfig, option: str) -> tuple[int, int]:
+    """Return the rows and columns of patches. Raises ``UsageError`` for a model of other latents.
+
+    ``option`` asks for pictures and is named in the message.
+    """
     if shape.latent_grid is None:
         raise UsageError(
-            "prompt: this model has learned latents of texts and no pictures; give --text, or a run of "
+            f"{option}: this model has learned latents of texts and no pictures; give --text, or a run of "
             "recipes/mmdit.py with --pictures.latents pixels or vae"
         )
     return shape.latent_grid
@@ -39,7 +42,7 @@ def refuse_text_of_pictures(shape: MultimodalMMDiTConfig) -> None:
     if shape.latent_grid is not None:
         raise UsageError(
             "text: this model has learned pictures and has no encoder of texts; give --prompt 'a red heart' to draw a "
-            "picture of it (in Python, draw)"
+            "picture of it (in Python, draw), or --picture heart.png to caption one (caption)"
         )
 
 
@@ -50,15 +53,16 @@ def about_use(
 
     ``conditions`` are those that it has learned, and ``path`` is ``data.path``.
     """
-    given = "print(pipeline(latents=latents).texts)  # latents: (B, L, D)"
     if shape.latent_grid is not None:
-        about = {"measured_on": f"held-out pictures of {path}", "pipeline_tag": "image-to-text", "usage": given}
+        caption = 'print(pipeline.caption(["heart.png"]))'
+        about = {"measured_on": f"held-out pictures of {path}", "pipeline_tag": "image-to-text", "usage": caption}
         if "text" in conditions:
             about |= {"pipeline_tag": "text-to-image", "usage": 'pipeline.draw(["a red heart"])[0].save("heart.png")'}
         return about
     about = {"measured_on": f"held-out texts of {path}"}
     # The usual call answers with texts, for which it encodes a text and has learned l2t.
     if assets.encoder is None or "latent" not in conditions:
+        given = "print(pipeline(latents=latents).texts)  # latents: (B, L, D)"
         about["usage"] = 'print(pipeline("A text.").latents)' if "text" in conditions else given
     return about
 
@@ -68,13 +72,7 @@ def decoded(latents: Tensor, grid: tuple[int, int], reference: VaeReference | No
 
     Raises ``UsageError`` if the autoencoder is gone, or is another one.
     """
-    channels = CHANNELS if reference is None else reference.channels
-    # A latent token is a square patch: D = patch * patch * channels.
-    patch = round((latents.shape[2] / channels) ** 0.5)
-    if reference is None:
-        return from_patches(latents, grid, patch)
-    vae = load_vae(reference.source, reference.revision, "--vae", reference).to(device)
-    return from_values(vae.decode_all(joined(as_grid(latents, grid), patch), BATCH))
+    return find_patching(latents.shape[2], reference, device).pictures(latents, grid)
 
 
 def cut_notices(assets: DataAssets, prompts: Sequence[str]) -> list[str]:
@@ -110,5 +108,5 @@ def write_pictures(pictures: Sequence[Image.Image], prompts: Sequence[str], seed
     for prompt, picture in zip(prompts, pictures, strict=True):
         file = folder / f"{file_stem(prompt, seed, picture.tobytes())}.png"
         picture.save(file)
-        lines.append(f"{file}: {prompt}")
+        lines.append(f"{file}: {prompt or NO_CAPTION}")
     return lines

@@ -153,3 +153,23 @@ def read_given(file: str) -> Tensor:
             "latents, is required"
         )
     return tensors.get("latents", next(iter(tensors.values())))
+
+
+def checked(latents: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return latents of ``shape`` (L, Dz) as (B, L, Dz) fp32 on the CPU. (B, Dz) will do if L is 1.
+
+    Raises ``UsageError`` for another shape and for NaN.
+    """
+    length, width = shape
+    found = torch.as_tensor(latents).detach().float().cpu()
+    if found.dim() == 2 and length == 1:
+        found = found[:, None]
+    if found.dim() != 3 or found.shape[1:] != (length, width) or len(found) == 0:
+        single = f", or (B, {width})" if length == 1 else ""
+        raise UsageError(
+            f"latents of shape {tuple(latents.shape)}: this model reads (B, {length}, {width}){single}, as its "
+            "encoder gives them"
+        )
+    if not found.isfinite().all():
+        raise UsageError("latents: NaN or infinity among them; finite numbers are required")
+    return found.contiguous()

@@ -72,13 +72,17 @@ def decode_picture(content: bytes, *, background: Colour = WHITE, max_pixels: in
 
     def decode() -> Image.Image:
         with _open(content, max_pixels) as image:
-            orientation = _orientation(image)
-            profile: bytes | None = image.info.get("icc_profile")
-            image.load()
-            rgb = _to_srgb(_without_alpha(_eight_bits(image), background), profile)
-            return _upright(rgb, orientation)
+            return _as_rgb(image, background)
 
     return _explained(decode)
+
+
+def upright_rgb(image: Image.Image, *, background: Colour = WHITE) -> Image.Image:
+    """Return an image of Pillow as ``decode_picture`` returns its file. Of several frames it is the current one.
+
+    Raises ``PictureError`` for a file that Pillow has opened and cannot decode.
+    """
+    return _explained(lambda: _as_rgb(image, background))
 
 
 def decode_alpha(content: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image | None:
@@ -107,6 +111,15 @@ def colour(text: str) -> Colour:
     except ValueError:
         raise UsageError(f"background {text!r}: a colour such as white, black or #7f7f7f is required.") from None
     return red, green, blue
+
+
+def _as_rgb(image: Image.Image, background: Colour) -> Image.Image:
+    # Before the pixels are decoded, which may drop or add to what the header says.
+    orientation = _orientation(image)
+    profile: bytes | None = image.info.get("icc_profile")
+    image.load()
+    rgb = _to_srgb(_without_alpha(_eight_bits(image), background), profile)
+    return _upright(rgb, orientation)
 
 
 def _explained(act: Callable[[], T]) -> T:

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image, ImageCms, ImageOps
 
 from accel_train.config import UsageError
-from accel_train.domains.images import decoding
-from accel_train.domains.images.decoding import PictureError, decode_picture, read_header
+from accel_train.domains.models.pictures import decoding
+from accel_train.domains.models.pictures.decoding import PictureError, decode_picture, read_header
 from tests.domains.images.drawn import bomb, drawn, encoded, sideways
 
 
