@@ -87,7 +87,8 @@ def training(
     current.steps = steps = reports.watched(_reread_after_growth(current, read(current), read))
     observation = nullcontext() if _observe is None else _observe(current, prepared, dataset)
     # Left from the right: the saver's last commit is still recorded in the log.
-    with step_overhead.garbage_frozen(), reports.log, closing(steps), saver, observation, _recorded(current):
+    alone = prepared.calls.alone(prepared.model)
+    with step_overhead.garbage_frozen(), alone, reports.log, closing(steps), saver, observation, _recorded(current):
         yield current
     # A request may have ended the saver's wait for the Hub, after the last step.
     current.stopped = current.stopped or saver.stopping

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel_train.training.parameters import local_of, unwrapped
+from accel_train.wording import shortened
 
 if TYPE_CHECKING:
     from accel_train.training.step_guard import StepResult
@@ -52,6 +56,27 @@ class StepCalls:
         if self._depth == 0:
             self._steps += 1
             self._rates = [group["lr"] for group in self._optimizer.param_groups]
+
+    @contextmanager
+    def alone(self, model: nn.Module) -> Generator[None]:
+        """Raise ``RuntimeError`` in the body if another optimizer of torch steps a parameter that this one trains.
+
+        Raised before that step. Its state would be in no checkpoint, and its learning rate in no record.
+        """
+        others: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+        def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            # Within a step of this one an inner optimizer may do the work. DeepSpeed's steps copies of its own.
+            if optimizer is self._optimizer or self._depth or optimizer in others:
+                return
+            _refuse_second(optimizer, model)
+            others.add(optimizer)
+
+        hook = register_optimizer_step_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def begin(self) -> None:
         """Forget the calls of the step before."""
@@ -117,6 +142,19 @@ class StepCalls:
         if not self._has_begun and groups and "initial_lr" in groups[0]:
             _refuse_scheduler(step, "a scheduler of torch was built for the optimizer")
         self._has_begun = True
+
+
+def _refuse_second(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    # Those of the model as it is now: FSDP2 may replace them.
+    names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) in stepped]
+    if names:
+        raise RuntimeError(
+            f"a second optimizer, a {type(optimizer).__name__}, steps parameters that prepared.optimizer trains "
+            f"({shortened(names, 3)}), and its state would be in no checkpoint; leave it out, and choose "
+            "--optimizer.name, which also takes a class of your own, and --optimizer.lr_factors for modules with "
+            "another rate"
+        )
 
 
 def _refuse_scheduler(step: int, finding: str) -> NoReturn:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
@@ -35,7 +36,7 @@ def step(calls: StepCalls, optimizer: torch.optim.Optimizer, model: nn.Module, a
 
 
 @pytest.fixture
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
 
 
@@ -79,6 +80,42 @@ def test_frozen_parts_and_rates_set_before_the_step_pass(model: nn.Module) -> No
     for frozen in (["first"], [], []):
         # The parts of the next step, before its rate.
         step(calls, optimizer, model, lambda parts=frozen: set_frozen(optimizer, parts))
+
+
+def test_a_second_optimizer_of_the_trained_parameters_is_refused_before_its_step(model: nn.Sequential) -> None:
+    optimizer = optimizer_over(model)
+    calls = StepCalls(optimizer)
+    head = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with calls.alone(model):
+        for _ in range(2):
+            step(calls, optimizer, model, other.step)  # of a model that is trained beside
+        before = model[1].weight.clone()
+        model(torch.ones(1, 2)).sum().backward()
+        for second in (head, Accelerator(cpu=True).prepare(head)):
+            with pytest.raises(RuntimeError, match=r"second optimizer, a SGD, steps .* \(1\.weight, 1\.bias\)"):
+                second.step()
+        assert torch.equal(model[1].weight, before)
+    head.step()  # after the training
+    assert not torch.equal(model[1].weight, before)
+
+
+class Delegating(torch.optim.SGD):
+    """Has another optimizer do the work."""
+
+    inner: torch.optim.Optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_the_inner_optimizer_of_the_prepared_one_passes(model: nn.Module) -> None:
+    groups = [{"params": list(model.parameters()), "lr": 0.1, "base_lr": 0.1, "frozen": False}]
+    optimizer = Delegating(groups, lr=0.1)
+    optimizer.inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = StepCalls(Accelerator(cpu=True).prepare(optimizer))
+    with calls.alone(model):
+        step(calls, optimizer, model, lambda: None)
 
 
 class Own(torch.optim.SGD):
