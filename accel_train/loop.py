@@ -11,21 +11,19 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-
 from accel_train import simulated, train_state
 from accel_train.checkpoints.saver import Saver
 from accel_train.data import leaving_out, sampler
 from accel_train.data.datasets import MapDataset
 from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.sampler import Sampler
-from accel_train.metrics import evaluation
 from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
-from accel_train.metrics.recorder import log_evaluation, write_report
 from accel_train.metrics.throughput import Count
-from accel_train.reporting.reports import Reports, build_reports, record_owed_evaluation
+from accel_train.reporting.evaluations import evaluate_only as evaluate_only
+from accel_train.reporting.evaluations import heldout_means as heldout_means
+from accel_train.reporting.evaluations import numbers, returned_by
+from accel_train.reporting.reports import Reports, build_reports
 from accel_train.runtime import step_overhead
 from accel_train.runtime.exiting import EXIT_PREEMPTED
 from accel_train.speed.out_of_memory import Part, ran_out
@@ -244,7 +242,8 @@ class Training:
 
         A pending save is committed first, so that an evaluation that raises, hangs or is killed loses nothing. A stop
         ends it at its next ``stopping_point``, on all processes, and saves. Returns the metrics, empty after a stop.
-        Saves and raises ``UsageError`` if they lack ``checkpoints.best_metric``, by which retention is to choose.
+        Saves and raises ``UsageError`` if they are no dict of numbers, or lack ``checkpoints.best_metric``, by which
+        retention is to choose.
         """
         if self.measure is not None:
             return {}
@@ -257,13 +256,14 @@ class Training:
             try:
                 # All processes must leave it at the same forward, so they ask each other there.
                 with self._doing("evaluation"), stoppable(self.saver.asked_to_stop):
-                    metrics = evaluate()
+                    returned = returned_by(evaluate)
             except EvaluationStopped:
                 info(logger, f"asked to stop: the evaluation after step {self.done} is interrupted")
                 self.stopped = True
                 self._save()  # does nothing if a due save has written this step
                 self._owe_evaluation()
                 return {}
+            metrics = numbers(self.opened.accelerator, returned, self._save, self.saver.finish)
             with self._doing("evaluation"):
                 self.reports.log.evaluation(self.done, metrics)
             with self._doing("save"):
@@ -328,53 +328,6 @@ def observed(by: Observer) -> Generator[None]:
         yield
     finally:
         _observe = before
-
-
-def heldout_means(
-    prepared: TrainState,
-    dataset: MapDataset,
-    batch_size: int,
-    metrics_of: Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]],
-) -> dict[str, float]:
-    """Return the mean of each metric over a held-out set, with the EMA weights, the same on any number of processes.
-
-    ``metrics_of(model, batch)`` returns the metrics of each sample, (B,). Their names get the prefix ``heldout_``. All
-    processes call it. A stop ends it between two batches. Raises ``UsageError`` for metrics of another shape. A
-    sample's metric must depend on that sample alone: with negatives from the batch (CLIP, InfoNCE) the mean depends on
-    ``batch_size``.
-    """
-
-    def sums_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        weight = batch["weight"]
-        metrics = dict(metrics_of(prepared.model, batch))
-        evaluation.require_samples(metrics, weight)
-        metrics[evaluation.SAMPLES] = torch.ones_like(weight)
-        return {name: (values * weight).sum() for name, values in metrics.items()}
-
-    with evaluation.evaluating(prepared.model, prepared.ema):
-        batches = evaluation.heldout_batches(prepared.accelerator, dataset, len(dataset), batch_size)
-        sums = evaluation.weighted_sums(prepared.accelerator, batches, sums_of)
-    samples = sums.pop(evaluation.SAMPLES)  # less than the rows read: repeated ones have weight 0
-    return {f"heldout_{name}": float(total / samples) for name, total in sums.items()}
-
-
-def evaluate_only(opened: Experiment, evaluate: Callable[[], Mapping[str, float]]) -> int:
-    """Evaluate the restored checkpoint and write the report, without training. All processes. Returns exit code 0.
-
-    An evaluation that a stop interrupted is recorded as part of the run, and its metrics are added to the checkpoint.
-    Raises ``UsageError`` if ``checkpoints.best_metric`` is not among them.
-    """
-    step = opened.start_step
-    if opened.config.evaluate_only:
-        metrics = evaluate()
-        write_report(opened.accelerator, opened.run.directory, step, metrics)
-        log_evaluation(step, metrics, own_summary=opened.config.recipe.labels.own_summary)
-    else:
-        info(logger, f"a stop interrupted the evaluation after the last step, {step}: running it now")
-        metrics = record_owed_evaluation(opened, evaluate)
-    info(logger, f"written: {opened.config.report_directory}")
-    opened.refuse_unreported(step, metrics)
-    return 0
 
 
 def finish(training: Training) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -177,17 +177,6 @@ def build_log(opened: Experiment, facts: Mapping[str, object]) -> Recorder:
         facts=facts,
         labels=config.recipe.labels,
     )
-
-
-def record_owed_evaluation(opened: Experiment, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
-    """Evaluate, record it in a start of its own, and add it to the checkpoint. All processes. Returns the metrics."""
-    with build_log(opened, {"run_id": opened.run.run_id}) as log:
-        metrics = evaluate()
-        log.evaluation(opened.start_step, metrics)
-    opened.accelerator.end_training()
-    if opened.accelerator.is_main_process:
-        opened.run.add_owed_evaluation(metrics, opened.config.checkpoints, opened.config.hub)
-    return metrics
 
 
 def build_reports(opened: Experiment, prepared: TrainState) -> Reports:

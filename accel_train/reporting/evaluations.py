@@ -1,0 +1,135 @@
+"""Evaluations of a run: held-out means, and a start that evaluates and trains no step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_train.config import UsageError
+from accel_train.data.datasets import MapDataset
+from accel_train.metrics import evaluation
+from accel_train.metrics.logs import info
+from accel_train.metrics.recorder import log_evaluation, write_report
+from accel_train.reporting.reports import build_log
+from accel_train.runtime.main_alone import on_main
+from accel_train.train_state import Experiment, TrainState
+
+logger = logging.getLogger(__name__)
+TAKES = "training.evaluate takes a function that returns a dict of numbers"
+
+
+def returned_by(evaluate: object) -> Any:
+    """Call an evaluation and return what it returns. Raises ``UsageError`` for what cannot be called."""
+    if not callable(evaluate):
+        raise UsageError(f"{TAKES}; it was given {_described(evaluate)}: pass the function itself, without calling it")
+    return evaluate()
+
+
+def numbers(accelerator: Accelerator, returned: object, *before: Callable[[], None]) -> dict[str, float]:
+    """Return the metrics of an evaluation as plain numbers: tensors and arrays of one element become that element.
+
+    Collective. The main process decides, since a recipe may return metrics there alone. Raises ``UsageError`` for
+    anything else than a dict of numbers, once it has called ``before``.
+    """
+    try:
+        on_main(accelerator, lambda: _refuse_others(returned), training=True)
+    except UsageError:
+        for act in before:
+            act()
+        raise
+    # Of another process there may be nothing.
+    if not isinstance(returned, Mapping):
+        return {}
+    return {name: _plain(value) for name, value in returned.items()}
+
+
+def _refuse_others(returned: object) -> None:
+    if not isinstance(returned, Mapping):
+        raise UsageError(f"{TAKES}; it returned {_described(returned)}: return one, as in {{'heldout_loss': 0.5}}")
+    for name, value in returned.items():
+        if not isinstance(name, str) or not isinstance(_plain(value), (int, float)):
+            raise UsageError(
+                f"{TAKES}; it returned {_described(value)} for {name!r}: give one number for each metric, under a name "
+                "of its own"
+            )
+
+
+def _plain(value: Any) -> Any:
+    """Return the one element of a tensor or an array as a Python number, and anything else as it is."""
+    is_tensor = isinstance(value, Tensor) and value.numel() == 1
+    is_array = isinstance(value, (np.generic, np.ndarray)) and value.size == 1
+    return value.item() if is_tensor or is_array else value
+
+
+def _described(value: object) -> str:
+    """Name a value for a message, with the shape of a tensor."""
+    shape = getattr(value, "shape", None)
+    if value is None:
+        return "None"
+    if shape is None:
+        return f"a {type(value).__name__}"
+    return f"a {type(value).__name__} of shape {tuple(shape)}"
+
+
+def heldout_means(
+    prepared: TrainState,
+    dataset: MapDataset,
+    batch_size: int,
+    metrics_of: Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]],
+) -> dict[str, float]:
+    """Return the mean of each metric over a held-out set, with the EMA weights, the same on any number of processes.
+
+    ``metrics_of(model, batch)`` returns the metrics of each sample, (B,). Their names get the prefix ``heldout_``. All
+    processes call it. A stop ends it between two batches. Raises ``UsageError`` for metrics of another shape. A
+    sample's metric must depend on that sample alone: with negatives from the batch (CLIP, InfoNCE) the mean depends on
+    ``batch_size``.
+    """
+
+    def sums_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        weight = batch["weight"]
+        metrics = dict(metrics_of(prepared.model, batch))
+        evaluation.require_samples(metrics, weight)
+        metrics[evaluation.SAMPLES] = torch.ones_like(weight)
+        return {name: (values * weight).sum() for name, values in metrics.items()}
+
+    with evaluation.evaluating(prepared.model, prepared.ema):
+        batches = evaluation.heldout_batches(prepared.accelerator, dataset, len(dataset), batch_size)
+        sums = evaluation.weighted_sums(prepared.accelerator, batches, sums_of)
+    samples = sums.pop(evaluation.SAMPLES)  # less than the rows read: repeated ones have weight 0
+    return {f"heldout_{name}": float(total / samples) for name, total in sums.items()}
+
+
+def evaluate_only(opened: Experiment, evaluate: Callable[[], Mapping[str, float]]) -> int:
+    """Evaluate the restored checkpoint and write the report, without training. All processes. Returns exit code 0.
+
+    An evaluation that a stop interrupted is recorded as part of the run, and its metrics are added to the checkpoint.
+    Raises ``UsageError`` if ``checkpoints.best_metric`` is not among them.
+    """
+    step = opened.start_step
+    if opened.config.evaluate_only:
+        metrics = numbers(opened.accelerator, returned_by(evaluate))
+        write_report(opened.accelerator, opened.run.directory, step, metrics)
+        log_evaluation(step, metrics, own_summary=opened.config.recipe.labels.own_summary)
+    else:
+        info(logger, f"a stop interrupted the evaluation after the last step, {step}: running it now")
+        metrics = _record_owed(opened, evaluate)
+    info(logger, f"written: {opened.config.report_directory}")
+    opened.refuse_unreported(step, metrics)
+    return 0
+
+
+def _record_owed(opened: Experiment, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
+    """Evaluate, record it in a start of its own, and add it to the checkpoint. All processes. Returns the metrics."""
+    with build_log(opened, {"run_id": opened.run.run_id}) as log:
+        metrics = numbers(opened.accelerator, returned_by(evaluate))
+        log.evaluation(opened.start_step, metrics)
+    opened.accelerator.end_training()
+    if opened.accelerator.is_main_process:
+        opened.run.add_owed_evaluation(metrics, opened.config.checkpoints, opened.config.hub)
+    return metrics
