@@ -20,6 +20,7 @@ from accel_train.data.sampler import Sampler
 from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
 from accel_train.metrics.throughput import Count
+from accel_train.reporting.arguments import check_arguments
 from accel_train.reporting.evaluations import evaluate_only as evaluate_only
 from accel_train.reporting.evaluations import heldout_means as heldout_means
 from accel_train.reporting.evaluations import numbers, returned_by
@@ -63,6 +64,7 @@ def training(
         with simulation.training(opened, prepared, dataset, first) as steps:
             yield steps
         return
+    check_arguments(opened, prepared, dataset, order)
     config = opened.config
     accelerator = opened.accelerator
     reports = build_reports(opened, prepared)

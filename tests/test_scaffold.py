@@ -156,6 +156,40 @@ def test_the_option_of_evaluations_is_one_line(begun: Path) -> None:
     assert [line["step"] for line in lines if line["event"] == "evaluation"] == [2, 4, 5]
 
 
+SAMPLER = "sampler.StepSampler(len(data), config.global_batch_size, config.seed)"
+SECOND = "second = torch.optim.SGD(prepared.model.parameters(), lr=0.1)"
+LOOP = "    with loop.training("
+STEP = "            optimizer.step()\n"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("right", "wrong", "code", "words"),
+    [
+        (SAMPLER, SAMPLER.replace("config.global_batch_size", "32"), 2, "has 32 samples in step 1, and 64"),
+        ("dataset_size=len(data)", "dataset_size=1000", 2, "dataset_size: 1000: the dataset given to loop.training"),
+        ("training.evaluate(evaluate)", "training.evaluate(evaluate())", 2, "it was given a dict: pass the function"),
+        ("training.evaluate(evaluate)", "training.evaluate(lambda: None)", 2, "it returned None: return one"),
+        (STEP, f"{STEP}            second.step()\n", 1, "a second optimizer, a SGD, steps parameters"),
+    ],
+)
+def test_mistakes_of_a_loop_are_refused(begun: Path, right: str, wrong: str, code: int, words: str) -> None:
+    text = (begun / "recipe.py").read_text()
+    if "second" in wrong:
+        text = text.replace(LOOP, f"    {SECOND}\n{LOOP}")
+    assert text.count(right) == 1
+    (begun / "mistaken.py").write_text(text.replace(right, wrong))
+    flags = [*SHORT, "--max_steps", "2", "--output_dir", "runs/mistaken"]
+    command = [sys.executable, "mistaken.py", *flags]
+    done = zygote.run(command, cwd=begun, env=environment(PYTHONPATH=str(ROOT)), apart=True)
+    printed = done.stdout + done.stderr
+    assert done.returncode == code, printed
+    assert words in printed
+    assert ("Traceback" in printed) == (code == 1)
+    if "evaluate" in right:
+        assert (begun / "runs" / "mistaken" / "checkpoints" / checkpoint_name(2)).is_dir()
+
+
 def test_a_mistyped_best_metric_is_refused_at_the_start(begun: Path) -> None:
     best = ["--checkpoints.keep_best", "1", "--checkpoints.best_metric", "heldout_acuracy"]
     words = [sys.executable, "recipe.py", *SHORT, "--max_steps", "6", *best, "--output_dir", "runs/one"]

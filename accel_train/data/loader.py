@@ -18,7 +18,15 @@ from accel_train.data.grouping.bucketing import Buckets, resolve_buckets
 from accel_train.data.grouping.shape_groups import ShapeGroups, describe, shape_groups
 from accel_train.data.options import LoaderConfig, LoaderSettings, resolve_loader
 from accel_train.data.reading import Reader
-from accel_train.data.sampler import BatchShard, Draw, Request, Sampler, accumulation_steps, refuse_small_batches
+from accel_train.data.sampler import (
+    BatchShard,
+    Draw,
+    Request,
+    Sampler,
+    accumulation_steps,
+    refuse_other_data,
+    refuse_small_batches,
+)
 from accel_train.data.workers import Workers
 from accel_train.wording import FILE_ONLY
 
@@ -89,8 +97,7 @@ def iterate_steps(
     """
     # Everything is checked here, before the first step is asked for: the generators below start late.
     refuse_other_than_map_style(dataset)
-    if len(dataset) != sampler.dataset_size:
-        raise ValueError(f"the sampler is for {sampler.dataset_size} samples, the dataset has {len(dataset)}")
+    refuse_other_data(sampler, len(dataset))
     refuse_small_batches(sampler, shard.world_size, shard.micro_batch_size)
     config = config or LoaderConfig()
     settings = resolve_loader(config, device)

@@ -250,6 +250,15 @@ def accumulation_steps(global_batch_size: int, world_size: int, micro_batch_size
     return math.ceil(math.ceil(global_batch_size / world_size) / micro_batch_size)
 
 
+def refuse_other_data(order: Sampler, size: int) -> None:
+    """Raise `UsageError` for an order of another number of samples than `size`, that of the dataset."""
+    if order.dataset_size != size:
+        raise UsageError(
+            f"order: it is for {order.dataset_size} samples, and the dataset has {size}; pass the length of the "
+            "dataset, as in StepSampler(len(data), config.global_batch_size, config.seed)"
+        )
+
+
 def refuse_small_batches(order: Sampler, world_size: int, micro_batch_size: int) -> None:
     """Raise `UsageError` for a step of fewer samples than processes."""
     accumulation_steps(order.global_batch_size, world_size, micro_batch_size)

@@ -191,7 +191,7 @@ def test_a_dataset_may_collate_its_samples_in_training_and_evaluation():
 
 
 def test_another_dataset_than_the_sampler_was_made_for():
-    with pytest.raises(ValueError, match="for 39 samples, the dataset has 40"):
+    with pytest.raises(UsageError, match="for 39 samples, and the dataset has 40"):
         iterate_steps(Noisy(40), StepSampler(39, 8, seed=0), BatchShard(0, 1, 8), start_step=0, max_steps=1, device=CPU)
 
 

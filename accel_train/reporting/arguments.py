@@ -1,0 +1,73 @@
+"""What a training loop is given, compared with the experiment that was opened. A contradiction would train or record
+something else in silence.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from accel_train.config import UsageError
+from accel_train.data import sampler
+from accel_train.data.datasets import MapDataset, refuse_other_than_map_style
+from accel_train.data.sampler import Sampler, StepSampler
+
+if TYPE_CHECKING:
+    from accel_train.train_state import Experiment, TrainState
+
+logger = logging.getLogger(__name__)
+
+
+def check_arguments(opened: Experiment, prepared: TrainState, dataset: MapDataset, order: Sampler) -> None:
+    """Raise ``UsageError`` for data or an order other than those opened. Warn of a model in eval mode. Any process."""
+    refuse_other_than_map_style(dataset)
+    sampler.refuse_other_data(order, len(dataset))
+    _refuse_other_epoch(opened, len(dataset))
+    _refuse_other_batches(opened, order)
+    _warn_of_eval_mode(prepared)
+
+
+def _refuse_other_epoch(opened: Experiment, size: int) -> None:
+    said = opened.history.samples
+    if said != size:
+        raise UsageError(
+            f"dataset_size: {said}: the dataset given to loop.training has {size} samples, and as many are required, "
+            "from which the steps of max_epochs follow; pass open_experiment(..., dataset_size=len(data)) with the "
+            "data that loop.training gets"
+        )
+
+
+def _refuse_other_batches(opened: Experiment, order: Sampler) -> None:
+    """Raise ``UsageError`` for an order whose steps have other numbers of samples than the options say."""
+    schedule = opened.batch_schedule
+    has_its_own = isinstance(order, StepSampler) and bool(order.schedule.steps)
+    given = order
+    if not has_its_own:
+        given = sampler.scheduled(order, schedule)
+    steps = {opened.start_step, opened.max_steps - 1, *schedule.steps}
+    if isinstance(given, StepSampler):
+        steps.update(given.schedule.steps)
+    for step in sorted(steps):
+        asked = opened.batch_size(step)
+        found = given.batch_size(step)
+        if found != asked or order.global_batch_size != opened.config.global_batch_size:
+            raise UsageError(
+                f"global_batch_size: {asked}: the order given to loop.training, a {type(order).__name__}, has {found} "
+                f"samples in step {step + 1}, and {asked} are required, which every record counts; pass "
+                "config.global_batch_size, as in StepSampler(len(data), config.global_batch_size, config.seed), and "
+                "give other batches by --batch_schedule.steps and --batch_schedule.sizes"
+            )
+
+
+def _warn_of_eval_mode(prepared: TrainState) -> None:
+    accelerator = prepared.accelerator
+    # The wrapper of DDP has a mode of its own. Submodules may be in eval mode on purpose.
+    model: nn.Module = accelerator.unwrap_model(prepared.model)
+    if accelerator.is_main_process and not model.training:
+        logger.warning(
+            "the model is in eval mode, as from_pretrained of transformers and diffusers returns it, and stays in it: "
+            "its dropout is off, and its batch norms keep their statistics; call model.train() before "
+            "preparation.prepare to train it in train mode"
+        )
