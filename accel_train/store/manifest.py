@@ -350,14 +350,15 @@ def read_if_valid(path: Path) -> Json | None:
 
 
 def ranked(past: Sequence[CheckpointFacts], metric: str | None, mode: str) -> list[CheckpointFacts]:
-    """Return those of ``past`` (newest first) with a finite ``metric``, the best first. Ties go to the newer."""
+    """Return those of ``past`` with a finite ``metric``, the best first. Of equal ones, the earlier is better."""
     finite: list[tuple[float, CheckpointFacts]] = []
     for facts in past:
         value = _metric(facts, metric)
         if value is not None:
             finite.append((value, facts))
-    # The sort is stable, so of equal metrics the newer checkpoint stays first. `reverse` keeps that order too.
-    finite.sort(key=lambda pair: pair[0], reverse=mode == "max")
+    sign = -1.0 if mode == "max" else 1.0
+    # A later one with the same metric is no improvement, as early stopping and `hub.push best` count it too.
+    finite.sort(key=lambda pair: (sign * pair[0], pair[1].step))
     return [facts for _, facts in finite]
 
 

@@ -362,8 +362,7 @@ def find_chosen(chosen: Choice, run: Path | None, checkpoints: Sequence[Path]) -
 def best_of(run: Path | None, checkpoints: Sequence[Path]) -> Path | None:
     """Return the best checkpoint by ``checkpoints.best_metric`` of the run, None without the option or the metric."""
     metric, mode = best_metric(run)
-    # The newest first, which counts among equal ones.
-    best = manifests.ranked(_facts(checkpoints)[::-1], metric, mode)
+    best = manifests.ranked(_facts(checkpoints), metric, mode)
     return best[0].path if best else None
 
 

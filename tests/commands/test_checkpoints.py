@@ -208,7 +208,8 @@ def test_the_best_checkpoint_is_marked_and_has_a_name(
     mode: str, best: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    for step, value in ((10, 0.9), (20, 0.1), (30, 0.5)):
+    # Of equal ones the first, as early stopping counts.
+    for step, value in ((10, 0.9), (20, 0.1), (30, 0.5), (31, 0.1), (32, 0.9)):
         checkpoint(run, step, metrics={"nll": value})
     checkpoint(run, 40, metrics={"other": 0.0})
     (run / "config.yaml").write_text(f"checkpoints: {{best_metric: nll, best_mode: {mode}}}\n")
@@ -218,7 +219,9 @@ def test_the_best_checkpoint_is_marked_and_has_a_name(
     assert places.find_place(f"{run}@best").checkpoints == (run / "checkpoints" / name(best),)
     assert places.newest_at(f"{run}@best")[0].step == best
     assert places.newest_at(f"{run}@30")[0].step == 30
-    with pytest.raises(UsageError, match=r"run@7: there is no checkpoint of this step; there are 10, 20, 30, 40"):
+    with pytest.raises(
+        UsageError, match=r"run@7: there is no checkpoint of this step; there are 10, 20, 30, 31, 32, 40"
+    ):
         places.newest_at(f"{run}@7")
     assert fetch.find_weights(f"{run}@best")[0] == run / "checkpoints" / name(best)
     assert fetch.find_weights(f"{run}@30")[0] == run / "checkpoints" / name(30)

@@ -113,9 +113,9 @@ def situations(draw: st.DrawFn) -> tuple[list[CheckpointFacts], list[Path], Opti
 
 
 def ranked_before(one: CheckpointFacts, other: CheckpointFacts, mode: str) -> bool:
-    """Whether ``other`` is a better or an equal but newer one, both with finite figures."""
+    """Whether ``other`` is a better or an equal but earlier one, both with finite figures."""
     sign = 1 if mode == "min" else -1
-    return (sign * other.metrics["loss"], -other.step) < (sign * one.metrics["loss"], -one.step)
+    return (sign * other.metrics["loss"], other.step) < (sign * one.metrics["loss"], one.step)
 
 
 def finite(one: CheckpointFacts) -> bool:
@@ -222,13 +222,13 @@ def test_a_plan_is_final_and_does_not_depend_on_the_order_of_its_arguments(situa
     assert again.reasons == first.reasons
 
 
-def test_of_equal_figures_the_newer_is_the_best() -> None:
+def test_of_equal_figures_the_earlier_is_the_best() -> None:
     held = [
         CheckpointFacts(Path(name(s)), s, 0.0, {"loss": v})
         for s, v in ((1, 2.0), (2, 1.0), (3, 1.0), (4, 5.0), (5, 6.0))
     ]
     plan = retention.plan(held, [], Options(keep_last=1, keep_best=1), newest=5)
-    assert plan.reasons == {name(3): "best 1 by loss", name(5): "newest, last 1"}
+    assert plan.reasons == {name(2): "best 1 by loss", name(5): "newest, last 1"}
     plan = retention.plan(held, [], Options(keep_last=1, keep_best=1, best_mode="max"), newest=5)
     assert plan.reasons == {name(5): "newest, last 1, best 1 by loss"}
 
