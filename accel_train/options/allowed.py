@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from accel_train.config import UsageError
+from accel_train.options.tree import option_names
 from accel_train.wording import did_you_mean, nearest
 
 
@@ -19,10 +21,26 @@ def refuse_unknown_allowed(allow: Iterable[str], experiment: Iterable[str]) -> N
     for name in allow:
         if any(is_covered(key, [name]) for key in known):
             continue
-        groups = {key.rpartition(".")[0] for key in known} - {""}
-        # An option without its group, then a similar name.
-        same_leaf = (key for key in known if key.endswith(f".{name}"))
-        meant = next(same_leaf, None) or nearest(name, [*known, *sorted(groups)])
         raise UsageError(
-            f"allow: {name!r} is no option of this experiment{did_you_mean(meant)}; name the option that has changed"
+            f"allow: {name!r} is no option of this experiment{did_you_mean(_meant(name, known))}; name the option that "
+            "has changed"
         )
+
+
+def refuse_undeclared(cls: type) -> None:
+    """Raise ``UsageError`` for a name in ``free_to_change`` of a recipe's config class that is no option of it."""
+    recipe: Any = getattr(cls, "recipe", None)
+    known = option_names(cls)
+    for name in getattr(recipe, "free_to_change", ()):
+        if not any(is_covered(key, [name]) for key in known):
+            raise UsageError(
+                f"free_to_change: {name!r} is neither an option of {cls.__name__} nor a group of them"
+                f"{did_you_mean(_meant(name, known))}; correct it in experiment.Recipe(free_to_change=...)"
+            )
+
+
+def _meant(name: str, known: list[str]) -> str | None:
+    """Return an option without its group, then a similar name of an option or a group."""
+    groups = {key.rpartition(".")[0] for key in known} - {""}
+    same_leaf = (key for key in known if key.endswith(f".{name}"))
+    return next(same_leaf, None) or nearest(name, [*known, *sorted(groups)])

@@ -28,6 +28,7 @@ from accel_train.config import (
     set_requested_output_dir,
 )
 from accel_train.options import completion, help_cache, help_text, other_recipes, refusals
+from accel_train.options.allowed import refuse_undeclared
 from accel_train.options.flags import FlagError, read_flags, refusal, stray, words_of
 from accel_train.options.keys import MAY_BE_EMPTY, NOWHERE, check_keys, invalid_keys, without_former
 from accel_train.options.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
@@ -79,6 +80,7 @@ def load_config(cls: type[C], argv: Sequence[object], *, presets: Path, default_
     With ``--smoke``, ``smoke_values`` of the config override the file or preset, and flags override both. Raises
     ``UsageError``. Exits with code 0 after ``--help [GROUP]``, ``--print_config`` or ``--print_completion SHELL``.
     """
+    refuse_undeclared(cls)
     arguments = words_of(argv)
     # Called where a message or a help text lists them, because it reads every preset: 0.1 s of CPU.
     names = partial(preset_names, cls, presets)
