@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accel_train import simulated, train_state
 from accel_train.checkpoints.saver import Saver
@@ -19,7 +20,6 @@ from accel_train.data.loader import StepBatches, iterate_steps
 from accel_train.data.sampler import Sampler
 from accel_train.metrics.evaluation import EvaluationStopped, stoppable
 from accel_train.metrics.logs import info
-from accel_train.metrics.throughput import Count
 from accel_train.reporting.arguments import check_arguments
 from accel_train.reporting.evaluations import evaluate_only as evaluate_only
 from accel_train.reporting.evaluations import heldout_means as heldout_means
@@ -30,6 +30,9 @@ from accel_train.runtime.exiting import EXIT_PREEMPTED
 from accel_train.speed.out_of_memory import Part, ran_out
 from accel_train.train_state import Experiment, TrainState
 from accel_train.training.step_guard import NonFiniteError, StepResult
+
+if TYPE_CHECKING:
+    from accel_train.metrics.throughput import Count
 
 logger = logging.getLogger(__name__)
 
@@ -265,12 +268,7 @@ class Training:
                 self._save()  # does nothing if a due save has written this step
                 self._owe_evaluation()
                 return {}
-            metrics = numbers(self.opened.accelerator, returned, self._save, self.saver.finish)
-            with self._doing("evaluation"):
-                self.reports.log.evaluation(self.done, metrics)
-            with self._doing("save"):
-                self.saver.add_metrics(self.done, metrics)
-        self._metrics = metrics
+            metrics = self._record(returned)
         self.opened.refuse_unreported(self.done, metrics, self._save, self.saver.finish)
         if self.opened.early_stopping is not None and self.opened.early_stopping.ended(self.done, metrics):
             self.end()
@@ -280,6 +278,16 @@ class Training:
         """Make this step the last: save it and leave the loop. The same on every process."""
         self._ended = True
         self.reports.log.end()
+
+    def _record(self, returned: object) -> Mapping[str, float]:
+        """Record what an evaluation returned, and add it to the checkpoint of this step."""
+        metrics = numbers(self.opened.accelerator, returned, self._save, self.saver.finish)
+        with self._doing("evaluation"):
+            self.reports.log.evaluation(self.done, metrics)
+        with self._doing("save"):
+            self.saver.add_metrics(self.done, metrics)
+        self._metrics = metrics
+        return metrics
 
     def _owe_evaluation(self) -> None:
         """Leave the evaluation after the last step to the next start. Those between steps are not made up for."""

@@ -5,9 +5,7 @@ something else in silence.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from accel_train.config import UsageError
 from accel_train.data import sampler
@@ -64,7 +62,7 @@ def _refuse_other_batches(opened: Experiment, order: Sampler) -> None:
 def _warn_of_eval_mode(prepared: TrainState) -> None:
     accelerator = prepared.accelerator
     # The wrapper of DDP has a mode of its own. Submodules may be in eval mode on purpose.
-    model: nn.Module = accelerator.unwrap_model(prepared.model)
+    model: Any = accelerator.unwrap_model(prepared.model)
     if accelerator.is_main_process and not model.training:
         logger.warning(
             "the model is in eval mode, as from_pretrained of transformers and diffusers returns it, and stays in it: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,9 +16,10 @@ from accel_train.data.datasets import MapDataset
 from accel_train.metrics import evaluation
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import log_evaluation, write_report
-from accel_train.reporting.reports import build_log
 from accel_train.runtime.main_alone import on_main
-from accel_train.train_state import Experiment, TrainState
+
+if TYPE_CHECKING:
+    from accel_train.train_state import Experiment, TrainState
 
 logger = logging.getLogger(__name__)
 TAKES = "training.evaluate takes a function that returns a dict of numbers"
@@ -126,6 +127,9 @@ def evaluate_only(opened: Experiment, evaluate: Callable[[], Mapping[str, float]
 
 def _record_owed(opened: Experiment, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
     """Evaluate, record it in a start of its own, and add it to the checkpoint. All processes. Returns the metrics."""
+    # Imported here, because few starts owe one.
+    from accel_train.reporting.reports import build_log
+
     with build_log(opened, {"run_id": opened.run.run_id}) as log:
         metrics = numbers(opened.accelerator, returned_by(evaluate))
         log.evaluation(opened.start_step, metrics)
