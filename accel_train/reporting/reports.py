@@ -56,9 +56,10 @@ class Reports:
         return watched_steps(self.opened, steps, self.throughput)
 
     def begin_step(self, done: int) -> None:
-        """Look at the weights before the step after which ``done`` steps are done, if it ends at a log point."""
+        """Look at weights and learning rates of the step after which ``done`` are done, if it ends at a log point."""
         if self.log.due(done):
             self.norms.before()
+            self.calls.compare_rates()
 
     def step(
         self,

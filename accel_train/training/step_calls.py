@@ -43,6 +43,8 @@ class StepCalls:
         self._rates: list[float] | None = None
         """Learning rates of the groups behind the optimizer's step. An optimizer may change its own in it."""
         self._has_begun = False
+        self._compares_rates = False
+        """Compare the learning rates with those of ``set_learning_rate`` before the optimizer's step."""
         if self._counts_steps:
             self._optimizer.register_step_pre_hook(self._enter)
             self._optimizer.register_step_post_hook(self._leave)
@@ -50,6 +52,9 @@ class StepCalls:
     # A step that calls that of its base class has the hooks run within each other.
     def _enter(self, *_: object) -> None:
         self._depth += 1
+        # Before an optimizer that changes its own in its step.
+        if self._compares_rates and self._depth == 1:
+            self._refuse_replaced_rates()
 
     def _leave(self, *_: object) -> None:
         self._depth -= 1
@@ -83,7 +88,28 @@ class StepCalls:
         self._called.clear()
         self._steps = 0
         self._rates = None
+        self._compares_rates = not self._has_begun
         setattr(self._optimizer, _FACTOR, None)
+
+    def compare_rates(self) -> None:
+        """Compare the learning rates of the step that has begun, as in the first one. For the steps that are logged."""
+        self._compares_rates = True
+
+    def _refuse_replaced_rates(self) -> None:
+        factor = getattr(self._optimizer, _FACTOR, None)
+        # That it was not set has a message of its own.
+        if factor is None:
+            return
+        for group in self._optimizer.param_groups:
+            before = 0.0
+            if not group["frozen"]:
+                before = group["base_lr"] * factor
+            if group["lr"] != before:
+                raise RuntimeError(
+                    f"the learning rate {before:g} of set_learning_rate has become {group['lr']:g} before "
+                    "optimizer.step; call set_learning_rate(prepared.optimizer, factor) with a factor of your own, or "
+                    "choose --optimizer.lr_factors for modules with another rate"
+                )
 
     def note(self, name: str) -> None:
         """Note one of ``REQUIRED``."""

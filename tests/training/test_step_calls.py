@@ -22,11 +22,18 @@ def optimizer_over(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def step(calls: StepCalls, optimizer: torch.optim.Optimizer, model: nn.Module, after: Callable[[], Any]) -> None:
+def step(
+    calls: StepCalls,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    after: Callable[[], Any],
+    before: Callable[[], Any] = lambda: None,
+) -> None:
     """One step of a loop, as ``loop.training`` checks it. ``after`` follows the optimizer's step."""
     calls.begin()
     set_learning_rate(optimizer, 0.5)
     model(torch.ones(1, 2)).sum().backward()
+    before()
     optimizer.step()
     optimizer.zero_grad()
     after()
@@ -72,6 +79,25 @@ def test_a_rate_is_compared_with_the_one_set_where_no_step_is_seen(model: nn.Mod
     optimizer.param_groups[-1]["lr"] = 0.04
     with pytest.raises(RuntimeError, match=r"learning rate 0\.05 of this step has become 0\.04"):
         calls.refuse_other_rates(1)
+
+
+def test_a_rate_that_changes_before_the_step_is_refused_in_the_first_step_and_in_logged_ones(model: nn.Module) -> None:
+    optimizer = optimizer_over(model)
+    calls = StepCalls(optimizer)
+
+    def change() -> None:
+        optimizer.param_groups[-1]["lr"] = 0.04
+
+    refused = pytest.raises(RuntimeError, match=r"rate 0\.05 of set_learning_rate has become 0\.04 before optimizer")
+    with refused:
+        step(calls, optimizer, model, lambda: None, before=change)
+    calls = StepCalls(optimizer_over(model))
+    optimizer = optimizer_over(model)
+    calls = StepCalls(optimizer)
+    step(calls, optimizer, model, lambda: None)
+    step(calls, optimizer, model, lambda: None, before=change)
+    with refused:
+        step(calls, optimizer, model, lambda: None, before=lambda: (calls.compare_rates(), change()))
 
 
 def test_frozen_parts_and_rates_set_before_the_step_pass(model: nn.Module) -> None:
