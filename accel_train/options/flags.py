@@ -298,11 +298,31 @@ def _unknown(name: str, known: Sequence[str]) -> str:
         return ": unknown option (did you mean " + " or ".join(f"'--{option}'" for option in namesakes) + "?)"
     if meant:
         return ": unknown option" + did_you_mean(f"--{meant}")
+    if related := related_options(name, known):
+        return ": unknown option (did you mean " + " or ".join(f"'--{option}'" for option in related) + "?)"
     return ": unknown option; --help all lists all"
 
 
+MOST_RELATED = 3
 NEAR = 0.8
 """Least similarity of an option worth proposing. Below it, neighbours mostly mean something else."""
+
+
+def related_options(key: str, known: Sequence[str]) -> list[str]:
+    """Return options whose last name is part of that of ``key`` in whole words, or the other way round.
+
+    Such as --smoothing for --label_smoothing. Empty for more than ``MOST_RELATED``, since that word tells nothing.
+    """
+    group, _, last = key.rpartition(".")
+    siblings = [option for option in known if group and option.startswith(f"{group}.")]
+    found: list[str] = []
+    for option in siblings or known:
+        leaf = f"_{option.rpartition('.')[2]}_"
+        if leaf in f"_{last}_" or f"_{last}_" in leaf:
+            found.append(option)
+    if len(found) > MOST_RELATED:
+        return []
+    return found
 
 
 def nearest_option(key: str, known: Sequence[str]) -> str | None:

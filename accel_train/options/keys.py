@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from accel_train.config import UsageError
-from accel_train.options.flags import nearest_option
+from accel_train.options.flags import nearest_option, related_options
 from accel_train.options.other_scripts import NAMES_OF_OTHER_SCRIPTS, in_this_recipe
 from accel_train.options.strict_yaml import Places, place_of
 from accel_train.options.tree import field_types, flatten, is_group, option_names
@@ -92,6 +92,8 @@ def _key_remedy(key: str, known: Sequence[str]) -> str:
     if other:
         return in_this_recipe(other, known)
     meant = nearest_option(key, known)
+    if meant is None and (related := related_options(key, known)):
+        return f"remove it or correct it (did you mean {' or '.join(map(repr, related))}?)"
     if meant is None:
         return "this recipe has no such option: remove it, or find its present name with --help all"
     return "remove it or correct it" + did_you_mean(meant)

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -23,6 +23,7 @@ from accel_train.config import (
 )
 from accel_train.domains.images.pipeline import PictureOptions
 from accel_train.domains.language.generation.asked import LanguageOptions
+from accel_train.experiment_options import Recipe
 from accel_train.options.keys import SUCCESSORS, in_present_terms, refuse_succeeded, without_former
 from accel_train.options.loading import Loaded, load_config, read_options, read_tree
 from accel_train.options.tree import config_text, flatten, option_names, to_tree
@@ -118,6 +119,23 @@ def test_a_notebook_may_give_numbers_and_paths(presets: Path) -> None:
 def test_what_no_command_line_has_is_refused_by_name(presets: Path, argv: Sequence[object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_config(Config, argv, presets=presets)
+
+
+@dataclass(frozen=True)
+class Declaring(Config):
+    """A recipe that declares what a resume may change."""
+
+    recipe: ClassVar = Recipe()
+
+
+def test_what_a_recipe_declares_as_free_must_be_an_option(presets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Declaring, "recipe", Recipe(free_to_change=("optimizer", "optimizer.inner", "tags")))
+    load_config(Declaring, [], presets=presets)
+    monkeypatch.setattr(Declaring, "recipe", Recipe(free_to_change=("tags", "optimizers")))
+    with pytest.raises(
+        UsageError, match=r"'optimizers' is neither an option of Declaring .* \(did you mean 'optimizer"
+    ):
+        load_config(Declaring, [], presets=presets)
 
 
 @pytest.mark.parametrize("value", ["16", "0.9"])
@@ -337,6 +355,7 @@ def test_yaml_values(text: str, expected: Config, presets: Path) -> None:
             "optimizer.lr: 1",
             r"unknown option 'optimizer\.lr': 1; in a file groups are mappings: optimizer: {lr: ",
         ),
+        ("ever_steps: 1", r"unknown option 'ever_steps': 1; remove it or correct it \(did you mean 'steps'\?\)"),
         ("lr: 1", r"unknown option 'lr': 1.*'optimizer\.lr'"),
         ("optimizer: {lr: {a: 1}}", r"unknown option 'optimizer\.lr\.a'"),
         ("optimizer: [1]", r"optimizer: \[1\] must be a mapping"),
@@ -419,7 +438,8 @@ def test_a_wrong_file_is_refused_with_the_place_and_the_remedy(text: str, messag
         ("demo --optimizer.lr inf", r"optimizer\.lr: 'inf' is refused: a number is required \(a finite one\)"),
         ("demo --optimzer.lr 1", r"--optimzer\.lr: unknown option \(did you mean '--optimizer\.lr'\?"),
         ("demo --zzz 1", r"--zzz: unknown option; --help all lists all"),
-        ("demo --ever_steps 1", r"--ever_steps: unknown option; --help all lists all"),
+        ("demo --ever_steps 1", r"--ever_steps: unknown option \(did you mean '--steps'\?\)"),
+        ("demo --inner_stepsize 1", r"--inner_stepsize: unknown option; --help all lists all"),
         ("demo --optimizer.inner.raet 1", r"--optimizer\.inner\.raet: .*did you mean '--optimizer\.inner\.rate'\?"),
         ("demo --optimizer 1", r"--optimizer is a group of options, not an option; write --optimizer\.lr VALUE"),
         ("demo --seed fast", r"seed: 'fast' is refused: an integer is required; correct --seed$"),
