@@ -89,6 +89,22 @@ def test_the_processes_unlike_the_majority() -> None:
     assert "The processes compute on different devices (A100, H100)" in mixed.explanation
 
 
+def test_processes_that_differ_everywhere_have_not_reduced_their_gradients() -> None:
+    names = [f"{number}" for number in range(20)]
+    mine, other = list(range(20)), list(range(20, 40))
+    hosts = [("x", "A100"), ("x", "A100")]
+    # One tensor without a gradient is the same.
+    everywhere = compare(names, [0, 0], [[7, *mine[1:]], [7, *other[1:]]], hosts).explanation
+    assert "must go through prepared.model, not through accelerator.unwrap_model" in everywhere
+    assert everywhere.index("prepared.model") < everywhere.index("memory errors")
+    assert "check_replicas_every 0" not in everywhere
+    flipped = compare(names, [0, 0], [mine, [99, *mine[1:]]], hosts).explanation
+    assert "unwrap_model" not in flipped
+    assert "check_replicas_every 0" in flipped
+    # One of three machines is at fault, however much of it differs.
+    assert "unwrap_model" not in compare(names, [0] * 3, [mine, mine, other], [*hosts, hosts[0]]).explanation
+
+
 def row(step: float = 1.0, **times: float) -> Times:
     return Times(**({"step": step, "data": 0.0, "forward": NAN, "device": 0.01, "host": 0.02} | times))
 

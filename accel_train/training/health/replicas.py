@@ -29,6 +29,10 @@ STEP = -7046029254386353131
 SHIFTS = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))
 
 
+EVERYWHERE = 0.9
+"""Least share of the tensors that differ where no gradient was reduced. A flipped bit is in one, and its EMA."""
+
+
 class ReplicasDifferError(RuntimeError):
     """The processes hold different weights. Raised on every one of them, and nothing is saved."""
 
@@ -45,6 +49,8 @@ class Difference(NamedTuple):
     """Host of each process."""
     devices: list[str]
     """Model of each process's device."""
+    compared: int
+    """Number of tensors compared, with those of the EMA."""
 
     @property
     def explanation(self) -> str:
@@ -60,13 +66,28 @@ class Difference(NamedTuple):
         if len(set(self.devices)) > 1:
             kinds = shortened(sorted(set(self.devices)), 3)
             mixed = f" The processes compute on different devices ({kinds}), whose kernels may round differently."
-        return (
-            f"the processes no longer hold the same weights: {names}: {who}.{mixed} Nothing is saved, and the newest "
-            "checkpoint is as it was. Look for memory errors of that machine (nvidia-smi -q -d ECC; dmesg), for other "
-            "versions of packages or drivers on it, and for code that changes weights on some processes only; start "
-            "the same command again to continue from the checkpoint. --health.check_replicas_every 0 trains on "
-            "without this check"
+        causes = (
+            "memory errors of that machine (nvidia-smi -q -d ECC; dmesg), for other versions of packages or drivers on "
+            "it, and for code that changes weights on some processes only"
         )
+        found = f"the processes no longer hold the same weights: {names}: {who}.{mixed}"
+        kept = "Nothing is saved, and the newest checkpoint is as it was."
+        again = "start the same command again to continue from the checkpoint"
+        if self.is_everywhere:
+            return (
+                f"{found} Nearly all tensors differ, as without a reduction of the gradients: the forward of the loop "
+                "must go through prepared.model, not through accelerator.unwrap_model(prepared.model) or the model "
+                f"that was prepared. {kept} If it does go through prepared.model, look for {causes}; correct it and "
+                f"{again}"
+            )
+        return (
+            f"{found} {kept} Look for {causes}; {again}. --health.check_replicas_every 0 trains on without this check"
+        )
+
+    @property
+    def is_everywhere(self) -> bool:
+        """True if no two processes agree on most tensors: each has trained by itself."""
+        return not self.has_majority and len(self.parameters) >= EVERYWHERE * self.compared
 
 
 def _mixed(words: Tensor) -> Tensor:
@@ -183,7 +204,7 @@ def compare(
             processes |= found
             has_majority = has_majority and all(clear for _, clear in unlike)
     hosts, devices = zip(*machines, strict=True)
-    return Difference(parameters, sorted(processes), has_majority, list(hosts), list(devices))
+    return Difference(parameters, sorted(processes), has_majority, list(hosts), list(devices), len(names))
 
 
 def _model_of(device: torch.device) -> str:
