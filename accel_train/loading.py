@@ -36,8 +36,8 @@ PROOFS = ("example.json", ADAPTER_DESCRIPTION)
 
 
 OWN_RECIPE = (
-    "A recipe of your own needs a pipeline class, given as `accel-train sample --recipe FILE PLACE` or "
-    'load(place, pipeline=MyPipeline): docs/use.md, "A pipeline for a recipe of your own"'
+    "A recipe of your own needs a pipeline class: give load(place, pipeline=MyPipeline), or the recipe that declares "
+    'it, as in `accel-train sample --recipe FILE {}`: docs/use.md, "A pipeline for a recipe of your own"'
 )
 
 
@@ -183,7 +183,7 @@ def _recognised(description: Mapping[str, Any], directory: Path) -> type[Pipelin
                     return candidate
     raise UsageError(
         f"{_description_file(directory)}: does not name the pipeline of its recipe, and no recipe of this package "
-        f"wrote it. {OWN_RECIPE}"
+        f"wrote it. {OWN_RECIPE.format(directory)}"
     )
 
 
@@ -194,9 +194,7 @@ def read_description(directory: Path) -> dict[str, Any]:
         return strict_json.read_object(path, MAX_DESCRIPTION_BYTES)
     except FileNotFoundError:
         raise UsageError(
-            f"{directory}: has no config.json, so the model of its weights is unknown. If its recipe declares a "
-            f"pipeline, name the file: accel-train sample --recipe FILE {directory}. Otherwise, {OWN_RECIPE[0].lower()}"
-            f"{OWN_RECIPE[1:]}"
+            f"{directory}: has no config.json, so the model of its weights is unknown. {OWN_RECIPE.format(directory)}"
         ) from None
     except ValueError as error:
         raise UsageError(f"{path}: cannot be read ({error}); restore it from a copy") from None

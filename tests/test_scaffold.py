@@ -223,7 +223,10 @@ def test_a_run_of_it_is_sampled_with_its_own_pipeline(begun: Path, capsys: pytes
     run(begun, "recipe.py", *SHORT, "--max_steps", "2")
     page = r'docs/use\.md, "A pipeline for a recipe of your own"'
     recipe, place = begun / "recipe.py", str(begun / "runs" / "rings")
-    with pytest.raises(UsageError, match=rf"no config\.json.*sample --recipe FILE {re.escape(place)}.*{page}"):
+    with pytest.raises(
+        UsageError,
+        match=rf"no config\.json.* load\(place, pipeline=MyPipeline\).*sample --recipe FILE {re.escape(place)}.*{page}",
+    ):
         cli._main(["sample", place])
     capsys.readouterr()
     assert cli._main(["sample", "--recipe", str(recipe), place, "--place", "0.1", "0.2"]) == 0
@@ -231,7 +234,7 @@ def test_a_run_of_it_is_sampled_with_its_own_pipeline(begun: Path, capsys: pytes
     assert re.fullmatch(r"ring [0-4]\n", answer)
     exported = str(begun / "exported")
     assert cli._main(["export", place, exported, "--weights", "ema"]) == 0
-    assert "has no config.json, which `write_extras` of its recipe writes" in capsys.readouterr().out
+    assert "are made only for pipelines of this package; weights and options are complete" in capsys.readouterr().out
     assert cli._main(["sample", "--recipe", str(recipe), exported, "--place", "0.1", "0.2"]) == 0
     assert capsys.readouterr().out == answer
 

@@ -180,8 +180,8 @@ def _prove(directory: Path) -> str:
     """Write model.py, the example and verify.py, run it, and return a line about it for the user."""
     if not (directory / "config.json").is_file():
         return (
-            "without model.py and verify.py: the checkpoint has no config.json, which `write_extras` of its recipe "
-            f"writes (both are made for the pipelines of this package alone): {DESCRIBING}"
+            "without model.py and verify.py, which are made only for pipelines of this package; weights and options "
+            f"are complete, and a pipeline of your own loads them: {DESCRIBING}"
         )
     named = loading.read_description(directory).get("pipeline")
     if named is None:

@@ -197,12 +197,12 @@ def best_between_saves(facts: Facts) -> Finding | None:
     evaluate = int(facts.number("evaluation.every"))
     if not _wants_best(facts) or not save or not evaluate or evaluate % save == 0:
         return None
-    both = math.lcm(save, evaluate)
+    meeting = math.lcm(save, evaluate) // evaluate
     return Finding(
         option="evaluation.every",
         value=evaluate,
-        reason=f"saves happen every {save} steps: evaluations meet a checkpoint every {both} steps only",
-        remedy=f"give a multiple of {save}",
+        reason=f"only one of every {meeting} evaluations has a checkpoint, so the best may not be kept",
+        remedy=f"set evaluation.every to a multiple of checkpoints.save_every ({save})",
         change=("evaluation.every", max(1, round(evaluate / save)) * save),
     )
 

@@ -138,6 +138,10 @@ def test_numbers_of_findings_are_those_of_the_facts() -> None:
     (found,) = lint(kept)
     assert "every 300 steps, so the first one to be kept is at step 3000" in found.finding.reason
     assert found.finding.remedy == "give a multiple of 300, such as 900"
+    between, _ = CASES["best-between-saves"]
+    (found,) = lint(between)
+    assert "only one of every 2 evaluations has a checkpoint" in found.finding.reason
+    assert found.finding.remedy == "set evaluation.every to a multiple of checkpoints.save_every (100)"
     waiting = [found.finding.reason for found in lint(on(DDP, EIGHT_WORKERS, shared_memory_bytes=64 * MIB))]
     assert any("64 micro-batches wait in it" in reason for reason in waiting), waiting
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 PLACES = {
     "coefficients": "the coefficients given to prepared.window",
-    "weights": "the weights given to prepared.window (what `corrupt` of a recipe returns, or its counterpart)",
-    "sums": "the sums given to window.backward (what `loss_sums` of a recipe returns)",
+    "weights": "the weights given to prepared.window",
+    "sums": "the sums given to window.backward",
 }
 """Where a recipe names its loss terms, for a message."""
 
