@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from accel_train.training.optimizers import OptimizerConfig, build_optimizer, set_frozen, set_learning_rate
 from accel_train.training.step_calls import StepCalls
@@ -91,7 +91,6 @@ def test_a_rate_that_changes_before_the_step_is_refused_in_the_first_step_and_in
     refused = pytest.raises(RuntimeError, match=r"rate 0\.05 of set_learning_rate has become 0\.04 before optimizer")
     with refused:
         step(calls, optimizer, model, lambda: None, before=change)
-    calls = StepCalls(optimizer_over(model))
     optimizer = optimizer_over(model)
     calls = StepCalls(optimizer)
     step(calls, optimizer, model, lambda: None)
@@ -111,19 +110,21 @@ def test_frozen_parts_and_rates_set_before_the_step_pass(model: nn.Module) -> No
 def test_a_second_optimizer_of_the_trained_parameters_is_refused_before_its_step(model: nn.Sequential) -> None:
     optimizer = optimizer_over(model)
     calls = StepCalls(optimizer)
+    weight = next(model[1].parameters())
     head = torch.optim.SGD(model[1].parameters(), lr=0.1)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with calls.alone(model):
         for _ in range(2):
             step(calls, optimizer, model, other.step)  # of a model that is trained beside
-        before = model[1].weight.clone()
-        model(torch.ones(1, 2)).sum().backward()
+        before = weight.clone()
+        loss: Tensor = model(torch.ones(1, 2)).sum()
+        loss.backward()
         for second in (head, Accelerator(cpu=True).prepare(head)):
             with pytest.raises(RuntimeError, match=r"second optimizer, a SGD, steps .* \(1\.weight, 1\.bias\)"):
                 second.step()
-        assert torch.equal(model[1].weight, before)
+        assert torch.equal(weight, before)
     head.step()  # after the training
-    assert not torch.equal(model[1].weight, before)
+    assert not torch.equal(weight, before)
 
 
 class Delegating(torch.optim.SGD):
