@@ -173,7 +173,8 @@ class StepCalls:
 def _refuse_second(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     # Those of the model as it is now: FSDP2 may replace them.
-    names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) in stepped]
+    found = [name for name, p in model.named_parameters() if p.requires_grad and id(p) in stepped]
+    names = [name.removeprefix("module.") for name in found]  # without the wrapper of DDP or DeepSpeed
     if names:
         raise RuntimeError(
             f"a second optimizer, a {type(optimizer).__name__}, steps parameters that prepared.optimizer trains "
