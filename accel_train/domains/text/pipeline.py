@@ -28,7 +28,14 @@ from accel_train.domains.text.both_ways import (
 )
 from accel_train.domains.text.dataset import DataAssets
 from accel_train.domains.text.encoders import TransformerEncoder
-from accel_train.domains.text.latents.drawn import about_use, decoded, image, picture_grid, refuse_text_of_pictures
+from accel_train.domains.text.latents.drawn import (
+    about_use,
+    decoded,
+    image,
+    picture_grid,
+    refuse_text_of_pictures,
+    units_of_pictures,
+)
 from accel_train.domains.text.latents.files import checked
 from accel_train.domains.text.latents.given_pictures import read_pictures
 from accel_train.domains.text.modes import (
@@ -56,8 +63,6 @@ UNITS = {
     "latents": "as the encoder gives them; the model reads (latents - mean) / std",
     "time": "0 is clean, 1 is pure noise or all tokens masked",
 }
-READ_BY_MODEL = "; the model reads (latents - mean) / std"
-PATCHES = "patches row by row, in each its rows, columns and then channels; "
 
 
 class TextLatentSamples(NamedTuple):
@@ -388,16 +393,6 @@ def describe_model(
             "mask_id": assets.tokenizer.mask_id,
         },
         normalisation={"mean": assets.latent_mean.tolist(), "std": assets.latent_std},
-        units=UNITS | _units_of_pictures(shape, assets),
+        units=UNITS | units_of_pictures(shape, assets),
         card={"datasets": datasets, **about_use(shape, assets, conditions, path)},
     )
-
-
-def _units_of_pictures(shape: MultimodalMMDiTConfig, assets: DataAssets) -> dict[str, str]:
-    """Return the units of latents that are patches of pictures. Empty: they are those of texts."""
-    if shape.latent_grid is None:
-        return {}
-    values = "RGB pixels from -1 to 1"
-    if assets.vae is not None:
-        values = "latents as the autoencoder gives them, without its scaling factor"
-    return {"latents": f"{PATCHES}{values}{READ_BY_MODEL}"}

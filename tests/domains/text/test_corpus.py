@@ -371,17 +371,3 @@ def test_a_folder_of_pictures_names_their_options(tmp_path: Path) -> None:
     (captioned / "a.png").write_bytes(b"")
     *_, line = corpus.left_out_notices(str(captioned))
     assert re.search(r"only its texts are learned.*--pictures\.latents pixels, .* image_demo", line)
-
-
-def test_a_missing_file_of_a_folder_is_no_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **__: asked.append(name))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    for path in ("data/missing", "data/missing:part"):
-        with pytest.raises(UsageError, match=rf"--data\.path '{path}': .*data/missing does not exist, .* Correct the"):
-            hub_dataset(path, "train")
-    assert asked == []
-    hub_dataset("owner/name:part", "train")
-    hub_dataset("name", "train")
-    assert asked == ["owner/name", "name"]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from accel_train.domains.text.dataset import DataAssets
 
 FOLDER = "pictures"
+READ_BY_MODEL = "; the model reads (latents - mean) / std"
+PATCHES = "patches row by row, in each its rows, columns and then channels; "
 SHOWN_CHARACTERS = 40
 NO_CAPTION = "no caption"
 """What is printed of a picture without one."""
@@ -110,3 +112,13 @@ def write_pictures(pictures: Sequence[Image.Image], prompts: Sequence[str], seed
         picture.save(file)
         lines.append(f"{file}: {prompt or NO_CAPTION}")
     return lines
+
+
+def units_of_pictures(shape: MultimodalMMDiTConfig, assets: DataAssets) -> dict[str, str]:
+    """Return the units of latents that are patches of pictures. Empty: they are those of texts."""
+    if shape.latent_grid is None:
+        return {}
+    values = "RGB pixels from -1 to 1"
+    if assets.vae is not None:
+        values = "latents as the autoencoder gives them, without its scaling factor"
+    return {"latents": f"{PATCHES}{values}{READ_BY_MODEL}"}
