@@ -72,7 +72,9 @@ def as_written(value: object) -> str:
     if isinstance(value, tuple):
         values: tuple[object, ...] = value
         return " ".join(map(as_written, values)) or "[]"
-    return str(value).removesuffix(".0")
+    if isinstance(value, float):
+        return str(value).removesuffix(".0")
+    return str(value)
 
 
 WRITABLE = "a directory with write access and free space is required; give another"
