@@ -5,12 +5,13 @@ something else in silence.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_train.config import UsageError
 from accel_train.data import sampler
 from accel_train.data.datasets import MapDataset, refuse_other_than_map_style
 from accel_train.data.sampler import Sampler, StepSampler
+from accel_train.training.shards import plain_module
 
 if TYPE_CHECKING:
     from accel_train.train_state import Experiment, TrainState
@@ -60,10 +61,8 @@ def _refuse_other_batches(opened: Experiment, order: Sampler) -> None:
 
 
 def _warn_of_eval_mode(prepared: TrainState) -> None:
-    accelerator = prepared.accelerator
     # The wrapper of DDP has a mode of its own. Submodules may be in eval mode on purpose.
-    model: Any = accelerator.unwrap_model(prepared.model)
-    if accelerator.is_main_process and not model.training:
+    if prepared.accelerator.is_main_process and not plain_module(prepared.model).training:
         logger.warning(
             "the model is in eval mode, as from_pretrained of transformers and diffusers returns it, and stays in it: "
             "its dropout is off, and its batch norms keep their statistics; call model.train() before "

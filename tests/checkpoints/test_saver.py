@@ -456,7 +456,7 @@ def test_each_global_generator_goes_on_after_a_resume(toy: Toy) -> None:
     # As written by earlier versions.
     state = saved.json("trainer_state.json")
     del state["random_state"][0]["numpy"]
-    atomic_files.write_json(saved.file("trainer_state.json"), state)
+    atomic_files.write_json_in_place(saved.file("trainer_state.json"), state)
     restore.restore(run, toy.accelerator, toy.average.shards, toy.average)
     assert torch.equal(torch.rand(3), drawn[3])
 
@@ -510,7 +510,7 @@ def test_a_short_grace_period_is_said(toy: Toy, caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"keep_best": 1}, r"keep_best: 1 requires checkpoints\.best_metric"),
+        ({"keep_best": 1}, r"keep_best: 1: has no effect without checkpoints\.best_metric"),
         ({"pinned": ("step_5",)}, r"pinned: 'step_5' is not a checkpoint name"),
     ],
 )

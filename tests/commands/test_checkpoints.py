@@ -531,7 +531,7 @@ def test_flags_go_over_them(run: Path, case: str) -> None:
     ("flags", "says"),
     [
         ("--keep_last=-1", "keep_last: -1 is refused"),
-        ("--keep_best 1", "keep_best: 1 requires"),
+        ("--keep_best 1", "keep_best: 1: has no effect without"),
         ("--keep_best 1 --best_metric los", "best_metric: 'los' is in no checkpoint of this run.*they have loss"),
         ("--pinned checkpoint_10", "--pinned checkpoint_10: there is no such checkpoint.*checkpoint_00000010"),
         ("--keep_window_epochs nan", "keep_window_epochs"),

@@ -189,7 +189,7 @@ def test_a_model_of_pictures_captions_files(
             ["--picture", "a.png", "--latents", "b", "--to", "latents"],
             "picture and latents, to: a picture is captioned",
         ),
-        (["--picture", "a.png", "--picture", "b.png"], "--picture is given twice, .* give all after one"),
+        (["--picture", "a.png", "--picture", "b.png"], "--picture is given twice; write all its values after one"),
         (["--picture", "none.png"], r"picture none.png: cannot be read \(No such file or directory\)"),
         (["--picture", "none.png", "--encoder", "x"], "encoder 'x': this model uses no text encoder"),
         (["--text", "a"], r"no encoder of texts; .* or --picture heart.png to caption one"),

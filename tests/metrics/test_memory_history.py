@@ -94,7 +94,7 @@ def test_a_full_disk_costs_the_snapshot_and_not_the_run(
 
 
 def test_memory_needs_steps_and_cuda() -> None:
-    with pytest.raises(UsageError, match=r"profile\.memory: true: profile\.steps is required"):
+    with pytest.raises(UsageError, match=r"profile\.memory: true: has no effect without profile\.steps"):
         ProfileConfig(memory=True)
     ProfileConfig("1:2", memory=True).refuse_device("cuda")
     ProfileConfig("1:2").refuse_device("cpu")

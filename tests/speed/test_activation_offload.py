@@ -536,7 +536,7 @@ def test_pinned_memory_is_handed_out_in_pieces(monkeypatch: pytest.MonkeyPatch) 
 # -------------------------------------------------------------------------------------------------------- refused
 @pytest.mark.parametrize("mode", ["none", "attention", "ffn", "selective"])
 def test_other_modes_are_refused(mode: Any) -> None:
-    with pytest.raises(UsageError, match=rf"offload: true: .*mode {mode} keeps.*mode full, or leave it out"):
+    with pytest.raises(UsageError, match=rf"offload: true: .*mode: {mode}.*mode full, or leave it out"):
         ActivationCheckpointingConfig(mode, offload=True)
 
 

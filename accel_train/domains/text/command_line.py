@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from accel_train.config import expand_path
@@ -20,8 +21,9 @@ def sample(pipeline: TextLatentPipeline, options: TextLatentOptions) -> list[str
     sampler = placed.with_sampling(steps=options.steps, temperature=options.temperature, guidance=options.guidance)
     if options.prompt:
         pictures = sampler.draw(options.prompt, seed=options.seed)
-        lines = write_pictures(pictures, options.prompt, options.seed, options.output)
-        return [*cut_notices(pipeline.assets, options.prompt), *lines]
+        for notice in cut_notices(pipeline.assets, options.prompt):
+            print(notice, file=sys.stderr)
+        return write_pictures(pictures, options.prompt, options.seed, options.output)
     if options.to == "latents":
         return _written_latents(sampler, options)
     return written(_texts(sampler, options), options.output)

@@ -144,8 +144,8 @@ def test_targets_by_group() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"alpha": 2.0}, r"lora\.alpha: lora\.rank is 0"),
-        ({"targets": ("attention",)}, r"lora\.targets: lora\.rank is 0"),
+        ({"alpha": 2.0}, r"lora\.alpha: 2: has no effect with lora\.rank: 0"),
+        ({"targets": ("attention",)}, r"lora\.targets: attention: has no effect with lora\.rank: 0"),
         ({"rank": 2, "targets": ()}, "names no layer"),
     ],
 )

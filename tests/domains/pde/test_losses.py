@@ -136,7 +136,7 @@ def test_options_that_no_task_has_a_use_for_are_refused(tasks: str, flags: tuple
 
 
 def test_inverse_terms_that_a_frozen_autoencoder_does_not_have_are_refused() -> None:
-    with pytest.raises(UsageError, match="inverse_every 4 with freeze_autoencoder true"):
+    with pytest.raises(UsageError, match=r"inverse_every: 4: has no effect with objective.freeze_autoencoder: true"):
         options.ObjectiveConfig(autoencode_steps=5, freeze_autoencoder=True, inverse_every=4)
 
 

@@ -244,7 +244,7 @@ def test_the_command_line_samples_with_other_settings(
 def test_guidance_without_dropout_in_the_training_is_refused(pipeline: TextLatentPipeline) -> None:
     config = ModeConfig(mode="t2l", conditioning_dropout=0.0)
     own = TextLatentPipeline(pipeline.model, pipeline.both, pipeline.assets, modes=config)
-    with pytest.raises(UsageError, match=r"guidance 3: .*conditioning_dropout 0 and modes.mode t2l"):
+    with pytest.raises(UsageError, match=r"guidance 3: .*conditioning_dropout 0 and modes.mode: t2l"):
         own.with_sampling(guidance=3.0)
 
 
