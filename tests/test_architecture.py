@@ -18,7 +18,7 @@ LIBRARY = ROOT / "accel_train"
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(LIBRARY.rglob("*.py"))
 
-VALUES = {"config", "cores", "differences", "options", "precision", "rng", "simulated", "wording"}
+VALUES = {"config", "cores", "options", "precision", "rng", "simulated", "wording"}
 MECHANISM = {
     *("launch_files", "runtime", "training", "speed", "data", "store"),
     *("checkpoints", "hub", "metrics", "linting"),
@@ -244,7 +244,7 @@ def test_the_readme_names_every_package() -> None:
     tree = (ROOT / "README.md").read_text().split("## The repository")[1].split("```")[1]
     named = {word.removesuffix(".py").strip("/") for word in re.findall(r"[\w/]+(?:\.py|/)", tree)}
     missing = {name.replace(".", "/") for row in ROWS for name in row} - named - {"recipes", "__init__"}
-    assert missing == {"cores", "differences", "precision", "simulated", "wording"}  # small files of values
+    assert missing == {"cores", "precision", "simulated", "wording"}  # small files of values
 
 
 def test_imports_point_down() -> None:

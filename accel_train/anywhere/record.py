@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_train.differences import largest, relative
 from accel_train.metrics.records import last_pass, read_metrics, write_json
+from accel_train.precision import largest, relative
 from accel_train.store import manifest
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import METRICS_FILE, REPORT

@@ -19,7 +19,6 @@ from accel_train.commands import lora_plan, places
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.commands.lora_plan import Intent
 from accel_train.config import Fraction, PositiveFloat, PositiveInt, UsageError, expand_path
-from accel_train.differences import nan_as_infinite
 from accel_train.options.flags import FlagError, read_flags
 from accel_train.options.help_text import print_command_help, requested_topic
 from accel_train.options.loading import from_tree, read_tree
@@ -33,6 +32,7 @@ from accel_train.options.tree import (
     tree_text,
     without_invocation,
 )
+from accel_train.precision import nan_as_infinite
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT
 from accel_train.store.run_file import has_trained

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from accel_train.differences import largest, relative
 from accel_train.options.tree import flatten
+from accel_train.precision import largest, relative
 from accel_train.rerun.starts import Line, Start
 
 Verdict = Literal["bit-identical", "equal within reduction order", "different"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from accel_train.data.sampler import accumulation_steps
-from accel_train.differences import nan_as_infinite
+from accel_train.precision import nan_as_infinite
 from accel_train.verification.comparing import Difference, bit_for_bit, within_rounding
 from accel_train.verification.facts import Outcome
 from accel_train.verification.plan import REFERENCE, Sizes

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from accel_train.differences import nan_as_infinite
+from accel_train.precision import nan_as_infinite
 from accel_train.verification.facts import Outcome
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from accel_train import cli
-from accel_train.differences import relative
+from accel_train.precision import relative
 from accel_train.rerun.agreement import TOLERANCE
 from accel_train.store import strict_json
 from tests.rerun import recording

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_train.commands import diff
-from accel_train.differences import relative
+from accel_train.precision import relative
 from accel_train.rerun import agreement, recorded
 from accel_train.rerun.agreement import Sides
 from accel_train.rerun.receipt import Result

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_train.config import UsageError
-from accel_train.differences import largest
+from accel_train.precision import largest
 from accel_train.speed.attention.kernels import Attention, build_attention
 from accel_train.speed.attention.table import NAMES, AttentionNeeds, Machine, machine_of, why_not
 

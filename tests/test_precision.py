@@ -6,7 +6,7 @@ from math import inf, nan
 
 import pytest
 
-from accel_train.differences import largest, relative
+from accel_train.precision import largest, relative
 
 
 @pytest.mark.parametrize(
