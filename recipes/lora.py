@@ -62,7 +62,7 @@ class Config(experiment.ExperimentConfig):
 
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", *FREE_TO_CHANGE, "base.encoder_batch_size", "base.offload_encoders"),
-        decides_shapes=("lora.rank", "lora.targets", "text_encoders.rank", "text_encoders.targets"),
+        decides_shapes=adapters.DECIDE_SHAPES,
         labels=objective.LABELS,
         one_loss_term=True,
         decided_by={"loss": "min"},
@@ -189,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
         accelerator,
         inputs,
         notices=(*inputs.notices, *before_after.notices(config.evaluation, inputs)),
-        metrics=(*objective.METRICS, *before_after.metric_names(config.evaluation)) if len(inputs.heldout) else (),
+        metrics=before_after.metric_names(config.evaluation, inputs),
     )
     if opened.finished:
         return experiment.nothing_to_do(opened)

@@ -16,8 +16,8 @@ from accel_train.data.tables.row_blocks import RowBlocks
 from accel_train.data.tables.text_sources import content_key, text_key
 from accel_train.domains.language import packing, templates
 from accel_train.domains.language.packing import Encoded, EncodedBlock, Tokens
-from accel_train.domains.language.row_sources import has_come_before
-from accel_train.domains.language.rows import DEFAULT_COLUMN, FORMS, Fault, Row, parsed
+from accel_train.domains.language.rows.forms import DEFAULT_COLUMN, FORMS, Fault, Row, parsed
+from accel_train.domains.language.rows.sources import has_come_before
 
 UNWRITTEN = "unwritten "
 """Before the name of a part in the count of training chats whose template does not write it."""

@@ -15,17 +15,12 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError, expand_path
-from accel_train.domains.language import (
-    adapted,
-    pretrained,
-    rows,
-    templates,
-    tokenizers,
-)
+from accel_train.domains.language import adapted, pretrained, templates, tokenizers
 from accel_train.domains.language.exported import llama as exported_llama
 from accel_train.domains.language.exported import model as exported_model
 from accel_train.domains.language.generation import asked, continuing
 from accel_train.domains.language.pretrained import ModelConfig
+from accel_train.domains.language.rows import forms
 from accel_train.domains.models import lora
 from accel_train.domains.models.adapters import (
     BASE,
@@ -338,8 +333,8 @@ def write_files(
         normalisation={},
         units=UNITS,
         card={
-            "base_model": options.source if options.source and rows.is_hub_id(options.source) else None,
-            "datasets": [path.split(":")[0] for path in paths if path != "demo" and rows.is_hub_id(path)],
+            "base_model": options.source if options.source and forms.is_hub_id(options.source) else None,
+            "datasets": [path.split(":")[0] for path in paths if path != "demo" and forms.is_hub_id(path)],
             "measured_on": f"held-out texts of {', '.join(paths)}",
         },
     )

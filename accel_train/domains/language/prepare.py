@@ -17,11 +17,12 @@ from accel_train.data.artifacts import open_cache
 from accel_train.data.tables.ledger import Ledger, earlier_ledger
 from accel_train.data.tables.row_blocks import RowBlocks
 from accel_train.data.tables.text_sources import BadRows
-from accel_train.domains.language import encoding, rows, templates, tokenizers
+from accel_train.domains.language import encoding, templates, tokenizers
 from accel_train.domains.language.encoding import BlockEncoder
 from accel_train.domains.language.generation.ends import end_answers
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.domains.language.row_sources import DataConfig, MixedRows, contents
+from accel_train.domains.language.rows import forms
+from accel_train.domains.language.rows.sources import DataConfig, MixedRows, contents
 from accel_train.domains.language.splits import SplitSources
 from accel_train.domains.language.tokens.cache import Layout, PreparedTokens, TokenCache
 from accel_train.domains.language.tokens.shards import TokenDataset
@@ -230,7 +231,7 @@ def _form_notices(config: DataConfig, tokenizer: Any, found: list[PreparedTokens
     if others <= 0:
         return []
     notices = templates.date_notices(tokenizer)
-    if column == rows.DEFAULT_COLUMN:
+    if column == forms.DEFAULT_COLUMN:
         return notices
     if not plain:
         raise UsageError(

@@ -14,8 +14,8 @@ from accel_train.data.tables.row_blocks import FileRows, RowBlocks
 from accel_train.data.tables.run_files import listed, run_file_notices
 from accel_train.data.tables.shards import warn_of_changes
 from accel_train.data.tables.text_sources import content_key, text_key
-from accel_train.domains.language import rows
-from accel_train.domains.language.row_sources import (
+from accel_train.domains.language.rows import forms
+from accel_train.domains.language.rows.sources import (
     DataConfig,
     MixedRows,
     contents,
@@ -156,7 +156,7 @@ class SplitSources:
         """Return everything the texts of a source depend on, besides the tokenizer."""
         column = self.config.text_column
         # By which the forms of rows are told apart. The default left out, as runs of earlier versions have it.
-        rule = [] if column == rows.DEFAULT_COLUMN else ["text_column", column]
+        rule = [] if column == forms.DEFAULT_COLUMN else ["text_column", column]
         if source is self.heldout:
             # Held-out rows of their own are all of their source, whatever the fraction.
             return [source.key, *rule]
@@ -184,7 +184,7 @@ def _refuse_missing_column(column: str, named: str, schemas: Iterable[Sequence[s
     ``named`` has the options of the sources. None in ``schemas`` stands for other files, whose fields are only known
     once all rows are read.
     """
-    if column == rows.DEFAULT_COLUMN:
+    if column == forms.DEFAULT_COLUMN:
         return
     seen: set[str] = set()
     for names in schemas:

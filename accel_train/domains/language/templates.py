@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from accel_train.config import UsageError
 from accel_train.domains.language.packing import Encoded
-from accel_train.domains.language.rows import Row, plain_messages
+from accel_train.domains.language.rows.forms import Row, plain_messages
 
 
 class UnusableRowError(UsageError):

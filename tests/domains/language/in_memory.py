@@ -22,11 +22,12 @@ from accel_train.data.artifacts import cache_directory
 from accel_train.data.datasets import Batch
 from accel_train.data.tables.text_sources import content_key, text_key
 from accel_train.data.tensor_cache import TensorCache
-from accel_train.domains.language import packing, row_sources, rows, templates, tokenizers
+from accel_train.domains.language import packing, templates, tokenizers
 from accel_train.domains.language.packing import IGNORED, Encoded
 from accel_train.domains.language.prepare import DataConfig, LanguageData
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.domains.language.rows import Row
+from accel_train.domains.language.rows import forms, sources
+from accel_train.domains.language.rows.forms import Row
 from accel_train.domains.language.tokens.shards import Shard, TokenDataset, shard_tensors
 
 
@@ -106,9 +107,9 @@ def fields_of(file: Path, sample_by: str) -> Iterator[dict[str, Any]]:
 
 
 def rows_of(path: str, sample_by: str) -> list[Row]:
-    source = row_sources.DEMO_FILE if path == "demo" else Path(path)
+    source = sources.DEMO_FILE if path == "demo" else Path(path)
     files = sorted(source.iterdir()) if source.is_dir() else [source]
-    found = [rows._row(str(file), fields, "text") for file in files for fields in fields_of(file, sample_by)]
+    found = [forms._row(str(file), fields, "text") for file in files for fields in fields_of(file, sample_by)]
     return [row for row in found if isinstance(row, Row)]
 
 

@@ -17,7 +17,7 @@ from accel_train.config import UsageError
 from accel_train.domains.language import packing, perplexity, pretrained, row_checks, templates
 from accel_train.domains.language.packing import IGNORED, Encoded
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.domains.language.rows import Row
+from accel_train.domains.language.rows.forms import Row
 from accel_train.speed.attention.other_libraries import apply_library_attention
 from tests.domains.language import tiny
 from tests.domains.language.in_memory import shard_of

@@ -22,7 +22,7 @@ from accel_train.domains.language.generation import continuing
 from accel_train.domains.language.generation.continuing import Drawing
 from accel_train.domains.language.pipeline import LanguagePipeline
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.domains.language.rows import Row
+from accel_train.domains.language.rows.forms import Row
 from accel_train.domains.language.samples import EvaluationConfig
 from accel_train.export import proof
 from accel_train.hub.model_card import CardFacts, build_card

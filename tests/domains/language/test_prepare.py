@@ -18,7 +18,7 @@ from accel_train.domains.language import perplexity, prepare, tokenizers
 from accel_train.domains.language.packing import IGNORED
 from accel_train.domains.language.prepare import DataConfig, LanguageData
 from accel_train.domains.language.pretrained import ModelConfig
-from accel_train.domains.language.rows import Row, parsed
+from accel_train.domains.language.rows.forms import Row, parsed
 from tests.domains.language import tiny
 
 ANSWER = {"role": "assistant", "content": "Friends."}

@@ -12,8 +12,8 @@ import pytest
 from accel_train.config import UsageError
 from accel_train.data.tables.row_blocks import file_rows
 from accel_train.data.tables.text_sources import BadRows
-from accel_train.domains.language import row_sources, rows
-from accel_train.domains.language.rows import Row
+from accel_train.domains.language.rows import forms, sources
+from accel_train.domains.language.rows.forms import Row
 
 USER = {"role": "user", "content": "Who is there?"}
 ANSWER = {"role": "assistant", "content": "Friends."}
@@ -24,11 +24,11 @@ DEEP = "[" * 100_000
 def read(path: Path | str, *, bad: int = 0, **named: Any) -> list[Row]:
     options: dict[str, Any] = {"split": "train", "text_column": "text", "sample_by": "line"} | named
     with tempfile.TemporaryDirectory() as cache:
-        source = row_sources.open_rows(str(path), option="--data.path", cache=Path(cache), **options)
+        source = sources.open_rows(str(path), option="--data.path", cache=Path(cache), **options)
     left_out = BadRows(bad)
     found: list[Row] = []
     for number in range(len(source.rows)):
-        for row in rows.parsed(source.read(number), options["text_column"]):
+        for row in forms.parsed(source.read(number), options["text_column"]):
             if isinstance(row, Row):
                 found.append(row)
             else:
@@ -208,7 +208,7 @@ OTHER_FORMATS = {
 @pytest.mark.parametrize("name", OTHER_FORMATS)
 def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
     given, expected = OTHER_FORMATS[name]
-    (found,) = rows.parsed([("x", given)], "text")
+    (found,) = forms.parsed([("x", given)], "text")
     assert isinstance(found, Row)
     messages = expected.get("messages") or [*expected["prompt"], *expected["completion"]]
     assert (found.messages, found.tools) == (messages, expected.get("tools"))
@@ -319,7 +319,7 @@ def test_an_unusable_row_is_named_or_left_out(row: Any, message: str, tmp_path: 
     ids=["weight 0", "in the prompt", "a call", "reasoning", "of others"],
 )
 def test_a_message_that_is_not_learned_may_be_empty(row: dict[str, Any]) -> None:
-    (found,) = rows.parsed([("x", row)], "text")
+    (found,) = forms.parsed([("x", row)], "text")
     assert isinstance(found, Row)
 
 
@@ -330,8 +330,8 @@ def test_the_rows_of_blocks_are_listed_once(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": ["x"] * 9}).save_to_disk(str(tmp_path / "saved"))
     paths = (write(tmp_path, {"text": "x"}), tmp_path / "saved")
     given: Any = {"option": "--data.path", "split": "train", "text_column": "text", "sample_by": "line"}
-    parts = [row_sources.open_rows(str(path), cache=tmp_path / "cache", **given) for path in paths]
-    for source in (*parts, row_sources.mixed(parts, (2, 3))):
+    parts = [sources.open_rows(str(path), cache=tmp_path / "cache", **given) for path in paths]
+    for source in (*parts, sources.mixed(parts, (2, 3))):
         assert source.rows is source.rows
 
 
@@ -347,25 +347,23 @@ def test_a_block_of_a_mixture_is_that_of_a_source(counts: tuple[int, ...], tmp_p
         files = [tmp_path / next(left) for _ in range(count)]
         parts.append(file_rows("--data.path", files, ["text"], "line", lambda file: file.name))
     repeats = range(1, len(counts) + 1)
-    found = row_sources.mixed(parts, repeats)
+    found = sources.mixed(parts, repeats)
     read: list[str] = []
     for number in range(len(found.rows)):
-        read += [row.content for row in rows.parsed(found.read(number), "text") if isinstance(row, Row)]
+        read += [row.content for row in forms.parsed(found.read(number), "text") if isinstance(row, Row)]
     expected: list[str] = []
     for part, times in zip(parts, repeats, strict=True):
         expected += [file.name for file in part.files] * times
     assert read == expected
-    assert len({name for number, name in enumerate(read) if not row_sources.has_come_before(found, number)}) == len(
-        names
-    )
+    assert len({name for number, name in enumerate(read) if not sources.has_come_before(found, number)}) == len(names)
 
 
 def test_a_row_nested_deeper_than_python_calls_is_bad() -> None:
     nested: list[Any] = []
     for _ in range(5000):
         nested = [nested]
-    (found,) = rows.parsed([("rows.jsonl:1", {"messages": [USER, {**ANSWER, "note": nested}]})], "text")
-    assert isinstance(found, rows.Fault)
+    (found,) = forms.parsed([("rows.jsonl:1", {"messages": [USER, {**ANSWER, "note": nested}]})], "text")
+    assert isinstance(found, forms.Fault)
     assert "nested too deeply" in found.reason
 
 

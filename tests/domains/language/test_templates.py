@@ -10,7 +10,7 @@ import pytest
 from accel_train.config import UsageError
 from accel_train.domains.language import templates
 from accel_train.domains.language.packing import Encoded
-from accel_train.domains.language.rows import Row
+from accel_train.domains.language.rows.forms import Row
 from tests.domains.language import tiny
 
 CHAT = [

@@ -17,6 +17,7 @@ from accel_train.data.heldout import size_notices
 from accel_train.domains.images.buckets import to_image
 from accel_train.domains.images.demo.classifier import train_judge
 from accel_train.domains.images.grids import Column, draw_grid
+from accel_train.domains.images.pipelines import objective
 from accel_train.domains.images.pipelines.drawing import draw_pictures
 from accel_train.domains.images.pipelines.inputs import Inputs
 from accel_train.domains.images.pipelines.validation import EvaluationConfig
@@ -127,9 +128,13 @@ def notices(options: EvaluationConfig, inputs: Inputs) -> list[str]:
     return lines
 
 
-def metric_names(options: EvaluationConfig) -> tuple[str, ...]:
-    """List the metrics of an evaluation with these options."""
-    return () if options.judge is None else (WITHOUT, WITH, *JUDGE)
+def metric_names(options: EvaluationConfig, inputs: Inputs) -> tuple[str, ...]:
+    """List the metrics of an evaluation: held-out losses, and those of the judge. None without held-out pictures."""
+    if not len(inputs.heldout):
+        return ()
+    if options.judge is None:
+        return objective.METRICS
+    return (*objective.METRICS, WITHOUT, WITH, *JUDGE)
 
 
 def judge(drawn: BeforeAfter | None, options: EvaluationConfig) -> dict[str, float]:

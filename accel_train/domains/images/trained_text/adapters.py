@@ -32,6 +32,8 @@ from accel_train.training.optimizers import HasParameterGroups
 PART = "text_encoders"
 """Name of their options, and of their groups in the optimizer."""
 CLIP = ("CLIPTextModel", "CLIPTextModelWithProjection")
+DECIDE_SHAPES = ("lora.rank", "lora.targets", f"{PART}.rank", f"{PART}.targets")
+"""Options that decide the shapes of the weights."""
 DEFAULT_TARGETS = ("attention",)
 REASONS = {
     "Stable Diffusion 3": "its CLIP encoders share the prompt with a T5, whose output would have to be kept too",

@@ -28,7 +28,7 @@ from accel_train.data.tables.text_sources import BadRows
 from accel_train.data.tensor_cache import Lease, TensorCache, is_intact
 from accel_train.domains.language import packing
 from accel_train.domains.language.packing import EncodedBlock, Ints, Tokens
-from accel_train.domains.language.row_sources import option_of
+from accel_train.domains.language.rows.sources import option_of
 from accel_train.domains.language.tokens.shards import OpenShards, Shard, ShardFile, shard_tensors
 from accel_train.store import atomic_files
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from accel_train.data.tables import text_sources
 from accel_train.data.tables.formats import KINDS
-from accel_train.domains.language.row_remedies import ASKED, remedy
+from accel_train.domains.language.rows.remedies import ASKED, remedy
 
 FILES = tuple(KINDS)
 DEFAULT_COLUMN = "text"

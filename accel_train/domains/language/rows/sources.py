@@ -23,7 +23,8 @@ from accel_train.data.tables.ledger import Changed
 from accel_train.data.tables.row_blocks import PlacedRow, RowBlocks, SampleBy, dataset_rows, file_rows
 from accel_train.data.tables.row_files import files_of
 from accel_train.data.tables.text_sources import has_saved_splits, hub_dataset, is_saved_dataset, saved_dataset
-from accel_train.domains.language import rows, tokenizers
+from accel_train.domains.language import tokenizers
+from accel_train.domains.language.rows import forms
 from accel_train.store.pretrained_base import remembered_sha256
 
 DEMO_FILE = Path(__file__).parents[1] / "text" / "demo" / "shakespeare.txt"
@@ -45,7 +46,7 @@ class DataConfig:
     evaluated once."""
     split: str = "train"
     """Split of a saved or Hub dataset. Files, and saved datasets of one part, have none."""
-    text_column: str = rows.DEFAULT_COLUMN
+    text_column: str = forms.DEFAULT_COLUMN
     """Field or column of plain text. A row that has another one than 'text' is that text, whatever else it has."""
     sample_by: SampleBy = "line"
     """Unit of a row in a .txt file: a line, a paragraph (separated by empty lines), or the whole file."""
@@ -125,8 +126,8 @@ def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by
     ``split`` names a split of a saved or Hub dataset, and files have none. Raises ``UsageError`` for what is no source.
     """
     sha256 = partial(remembered_sha256, cache=cache)
-    columns = [text_column, *rows.READ]
-    if path != "demo" and rows.is_hub_id(path):
+    columns = [text_column, *forms.READ]
+    if path != "demo" and forms.is_hub_id(path):
         return dataset_rows(option, hub_dataset(path, split, option), path, split, columns, sha256)
     source = DEMO_FILE if path == "demo" else expand_path(path)
     if is_saved_dataset(source):
@@ -137,7 +138,7 @@ def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by
 
 def has_splits(path: str) -> bool:
     """Return True for a saved dataset of several splits, and for one of the Hub."""
-    return path != "demo" and (rows.is_hub_id(path) or has_saved_splits(expand_path(path)))
+    return path != "demo" and (forms.is_hub_id(path) or has_saved_splits(expand_path(path)))
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,6 @@ def contents(source: RowBlocks, text_column: str) -> Iterator[str]:
     # Once each: a tokenizer that is trained on them should not weigh a source by its repeats.
     numbers = [number for number in range(len(source.rows)) if not has_come_before(source, number)]
     for number in numbers:
-        for row in rows.parsed(source.read(number), text_column):
-            if isinstance(row, rows.Row):
+        for row in forms.parsed(source.read(number), text_column):
+            if isinstance(row, forms.Row):
                 yield row.content
