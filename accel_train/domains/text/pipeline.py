@@ -18,7 +18,6 @@ from accel_train.config import UsageError, expand_path
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.masked_text import TextDiffusionConfig
 from accel_train.domains.models.mmdit import MultimodalMMDiT, MultimodalMMDiTConfig
-from accel_train.domains.text import command_line
 from accel_train.domains.text.both_ways import (
     Batch,
     BothWays,
@@ -28,6 +27,7 @@ from accel_train.domains.text.both_ways import (
 )
 from accel_train.domains.text.dataset import DataAssets
 from accel_train.domains.text.encoders import TransformerEncoder
+from accel_train.domains.text.latents import asked
 from accel_train.domains.text.latents.drawn import (
     about_use,
     decoded,
@@ -246,7 +246,7 @@ class TextLatentPipeline:
 
     def sample(self, options: TextLatentOptions) -> list[str]:
         """Sample as ``accel-train sample`` is asked to, and return the lines to print."""
-        return command_line.sample(self, options)
+        return asked.sample(self, options)
 
     def examples(self) -> list[Example]:
         """Return forwards with and without padding, with noise on either side, and a sample in each direction."""

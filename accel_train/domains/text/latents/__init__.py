@@ -1,1 +1,1 @@
-"""Latents of texts on disk: one file for texts in memory, blocks for shards."""
+"""Latents: on disk, one file for texts in memory or blocks for shards; and pictures given, drawn and asked for."""
