@@ -27,7 +27,7 @@ from accel_train.domains.language import tokenizers
 from accel_train.domains.language.rows import forms
 from accel_train.store.pretrained_base import remembered_sha256
 
-DEMO_FILE = Path(__file__).parents[1] / "text" / "demo" / "shakespeare.txt"
+DEMO_FILE = Path(__file__).parents[2] / "text" / "demo" / "shakespeare.txt"
 
 
 @dataclass(frozen=True)
