@@ -12,8 +12,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from accel_train.simulation.flags import Options as SimulationOptions
 LARGEST = 3
 """Micro-batches of a simulated step: the first, one for all in the middle, and the last."""
 OUTPUT = "output.txt"
+SECONDS_BETWEEN_LINES = 30
 IMPORTED = (
     "accelerate.commands.launch",
     "accel_train.simulation.command",
@@ -128,15 +132,16 @@ def run_apart(words: Sequence[str], environment: Mapping[str, str], place: Path)
     output = place / OUTPUT
     with output.open("wb") as file:
         if _can_fork():
-            returncode = _fork(lambda: worker.main([str(place)]), environment, file.fileno())
+            returncode = _fork(lambda: worker.main([str(place)]), environment, output, file.fileno())
         else:
-            done = subprocess.run(
-                tied_to_parent(words, signal.SIGKILL),
-                env=dict(environment),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
+            with _report_wait(output):
+                done = subprocess.run(
+                    tied_to_parent(words, signal.SIGKILL),
+                    env=dict(environment),
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    check=False,
+                )
             returncode = done.returncode
     return output.read_text(errors="replace"), returncode
 
@@ -148,16 +153,39 @@ def _can_fork() -> bool:
     return tasks.is_dir() and len(list(tasks.iterdir())) == 1
 
 
-def _fork(work: Callable[[], int], environment: Mapping[str, str], output: int) -> int:
+@contextmanager
+def _report_wait(output: Path) -> Generator[None]:
+    """Print every 30 s what a simulation wrote last: one that waits for the Hub is silent for minutes otherwise."""
+    started = time.monotonic()
+    done = threading.Event()
+
+    def report() -> None:
+        while not done.wait(SECONDS_BETWEEN_LINES):
+            lines = output.read_text(errors="replace").split("\n")
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing printed yet")
+            print(f"simulating for {time.monotonic() - started:.0f} s: {last[:200]}", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=report, name="wait for a simulation", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        # A fork must find one thread alone.
+        thread.join()
+
+
+def _fork(work: Callable[[], int], environment: Mapping[str, str], output: Path, descriptor: int) -> int:
     """Call ``work`` in a child with this environment. Returns its exit code, or minus the signal that ended it."""
     # What is buffered here would be printed by the child as well.
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
     if child == 0:
-        _become(work, environment, output)
+        _become(work, environment, descriptor)
     try:
-        _, status = os.waitpid(child, 0)
+        with _report_wait(output):
+            _, status = os.waitpid(child, 0)
     except BaseException:
         # Whatever ended the wait, such as Ctrl-C, the child must not simulate on by itself.
         os.kill(child, signal.SIGKILL)
