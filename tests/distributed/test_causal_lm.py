@@ -52,6 +52,14 @@ def one_step(layout: Layout, folder: Path, pairs: Path, micro_batch_size: int, *
     return run_recipe(layout, folder / "run", *unpacked, *micro, *once, *flags)
 
 
+def test_the_bundled_rows_train_as_the_readme_has_it(tmp_path: Path) -> None:
+    """Every other quick test of this recipe has rows of its own."""
+    argv = ["causal_lm_smoke", "--smoke", "--output_dir", str(tmp_path / "run")]
+    done = fork(ONE, command(ONE, argv, tmp_path))
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert json.loads((tmp_path / "run" / "report" / "evaluation.json").read_text())["perplexity"] > 1
+
+
 @pytest.fixture(scope="module")
 def whole(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """One process with the whole batch of 16."""
