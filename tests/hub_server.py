@@ -28,6 +28,8 @@ import yaml
 from tests.waiting import PATIENCE_SECONDS
 
 WRITER, READER = "hf_writerWriterWriter", "hf_readerReaderReader"
+REPOSITORY = r"/api/(models/|(?=datasets/))(?P<repo>(datasets/)?[^/]+/[^/]+)"
+"""A model, ``owner/name`` in `HubServer.repositories`, or ``datasets/owner/name``."""
 PAGE = 3
 """Commits per page: small, so that paging is tested too."""
 
@@ -147,10 +149,11 @@ class _Handler(BaseHTTPRequestHandler):
         ("POST", r"/api/repos/create", "create"),
         ("POST", r"/api/validate-yaml", "validate"),
         ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)/auth-check(?P<write>/write)?", "auth_check"),
-        ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)(/revision/(?P<revision>[^/]+))?", "info"),
+        ("GET", REPOSITORY + r"(/revision/(?P<revision>[^/]+))?", "info"),
         ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)/refs", "refs"),
         ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)/commits/(?P<revision>[^/]+)", "commits"),
-        ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)(/.*)?", "tree"),
+        ("GET", REPOSITORY + r"/tree/(?P<revision>[^/]+)(/(?P<path>.*))?", "tree"),
+        ("POST", REPOSITORY + r"/paths-info/(?P<revision>[^/]+)", "paths_info"),
         ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/preupload/(?P<revision>[^/]+)", "preupload"),
         ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/(?P<revision>[^/]+)", "commit"),
         ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/branch/(?P<name>[^/]+)", "branch"),
@@ -160,8 +163,8 @@ class _Handler(BaseHTTPRequestHandler):
         ("POST", r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", "lfs_batch"),
         ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", "lfs_put"),
         ("POST", r"/lfs/verify", "lfs_verify"),
-        ("HEAD", r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
-        ("GET", r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
+        ("HEAD", r"/(?P<repo>(datasets/)?[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
+        ("GET", r"/(?P<repo>(datasets/)?[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
     )
 
     def log_message(self, format: str, *args: Any) -> None: ...
@@ -294,10 +297,18 @@ class _Handler(BaseHTTPRequestHandler):
         more = {"Link": f'<{following}>; rel="next"'} if len(history) > (page + 1) * PAGE else {}
         return 200, (listed, more)
 
-    def _tree(self, repo: Repository, body: bytes, revision: str, **_: Any) -> Answer:
+    def _tree(self, repo: Repository, body: bytes, revision: str, path: str = "", **_: Any) -> Any:
         found = repo.resolve(revision)
         assert found is not None
-        return 200, [{"type": "file", "path": n, "size": len(c), "oid": _blob(c)} for n, c in found.files.items()]
+        listed = [_described(n, c) for n, c in found.files.items() if not path or n.startswith(f"{path}/")]
+        if path and not listed:
+            return 404, ({"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
+        return 200, listed
+
+    def _paths_info(self, repo: Repository, body: bytes, revision: str, **_: Any) -> Answer:
+        found = repo.resolve(revision)
+        assert found is not None
+        return 200, [_described(n, found.files[n]) for n in json.loads(body)["paths"] if n in found.files]
 
     def _preupload(self, repo: Repository, body: bytes, revision: str, **_: Any) -> Answer:
         found = repo.resolve(revision)
@@ -401,6 +412,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _close(self) -> None:
         self.close_connection = True
         self.connection.shutdown(socket.SHUT_RDWR)
+
+
+def _described(name: str, content: bytes) -> dict[str, Any]:
+    return {"type": "file", "path": name, "size": len(content), "oid": _blob(content)}
 
 
 def _blob(content: bytes) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
 import sys
 import unicodedata
@@ -16,11 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError
 from accel_train.data.tables.json_rows import parse_row
 
 TABLE_FILES = (".parquet", ".csv")
-HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")
 
 
 class BadRows:
@@ -43,15 +41,6 @@ class BadRows:
             )
 
 
-def is_hub_id(path: str, endings: tuple[str, ...]) -> bool:
-    """Return True for owner/name or owner/name:configuration that is no path here and has none of the ``endings``."""
-    # `lexists`, because a dangling link is a lost file and no id.
-    if os.path.lexists(expand_path(path)):
-        return False
-    # A misspelt file name must not become a request to the Hub.
-    return HUB_ID.match(path) is not None and not path.endswith(endings)
-
-
 def is_saved_dataset(folder: Path) -> bool:
     """Return True for a folder written by ``save_to_disk`` of `datasets`."""
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
@@ -70,26 +59,6 @@ def json_rows(lines: Iterable[tuple[str, str]], bad: BadRows) -> Iterator[tuple[
             bad.add(place, row)
         else:
             yield place, row
-
-
-def hub_dataset(path: str, split: str, option: str = "--data.path", wanted: str = "a file") -> Any:
-    """Load a dataset of the Hub, ``owner/name`` or ``owner/name:configuration``, from its data files only.
-
-    ``wanted`` names what may be given instead. Raises ``UsageError``, which begins with the path: most are misspelt.
-    """
-    import datasets
-
-    name, _, configuration = path.partition(":")
-    try:
-        return datasets.load_dataset(name, configuration or None, split=split)
-    except Exception as error:
-        # Name, network, permission, split or script: the user can fix all of them.
-        raise UsageError(
-            f"{option} {path!r}, split {split!r}: no such file or folder, and the hub answered "
-            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. Give {wanted}, or a hub id "
-            "(owner/name or owner/name:configuration) whose data are plain files (datasets that need a script "
-            "are refused); without a network, the dataset must be in the cache of `datasets`."
-        ) from None
 
 
 def saved_dataset(folder: Path, split: str, option: str = "--data.path") -> Any:

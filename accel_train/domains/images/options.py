@@ -88,8 +88,8 @@ class PictureDataConfig:
 
     path: str = "pictures"
     """A folder of pictures (captions in text files beside them, or in metadata.jsonl or metadata.csv), parquet files, a
-    folder written by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration). emoji or emoji:GROUP:
-    the bundled ones, such as emoji:flags."""
+    folder written by dataset.save_to_disk, or a Hub id (owner/name, owner/name:configuration@revision). emoji or
+    emoji:GROUP: the bundled ones, such as emoji:flags."""
     changed: Changed = "refuse"
     """Pictures or captions that changed since the run began, such as added ones. refuse: do not resume. allow: continue
     with them; assets/ledger.json of a checkpoint records which data were used from which step."""

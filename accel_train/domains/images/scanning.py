@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 from accel_train.config import UsageError, expand_path
 from accel_train.cores import usable_cores
 from accel_train.data.progress import Progress
-from accel_train.data.tables.text_sources import HUB_ID
+from accel_train.data.tables.hub_datasets import parse_hub_id
 from accel_train.domains.images.sources import (
     Bytes,
     Entry,
@@ -156,7 +156,7 @@ def list_pictures(source: Source, cache: Path) -> Listing:
             "required. Unpack an archive first."
         )
     # Of a path the Hub would say what its ids are made of, of which none begins with a dot.
-    if HUB_ID.match(source.path) is None or source.path.startswith("."):
+    if parse_hub_id(source.path) is None or source.path.startswith("."):
         raise UsageError(
             f"{source.named}: there is no {path}; a folder of pictures, parquet files, a folder of "
             "dataset.save_to_disk or a Hub id (owner/name) is required. Correct the path."

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from accel_train.config import UsageError, expand_path
+from accel_train.data.tables.hub_datasets import load_hub_dataset
 from accel_train.data.tables.sharded_table import ShardedTable
 from accel_train.data.tables.shards import ShardIndex, index_shards
-from accel_train.data.tables.text_sources import hub_dataset
 from accel_train.domains.images.sources import (
     CAPTION_COLUMNS,
     Bytes,
@@ -149,7 +149,7 @@ def _load(source: Source) -> Any:
 
     folder = expand_path(source.path)
     if not is_saved_dataset(folder):
-        return hub_dataset(source.path, source.split, source.option, wanted=PLACES)
+        return load_hub_dataset(source.path, source.split, source.option, wanted=PLACES)
     try:
         loaded: Any = datasets.load_from_disk(str(folder))
     except Exception as error:  # damaged Arrow files raise half a dozen types

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -334,7 +335,7 @@ def write_files(
         units=UNITS,
         card={
             "base_model": options.source if options.source and forms.is_hub_id(options.source) else None,
-            "datasets": [path.split(":")[0] for path in paths if path != "demo" and forms.is_hub_id(path)],
+            "datasets": [re.split("[:@]", path)[0] for path in paths if path != "demo" and forms.is_hub_id(path)],
             "measured_on": f"held-out texts of {', '.join(paths)}",
         },
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config import UsageError, expand_path
+from accel_train.data.tables.hub_datasets import is_hub_id, load_hub_dataset
 from accel_train.data.tables.run_files import run_file_notices, without_run_files
 from accel_train.data.tables.sides import CONTENT_FIELD, side_keys
 from accel_train.data.tables.text_sources import (
@@ -20,8 +21,6 @@ from accel_train.data.tables.text_sources import (
     BadRows,
     has_saved_splits,
     held_out_below,
-    hub_dataset,
-    is_hub_id,
     is_saved_dataset,
     json_rows,
     saved_dataset,
@@ -125,7 +124,7 @@ def _rows(
         return _text_rows(DEMO_FILE, text_column, bad)
     # Asked before the path is, because an id of the Hub looks like a relative one.
     if is_hub_id(path, NO_ID):
-        return dataset_rows(hub_dataset(path, split), path, text_column)
+        return dataset_rows(load_hub_dataset(path, split), path, text_column)
     source = resolve_path("--data.path", path)
     if is_saved_dataset(source):
         return dataset_rows(saved_dataset(source, split), path, text_column)

@@ -34,8 +34,8 @@ class DataConfig:
 
     path: str = "demo"
     """'demo' (bundled Shakespeare), a .jsonl, .txt, .parquet or .csv file, a folder of .jsonl and .txt files, a folder
-    or glob of .parquet, .arrow or .jsonl shards, a folder written by dataset.save_to_disk, or a Hub id (owner/name or
-    owner/name:configuration). With pictures.latents: captioned pictures, 'emoji' or 'shapes'."""
+    or glob of .parquet, .arrow or .jsonl shards, a folder written by dataset.save_to_disk, or a Hub id (owner/name,
+    owner/name:configuration@revision). With pictures.latents: captioned pictures, 'emoji' or 'shapes'."""
     read: Literal["memory", "shards"] = "memory"
     """memory: hold all texts and tokens. shards: read .parquet, .arrow or .jsonl files by block (row group, record
     batch, 4,096 lines) and tokenise when needed, for data larger than memory."""

@@ -180,7 +180,10 @@ def test_a_hub_id_may_name_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(datasets, "load_dataset", hub)
     assert read("owner/name:small-v1", split="test").texts == ["one"]
     assert read("name").texts == ["one"]
-    assert asked == [("owner/name", "small-v1", {"split": "test"}), ("name", None, {"split": "train"})]
+    assert asked == [
+        ("owner/name", "small-v1", {"split": "test", "revision": None}),
+        ("name", None, {"split": "train", "revision": None}),
+    ]
 
 
 def test_options_that_a_source_would_ignore_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from accel_train.data.tables import text_sources
+from accel_train.data.tables import hub_datasets
 from accel_train.data.tables.formats import KINDS
 from accel_train.domains.language.rows.remedies import ASKED, remedy
 
@@ -377,5 +377,5 @@ def _content_fault(message: Mapping[str, Any]) -> str | None:
 
 
 def is_hub_id(path: str) -> bool:
-    """Return True for owner/name or owner/name:configuration, unless it is a path here."""
-    return text_sources.is_hub_id(path, FILES)
+    """Return True for owner/name:configuration@revision, of which the name is enough, unless it is a path here."""
+    return hub_datasets.is_hub_id(path, FILES)

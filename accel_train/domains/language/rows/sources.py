@@ -19,12 +19,13 @@ from accel_train.config import (
     expand_path,
     refuse_without_effect,
 )
+from accel_train.data.tables.hub_datasets import load_hub_dataset
 from accel_train.data.tables.ledger import Changed
 from accel_train.data.tables.row_blocks import PlacedRow, RowBlocks, SampleBy, dataset_rows, file_rows
-from accel_train.data.tables.row_files import files_of
-from accel_train.data.tables.text_sources import has_saved_splits, hub_dataset, is_saved_dataset, saved_dataset
+from accel_train.data.tables.text_sources import has_saved_splits, is_saved_dataset, saved_dataset
 from accel_train.domains.language import tokenizers
 from accel_train.domains.language.rows import forms
+from accel_train.domains.language.rows.files import files_of
 from accel_train.store.pretrained_base import remembered_sha256
 
 DEMO_FILE = Path(__file__).parents[2] / "text" / "demo" / "shakespeare.txt"
@@ -36,9 +37,9 @@ class DataConfig:
 
     path: str = "demo"
     """'demo' (bundled Shakespeare), a .jsonl, .json, .txt, .parquet, .arrow or .csv file, a folder (without .json) or
-    glob of them, a folder written by dataset.save_to_disk, or a Hub id (owner/name or owner/name:configuration). A row
-    has messages (a chat), prompt and completion (texts, or lists of messages), or plain text. Data may be larger than
-    memory."""
+    glob of them, a folder written by dataset.save_to_disk, or a Hub id (owner/name, owner/name:configuration@revision).
+    A row has messages (a chat), prompt and completion (texts, or lists of messages), or plain text. Data may be larger
+    than memory."""
     more_paths: tuple[str, ...] = ()
     """More sources of training rows, for a mixture: any that `path` accepts."""
     repeats: tuple[PositiveInt, ...] = ()
@@ -128,7 +129,7 @@ def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by
     sha256 = partial(remembered_sha256, cache=cache)
     columns = [text_column, *forms.READ]
     if path != "demo" and forms.is_hub_id(path):
-        return dataset_rows(option, hub_dataset(path, split, option), path, split, columns, sha256)
+        return dataset_rows(option, load_hub_dataset(path, split, option), path, split, columns, sha256)
     source = DEMO_FILE if path == "demo" else expand_path(path)
     if is_saved_dataset(source):
         return dataset_rows(option, saved_dataset(source, split, option), path, split, columns, sha256)

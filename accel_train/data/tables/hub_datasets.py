@@ -1,0 +1,98 @@
+"""Datasets of the Hub by name, configuration and revision, as ``owner/name:configuration@revision``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accel_train.config import UsageError, expand_path
+
+logger = logging.getLogger(__name__)
+HUB_ID = re.compile(
+    r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<configuration>[\w.-]+))?(@(?P<revision>[\w.-]+(/[\w.-]+)*))?", re.ASCII
+)
+
+COMMIT = re.compile("[0-9a-f]{40}")
+
+
+class HubId(NamedTuple):
+    """A dataset of the Hub as options name it."""
+
+    name: str
+    """``owner/name``, or ``name`` alone."""
+    configuration: str | None
+    """None: the only one."""
+    revision: str | None
+    """Branch, tag or commit. None: the newest."""
+
+
+def parse_hub_id(path: str) -> HubId | None:
+    """Return the parts of ``owner/name:configuration@revision``, or None for a text that cannot be one."""
+    found = HUB_ID.fullmatch(path)
+    return None if found is None else HubId(**found.groupdict())
+
+
+def is_hub_id(path: str, endings: tuple[str, ...]) -> bool:
+    """Return True for an id that is no path here and has none of the ``endings``."""
+    # `lexists`, because a dangling link is a lost file and no id.
+    if os.path.lexists(expand_path(path)):
+        return False
+    # A misspelt file name must not become a request to the Hub.
+    return parse_hub_id(path) is not None and not path.endswith(endings)
+
+
+def load_hub_dataset(path: str, split: str, option: str = "--data.path", wanted: str = "a file") -> Any:
+    """Load a dataset of the Hub from its data files only, and log the commit that was read.
+
+    ``wanted`` names what may be given instead. Raises ``UsageError``, which begins with the path: most are misspelt.
+    """
+    import datasets
+
+    asked = parse_hub_id(path)
+    assert asked is not None, path
+    name, configuration, revision = asked
+    try:
+        commit = _commit_of_revision(name, revision)
+        loaded: Any = datasets.load_dataset(name, configuration, split=split, revision=commit)
+    except Exception as error:
+        # Name, network, permission, split or script: the user can fix all of them.
+        raise UsageError(
+            f"{option} {path!r}, split {split!r}: no such file or folder, and the hub answered "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}. Give {wanted}, or a hub id "
+            "(owner/name, owner/name:configuration or owner/name@revision) whose data are plain files (datasets that "
+            "need a script are refused); without a network, the dataset must be in the cache of `datasets`, and its "
+            "revision be a commit."
+        ) from None
+    found = commit_of(loaded)
+    # Without a network `datasets` takes what it has read last, whatever was asked for.
+    if commit is not None and found is not None and found != commit:
+        raise UsageError(
+            f"{option} {path!r}: commit {commit} is required, and without the Hub `datasets` gives what its cache has "
+            f"read last, {found}. Start where the Hub can be reached, or give the commit that the cache has."
+        )
+    if found is not None and revision != found:
+        pinned = f"{path.partition('@')[0]}@{found}"
+        logger.info("%s %s: its commit is read with %s %s by later runs too", option, path, option, pinned)
+    return loaded
+
+
+def commit_of(dataset: Any) -> str | None:
+    """Return the commit of the Hub that a loaded dataset was read from. None for others, such as one in memory."""
+    files = getattr(dataset, "cache_files", None) or []
+    # `datasets` names the folder of what it has prepared after the commit.
+    names = {Path(entry["filename"]).parent.name for entry in files}
+    found = names.pop() if len(names) == 1 else ""
+    return found if COMMIT.fullmatch(found) else None
+
+
+def _commit_of_revision(name: str, revision: str | None) -> str | None:
+    """Ask the Hub for the commit of a branch or tag. None: the newest, which `datasets` asks for by itself."""
+    if revision is None or COMMIT.fullmatch(revision):
+        return revision
+    from datasets import config
+    from huggingface_hub import HfApi
+
+    return HfApi(endpoint=config.HF_ENDPOINT).dataset_info(name, revision=revision).sha
