@@ -142,6 +142,17 @@ def _line_blocks(file: Path) -> Iterator[tuple[int, int]]:
         yield position, lines
 
 
+def read_schema(file: Path, kind: str) -> Any:
+    """Read the Arrow schema of a file of parquet or Arrow."""
+    import pyarrow.parquet
+
+    if kind == "parquet":
+        return pyarrow.parquet.read_schema(file)
+    with pyarrow.OSFile(str(file)) as source:
+        opened: Any = pyarrow.ipc.open_file(source) if is_arrow_file(file) else pyarrow.ipc.open_stream(source)
+        return opened.schema
+
+
 def read_batch(file: Path, block: Block, columns: Sequence[str], *, required: bool = True) -> Any:
     """Read columns of an Arrow record batch. If not ``required``, those of them that it has, or all if it has none."""
     import pyarrow

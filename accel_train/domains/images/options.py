@@ -98,7 +98,8 @@ class PictureDataConfig:
     image_column: str | None = None
     """Column of pictures in a table. None: the only one."""
     caption_column: str | None = None
-    """Column of captions in a table, metadata.jsonl or metadata.csv. None: text or caption."""
+    """Column of captions in a table, metadata.jsonl or metadata.csv; of a column of classes, their names. None: text
+    or caption."""
     caption_extension: str = ".txt"
     """Extension of the text file beside a picture."""
     default_caption: str | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from accel_train.config import UsageError, expand_path
+from accel_train.data.tables.formats import read_schema
 from accel_train.data.tables.hub_datasets import load_hub_dataset
 from accel_train.data.tables.sharded_table import ShardedTable
 from accel_train.data.tables.shards import ShardIndex, index_shards
@@ -23,7 +24,7 @@ from accel_train.domains.images.sources import (
     is_saved_dataset,
     read_regular,
 )
-from accel_train.wording import did_you_mean, nearest
+from accel_train.wording import did_you_mean, nearest, shortened
 
 CACHE_BYTES = 2**28
 """Decoded row groups kept by each process."""
@@ -108,13 +109,49 @@ def _captions(
     if name is None:
         return [None] * sum(block.rows for block in index.blocks)
     _require_column("caption_column", name, columns, source)
+    classes = _class_names_of_shards(index, name)
     table = ShardedTable(index, [name], CACHE_BYTES)
     captions: list[str | LeftOut | None] = []
     for start in range(0, len(table), CAPTIONS_AT_ONCE):
         rows = range(start, min(start + CAPTIONS_AT_ONCE, len(table)))
         texts = table.take(name, rows)
-        captions += [caption_of_row({name: text}, name, places[row]) for row, text in zip(rows, texts, strict=True)]
+        for row, text in zip(rows, texts, strict=True):
+            captions.append(caption_of_row({name: _class_name(text, classes)}, name, places[row]))
     return captions
+
+
+def _class_names_of_shards(index: ShardIndex, column: str) -> Sequence[str]:
+    """Return the names of a column's classes, which `datasets` has written into each file. Empty for other columns."""
+    import datasets
+
+    found: dict[tuple[str, ...], Path] = {}
+    for file in index.files:
+        schema = read_schema(file, index.format)
+        # Other programs' files have no classes, and types maybe that `datasets` does not know.
+        written = b"huggingface" in (schema.metadata or {})
+        features = datasets.Features.from_arrow_schema(schema) if written else {}
+        found.setdefault(tuple(_class_names(features.get(column))), file)
+    if len(found) > 1:
+        (names, file), (others, other) = [*found.items()][:2]
+        raise UsageError(
+            f"{index.option}: the classes of {column!r} are {shortened(names, 4)} in {file} and {shortened(others, 4)} "
+            f"in {other}. Files with the same classes are required."
+        )
+    return next(iter(found))
+
+
+def _class_names(feature: Any) -> Sequence[str]:
+    """Return the names of the classes that a column of `datasets` numbers. Empty for any other column."""
+    import datasets
+
+    return feature.names if isinstance(feature, datasets.ClassLabel) else ()
+
+
+def _class_name(value: Any, names: Sequence[str]) -> Any:
+    """Return the name of a numbered class, or None for -1, which `datasets` writes where there is none."""
+    if names and value == -1:
+        return None
+    return names[value] if value in range(len(names)) else value
 
 
 def list_dataset(source: Source) -> Listing:
@@ -132,6 +169,7 @@ def list_dataset(source: Source) -> Listing:
     # Read without all others, which may be pictures that would be decoded for their words.
     wanted = CAPTION_COLUMNS if named is None else (named,)
     captions = dataset.select_columns([name for name in wanted if name in types])
+    classes = {name: _class_names(features[name]) for name in captions.column_names}
     if isinstance(features[image_column], datasets.Image):
         # The bytes of the file: `datasets` would decode it without turning it upright.
         dataset = dataset.cast_column(image_column, datasets.Image(decode=False))
@@ -139,7 +177,10 @@ def list_dataset(source: Source) -> Listing:
     rows = captions if captions.column_names else [{}] * len(dataset)
     places = [f"row {row}" for row in range(len(dataset))]
     # A column that is named is in every row.
-    found = [caption_of_row(row, named, place) for row, place in zip(rows, places, strict=True)]
+    found: list[str | LeftOut | None] = []
+    for row, place in zip(rows, places, strict=True):
+        named_classes = {name: _class_name(value, classes[name]) for name, value in row.items()}
+        found.append(caption_of_row(named_classes, named, place))
     contents = [RowBytes(pictures, row, image_column) for row in range(len(dataset))]
     return _listing(places, found, contents, choice_notices(types, source))
 

@@ -52,7 +52,8 @@ class DataConfig:
     split: str = "train"
     """Split of a saved or Hub dataset. Files, and saved datasets of one part, have none."""
     text_column: str = "text"
-    """Field or column of the text. Of captioned pictures, text also stands for caption."""
+    """Field or column of the text. Of captioned pictures, text also stands for caption, and of a column of
+    classes the names are the captions."""
     heldout_path: str | None = None
     """Held-out texts or pictures: any source accepted by `path`, or split=NAME, another split of `path`. Training texts
     or pictures found in it are left out. None: heldout_fraction of `path`."""

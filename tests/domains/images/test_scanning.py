@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import tarfile
 import warnings
 from collections import Counter
@@ -538,6 +539,32 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
     assert len(read(tmp_path / "dict", tmp_path / "cache", split="test")) == 2
     with pytest.raises(UsageError, match=r"split 'train' is not among \['test'\]"):
         read(tmp_path / "dict", tmp_path / "cache")
+
+
+def test_names_of_classes_are_captions(tmp_path: Path) -> None:
+    """As the Hub has MNIST, CIFAR-10 and ImageNet: saved, in parquet and in Arrow."""
+    import datasets
+
+    pictures = [{"bytes": encoded(drawn(16 + number, 16)), "path": None} for number in range(3)]
+
+    def made(*names: str) -> datasets.Dataset:
+        features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=list(names))})
+        return datasets.Dataset.from_dict({"img": pictures, "label": [1, 0, -1]}, features)
+
+    animals = made("cat", "sea horse")
+    animals.save_to_disk(str(tmp_path / "saved"))
+    for name in ("parquet", "arrow", "mixed"):
+        (tmp_path / name).mkdir()
+    animals.to_parquet(tmp_path / "parquet" / "0.parquet")
+    shutil.copy(next((tmp_path / "saved").glob("*.arrow")), tmp_path / "arrow" / "0.arrow")
+    for source in ("saved", "parquet", "arrow"):
+        found = read(tmp_path / source, tmp_path / "cache", caption_column="label")
+        assert [picture.caption for picture in found.pictures] == ["sea horse", "cat", None], source
+        assert [picture.caption for picture in read(tmp_path / source, tmp_path / "cache").pictures] == [None] * 3
+    animals.to_parquet(tmp_path / "mixed" / "0.parquet")
+    made("cat", "dog").to_parquet(tmp_path / "mixed" / "1.parquet")
+    with pytest.raises(UsageError, match=r"classes of 'label' are cat, sea horse in .*0\.parquet and cat, dog in "):
+        read(tmp_path / "mixed", tmp_path / "cache", caption_column="label")
 
 
 # ---------------------------------------------------------------------------------------------------- what is refused

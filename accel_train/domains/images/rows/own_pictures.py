@@ -188,7 +188,8 @@ def _with_captions(found: Pictures, source: Source, config: PictureOptions) -> t
     if not pictures and without:
         raise UsageError(
             f"{source.named}: none of {len(without):,} pictures has a caption. Write captions in .txt files beside the "
-            f"pictures, or name their column with {source.options['caption_column']}."
+            f"pictures, or name their column with {source.options['caption_column']}. Where each class has a folder, a "
+            "metadata.csv with the columns file_name and text makes its name the caption."
         )
     total = len(found) + len(found.left_out)
     if len(left_out) > config.max_left_out * total:
