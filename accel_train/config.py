@@ -32,10 +32,10 @@ class WithoutEffectError(UsageError):
     Those of a preset or file give way to a flag that causes it. Those of the command line are refused.
     """
 
-    def __init__(self, text: str, *options: str, parts: Iterable[WithoutEffectError] = ()) -> None:
+    def __init__(self, text: str, options: Mapping[str, object], *, parts: Iterable[WithoutEffectError] = ()) -> None:
         super().__init__(text)
         self.options = options
-        """Their dotted names."""
+        """Their dotted names, each with the value that it has where nothing is asked of it."""
         self.parts = tuple(parts) or (self,)
         """An error for each cause, where several groups were refused at once."""
 
@@ -62,7 +62,8 @@ def refuse_without_effect(
     remedy = f"leave {them} out (the {default} {', '.join(as_written(getattr(defaults, name)) for name in given)})"
     if instead:
         remedy = f"{instead}, or {remedy}"
-    raise WithoutEffectError(f"{values}: {verb} no effect {because}; {remedy}", *dotted)
+    idle = {option: getattr(defaults, name) for option, name in zip(dotted, given, strict=True)}
+    raise WithoutEffectError(f"{values}: {verb} no effect {because}; {remedy}", idle)
 
 
 def as_written(value: object) -> str:

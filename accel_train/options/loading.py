@@ -156,7 +156,7 @@ def _with_changes(
 ) -> tuple[C, dict[str, str]]:
     """Return ``base`` with ``changes``, and the options that these leave without effect, with their new origins.
 
-    Such options of the file or preset go back to their defaults. A flag without effect is refused.
+    Such options of the file or preset go back to the defaults of their group. A flag without effect is refused.
     """
     cls = type(base)
     before = flatten(to_tree(base))
@@ -167,11 +167,11 @@ def _with_changes(
             config = from_tree(cls, overlaid(to_tree(base), given), "command line") if given else base
         except UsageError as error:
             found = refusals.given_way(error, source, before, given, flags)
-            if not found or not moot.keys().isdisjoint(found):
+            if not isinstance(error, WithoutEffectError) or not found or not moot.keys().isdisjoint(found):
                 raise refusals.set_elsewhere(error, tree, changes, source, option_types(cls)) from None
             moot |= found
-            defaults = refusals.defaults_of(cls)
-            given |= {option: defaults[option] for option in found}
+            # Not the recipe's own default, which may be what has no effect.
+            given |= {option: value for option, value in error.options.items() if option in found}
         else:
             return config, moot
 
@@ -355,8 +355,8 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
         causes = [e.get("ctx", {}).get("error") for e in found]
         parts = [cause for cause in causes if isinstance(cause, WithoutEffectError)]
         if parts:
-            moot = [option for part in parts for option in part.options]
-            raise WithoutEffectError(text, *moot, parts=parts) from None
+            idle = {option: value for part in parts for option, value in part.options.items()}
+            raise WithoutEffectError(text, idle, parts=parts) from None
         raise UsageError(text) from None
 
 

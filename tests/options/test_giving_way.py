@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from accel_train.options.flags import read_flags
 from accel_train.options.loading import load_config
 from accel_train.options.tree import defaults_tree, flatten, option_types, to_tree
 from accel_train.store.run_file import refuse_changes
+from accel_train.training.health.options import HealthConfig
 from recipes import causal_lm, lora, mmdit, pde
 from tests.options.test_options import PRESETS
 
@@ -296,8 +298,21 @@ def test_one_and_several_options_in_a_sentence() -> None:
     assert str(one.value) == ("optimizer.betas: 0.9 0.99: has no effect at all; leave it out (the default is 0.9 0.95)")
     with pytest.raises(WithoutEffectError, match="have no effect") as several:
         refuse_without_effect(config, "", ["seed", "max_steps"], "now", "give more")
-    assert several.value.options == ("seed", "max_steps")
+    assert several.value.options == {"seed": 0, "max_steps": None}
     assert "; give more, or leave them out (the defaults are " in str(several.value)
+
+
+@dataclass(frozen=True)
+class Watchful(pde.Config):
+    """A recipe with defaults of its own in a group."""
+
+    health: HealthConfig = field(default_factory=lambda: HealthConfig(spike_factor=10, spike="skip", spike_window=50))
+
+
+def test_defaults_of_a_recipe_give_way_to_those_of_the_group() -> None:
+    loaded = load_config(Watchful, ["pde_demo", "--health.spike_factor", "0"], presets=PRESETS)
+    assert loaded.config.health == HealthConfig()
+    assert "gives way to --health.spike_factor" in loaded.origins["health.spike"]
 
 
 def test_every_place_names_its_sentence_by_one_helper() -> None:
