@@ -10,13 +10,13 @@ from typing import TypeVar
 
 from accelerate import Accelerator
 
+from accel_train import rng
 from accel_train.checkpoints import refused
 from accel_train.config import MendedError, UsageError, expand_path
 from accel_train.data.options import resolve_loader
 from accel_train.experiment_options import ExperimentConfig
 from accel_train.linting.reporting import log_findings
 from accel_train.metrics.logs import details, info, setup_logging
-from accel_train.metrics.tracking.trackers import resolve_trackers
 from accel_train.runtime import early_stop, threads
 from accel_train.runtime.accelerator import build_accelerator, log_notices
 from accel_train.runtime.exiting import current_run
@@ -35,7 +35,7 @@ def refuse_options(config: ExperimentConfig) -> None:
 
     ``accel-train check`` calls it as well.
     """
-    resolve_trackers(config.log.trackers)
+    config.log.refuse_missing_trackers()
     check_name(config.attention)
     config.run_options()
     # max_epochs becomes a number of steps only once the data are known, and is compared then.
@@ -71,6 +71,8 @@ def start(config: ExperimentConfig) -> Accelerator:
         logs=directory / "logs",
         config=config,
     )
+    # For code of recipes that draws from them, such as a split of its data: the same in every process and every start.
+    rng.seed_generators(config.seed)
     config.profile.refuse_device(accelerator.device.type)
     connect_hosts(accelerator, config.collective_timeout_seconds)
     strategy = strategy_of(accelerator)

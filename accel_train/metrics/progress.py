@@ -58,6 +58,13 @@ class LogConfig:
             instead = "give --log.trackers tensorboard or another one"
             refuse_without_effect(self, "log", ["project", "run_name"], because, instead)
 
+    def refuse_missing_trackers(self) -> None:
+        """Raise ``UsageError`` for a tracker that is unknown or not installed."""
+        # Not at the top: whoever declares options would import trackers.
+        from accel_train.metrics.tracking.trackers import resolve_trackers
+
+        resolve_trackers(self.trackers)
+
 
 @dataclass(frozen=True)
 class Labels:

@@ -1348,9 +1348,13 @@ def test_the_wait_that_the_hub_asks_for_is_kept() -> None:
     assert describe(Answered(503, Retry_After="soon")).retry_after_seconds == 0
 
 
+LONGEST = SimpleNamespace(SystemRandom=lambda: SimpleNamespace(uniform=lambda low, high: high))
+"""In place of `random`: every wait is as long as it can be."""
+
+
 def test_waits_double_up_to_five_minutes_and_are_never_shorter_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(retry.BACKOFF_VARIABLE, raising=False)
-    monkeypatch.setattr(retry, "random", SimpleNamespace(uniform=lambda low, high: high))
+    monkeypatch.setattr(retry, "random", LONGEST)
     waits = [retry.backoff_seconds(failures, Problem("busy", True)) for failures in (1, 2, 8, 9, 2000)]
     assert waits == [2, 4, 256, 300, 300]
     asked = [retry.backoff_seconds(failures, Problem("busy", True, 7.0)) for failures in (1, 3)]
@@ -1370,7 +1374,7 @@ def test_no_wait_ends_after_the_time_that_there_is(monkeypatch: pytest.MonkeyPat
 
     calls: list[float] = []
     monkeypatch.delenv(retry.BACKOFF_VARIABLE, raising=False)
-    monkeypatch.setattr(retry, "random", SimpleNamespace(uniform=lambda low, high: high))
+    monkeypatch.setattr(retry, "random", LONGEST)
     monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     with pytest.raises(retry.GaveUpError, match="no way"):
         retry.retried(call, seconds=10.0)

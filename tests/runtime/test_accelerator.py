@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -22,6 +24,7 @@ from accel_train.launch_files.machine_config import read_machine_config
 from accel_train.launch_files.requested import Requested
 from accel_train.runtime import accelerator as machine
 from accel_train.runtime import strategy
+from accel_train.runtime.exiting import current_run
 from accel_train.training.accumulation import GradientWindow
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +49,8 @@ def fresh(tmp_path: Path) -> Iterator[None]:
     # A test of another file, run earlier in this process, may have left its Accelerator.
     forget_accelerator()
     yield
+    # A run that was started here has its log open.
+    current_run.close()
     os.environ.clear()
     os.environ.update(before)
     forget_accelerator()
@@ -150,6 +155,18 @@ def test_a_start_and_check_name_what_the_file_asks_in_vain(tmp_path: Path, capsy
     startup.start(experiment.ExperimentConfig(output_dir=str(tmp_path / "run"), max_steps=1))
     shown, logged = capsys.readouterr().out, (tmp_path / "run" / "logs" / "rank_0.log").read_text()
     assert all(f"warning: {note}\n" in shown and note in logged for note in noted)
+
+
+def test_a_start_seeds_the_generators_of_whoever_draws_from_them(tmp_path: Path) -> None:
+    """Such as a split of the data by numpy before the model is built."""
+
+    def draws(seed: int) -> list[float]:
+        startup.start(experiment.ExperimentConfig(output_dir=str(tmp_path / "run"), max_steps=1, seed=seed))
+        return [random.random(), float(np.random.rand()), torch.rand(1).item()]
+
+    first, other = draws(1), draws(2)
+    assert draws(1) == first
+    assert all(one != another for one, another in zip(first, other, strict=True))
 
 
 def test_a_difference_that_only_shows_afterwards_is_refused() -> None:
