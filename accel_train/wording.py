@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 FILE_ONLY = "file_only"
 """Attribute of a log record for the log file only, not for the console."""
@@ -29,6 +32,16 @@ def did_you_mean(meant: str | None, *, bare: bool = False) -> str:
 def words_of(name: str) -> list[str]:
     """The words of a name in lower case, whatever divides them: ``val/F1`` has ``val`` and ``f1``."""
     return re.findall(r"[^\W_]+", name.lower())
+
+
+def declared_of(metric: str, declared: Mapping[str, T]) -> T | None:
+    """What is declared for a metric by its name, or else by the last words of it: ``f1`` and ``F1`` for ``val/F1``."""
+    if metric in declared:
+        return declared[metric]
+    words = words_of(metric)
+    fitting = [key for key in declared if (last := words_of(key)) and words[-len(last) :] == last]
+    # A recipe with several tasks has a metric for each, as burgers_nrmse.
+    return declared[max(fitting, key=len)] if fitting else None
 
 
 def shortened(names: Sequence[str], limit: int, separator: str = ", ") -> str:

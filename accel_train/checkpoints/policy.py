@@ -23,8 +23,8 @@ from accel_train.precision import Precision, dtype_of
 from accel_train.runtime.exiting import started_again
 from accel_train.store import manifest as manifests
 from accel_train.store.manifest import Checkpoint
-from accel_train.store.names import DATA_FINGERPRINT, REPORT
-from accel_train.wording import did_you_mean, nearest, words_of
+from accel_train.store.names import DATA_FINGERPRINT, REPORT, RUN_FILE
+from accel_train.wording import declared_of, did_you_mean, nearest, words_of
 
 logger = logging.getLogger(__name__)
 
@@ -118,11 +118,9 @@ class CheckpointConfig:
     def refuse_other_direction(self, directions: Mapping[str, Literal["min", "max"]]) -> None:
         """Raise ``UsageError`` if ``best_mode`` is not that of the metric in ``directions``, those of the recipe.
 
-        A key of ``directions`` is the name of a metric, or its last word.
+        A key of ``directions`` is the name of a metric, or its last words.
         """
-        metric = str(self.best_metric)
-        # A recipe with several tasks has a metric for each, as burgers_nrmse.
-        mode = directions.get(metric) or directions.get("".join(words_of(metric)[-1:])) or self.best_mode
+        mode = declared_of(str(self.best_metric), directions) or self.best_mode
         if mode != self.best_mode:
             raise UsageError(
                 f"checkpoints.best_mode: {self.best_mode}: for {self.best_metric} the recipe declares {mode}; give "
@@ -240,8 +238,9 @@ class RunOptions:
     """Defaults by dotted name. They count for options that did not exist in the version that began the run."""
 
     def __post_init__(self) -> None:
-        # Also at a fresh start, where nothing is compared.
-        refuse_unknown_allowed(self.allow, [*self.experiment, DATA_FINGERPRINT])
+        # At a resume the options of the run count too, of which its recipe may have lost one.
+        if not self._goes_on:
+            refuse_unknown_allowed(self.allow, [*self.experiment, DATA_FINGERPRINT])
         if self.overwrite and (self.resume == "must" or self.evaluate_only):
             raise UsageError(
                 "overwrite: true deletes what --resume must or --evaluate_only needs; leave one of them out"
@@ -251,6 +250,13 @@ class RunOptions:
                 f"overwrite: true with resume: {self.resume} would delete before it is known whether that can be read; "
                 "leave --overwrite out and give an unused --output_dir"
             )
+
+    @property
+    def _goes_on(self) -> bool:
+        """True if the options of an earlier start will be compared with these."""
+        if self.overwrite or self.resume == "never":
+            return False
+        return self.resume not in POLICIES or (expand_path(self.output_dir) / RUN_FILE).exists()
 
 
 def of_this_start(options: RunOptions) -> RunOptions:

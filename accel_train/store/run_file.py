@@ -31,8 +31,6 @@ RUN_SCHEMA = 2
 MAX_BYTES = 16 << 20
 WRITTEN_OPTIONS = (("experiment.json", "options"), (manifests.MANIFEST, "experiment"))
 """File and key with the options of an experiment: in an export, in a checkpoint."""
-
-
 CHOICE = re.compile(r"(.+)@(best|\d+)")
 """End of a path that chooses a checkpoint of a run."""
 
@@ -96,7 +94,7 @@ def refuse_changes(
     its default there. Those in ``shapes`` decide the shapes of the weights, and are not proposed for ``allow``. Returns
     the differences in ``allow``.
     """
-    refuse_unknown_allowed(allow, experiment)
+    refuse_unknown_allowed(allow, {**saved["experiment"], **experiment})
     resolved = saved.get("resolved", {})
     # Resolved values last: an option left open then and given now is compared with the value in use.
     before = {**defaults, **saved["experiment"], **resolved}
@@ -117,7 +115,8 @@ def refuse_changes(
     if changed:
         option, value = place
         # --allow takes all options at once, so the advice repeats those allowed already.
-        remedies = _remedies(option, [*allow, *changed], experiment, shapes)
+        advice = _advice([*allow, *changed], experiment)
+        remedies = _remedies(option, {key: (before.get(key), experiment.get(key)) for key in changed}, advice, shapes)
         raise UsageError(
             f"{option}: {value} holds a different experiment:\n  " + "\n  ".join(changed.values()) + "\n"
             f"{_same_files(changed)}{remedies}"
@@ -125,13 +124,16 @@ def refuse_changes(
     return allowed
 
 
-def _remedies(option: str, keys: Sequence[str], experiment: Mapping[str, Any], shapes: Sequence[str]) -> str:
-    """Say what to do about changes of ``keys``. Those among ``shapes`` would fail later, if they were allowed."""
-    fixed = [key for key in keys if is_covered(key, shapes)]
-    if fixed:
-        names = ", ".join(fixed)
-        return f"give another --{option}, or go back to the saved values: the weights do not fit another {names}"
-    return f"give another --{option}, go back to the saved values, or {_advice(keys, experiment)}"
+def _remedies(option: str, changed: Mapping[str, tuple[Any, Any]], advice: str, shapes: Sequence[str]) -> str:
+    """Say what to do about ``changed``. With ``advice`` alone those among ``shapes`` would fail later."""
+    fixed = [key for key in changed if is_covered(key, shapes)]
+    if not fixed:
+        return f"give another --{option}, go back to the saved values, or {advice}"
+    # A folder or an id of the Hub.
+    are_places = all("/" in str(value) for key in fixed for value in changed[key])
+    same = f"; if it is the same one in another place, {advice}" if are_places else ""
+    names = ", ".join(fixed)
+    return f"give another --{option}, or go back to the saved values: the weights do not fit another {names}{same}"
 
 
 def _advice(keys: Sequence[str], experiment: Mapping[str, Any]) -> str:

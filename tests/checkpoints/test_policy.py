@@ -32,7 +32,7 @@ def test_a_name_that_only_ends_in_such_letters_has_the_direction_that_is_given(n
 
 
 def test_a_direction_that_the_recipe_declares_must_be_that_of_the_option() -> None:
-    declared: dict[str, Literal["min", "max"]] = {"nrmse": "min", "quality": "max"}
+    declared: dict[str, Literal["min", "max"]] = {"nrmse": "min", "quality": "max", "Elo": "max", "exact_Match": "max"}
     CheckpointConfig(best_metric="burgers_nrmse").refuse_other_direction(declared)
     CheckpointConfig(best_metric="burgers/nrmse").refuse_other_direction(declared)
     CheckpointConfig(best_metric="other").refuse_other_direction(declared)
@@ -41,6 +41,10 @@ def test_a_direction_that_the_recipe_declares_must_be_that_of_the_option() -> No
         CheckpointConfig(best_metric="quality").refuse_other_direction(declared)
     with pytest.raises(UsageError, match="best_mode: min: for val/quality the recipe declares max"):
         CheckpointConfig(best_metric="val/quality").refuse_other_direction(declared)
+    for metric in ("Elo", "heldout_Elo", "val/elo", "val/exact_match"):
+        with pytest.raises(UsageError, match=f"best_mode: min: for {metric} the recipe declares max"):
+            CheckpointConfig(best_metric=metric).refuse_other_direction(declared)
+    CheckpointConfig(best_metric="val/match_loss").refuse_other_direction(declared)
     with pytest.raises(UsageError, match="best_mode: max: for burgers_nrmse the recipe declares min"):
         CheckpointConfig(best_metric="burgers_nrmse", best_mode="max").refuse_other_direction(declared)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from accel_train import experiment, startup
+from accel_train.checkpoints.policy import RunOptions
 from accel_train.commands.checkpoints import push
 from accel_train.config import UsageError, origin_of
 from accel_train.data.options import BatchScheduleConfig
@@ -31,7 +32,7 @@ from accel_train.hub.options import HubConfig
 from accel_train.metrics.profiling.options import ProfileConfig
 from accel_train.options.loading import load_config
 from accel_train.options.tree import config_text
-from accel_train.store.run_file import refuse_changes
+from accel_train.store.run_file import new_run, refuse_changes
 from recipes import causal_lm, lora, mmdit, pde
 from tests.options.test_options import PRESETS
 
@@ -534,6 +535,34 @@ def test_an_evaluation_that_never_comes_is_told(flags: str, steps: int, is_told:
     assert not notices or re.fullmatch(rf"evaluation.every: \d+: the run has {steps} steps, .* at the end", notices[0])
 
 
+def test_an_encoder_in_another_place_may_be_the_same() -> None:
+    saved = {"experiment": {"data.encoder": "/old/bge", "model.size": "base"}}
+    with pytest.raises(
+        UsageError, match=r"another data.encoder; if it is the same one in another place, .* --allow data.e"
+    ):
+        now = {"data.encoder": "/new/bge", "model.size": "base"}
+        refuse_changes(saved, now, (), (), ("output_dir", "run"), {}, ["data.encoder", "model"])
+    with pytest.raises(UsageError, match=r"another data.encoder, model.size$"):
+        refuse_changes(
+            saved, {"data.encoder": "/new/bge"}, (), (), ("output_dir", "run"), {}, ["data.encoder", "model"]
+        )
+
+
+def test_an_option_that_the_recipe_has_lost_can_be_allowed(tmp_path: Path) -> None:
+    saved = {"experiment": {"seed": 0, "model.kernel": "old"}}
+    with pytest.raises(UsageError, match=r"--allow model\.kernel"):
+        refuse_changes(saved, {"seed": 0}, (), (), ("output_dir", tmp_path), {})
+    assert refuse_changes(saved, {"seed": 0}, ["model.kernel"], (), ("output_dir", tmp_path), {}) == [
+        "model.kernel: 'old' there, None now"
+    ]
+    with pytest.raises(UsageError, match="no option of this experiment"):
+        RunOptions(str(tmp_path), {"seed": 0}, allow=("model.kernel",))
+    new_run(tmp_path, "", {"seed": 0, "model.kernel": "old"}, {}, {})
+    RunOptions(str(tmp_path), {"seed": 0}, allow=("model.kernel",))
+    with pytest.raises(UsageError, match="no option of this experiment"):
+        RunOptions(str(tmp_path), {"seed": 0}, allow=("model.kernel",), overwrite=True)
+
+
 @pytest.mark.parametrize("flags", ["--model.depth 3", "--pictures.size 8", "--seed 1 --data.max_length 9"])
 def test_no_change_of_shapes_is_proposed(flags: str, tmp_path: Path) -> None:
     begun = load(mmdit, f"image_shapes --output_dir {tmp_path}").run_options()
@@ -549,4 +578,6 @@ def test_no_change_of_shapes_is_proposed(flags: str, tmp_path: Path) -> None:
 
     name = flags.split()[-2].removeprefix("--")
     assert refused(flags).endswith(f"or go back to the saved values: the weights do not fit another {name}")
+    # Nothing is said of what was allowed and has not changed.
+    assert refused("--seed 1 --allow model.width").endswith("take the change on purpose with --allow model.width seed")
     assert refused("--seed 1").endswith("take the change on purpose with --allow seed")

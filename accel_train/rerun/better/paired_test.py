@@ -15,7 +15,7 @@ import numpy as np
 
 from accel_train.metrics.bootstrap import LEVEL
 from accel_train.rerun.better.ratios import Estimate
-from accel_train.wording import words_of
+from accel_train.wording import declared_of
 
 FEWEST = 10
 """Fewest samples for an interval."""
@@ -120,10 +120,10 @@ def decide(differences: Sequence[Difference]) -> Winner:
 
 
 def directions(names: Sequence[str], declared: Mapping[str, Direction]) -> dict[str, Direction]:
-    """Return which of the metrics decide: those declared by their name, or by the last word of it."""
+    """Return which of the metrics decide: those declared by their name, or by the last words of it."""
     found: dict[str, Direction] = {}
     for name in names:
-        word = "".join(words_of(name)[-1:])
-        if name in declared or word in declared:
-            found[name] = declared.get(name) or declared[word]
+        direction = declared_of(name, declared)
+        if direction is not None:
+            found[name] = direction
     return found
