@@ -103,8 +103,8 @@ def read(request: Launch, ignored: Sequence[str] = ()) -> Checked:
             "accel_train.options.loading.load_config"
         )
     config: Any = loaded.config
-    if loaded.path is not None and loaded.origins["output_dir"] != "command line":
-        refuse_moved(loaded.path, config.output_dir)
+    if loaded.path is not None:
+        refuse_moved(loaded.path, config.output_dir, loaded.changed)
     refuse_options(config)
     # Refuses a global batch that is smaller than the number of processes.
     accumulation = accumulation_steps(config.global_batch_size, processes, config.micro_batch_size)

@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")
 
-
 MICRO_BATCH = "micro_batch_size"
 """An option whose value ``auto`` a config replaces by a number."""
 
@@ -63,6 +62,8 @@ class Loaded(Generic[C]):
     origins: Mapping[str, str]
     path: Path | None = None
     """Preset or file with the values."""
+    changed: Collection[str] = ()
+    """Options set by flags or ``--smoke``, and those that a flag replaces."""
 
     def describe(self, *, with_defaults: bool = True) -> str:
         """List the options with value and origin, one per line, optionally without those at their defaults."""
@@ -117,8 +118,8 @@ def load_config(cls: type[C], argv: Sequence[object], *, presets: Path, default_
     if changes and tree.get(MICRO_BATCH) == "auto":
         # Once more, because a flag may change the number that takes its place.
         changes = {MICRO_BATCH: "auto", **changes}
-    if not (prints_config or _state.reading_only or "output_dir" in changes):
-        refusals.refuse_moved(path, getattr(base, "output_dir", None))
+    if not (prints_config or _state.reading_only):
+        refusals.refuse_moved(path, getattr(base, "output_dir", None), changes)
     # Set before the flags are validated: a refusal is logged below this directory.
     set_requested_output_dir(changes.get("output_dir", getattr(base, "output_dir", None)))
     with refusals.at_a_resume(cls, tree, arguments):
@@ -127,7 +128,7 @@ def load_config(cls: type[C], argv: Sequence[object], *, presets: Path, default_
     origins |= {key: "--smoke" for key in smoke if key not in flags}
     origins |= replaced | moot
     set_origins(config, origins)
-    loaded = Loaded(config, origins, path)
+    loaded = Loaded(config, origins, path, changes)
     if prints_config:
         print(loaded.describe())
         raise SystemExit(0)

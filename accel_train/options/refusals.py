@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -192,11 +192,14 @@ def _options_of_run(cls: type, directory: Path) -> dict[str, Any]:
     return {key: value for key, value in dict(saved.get("experiment", {})).items() if key in defaults}
 
 
-def refuse_moved(file: Path, output_dir: object) -> None:
+def refuse_moved(file: Path, output_dir: object, changed: Container[str]) -> None:
     """Raise ``UsageError`` if ``file`` is the config of a run that was moved, copied or renamed since.
 
-    ``output_dir`` is as the file has it. A start would train or evaluate in that other directory.
+    ``output_dir`` is as the file has it. A start would train or evaluate in that other directory, unless it is among
+    the options that are ``changed``.
     """
+    if OUTPUT_DIR in changed:
+        return
     run = file.parent
     if file.name != CONFIG_FILE or not (run / RUN_FILE).is_file() or not isinstance(output_dir, str):
         return

@@ -149,6 +149,7 @@ def test_check_refuses_the_config_of_a_moved_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"{config}: output_dir: .*old is not {moved}, the directory of the run"):
         call("check", RECIPE, str(config))
     assert call("check", RECIPE, str(config), "--output_dir", str(moved)) == 0
+    assert call("check", RECIPE, str(config), "--smoke") == 0
 
 
 def test_check_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
