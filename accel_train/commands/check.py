@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def missing_data(loaded: Loaded[Any]) -> list[str]:
     for name, value in flatten(to_tree(loaded.config)).items():
         group, _, option = name.partition(".")
         # A start makes its own directories.
-        if group != DATA or option.endswith("_dir"):
+        if group != DATA or option.endswith("_dir") or _is_made(loaded.config, name):
             continue
         is_path = _is_named_as_path
         if option.endswith(("path", "paths")):
@@ -169,6 +170,12 @@ def missing_data(loaded: Loaded[Any]) -> list[str]:
             if isinstance(source, str) and is_path(source) and not _is_here(expand_path(source))
         ]
     return found
+
+
+def _is_made(config: object, name: str) -> bool:
+    """Return True for the ``path`` of a group that declares that a start makes it."""
+    group, _, option = name.rpartition(".")
+    return option == "path" and getattr(attrgetter(group)(config), "makes_path", False)
 
 
 def _is_path(value: str) -> bool:

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 PRESETS = ROOT / "accelerate_configs"
 RECIPE = str(ROOT / "recipes" / "mmdit.py")
 CAUSAL_LM = str(ROOT / "recipes" / "causal_lm.py")
+LORA = str(ROOT / "recipes" / "lora.py")
 
 
 def call(*arguments: str) -> int:
@@ -137,10 +138,15 @@ def test_check_warns_of_data_that_are_not_here(
     shown = capsys.readouterr().out
     assert "warning: data.tokenizer: /nope/tokenizer: there is no such file" in shown
     assert shown.count("there is no such file") == 1
+    flags = ("--data.path", "emoji", "--data.prior.path", "./class", "--data.prior.caption", "a dog")
+    for count, warns in ((0, True), (200, False)):
+        # The base draws the pictures that are not there.
+        assert call("check", LORA, "lora_demo", *flags, "--data.prior.count", str(count)) == 0
+        assert ("data.prior.path: ./class: there is no such file" in capsys.readouterr().out) == warns
 
 
 def test_check_refuses_the_config_of_a_moved_run(tmp_path: Path) -> None:
-    """As a start does, where no ``--output_dir`` names the directory."""
+    """As a start does, where neither ``--output_dir`` nor ``--smoke`` names another directory."""
     moved = tmp_path / "moved"
     moved.mkdir()
     (moved / "run.json").write_text("{}")

@@ -65,6 +65,11 @@ class PriorConfig:
             because = "without data.prior.count"
             refuse_without_effect(self, "data.prior", ["steps"], because, "give --data.prior.count 200")
 
+    @property
+    def makes_path(self) -> bool:
+        """Return True if a start makes the folder ``path`` where there is none."""
+        return self.count > 0
+
 
 @dataclass(frozen=True)
 class MaskConfig:
