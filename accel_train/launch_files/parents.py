@@ -16,8 +16,12 @@ PR_SET_PDEATHSIG = 1
 """Option of Linux's ``prctl``."""
 TIED = f"""
 import ctypes, os, sys
-ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, int(sys.argv[1]))
-os.execv(sys.argv[2], sys.argv[2:])
+number, parent = map(int, sys.argv[1:3])
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, number)
+# A parent that ended before the call sends no signal.
+if os.getppid() != parent:
+    sys.exit(128 + number)
+os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
@@ -39,13 +43,14 @@ def killed_with_parent() -> None:
 def tied_to_parent(command: Sequence[str], number: int = signal.SIGTERM) -> list[str]:
     """Return a command that calls ``end_with_parent`` and then becomes ``command``, in one process. Costs 20 ms.
 
-    Not a ``preexec_fn``: that runs Python between fork and exec, where a lock held by another thread is never released,
-    and numpy and torch start threads.
+    This process must start it, with no other program around it: a child of any other parent ends at once, as one whose
+    parent has ended. Not a ``preexec_fn``: that runs Python between fork and exec, where a lock held by another thread
+    is never released, and numpy and torch start threads.
     """
     if sys.platform != "linux":
         return list(command)
     # Isolated, without site-packages: it starts faster, and imports nothing from the working directory.
-    return [sys.executable, "-I", "-S", "-c", TIED, str(int(number)), *command]
+    return [sys.executable, "-I", "-S", "-c", TIED, str(int(number)), str(os.getpid()), *command]
 
 
 def parent_command_lines(levels: int = 4) -> list[list[str]]:

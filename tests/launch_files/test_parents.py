@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -17,22 +18,43 @@ from tests.waiting import until
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
-STARTS = f"""
+WAITS = ["sh", "-c", 'read line; exec "$@"', "sh"]
+"""Becomes the command behind it once a line is written to it."""
+STARTS = """
 import subprocess
 from accel_train.launch_files.parents import tied_to_parent
-child = subprocess.Popen(tied_to_parent({SLEEPS}, {int(signal.SIGKILL)}))
+child = subprocess.Popen([*{before}, *tied_to_parent({command}, {number})])
 print(child.pid, flush=True)
 child.wait()
 """
 
 
+def parent_of_a_tied_command(before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """Start a process that starts ``SLEEPS`` tied, with the words ``before`` it, and prints its number."""
+    code = STARTS.format(command=SLEEPS, before=list(before), number=int(signal.SIGKILL))
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True)
+
+
 def test_a_tied_command_is_itself_and_ends_with_a_killed_parent() -> None:
-    with subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True) as parent:
+    with parent_of_a_tied_command() as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         until(lambda: child.cmdline() == SLEEPS)
         parent.kill()
     until(lambda: has_ended(child))
+
+
+def test_a_tied_command_ends_with_a_parent_killed_before_it_began() -> None:
+    with parent_of_a_tied_command(WAITS) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        parent.wait()
+        parent.stdin.write("begin\n")
+        parent.stdin.flush()
+        until(lambda: has_ended(child))
 
 
 def has_ended(process: psutil.Process) -> bool:
