@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -229,7 +229,7 @@ class TextLatentPipeline:
         pictures = decoded(latents, grid, self.assets.vae, self.device)
         return [image(picture) for picture in pictures]
 
-    def caption(self, pictures: Given | Sequence[Given], *, seed: int = 0, length: int | None = None) -> list[str]:
+    def caption(self, pictures: Given | Iterable[Given], *, seed: int = 0, length: int | None = None) -> list[str]:
         """Sample a caption for each picture, an image of Pillow or the path of a file.
 
         Noise is keyed by seed and pixels. ``length`` is in tokens. None estimates it from each picture. Raises
@@ -240,7 +240,7 @@ class TextLatentPipeline:
         pixels, latents = self._read_pictures(pictures)
         return self._sample_texts(latents, [one.numpy().tobytes() for one in pixels], seed, length)
 
-    def encode_pictures(self, pictures: Given | Sequence[Given]) -> Tensor:
+    def encode_pictures(self, pictures: Given | Iterable[Given]) -> Tensor:
         """Return the latents (B, L, Dz) of pictures, as ``caption`` reads them: those that training stores of them."""
         return self._read_pictures(pictures)[1]
 
@@ -274,7 +274,7 @@ class TextLatentPipeline:
         ]
 
     # ------------------------------------------------------------------------------------------------------------ parts
-    def _read_pictures(self, pictures: Given | Sequence[Given]) -> tuple[Tensor, Tensor]:
+    def _read_pictures(self, pictures: Given | Iterable[Given]) -> tuple[Tensor, Tensor]:
         """Return the pixels (B, H, W, 3) uint8 of pictures, and their latents (B, L, Dz)."""
         rows, _ = picture_grid(self.model.config, "picture")
         return read_pictures(pictures, rows, self.assets.latent_shape[1], self.assets.vae, self.device)

@@ -156,6 +156,8 @@ def test_a_caption_depends_on_its_picture_and_the_seed_alone(
     files = [folder / "3.png", folder / "1.png", folder / "0.jpg"]
     together = pipeline.caption(files, seed=5)
     assert [pipeline.caption(str(file), seed=5)[0] for file in files] == together
+    # Such as of a glob.
+    assert pipeline.caption((file for file in files), seed=5) == together
     assert pipeline.caption(files, seed=6) != together
     with Image.open(files[0]) as image:
         image.save(tmp_path / "copy.bmp")
@@ -194,8 +196,27 @@ def test_an_image_that_cannot_be_used_is_counted(trained: tuple[TextLatentPipeli
         trained[0].caption([drawn(1), Image.new("RGB", (1, 1))])
     with pytest.raises(UsageError, match="picture: none given"):
         trained[0].caption([])
+    with pytest.raises(UsageError, match="picture: none given"):
+        trained[0].caption(iter([]))
     with pytest.raises(UsageError, match=r"cannot be read \(Is a directory\)"):
         trained[0].caption(Path.cwd())
+
+
+@pytest.mark.parametrize(
+    ("pictures", "reason"),
+    [
+        (b"\x89PNG", "picture 1: bytes is refused; a path or an image of Pillow is required"),
+        (np.zeros((4, 4, 3), np.uint8), "picture 1: ndarray is refused; .* such as Image.fromarray makes"),
+        (torch.zeros(3, 4, 4), "picture 1: Tensor is refused"),
+        (None, "picture 1: NoneType is refused"),
+        ([drawn(1), np.zeros((4, 4, 3), np.uint8)], "picture 2: ndarray is refused"),
+    ],
+)
+def test_what_is_no_picture_is_named_by_its_type(
+    pictures: Any, reason: str, trained: tuple[TextLatentPipeline, PreparedData]
+) -> None:
+    with pytest.raises(UsageError, match=reason):
+        trained[0].caption(pictures)
 
 
 def test_a_direction_or_pictures_that_were_not_learned_are_refused(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def read_pictures(
-    pictures: Given | Sequence[Given], rows: int, width: int, reference: VaeReference | None, device: str
+    pictures: Given | Iterable[Given], rows: int, width: int, reference: VaeReference | None, device: str
 ) -> tuple[Tensor, Tensor]:
     """Return the pixels (B, H, W, 3) uint8 and the latents (B, L, D) of pictures, as training makes them.
 
@@ -36,17 +36,18 @@ def read_pictures(
     return pixels, encode_squares(pixels, patching)
 
 
-def decode_given(pictures: Given | Sequence[Given]) -> list[Image.Image]:
+def decode_given(pictures: Given | Iterable[Given]) -> list[Image.Image]:
     """Decode one picture or several as training does.
 
     Raises ``UsageError`` with the name of one that cannot be used, and for none.
     """
-    # A path is a sequence too, of letters.
-    if isinstance(pictures, str) or not isinstance(pictures, Sequence):
+    # A path is iterable too, of letters, and bytes are of numbers.
+    if isinstance(pictures, (str, bytes)) or not isinstance(pictures, Iterable):
         pictures = [pictures]
-    if not pictures:
+    decoded = [_decoded(picture, number) for number, picture in enumerate(pictures, 1)]
+    if not decoded:
         raise UsageError("picture: none given; at least one is required")
-    return [_decoded(picture, number) for number, picture in enumerate(pictures, 1)]
+    return decoded
 
 
 def encode_squares(pixels: Tensor, patching: Patching) -> Tensor:
@@ -55,8 +56,16 @@ def encode_squares(pixels: Tensor, patching: Patching) -> Tensor:
     return torch.cat([patching.tokens(one).float() for one in pixels.split(1)])
 
 
-def _decoded(picture: Given, number: int) -> Image.Image:
+def _decoded(picture: object, number: int) -> Image.Image:
+    # Here, because most models that import this read no picture.
+    from PIL import Image
+
     named = f"picture {number}"
+    if not isinstance(picture, (str, Path, Image.Image)):
+        raise UsageError(
+            f"{named}: {type(picture).__name__} is refused; a path or an image of Pillow is required, such as "
+            "Image.fromarray makes of an array (H, W, 3) of bytes"
+        )
     try:
         if isinstance(picture, (str, Path)):
             named = f"picture {picture}"
