@@ -205,6 +205,11 @@ def read_lines(file: str | None, option: str = "text_file") -> list[str]:
     return found
 
 
+def listed(texts: str | Sequence[str]) -> list[str]:
+    """Return texts as a list. A single one is a sequence too, of letters, and counts as one text."""
+    return [texts] if isinstance(texts, str) else list(texts)
+
+
 def file_stem(prompt: str, seed: int, content: bytes) -> str:
     """Return the name of a file for what was sampled: another content never replaces it, and the same one does.
 

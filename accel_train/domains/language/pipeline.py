@@ -206,7 +206,7 @@ class LanguagePipeline:
 
     def answers(
         self,
-        prompts: Sequence[Prompt],
+        prompts: str | Sequence[Prompt],
         *,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
@@ -216,7 +216,7 @@ class LanguagePipeline:
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Return for each prompt what a call with it alone returns."""
+        """Return for each prompt what a call with it alone returns. A single text is one prompt."""
         answer = partial(
             self,
             max_new_tokens=max_new_tokens,
@@ -227,6 +227,8 @@ class LanguagePipeline:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
+        if isinstance(prompts, str):
+            return [answer(prompts)]
         return [answer(prompt) for prompt in prompts]
 
     def sample(self, options: asked.LanguageOptions) -> list[str]:

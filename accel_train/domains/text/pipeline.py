@@ -46,8 +46,8 @@ from accel_train.domains.text.modes import (
     refuse_unlearned_guidance,
 )
 from accel_train.domains.text.options import TextLatentOptions
-from accel_train.domains.text.trained_model import learned_modes, load_both_ways, refuse_moved
-from accel_train.pipeline import Example, describe
+from accel_train.domains.text.trained_model import given_texts, learned_modes, load_both_ways, refuse_moved
+from accel_train.pipeline import Example, describe, listed
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -178,13 +178,13 @@ class TextLatentPipeline:
             sampled = self.latents_from_texts(prompts, seed=seed)
         return TextLatentSamples(rewritten, sampled)
 
-    def encode(self, texts: Sequence[str]) -> Tensor:
+    def encode(self, texts: str | Sequence[str]) -> Tensor:
         """Return the encoder's latents (B, L, Dz). Raises ``UsageError`` for a model of ready-made latents."""
         if self.assets.encoder is None:
             refuse_text_of_pictures(self.model.config)
         refuse_moved(self.assets)
         # One at a time: a batch is padded, which changes the last bits of some encoders.
-        return torch.cat([self.assets.denormalise(self.assets.encode([text])) for text in texts])
+        return torch.cat([self.assets.denormalise(self.assets.encode([text])) for text in listed(texts)])
 
     def texts_from_latents(self, latents: Tensor, *, seed: int = 0, length: int | None = None) -> list[str]:
         """Sample a text for each of the latents (B, L, Dz), or (B, Dz) if L is 1.
@@ -194,18 +194,18 @@ class TextLatentPipeline:
         given = checked(latents, self.assets.latent_shape)
         return self._sample_texts(given, [latent.numpy().tobytes() for latent in given], seed, length)
 
-    def texts_from_texts(self, texts: Sequence[str], *, seed: int = 0, length: int | None = None) -> list[str]:
+    def texts_from_texts(self, texts: str | Sequence[str], *, seed: int = 0, length: int | None = None) -> list[str]:
         """Encode each text and sample a text from its latent, which has to say the same in other words."""
-        self._refuse_empty(texts)
-        return self._sample_texts(self.encode(texts), [text.encode() for text in texts], seed, length)
+        given = given_texts(texts, self.assets)
+        return self._sample_texts(self.encode(given), [text.encode() for text in given], seed, length)
 
-    def latents_from_texts(self, texts: Sequence[str], *, seed: int = 0) -> Tensor:
+    def latents_from_texts(self, texts: str | Sequence[str], *, seed: int = 0) -> Tensor:
         """Sample a latent for each text: (B, L, Dz) on the CPU."""
         self._refuse_unlearned("text")
-        self._refuse_empty(texts)
+        given = given_texts(texts, self.assets)
         sampled: list[Tensor] = []
-        for start in range(0, len(texts), BATCH):
-            part = texts[start : start + BATCH]
+        for start in range(0, len(given), BATCH):
+            part = given[start : start + BATCH]
             batch = self.assets.tokenise(part) | self._keys([text.encode() for text in part])
             batch["latent"] = torch.zeros(len(part), *self.assets.latent_shape)
             both = replace(self.both, seed=seed)
@@ -214,18 +214,19 @@ class TextLatentPipeline:
             sampled.append(self.assets.denormalise(found.float().cpu()))
         return torch.cat(sampled)
 
-    def draw(self, captions: Sequence[str], *, seed: int = 0) -> list[Image.Image]:
+    def draw(self, captions: str | Sequence[str], *, seed: int = 0) -> list[Image.Image]:
         """Draw a picture for each caption, by a model of captions and pictures. An empty one draws without a caption.
 
         Raises ``UsageError`` for an empty one with a model that has not learned that.
         """
         grid = picture_grid(self.model.config, "prompt")
-        latents = torch.empty(len(captions), *self.assets.latent_shape)
-        with_caption = torch.tensor([caption != "" for caption in captions], dtype=torch.bool)
+        given = listed(captions)
+        latents = torch.empty(len(given), *self.assets.latent_shape)
+        with_caption = torch.tensor([caption != "" for caption in given], dtype=torch.bool)
         if not with_caption.all():
             latents[~with_caption] = self._latent_without_text(seed)
-        if with_caption.any() or not captions:
-            latents[with_caption] = self.latents_from_texts([caption for caption in captions if caption], seed=seed)
+        if with_caption.any() or not given:
+            latents[with_caption] = self.latents_from_texts([caption for caption in given if caption], seed=seed)
         pictures = decoded(latents, grid, self.assets.vae, self.device)
         return [image(picture) for picture in pictures]
 
@@ -356,14 +357,6 @@ class TextLatentPipeline:
                 f"{asked}: this model was never trained for it, as modes in the objective of its config.json says; "
                 "sample the other direction, or train with --modes.mode mixed"
             )
-
-    def _refuse_empty(self, texts: Sequence[str]) -> None:
-        if not texts:
-            raise UsageError("texts: none given; at least one is required")
-        maskable = self.assets.tokenizer.maskable()
-        for text in texts:
-            if not bool(maskable[self.assets.tokenizer.tokenise([text], self.assets.max_length).ids].any()):
-                raise UsageError(f"text {text[:60]!r}: the tokenizer leaves no token of it; give a text with words")
 
 
 def describe_model(

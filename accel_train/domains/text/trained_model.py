@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +49,18 @@ def refuse_moved(assets: DataAssets) -> None:
             f"encoder {encoder.name!r}: the folder with the text encoder of the training is not there; if it has "
             "moved, give its place with --encoder (in Python, pipeline.with_models(encoder=...))"
         )
+
+
+def given_texts(texts: str | Sequence[str], assets: DataAssets) -> list[str]:
+    """Return texts to sample from as a list. Raises ``UsageError`` for none, and for one without a token."""
+    given = pipeline.listed(texts)
+    if not given:
+        raise UsageError("texts: none given; at least one is required")
+    maskable = assets.tokenizer.maskable()
+    for text in given:
+        if not bool(maskable[assets.tokenizer.tokenise([text], assets.max_length).ids].any()):
+            raise UsageError(f"text {text[:60]!r}: the tokenizer leaves no token of it; give a text with words")
+    return given
 
 
 Settings = tuple[LatentDiffusionConfig, TextSamplingConfig, LatentSamplingConfig, int]

@@ -56,6 +56,7 @@ def test_one_prompt_has_one_answer_in_any_company(pipeline: LanguagePipeline) ->
     state = torch.get_rng_state()
     among = pipeline.answers(["Have you", CHAT, "Stand, ho!", "Have you"], seed=5, max_new_tokens=12)
     assert among[2] == alone
+    assert pipeline.answers("Stand, ho!", seed=5, max_new_tokens=12) == [alone]
     assert among[0] == among[3]
     assert len(set(among)) == 3
     assert torch.equal(torch.get_rng_state(), state)

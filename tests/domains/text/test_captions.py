@@ -258,6 +258,12 @@ def test_without_a_caption_a_picture_is_that_of_the_evaluation(
     assert pipeline.draw([""], seed=5)[0].tobytes() != alone.tobytes()
 
 
+def test_a_caption_alone_is_one_caption(trained: tuple[TextLatentPipeline, PreparedData]) -> None:
+    (alone,) = trained[0].draw("picture number 3", seed=4)
+    assert alone.tobytes() == trained[0].draw(["picture number 3"], seed=4)[0].tobytes()
+    assert len(trained[0].draw("")) == 1
+
+
 def test_what_was_never_learned_without_a_caption_is_not_drawn_without(
     trained: tuple[TextLatentPipeline, PreparedData],
 ) -> None:

@@ -50,6 +50,13 @@ def test_one_prompt_has_one_answer_in_any_company(pipeline: TextLatentPipeline) 
     assert pipeline(prompt, seed=6).texts != alone.texts
 
 
+def test_a_text_alone_is_one_text(pipeline: TextLatentPipeline) -> None:
+    prompt = "a bird on the sea"
+    assert pipeline.texts_from_texts(prompt) == pipeline.texts_from_texts([prompt])
+    assert torch.equal(pipeline.latents_from_texts(prompt), pipeline.latents_from_texts([prompt]))
+    assert torch.equal(pipeline.encode(prompt), pipeline.encode([prompt]))
+
+
 def test_a_text_from_a_latent_ends_by_itself(pipeline: TextLatentPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each at the length estimated from its own latent: the rest of the row is padding."""
     rows: list[torch.Tensor] = []
