@@ -23,6 +23,7 @@ from accel_train.domains.images.sources import (
     Source,
     read_regular,
 )
+from accel_train.domains.models.pictures.captions import on_one_line
 from accel_train.store.names import CONFIG_FILE, RUN_FILE
 from accel_train.wording import shortened
 
@@ -344,4 +345,4 @@ def _by_name(folder: Path, files: Sequence[Path], extension: str) -> Listing:
 
 def _read_caption(file: Path) -> str:
     # utf-8-sig takes the byte-order mark of some editors away.
-    return " ".join(read_regular(file).decode("utf-8-sig").split())
+    return on_one_line(read_regular(file).decode("utf-8-sig"))

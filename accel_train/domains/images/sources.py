@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from accel_train.config import UsageError
+from accel_train.domains.models.pictures.captions import on_one_line
 from accel_train.wording import did_you_mean, nearest, shortened
 
 CAPTION_COLUMNS = ("text", "caption")
@@ -132,8 +133,7 @@ def caption_of_row(
         if isinstance(value, str) and _has_surrogate(value):
             return LeftOut(place, "its caption is no text", f"{name!r} holds half of a surrogate pair")
         if isinstance(value, str):
-            # Line breaks and runs of spaces would be tokens of their own.
-            return " ".join(value.split())
+            return on_one_line(value)
         if value is not None and not (isinstance(value, float) and math.isnan(value)):
             kind = KINDS.get(type(value), f"a {type(value).__name__}")
             return LeftOut(place, "its caption is no text", f"{name!r} is {kind}, text is required")

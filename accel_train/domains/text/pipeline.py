@@ -18,6 +18,7 @@ from accel_train.config import UsageError, expand_path
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.masked_text import TextDiffusionConfig
 from accel_train.domains.models.mmdit import MultimodalMMDiT, MultimodalMMDiTConfig
+from accel_train.domains.models.pictures.captions import on_one_line
 from accel_train.domains.text.both_ways import (
     Batch,
     BothWays,
@@ -217,10 +218,11 @@ class TextLatentPipeline:
     def draw(self, captions: str | Sequence[str], *, seed: int = 0) -> list[Image.Image]:
         """Draw a picture for each caption, by a model of captions and pictures. An empty one draws without a caption.
 
-        Raises ``UsageError`` for an empty one with a model that has not learned that.
+        Spaces and line breaks count as in training, as single spaces. Raises ``UsageError`` for an empty one with a
+        model that has not learned that.
         """
         grid = picture_grid(self.model.config, "prompt")
-        given = listed(captions)
+        given = [on_one_line(caption) for caption in listed(captions)]
         latents = torch.empty(len(given), *self.assets.latent_shape)
         with_caption = torch.tensor([caption != "" for caption in given], dtype=torch.bool)
         if not with_caption.all():

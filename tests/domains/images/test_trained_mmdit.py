@@ -23,6 +23,7 @@ from accel_train.config import UsageError
 from accel_train.domains.diffusion import latents
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.timesteps import TimeConfig
+from accel_train.domains.images.pipeline import PicturePipeline
 from accel_train.domains.images.pipelines.drawing import draw_picture
 from accel_train.domains.images.pipelines.loading import BaseConfig, find_base
 from accel_train.domains.images.pipelines.objective import Denoising, ObjectiveConfig
@@ -423,6 +424,11 @@ def test_sample_draws_a_file(trained: Path, tmp_path: Path, capsys: pytest.Captu
     (file,) = (tmp_path / "drawn").glob("*.png")
     with Image.open(file) as drawn:
         assert drawn.size == (8, 8)
+
+
+def test_a_prompt_is_drawn_as_training_reads_a_caption(trained: Path) -> None:
+    pipeline = accel_train.load(trained, pipeline=PicturePipeline)
+    assert torch.equal(pipeline.draw(" red\n flag ", steps=2), pipeline.draw("red flag", steps=2))
 
 
 def test_the_report_has_pictures_before_and_after(trained: Path) -> None:

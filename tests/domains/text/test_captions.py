@@ -20,7 +20,7 @@ from accel_train.domains.models.mmdit import ModelConfig, MultimodalMMDiT
 from accel_train.domains.text.both_ways import BothWays
 from accel_train.domains.text.dataset import PreparedData
 from accel_train.domains.text.modes import ModeConfig
-from accel_train.domains.text.options import DataConfig
+from accel_train.domains.text.options import DataConfig, TextLatentOptions
 from accel_train.domains.text.pipeline import TextLatentPipeline
 from accel_train.domains.text.prepare import prepare_data
 from tests.domains.images import tiny_pipelines as tiny
@@ -262,6 +262,21 @@ def test_a_caption_alone_is_one_caption(trained: tuple[TextLatentPipeline, Prepa
     (alone,) = trained[0].draw("picture number 3", seed=4)
     assert alone.tobytes() == trained[0].draw(["picture number 3"], seed=4)[0].tobytes()
     assert len(trained[0].draw("")) == 1
+
+
+def test_captions_are_drawn_as_training_reads_them(
+    trained: tuple[TextLatentPipeline, PreparedData], tmp_path: Path
+) -> None:
+    """A caption of spaces is none, for the command too, and words are apart by one space."""
+    pipeline, _ = trained
+    odd, plain = (" ", " picture\nnumber  3 "), ("", "picture number 3")
+    for first, second in zip(pipeline.draw(odd), pipeline.draw(plain), strict=True):
+        assert first.tobytes() == second.tobytes()
+    lines = [
+        pipeline.sample(TextLatentOptions(prompt=prompts, output=str(tmp_path / "drawn"))) for prompts in (odd, plain)
+    ]
+    assert lines[0] == lines[1]
+    assert [line.partition(".png: ")[2] for line in lines[0]] == ["no caption", "picture number 3"]
 
 
 def test_what_was_never_learned_without_a_caption_is_not_drawn_without(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accel_train.config import UsageError
 from accel_train.domains.images.pipelines.family import Family
+from accel_train.domains.models.pictures.captions import on_one_line
 
 if TYPE_CHECKING:
     from accel_train.domains.images.pipelines.loading import Base
@@ -49,12 +50,13 @@ def prompt_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a pipeline's call for one prompt. ``guidance`` None is the default of the family.
 
-    Raises ``UsageError`` for a ``negative`` prompt that has no effect.
+    Spaces and line breaks count as in captions of training, as single spaces. Raises ``UsageError`` for a ``negative``
+    prompt that has no effect.
     """
     family = base.family
     with torch.no_grad():
-        given = family.encode(pipeline, [prompt], base.prompt_tokens)
-        away = family.encode(pipeline, [negative or ""], base.prompt_tokens)
+        given = family.encode(pipeline, [on_one_line(prompt)], base.prompt_tokens)
+        away = family.encode(pipeline, [on_one_line(negative or "")], base.prompt_tokens)
     if negative is None:
         return family.sample(given, family.empty(pipeline, away))
     arguments = family.sample(given, away)

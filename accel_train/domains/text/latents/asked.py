@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from accel_train.config import expand_path
+from accel_train.domains.models.pictures.captions import on_one_line
 from accel_train.domains.text.latents.drawn import cut_notices, write_pictures
 from accel_train.domains.text.latents.files import read_given
 from accel_train.domains.text.options import TextLatentOptions
@@ -20,10 +21,11 @@ def sample(pipeline: TextLatentPipeline, options: TextLatentOptions) -> list[str
     placed = pipeline.with_models(encoder=options.encoder, vae=options.vae)
     sampler = placed.with_sampling(steps=options.steps, temperature=options.temperature, guidance=options.guidance)
     if options.prompt:
-        pictures = sampler.draw(options.prompt, seed=options.seed)
-        for notice in cut_notices(pipeline.assets, options.prompt):
+        captions = [on_one_line(prompt) for prompt in options.prompt]
+        pictures = sampler.draw(captions, seed=options.seed)
+        for notice in cut_notices(pipeline.assets, captions):
             print(notice, file=sys.stderr)
-        return write_pictures(pictures, options.prompt, options.seed, options.output)
+        return write_pictures(pictures, captions, options.seed, options.output)
     if options.to == "latents":
         return _written_latents(sampler, options)
     return written(_texts(sampler, options), options.output)
@@ -34,12 +36,12 @@ def _texts(sampler: TextLatentPipeline, options: TextLatentOptions) -> list[str]
     how: dict[str, Any] = {"seed": options.seed, "length": options.length}
     if options.picture:
         named = zip(options.picture, sampler.caption(options.picture, **how), strict=True)
-        return [f"{printable(file)}: {one_line(text)}" for file, text in named]
+        return [f"{printable(file)}: {on_one_line(text)}" for file, text in named]
     if options.latents is not None:
         said = sampler.texts_from_latents(read_given(options.latents), **how)
     else:
         said = sampler.texts_from_texts(_given_texts(options), **how)
-    return [one_line(text) for text in said]
+    return [on_one_line(text) for text in said]
 
 
 def _written_latents(sampler: TextLatentPipeline, options: TextLatentOptions) -> list[str]:
@@ -61,11 +63,6 @@ def written(lines: list[str], output: str | None) -> list[str]:
     if output is not None:
         expand_path(output).write_text("".join(f"{line}\n" for line in lines), "utf-8")
     return lines
-
-
-def one_line(text: str) -> str:
-    """Return a text with single spaces in place of line breaks and all other space."""
-    return " ".join(text.split())
 
 
 def printable(path: str) -> str:
