@@ -1,9 +1,11 @@
-"""Cores that this process may use, by its affinity and the quotas of its cgroups."""
+"""Cores that this process may use, by its affinity and the quotas of its cgroups, and the model of the processor."""
 
 from __future__ import annotations
 
 import math
 import os
+import platform
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
@@ -20,6 +22,15 @@ def usable_cores() -> tuple[int, str]:
     if quota < cores:
         return max(1, math.floor(quota)), f"cgroup quota {quota:g}"
     return cores, "affinity"
+
+
+def cpu_name() -> str:
+    """Return the model of the processor, or its architecture if the system does not tell."""
+    with suppress(OSError):  # only Linux has the file
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def _quotas() -> list[float]:

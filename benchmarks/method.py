@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
+from accel_train.cores import cpu_name
 from accel_train.metrics.bootstrap import estimate
-from accel_train.metrics.environment import command_line, cpu_name, git_commit, package_versions
+from accel_train.metrics.environment import command_line, git_commit, package_versions
 from accel_train.metrics.gates import decide, read_gate
 from accel_train.metrics.records import write_json
 

@@ -15,9 +15,8 @@ from accel_train.calibration import links
 from accel_train.calibration.timing import MOST, Clock, Timed, own_clock, summarize, time_rounds, wall_clock
 from accel_train.calibration.workloads import Workload, count, workloads
 from accel_train.config import UsageError
-from accel_train.cores import usable_cores
+from accel_train.cores import cpu_name, usable_cores
 from accel_train.cost_model.record import Calibration, Figure, Figures, LinkFigure, Links, Machine
-from accel_train.metrics.environment import cpu_name
 from accel_train.precision import Precision, dtype_of
 
 LINKS_SHARE = 0.4

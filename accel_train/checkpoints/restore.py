@@ -269,18 +269,28 @@ ORDER = (
 def _compare_layouts(
     checkpoint: Checkpoint, accelerator: Accelerator, experiment: Mapping[str, Any], free: Sequence[str]
 ) -> None:
-    """Log whether the continuation can be bit-exact, and if not, the differences."""
+    """Log whether the continuation can be bit-exact, and if not, the differences. Collective."""
     saved_experiment: Mapping[str, Any] = checkpoint.manifest.get("experiment", {})
     saved: Json = dict(checkpoint.manifest.get("layout", {}))
     current = layout_of(accelerator)
     for key in ORDER:
         saved[key] = saved_experiment.get(key)
         current[key] = experiment.get(key)
+    # Earlier versions did not record it.
+    unknown = "cpu" not in saved
+    if unknown:
+        del current["cpu"]
     names = [key for key in dict.fromkeys([*current, *saved]) if saved.get(key) != current.get(key)]
-    changed = [f"{key} {saved.get(key)} -> {current.get(key)}" for key in names]
+    changed = [_change(key, saved.get(key), current.get(key), accelerator.num_processes) for key in names]
     rest = _other_options(saved_experiment, experiment, [*ORDER, *free])
     if changed:
         logger.info("not bit-exact: the order of floating-point reductions differs (%s)", ", ".join(changed))
+    elif unknown:
+        logger.info(
+            "the same layout as when it was saved, as far as this checkpoint of an earlier version records it: whether "
+            "all processes have the same CPUs and threads is not known, and with others the bits differ%s",
+            rest,
+        )
     elif accelerator.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         logger.info(
             "the same layout as when it was saved: bit-exact but for kernels that sum in no fixed order, which "
@@ -289,6 +299,15 @@ def _compare_layouts(
         )
     else:
         logger.info("bit-exact: the same layout as when it was saved%s", rest)
+
+
+def _change(name: str, before: Any, now: Any, processes: int) -> str:
+    """Describe a change of the layout. Lists have the values of the processes."""
+    lists = [each if isinstance(each, list) else [each] * processes for each in (before, now)]
+    if list not in (type(before), type(now)) or any(len(each) != processes for each in lists):
+        return f"{name} {before} -> {now}"
+    pairs = enumerate(zip(*lists, strict=True))
+    return f"{name} " + shortened([f"{old} -> {new} (process {rank})" for rank, (old, new) in pairs if old != new], 3)
 
 
 def _other_options(saved: Mapping[str, Any], current: Mapping[str, Any], free: Sequence[str]) -> str:

@@ -27,7 +27,6 @@ from accel_train.hub.pusher import Pusher
 from accel_train.runtime.signals import Agreement, StopRequests, explain
 from accel_train.runtime.strategy import layout_of
 from accel_train.store import commit, failpoints, planning
-from accel_train.store.commit import CheckpointWriteError
 from accel_train.store.manifest import Checkpoint, checkpoint_name
 from accel_train.training.ema import Ema
 
@@ -79,6 +78,7 @@ class Saver:
         self._rank = accelerator.process_index
         self._main = accelerator.is_main_process
         self._agreement = Agreement(accelerator, REDUCTIONS, run.timeout_seconds)
+        self._layout = layout_of(accelerator)
         self._pusher = Pusher(
             run.directory, hub_config, is_main=self._main, best_metric=config.best_metric, best_mode=config.best_mode
         )
@@ -202,7 +202,7 @@ class Saver:
         # One process waits for nobody: after an error of the loop it still commits the save before.
         is_alone = self._accelerator.num_processes == 1
         try:
-            if kind is None or (is_alone and kind is not CheckpointWriteError):
+            if kind is None or (is_alone and kind is not commit.CheckpointWriteError):
                 self.finish()
             if kind is None:
                 self._end_run()
@@ -216,7 +216,7 @@ class Saver:
     def _end_run(self) -> None:
         """Report a failed final save, and wait for the Hub."""
         if self._last_failure is not None:
-            raise CheckpointWriteError(self._last_failure)
+            raise commit.CheckpointWriteError(self._last_failure)
         self._agreement.close()
         self._pusher.offer_held()
         self._pusher.finish(preempted=self._stopping, asked_to_stop=lambda: self._requests.requested)
@@ -255,7 +255,7 @@ class Saver:
         job = attempt.write_job(temporary, self._rank, self._snapshot.files, hurry=self._stopping)
         if self._main:
             job |= {"texts": texts, "extras": extras}
-        layout = layout_of(self._accelerator)
+        layout = self._layout
         manifest = contents.manifest(self._run, self._config, self._shards, step, self._epoch(step), layout, metrics)
         return PendingSave(self._number, step, temporary, manifest, began, attempt.needed_bytes, job)
 
@@ -395,6 +395,6 @@ class Saver:
     def _report_failure(self, step: int, reason: str, error: Exception | None = None) -> None:
         """Raise, from this rank's ``error``, or warn and remember it, in case this was the final save. Every rank."""
         if self._config.on_error == "stop":
-            raise CheckpointWriteError(reason) from error
+            raise commit.CheckpointWriteError(reason) from error
         self._last_failure = reason
         logger.warning("checkpoint of step %d was not saved; training continues: %s", step, reason)

@@ -9,9 +9,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from accel_train.cores import cpu_name
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -64,15 +65,6 @@ def describe_environment(accelerator: Accelerator) -> dict[str, object]:
         "recipe": recipe,
         "git_commit": git_commit(directory),
     }
-
-
-def cpu_name() -> str:
-    """Return the model of the processor, or its architecture if the system does not tell."""
-    with suppress(OSError):  # only Linux has the file
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def package_versions() -> dict[str, str]:

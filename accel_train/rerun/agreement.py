@@ -120,7 +120,9 @@ def reasons_for_other_bits(recorded: Sequence[Start], replayed: Start, asked: Co
 def other_layouts(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> list[str]:
     """List the differences of the layouts in two manifests."""
     return [
-        f"{name} {recorded.get(name)} -> {replayed[name]}" for name in replayed if recorded.get(name) != replayed[name]
+        f"{name} {recorded.get(name, 'not recorded')} -> {replayed[name]}"
+        for name in replayed
+        if recorded.get(name) != replayed[name]
     ]
 
 

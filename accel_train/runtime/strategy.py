@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,13 +11,16 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from torch import nn
 
 from accel_train.config import UsageError
+from accel_train.cores import cpu_name
 from accel_train.runtime.distributed_options import DistributedConfig, verify_ddp
 
 Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
+INSTRUCTION_LIMITS = ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""Variables by which MKL and oneDNN use other instructions than the CPU has. Neither library tells what it uses."""
 EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
 """Methods by which Accelerate asks a model for the modules that FSDP2 shards apart from the rest."""
 
@@ -52,10 +56,10 @@ def device_of_updates(accelerator: Accelerator) -> torch.device:
 
 
 def layout_of(accelerator: Accelerator) -> dict[str, Any]:
-    """Describe the machine and the sharding. A bit-exact continuation requires the same."""
-    device = accelerator.device.type
-    if device == "cuda":
-        device = torch.cuda.get_device_name()
+    """Describe the machines and the sharding. A bit-exact continuation requires the same. Collective.
+
+    What may differ between machines is one value if all processes have the same, else a list of theirs by rank.
+    """
     groups: dict[str, Any] = {}
     mesh: Any = getattr(accelerator, "parallelism_config", None)
     if mesh is not None and mesh.dp_replicate_size > 1:
@@ -65,11 +69,33 @@ def layout_of(accelerator: Accelerator) -> dict[str, Any]:
         "strategy": strategy_of(accelerator),
         "world_size": accelerator.num_processes,
         **groups,
-        "device": device,
-        # A CPU sums in as many parts as there are threads.
-        "threads": torch.get_num_threads(),
+        **_machines(accelerator),
         "torch": str(torch.__version__),
     }
+
+
+def _machines(accelerator: Accelerator) -> dict[str, Any]:
+    """Return what the bits depend on in the machine of each process. Collective."""
+    device = accelerator.device.type
+    cpu = _instructions()
+    if device == "cuda":
+        device = torch.cuda.get_device_name()
+    else:
+        # MKL chooses its kernels by the model too. Beside a GPU the host sums nothing with it.
+        cpu = f"{cpu_name()}, {cpu}"
+    # A CPU sums in as many parts as there are threads.
+    mine = {"device": device, "threads": torch.get_num_threads(), "cpu": cpu}
+    every = [mine]
+    if accelerator.num_processes > 1:
+        every = gather_object([mine])  # in a list: Accelerate joins the lists of all
+    by_rank = {key: [each[key] for each in every] for key in mine}
+    return {key: values if len({*values}) > 1 else values[0] for key, values in by_rank.items()}
+
+
+def _instructions() -> str:
+    """Return the instruction set that torch's kernels use, and the limits that a person set for its libraries."""
+    limits = [f"{name}={os.environ[name]}" for name in INSTRUCTION_LIMITS if os.environ.get(name)]
+    return ", ".join([torch.backends.cpu.get_cpu_capability(), *limits])
 
 
 @contextmanager

@@ -117,13 +117,17 @@ def resolve_threads(device: str, *, updates_on_host: bool = False) -> str:
 
 
 def keep_threads(manifest: Mapping[str, Any], device: str, *, updates_on_host: bool = False) -> list[str]:
-    """Restore the number of threads of the checkpoint on a resume: another number sums in another order.
+    """Restore this process's number of threads of the checkpoint on a resume: another number sums in another order.
 
     That holds for a model on the CPU, and for the gradient norm where updates are computed on the host. Nothing changes
     if a person set a number, or if this machine lacks the cores. The comparison of layouts then names the difference.
     Returns at most one line for the log.
     """
-    before = manifest.get("layout", {}).get("threads")
+    before: Any = manifest.get("layout", {}).get("threads")
+    rank = int(os.environ.get("RANK", "0"))
+    if isinstance(before, list):
+        # One number for each process. A process beyond them has none to keep.
+        before = next(iter(before[rank : rank + 1]), None)
     now = torch.get_num_threads()
     if device != "cpu" and not updates_on_host:
         return []

@@ -547,6 +547,38 @@ def test_whether_a_resume_is_bit_exact_is_said(
     assert ("not bit-exact" in caplog.text) == says.startswith("not")
 
 
+def resume_says(out: Path, caplog: pytest.LogCaptureFixture) -> str:
+    again = Toy(out)
+    saved = commit.verify(again.run.checkpoints / "checkpoint_00000001")
+    with caplog.at_level("INFO"):
+        restore.restore(replace(again.run, checkpoint=saved), again.accelerator, again.average.shards, again.average)
+    return caplog.text
+
+
+def test_a_resume_on_other_instructions_is_not_bit_exact(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    Toy(tmp_path / "run").train(CheckpointConfig(), 1)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", "AVX2")
+    pattern = r"not bit-exact: .*\(cpu .*, AVX512 -> .*, AVX2, MKL_ENABLE_INSTRUCTIONS=AVX2\)"
+    assert re.search(pattern, resume_says(tmp_path / "run", caplog))
+
+
+def test_a_checkpoint_that_does_not_record_the_cpu_is_not_said_to_be_bit_exact(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = Toy(tmp_path / "run")
+    toy.train(CheckpointConfig(), 1)
+    path = toy.run.checkpoints / "checkpoint_00000001"
+    layout = {name: value for name, value in manifest.read(path)["layout"].items() if name != "cpu"}
+    commit.rewrite_manifest(path, {"layout": layout})
+    said = resume_says(tmp_path / "run", caplog)
+    assert "whether all processes have the same CPUs and threads is not known" in said
+    assert "bit-exact" not in said
+
+
 def test_a_buffer_with_infinity_is_saved_loaded_and_exported(tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run")
     mask = torch.full((3, 3), float("-inf")).triu(1)

@@ -410,6 +410,16 @@ def test_names_that_are_seen_late(trainers: Trainers, out: Path, whole_of_two: P
 
 
 # ------------------------------------------------------------------------------------------------ other machines, times
+def test_other_threads_of_a_process_that_is_not_the_main_one_are_said(trainers: Trainers, out: Path) -> None:
+    uneven = "import os, torch; torch.set_num_threads(1 + int(os.environ['RANK']))"
+    first = trainers.run(out, *EVERY, "--max_steps", "10", ranks=2, patch=uneven)
+    assert first.wait() == [0, 0], first.output()
+    assert manifest.read(out / "checkpoints" / "checkpoint_00000010")["layout"]["threads"] == [1, 2]
+    run = trainers.run(out, *EVERY, ranks=2)
+    assert run.wait() == [0, 0], run.output()
+    assert "floating-point reductions differs (threads 2 -> 1 (process 1))" in run.output()
+
+
 @pytest.mark.fault(
     "F41",
     injected="2 -> 1, 1 -> 2, 2 -> 3 processes (DDP)",

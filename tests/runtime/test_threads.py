@@ -114,6 +114,16 @@ def test_a_resume_keeps_the_number_of_the_checkpoint(
     assert [line.startswith(says) for line in said if says] == ([True] if says else [])
 
 
+def test_a_resume_keeps_the_number_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_asked", lambda: False)
+    monkeypatch.setattr(threads, "usable_cores", lambda: (8, "affinity"))
+    for rank, kept in (("1", 3), ("2", 2)):
+        monkeypatch.setenv("RANK", rank)
+        torch.set_num_threads(2)
+        threads.keep_threads({"layout": {"threads": [1, 3]}}, "cpu")
+        assert torch.get_num_threads() == kept
+
+
 @pytest.mark.parametrize(
     ("device", "on_host", "cores", "processes", "chosen", "says"),
     [
