@@ -21,6 +21,16 @@ class UsageError(ValueError):
     The text has the option and its value, the requirement with numbers, and the remedy.
     """
 
+    exit_code = 2
+    summary = "wrong usage, exit code 2"
+
+
+class MachineError(UsageError):
+    """A condition of the machine, such as a full disk: exit code 1, because the same command may succeed later."""
+
+    exit_code = 1
+    summary = "exit code 1"
+
 
 class MendedError(UsageError):
     """A defect that the next start of the same command mends: an end with exit code 75, not 2."""
@@ -82,13 +92,24 @@ WRITABLE = "a directory with write access and free space is required; give anoth
 """Remedy for a place that cannot be written."""
 
 
+OF_THE_MACHINE = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO),
+    *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT),  # a network disk that is away
+}
+
+
+def disk_error(error: OSError) -> type[UsageError]:
+    """Return the type that reports an error of the disk: permissions and paths are usage, the rest may pass."""
+    return MachineError if error.errno in OF_THE_MACHINE else UsageError
+
+
 @contextmanager
 def refuse_unwritable(place: str, remedy: str = WRITABLE) -> Generator[None]:
-    """Raise errors of the disk as ``UsageError``. ``place`` is the path, after its option if it has one."""
+    """Raise errors of the disk as those of ``disk_error``. ``place`` is the path, after its option if it has one."""
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{place}: cannot be written ({error.strerror or error}); {remedy}") from None
+        raise disk_error(error)(f"{place}: cannot be written ({error.strerror or error}); {remedy}") from None
 
 
 def refuse_unusable_folder(place: str, folder: Path) -> None:

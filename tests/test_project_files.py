@@ -252,6 +252,8 @@ def test_a_pod_has_time_to_save(name: str) -> None:
     assert int(values["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace
     rules = job["spec"]["podFailurePolicy"]["rules"]
     assert {rule["action"] for rule in rules if rule.get("onExitCodes", {}).get("values") == [75]} == {"Ignore"}
+    # A refused start of a second pod would end the whole job.
+    assert job["spec"]["podReplacementPolicy"] == "Failed"
 
 
 def test_the_pods_of_several_nodes_find_each_other() -> None:

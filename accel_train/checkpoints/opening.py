@@ -19,7 +19,7 @@ from accel_train.checkpoints import fetch, refused, run
 from accel_train.checkpoints.fetch import CheckpointsUnusableError
 from accel_train.checkpoints.policy import POLICIES, RunOptions
 from accel_train.checkpoints.run import Run
-from accel_train.config import UsageError, expand_path
+from accel_train.config import UsageError, disk_error, expand_path
 from accel_train.hub.access import check_repository
 from accel_train.runtime.main_alone import on_main
 from accel_train.store import atomic_files, commit, manifest, names, strict_json
@@ -123,7 +123,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> locks.Lock:
         probe.write_text("writable")
         probe.unlink()
     except OSError as error:
-        raise UsageError(
+        raise disk_error(error)(
             f"output_dir: {directory} cannot be written ({error.strerror}); give another --output_dir"
         ) from None
     if overwrite:
@@ -135,7 +135,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> locks.Lock:
             f"output_dir: {directory} is in use by {holder}; give another --output_dir or end that run first"
         ) from None
     except OSError as error:
-        raise UsageError(
+        raise disk_error(error)(
             f"output_dir: {directory} cannot be locked: {error.filename}: {error.strerror}; it may be another user's: "
             "ask for the right to write, or give another --output_dir"
         ) from None

@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 
 from torch import Tensor
 
-from accel_train.config import MendedError, UsageError, refuse_unwritable
+from accel_train.config import MendedError, UsageError, disk_error, refuse_unwritable
 from accel_train.data.artifacts import REMEDY, one_at_a_time
 from accel_train.data.datasets import content_hash
 
@@ -146,7 +146,7 @@ class TensorCache:
             # What the user can mend is said with a remedy. Anything else is a fault that needs its traceback.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
                 raise
-            raise UsageError(
+            raise disk_error(error)(
                 f"cache {self.root}: {error.strerror}; {len(content):,} bytes are required for an entry. Free space "
                 "(accel-train data cache ls, clear), or name another folder with --data.cache_dir or ACCEL_TRAIN_CACHE."
             ) from None

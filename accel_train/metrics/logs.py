@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, disk_error
 from accel_train.metrics.environment import command_line
 from accel_train.runtime.exiting import discard_unread_output
 from accel_train.wording import FILE_ONLY
@@ -92,9 +92,9 @@ def setup_logging(output_dir: Path, rank: int, world_size: int) -> Logs:
         file = _RankFile(path, _header(rank, world_size))
     except OSError as error:
         _refuse_link_to_nowhere(output_dir)
-        raise UsageError(
-            f"output_dir={str(output_dir)!r}: the log {path} cannot be opened ({error}); "
-            "a directory writable by this user is required: make it writable or give another --output_dir"
+        raise disk_error(error)(
+            f"output_dir={str(output_dir)!r}: the log {path} cannot be opened ({error}); a directory writable by this "
+            "user with free space is required: make it writable or give another --output_dir"
         ) from error
     handlers: list[logging.Handler] = [file]
     if rank == 0:

@@ -178,7 +178,7 @@ def before_imports() -> None:
 
 
 def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
-    """Call ``main(argv)`` and exit with its code. A ``UsageError`` is reported as text and becomes exit code 2.
+    """Call ``main(argv)`` and exit with its code. A ``UsageError`` is reported as text, with its exit code.
 
     Launchers turn a child's 2 into 1, so the text names the code. Before the processes are connected all of them meet
     the same error, and torchrun ends all when the first one exits: local rank 0 reports first, the others wait.
@@ -196,8 +196,8 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         if os.environ.get("LOCAL_RANK", "0") != "0" and not _processes_are_connected():
             # Long enough for local rank 0 to be heard first, and short beside any start.
             time.sleep(SECONDS_TO_BE_HEARD)
-        _report(f"error (wrong usage, exit code 2): {error}")
-        code = 2
+        _report(f"error ({error.summary}): {error}")
+        code = error.exit_code
     except SystemExit as left:
         # argparse exits with 2, and with 0 after --help.
         if not isinstance(left.code, int):

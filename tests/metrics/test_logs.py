@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.config import UsageError
+from accel_train.config import MachineError, UsageError
 from accel_train.metrics.logs import setup_logging
 from accel_train.wording import FILE_ONLY
 
@@ -77,13 +77,14 @@ def test_twice_writes_each_message_once_and_appends(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out.splitlines() == ["once", "still here"]
 
 
-def test_a_place_that_cannot_be_written_is_wrong_usage(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_wrong_usage_and_a_full_disk_is_not(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"output_dir='.*/file'.*Not a directory.*--output_dir"):
+    with pytest.raises(UsageError, match=r"output_dir='.*/file'.*Not a directory.*--output_dir") as path:
         setup_logging(tmp_path / "file", 0, 1)
+    assert path.value.exit_code == 2
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
-    with pytest.raises(UsageError, match="No space left"):
+    with pytest.raises(MachineError, match="No space left"):
         setup_logging(tmp_path, 0, 1)
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 MAIN = """
 import atexit, hashlib, os, sys, time
 from pathlib import Path
-from accel_train.config import MendedError, UsageError
+from accel_train.config import MachineError, MendedError, UsageError
 from accel_train.runtime.early_stop import look_for_stop_file
 from accel_train.runtime.exiting import run_main
 
@@ -32,6 +32,8 @@ def main(argv):
         raise MendedError("x.safetensors: damaged and deleted")
     if argv == ["usage"]:
         raise UsageError("--x 1: must be 2; write 2")
+    if argv == ["machine"]:
+        raise MachineError("output_dir: no space left; free some")
     if argv == ["exit"]:
         raise SystemExit(2)
     if argv == ["words"]:
@@ -100,6 +102,7 @@ def environment(**more: str) -> dict[str, str]:
     [
         ("0", 0, "0 1\n0 0\n", ""),
         ("75", 75, "0 1\n0 75\n", ""),
+        ("machine", 1, "0 1\n0 1\n", "error (exit code 1): output_dir: no space left; free some\n"),
         ("usage", 2, "0 1\n0 2\n", "error (wrong usage, exit code 2): --x 1: must be 2; write 2\n"),
         (
             "mended",

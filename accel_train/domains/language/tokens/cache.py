@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from accel_train.config import UsageError
+from accel_train.config import disk_error
 from accel_train.data.artifacts import one_at_a_time
 from accel_train.data.generation import blocks_in_order
 from accel_train.data.progress import Progress
@@ -364,7 +364,7 @@ class _Preparation:
         try:
             atomic_files.replace_json(self.cache.record, self.record)
         except OSError as error:
-            raise UsageError(
+            raise disk_error(error)(
                 f"cache {self.cache.record.parent}: {error.strerror}. Free space, or name another folder with "
                 "--data.cache_dir or ACCEL_TRAIN_CACHE."
             ) from None
