@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 from accel_train.config import UsageError, expand_path
 from accel_train.options.tree import to_tree
@@ -47,6 +47,15 @@ class Example:
         )
         found: dict[str, Any] = result._asdict() if hasattr(result, "_asdict") else {"output": result}
         return {name: value for name, value in found.items() if value is not None}
+
+
+class WrittenModel(NamedTuple):
+    """What a pipeline says of a whole model that it wrote from adapters and their base."""
+
+    line: str | None = None
+    """About it, for the user. None: it is proven as any other export, and the proof says it."""
+    outputs: Sequence[Mapping[str, Any]] | None = None
+    """Of each of ``Pipeline.examples``, by name, of the model before it was written. None: of the written files."""
 
 
 class SampleOptions(Protocol):

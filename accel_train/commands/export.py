@@ -14,8 +14,8 @@ from accel_train.commands import diff, places
 from accel_train.commands.tensor_files import temporary_directory, write_collection
 from accel_train.config import UsageError, expand_path
 from accel_train.export import verify_adapter_script
-from accel_train.export.proof import NotRepeatedError, packages, write_proof
-from accel_train.pipeline import ADAPTER_DESCRIPTION, Convertible
+from accel_train.export.proof import NotRepeatedError, Outputs, packages, write_proof
+from accel_train.pipeline import ADAPTER_DESCRIPTION, Convertible, WrittenModel
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files, commit, strict_json, weights
 from accel_train.store.atomic_files import fsync_directory
@@ -65,10 +65,10 @@ def export(
     is_adapter = peft_layout.CONFIG_FILE in found.manifest["files"]
     if merged:
         _refuse_unmergeable(found, is_adapter)
-    merging = None
+    written = WrittenModel()
     with temporary_directory(temporary):
         if merged:
-            merging = _write_merged(found, temporary, tensors, precision)
+            written = _write_merged(found, temporary, tensors, precision)
         elif is_adapter:
             write_collection(temporary, peft_layout.WEIGHTS_STEM, peft_layout.by_key_of_peft(tensors), precision)
             _copy_extras(found, temporary)
@@ -79,7 +79,7 @@ def export(
         atomic_files.write_json_in_place(temporary / "experiment.json", _experiment(found, source))
         lines = _write_for_others(temporary)
         # Proven under the temporary name: an export that fails its proof never appears.
-        proof = merging or _proof(found, temporary, is_adapter and not merged)
+        proof = written.line or _proof(found, temporary, is_adapter and not merged, written.outputs)
         _flush(temporary)
         os.rename(temporary, target)  # also replaces an empty directory
         fsync_directory(target.parent)
@@ -111,8 +111,8 @@ def _refuse_unmergeable(checkpoint: Checkpoint, is_adapter: bool) -> None:
 
 def _write_merged(
     checkpoint: Checkpoint, directory: Path, tensors: Mapping[str, TensorInfo], precision: Precision
-) -> str | None:
-    """Write the whole model of adapters and their base. Return a line about it, None if it is to be proven."""
+) -> WrittenModel:
+    """Write the whole model of adapters and their base, and return what its pipeline says of it."""
     kind: Any = loading.pipeline_of(checkpoint.path)
     staged = directory / "adapters"
     staged.mkdir()
@@ -121,12 +121,12 @@ def _write_merged(
     _copy_extras(checkpoint, staged)
     _describe_base(checkpoint, staged)
     try:
-        line = kind.write_merged(staged, directory, precision)
+        written = kind.write_merged(staged, directory, precision)
     except UsageError as error:
         # The staged folder is gone when the message is read.
         raise UsageError(str(error).replace(str(staged), str(checkpoint.path))) from None
     shutil.rmtree(staged)
-    return line
+    return written
 
 
 def _describe_base(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
@@ -140,11 +140,11 @@ def _describe_base(checkpoint: Checkpoint, directory: Path) -> dict[str, Any]:
     return described
 
 
-def _proof(checkpoint: Checkpoint, directory: Path, is_adapter: bool) -> str:
+def _proof(checkpoint: Checkpoint, directory: Path, is_adapter: bool, outputs: Outputs) -> str:
     """Prove the export as it can be proven, and return a line about it for the user."""
     if is_adapter:
         return _prove_adapter(checkpoint, directory)
-    return _prove(directory)
+    return _prove(directory, outputs)
 
 
 def _prove_adapter(checkpoint: Checkpoint, directory: Path) -> str:
@@ -176,7 +176,7 @@ def _write_for_others(directory: Path) -> list[str]:
     return kind.write_for_others(directory) if isinstance(kind, Convertible) else []
 
 
-def _prove(directory: Path) -> str:
+def _prove(directory: Path, outputs: Outputs) -> str:
     """Write model.py, the example and verify.py, run it, and return a line about it for the user."""
     if not (directory / "config.json").is_file():
         return (
@@ -197,7 +197,7 @@ def _prove(directory: Path) -> str:
     if pipeline.standalone is None:
         return "without model.py and verify.py: its pipeline has nothing to write them from"
     try:
-        printed = write_proof(directory, pipeline).splitlines()
+        printed = write_proof(directory, pipeline, outputs).splitlines()
     except NotRepeatedError as error:
         return f"model.py and verify.py are written and were not run here ({error}); run verify.py where it is used"
     # safetensors, which reads the weights, goes without saying.

@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,8 @@ from accel_train.export.single_file import single_file
 from accel_train.pipeline import Pipeline
 from accel_train.store.commit import hash_file
 
+Outputs = Sequence[Mapping[str, Any]] | None
+"""Outputs of each example by name, where the files must give those of another model."""
 TOLERANCE = 1e-4
 """Largest difference of an output relative to the largest one. Rounding makes 1e-6, a wrong weight far more."""
 FORMAT = 1
@@ -75,17 +78,18 @@ class NotRepeatedError(RuntimeError):
     """verify.py found no package that it needs in a process of its own. The files are complete all the same."""
 
 
-def write_proof(directory: Path, pipeline: Pipeline) -> str:
+def write_proof(directory: Path, pipeline: Pipeline, outputs: Outputs = None) -> str:
     """Write model.py, example.json, example.safetensors and verify.py into an export, and run verify.py.
 
-    ``pipeline`` was loaded from ``directory``, so its outputs are of the exported weights. Returns the output of
-    verify.py. Raises ``ProofError`` if it found a difference, and ``NotRepeatedError`` if it could not compare.
+    ``pipeline`` was loaded from ``directory``, so its outputs are of the exported weights. ``outputs`` are those of its
+    examples before the weights were written, and are stored instead. Returns the output of verify.py. Raises
+    ``ProofError`` if it found a difference, and ``NotRepeatedError`` if it could not compare.
     """
     (directory / "model.py").write_text(model_source(pipeline), "utf-8")
     # The file itself, which imports nothing of the library, and not a template that no test would run.
     script = Path(str(verify_script.__file__)).read_text("utf-8")
     (directory / "verify.py").write_text(script, "utf-8")
-    _write_example(directory, pipeline)
+    _write_example(directory, pipeline, outputs)
     return _run(directory / "verify.py")
 
 
@@ -113,7 +117,7 @@ def packages(source: str) -> list[str]:
     return sorted(found - sys.stdlib_module_names)
 
 
-def _write_example(directory: Path, pipeline: Pipeline) -> None:
+def _write_example(directory: Path, pipeline: Pipeline, known: Outputs) -> None:
     tensors: dict[str, Tensor] = {}
     examples: list[dict[str, Any]] = []
     text = (directory / "config.json").read_text("utf-8")
@@ -123,9 +127,12 @@ def _write_example(directory: Path, pipeline: Pipeline) -> None:
         for name, value in example.arguments.items():
             arguments[name] = _encode(f"{number}.{name}", value, tensors)
         outputs: dict[str, str] = {}
-        with torch.no_grad():
-            # By the library's own model: the copy in model.py is what has to agree with it.
-            found = example.call(pipeline.model, description)
+        if known is None:
+            with torch.no_grad():
+                # By the library's own model: the copy in model.py is what has to agree with it.
+                found = example.call(pipeline.model, description)
+        else:
+            found = known[number]
         for name, value in found.items():
             outputs[name] = f"{number}.output.{name}"
             # Outputs may be views of one tensor, and a file cannot have them twice.

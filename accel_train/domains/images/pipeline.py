@@ -45,7 +45,7 @@ from accel_train.domains.models.adapters import (
     refuse_whole_model,
     scaled_adapter,
 )
-from accel_train.pipeline import Example, describe, file_stem, read_lines
+from accel_train.pipeline import Example, WrittenModel, describe, file_stem, read_lines
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files
 
@@ -197,8 +197,8 @@ class PicturePipeline:
             self.base.choose(self.pipeline, None if name == BASE else name)
 
     @classmethod
-    def write_merged(cls, adapters: Path, directory: Path, precision: Precision) -> str | None:
-        """Write the base of a checkpoint with its adapter merged, and return a line about it, None for our own MMDiT.
+    def write_merged(cls, adapters: Path, directory: Path, precision: Precision) -> WrittenModel:
+        """Write the base of a checkpoint with its adapter merged, with a line about it, none for our own MMDiT.
 
         It is a pipeline as diffusers saves it, or an export of recipes/mmdit.py. Merged in fp32 and rounded once.
         Raises ``UsageError`` for a missing or different base, and for values out of the range of ``precision``.
@@ -217,7 +217,7 @@ class PicturePipeline:
             for name, part in parts.items():
                 refuse_out_of_range(part.to(dtype_of(precision)), name, precision)
             pipeline.save_pretrained(directory)
-            return f"a diffusers pipeline: {type(pipeline).__name__}.from_pretrained reads it"
+            return WrittenModel(f"a diffusers pipeline: {type(pipeline).__name__}.from_pretrained reads it")
         found = cls.from_directory(adapters)
         merge_adapter(found.model, lora.ADAPTER)
         refuse_out_of_range(found.model.to(dtype_of(precision)), found.base.family.denoiser, precision)
@@ -229,7 +229,7 @@ class PicturePipeline:
         objective = {**of_base["objective"], "times": asdict(found.base.times)}
         atomic_files.write_json_in_place(directory / "config.json", {**of_base, "objective": objective})
         shutil.copytree(found.base.directory / ASSETS, directory / ASSETS)
-        return None
+        return WrittenModel()
 
     def __call__(
         self,

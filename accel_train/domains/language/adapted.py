@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel_train.config import UsageError
 from accel_train.data.artifacts import cache_if_usable
@@ -26,10 +26,14 @@ from accel_train.domains.models.adapters import (
     refuse_whole_model,
 )
 from accel_train.domains.models.lora import ADAPTER, CPU, BasePrecision, LoraConfig, freeze_base
-from accel_train.pipeline import ADAPTER_DESCRIPTION
+from accel_train.domains.models.pretrained import without_bars_in_logs, without_notices_of_imports
+from accel_train.pipeline import ADAPTER_DESCRIPTION, Example
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import manifest, planning, strict_json, weights
 from accel_train.store.pretrained_base import refuse_other_base
+
+MERGE_TOLERANCE = 1e-4
+"""Largest difference of an output relative to the largest one, as verify.py of an export allows."""
 
 
 def read_description(directory: Path) -> dict[str, Any]:
@@ -188,17 +192,56 @@ class AdapterEnds:
             ends.add_ends(self._model, self._own.get(adapter, []))
 
 
-def load_merged(directory: Path) -> nn.Module:
-    """Return the model of a checkpoint or an export of adapters, merged into their base in fp32. Raises ``UsageError``.
+class Merged(NamedTuple):
+    """A model with its adapters merged, and what it computed before."""
 
-    A base of 8 or 4 bits is merged by its dequantised values, as in training.
+    model: nn.Module
+    outputs: list[dict[str, Any]]
+    """Of each example, by name, of the base and its adapters side by side."""
+
+
+def load_merged(directory: Path, examples: Callable[[nn.Module], Sequence[Example]]) -> Merged:
+    """Return the model of a checkpoint or an export of adapters, merged into their base in fp32.
+
+    A base of 8 or 4 bits is merged by its dequantised values, as in training. Raises ``UsageError``, also for a merged
+    model with other outputs.
     """
     model = load_adapted(directory, plain=True)
+    before = outputs(model, examples(model))
     merge_adapter(model, ADAPTER)
+    # In fp32, because what a lower precision rounds would hide a wrong weight.
+    for expected, found in zip(before, outputs(model, examples(model)), strict=True):
+        _refuse_other_outputs(directory, expected, found)
     ends.add_saved_ends(model, directory)
-    return model
+    return Merged(model, before)
 
 
+def outputs(model: nn.Module, examples: Sequence[Example]) -> list[dict[str, Any]]:
+    """Return the outputs of each example by name."""
+    config: Any = model.config
+    with torch.no_grad():
+        return [example.call(model, config.to_dict()) for example in examples]
+
+
+def _refuse_other_outputs(directory: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    for name, value in expected.items():
+        error = float((found[name] - value).abs().max() / value.abs().max().clamp(min=1e-12))
+        # Not >, which a NaN would pass.
+        if not error <= MERGE_TOLERANCE:
+            raise UsageError(
+                f"{directory}: the model with its adapters merged has other outputs than the base with them (by "
+                f"{error:.1e} of the largest; at most {MERGE_TOLERANCE:g} is allowed); leave --merged out"
+            )
+
+
+def round_weights(model: nn.Module, precision: Precision) -> None:
+    """Give the parameters the values that they have in ``precision``, in place. They stay fp32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype_of(precision)).float()
+
+
+@without_notices_of_imports()
+@without_bars_in_logs()
 def save_whole(model: nn.Module, directory: Path, precision: Precision) -> None:
     """Write config.json, generation_config.json and weights of a transformers model, cast to ``precision`` in place.
 

@@ -30,7 +30,8 @@ from accel_train.domains.models.adapters import (
     refuse_names,
     refuse_unknown,
 )
-from accel_train.pipeline import ADAPTER_DESCRIPTION, DESCRIBED, Example, describe, read_lines, settings
+from accel_train.domains.models.pretrained import without_bars_in_logs
+from accel_train.pipeline import ADAPTER_DESCRIPTION, DESCRIBED, Example, WrittenModel, describe, read_lines, settings
 from accel_train.precision import Precision
 from accel_train.store import atomic_files, weights
 
@@ -154,14 +155,18 @@ class LanguagePipeline:
             self._ends.choose(name)
 
     @classmethod
-    def write_merged(cls, adapters: Path, directory: Path, precision: Precision) -> str | None:
+    def write_merged(cls, adapters: Path, directory: Path, precision: Precision) -> WrittenModel:
         """Write the base of a checkpoint with its adapters merged, as a whole model for ``from_pretrained``.
 
         A base of 8 or 4 bits is merged by its dequantised values, as in training. Raises ``UsageError`` for a missing
         or different base, and for values out of the range of ``precision``.
         """
         # Merged in fp32 and rounded once, at the end.
-        model = adapted.load_merged(adapters)
+        model, outputs = adapted.load_merged(adapters, _examples)
+        if precision != "fp32":
+            adapted.round_weights(model, precision)
+            # Of the weights in memory: only what was not read back from the files can prove them.
+            outputs = adapted.outputs(model, _examples(model))
         adapted.save_whole(model, directory, precision)
         tokenizers.load_tokenizer(str(adapters), None).save_pretrained(directory)
         described = adapted.read_description(adapters)
@@ -169,6 +174,7 @@ class LanguagePipeline:
         parts = {name: described[name] for name in (*DESCRIBED, "format") if name in described}
         config = json.loads((directory / "config.json").read_text("utf-8"))
         atomic_files.write_json_in_place(directory / "config.json", config | parts)
+        return WrittenModel(outputs=outputs)
 
     def __call__(
         self,
@@ -253,9 +259,7 @@ class LanguagePipeline:
 
     def examples(self) -> list[Example]:
         """Return a forward of drawn tokens. Its logits depend on all weights used by these tokens."""
-        config: Any = self.model.config
-        tokens = continuing.example_tokens(EXAMPLE_SHAPE, config.get_text_config().vocab_size)
-        return [Example("logits of the next token", {"input_ids": tokens}, exported_model.logits)]
+        return _examples(self.model)
 
     # ------------------------------------------------------------------------------------------------------------ parts
     def _new_tokens(self, given: int, asked: int | None) -> int:
@@ -281,6 +285,13 @@ class LanguagePipeline:
         return self.tokenizer.decode(new, skip_special_tokens=True)
 
 
+def _examples(model: nn.Module) -> list[Example]:
+    config: Any = model.config
+    tokens = continuing.example_tokens(EXAMPLE_SHAPE, config.get_text_config().vocab_size)
+    return [Example("logits of the next token", {"input_ids": tokens}, exported_model.logits)]
+
+
+@without_bars_in_logs()
 def _whole_model(directory: Path) -> nn.Module:
     """Read config.json and weights, averaged ones where there are any."""
     try:

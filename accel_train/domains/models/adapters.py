@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -243,8 +244,10 @@ def scaled_adapter(parts: Iterable[nn.Module], name: str, scale: float) -> Gener
 def merge_adapter(model: nn.Module, name: str) -> None:
     """Add an adapter to the weights of its base, and take all adapters off, in place.
 
-    The base must be in a float dtype. Raises ``UsageError`` if a merged weight is not finite.
+    The base must be in a float dtype. A layer that shares its weight, as a head tied to the embeddings does, gets its
+    own. Raises ``UsageError`` if a merged weight is not finite, and for a model that is always tied.
     """
+    _untie_adapted(model)
     paths = [path for path, module in model.named_modules() if hasattr(module, "get_base_layer")]
     for path in paths:
         layer: Any = model.get_submodule(path)
@@ -257,6 +260,26 @@ def merge_adapter(model: nn.Module, name: str) -> None:
         model.set_submodule(path, layer.get_base_layer())
     adapted: Any = model
     del adapted.peft_config
+
+
+def _untie_adapted(model: nn.Module) -> None:
+    """Give each adapted layer its own weight, and let transformers load and save it as such, in place."""
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    tied = [layer.get_base_layer() for layer in _adapted_layers(model) if owners[id(layer.get_base_layer().weight)] > 1]
+    if not tied:
+        return
+    for layer in tied:
+        # Merged in place, it would change the input embeddings too, which training left as they were.
+        layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+    untied: Any = model
+    for config in (untied.config, untied.config.get_text_config()):
+        config.tie_word_embeddings = False
+    # Some classes tie whatever their config says, and would drop the new weight when they are loaded.
+    if untied.get_expanded_tied_weights_keys(all_submodels=True):
+        raise UsageError(
+            f"{type(model).__name__} always ties its head to its embeddings, so an adapter on the head cannot be "
+            "merged; leave --merged out"
+        )
 
 
 def refuse_out_of_range(model: nn.Module, name: str, precision: Precision) -> None:

@@ -161,6 +161,8 @@ def inject(model: nn.Module, settings: Any, name: str) -> None:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         # It also warns of every further adapter, and a model may have several here.
         warnings.filterwarnings("ignore", "Already found a `peft_config` attribute", UserWarning)
+        # A merge unties the head (`merge_adapter`), and what training computes is right.
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
         # It settles by itself how each layer has its weight: GPT-2's Conv1D has it transposed.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)
         import_peft().inject_adapter_in_model(settings, model, name)
@@ -180,7 +182,21 @@ def describe_lora(model: nn.Module, config: LoraConfig) -> list[str]:
     share = 100 * trained / total
     base = f", on a base in {config.base_precision}" if config.base_precision in quantised.BITS else ""
     values = f"{trained:,} values trained, {share:.2f} %"
-    return [f"{config.variant} of rank {config.rank} on {layers} layers: {values}{base}"]
+    return [f"{config.variant} of rank {config.rank} on {layers} layers: {values}{base}", *_describe_tied_head(model)]
+
+
+def _describe_tied_head(model: nn.Module) -> list[str]:
+    """Return a notice of an adapter on a head that shares its weight with the input embeddings."""
+    if not hasattr(model, "get_output_embeddings"):
+        return []
+    plain: Any = model
+    head = plain.get_output_embeddings()
+    if not hasattr(head, "get_base_layer") or head.weight is not plain.get_input_embeddings().weight:
+        return []
+    return [
+        "the adapter on the head changes the output alone, and not the input embeddings tied to it; export --merged "
+        "writes the two as separate weights (tie_word_embeddings: false)"
+    ]
 
 
 def count_layers(model: nn.Module) -> int:

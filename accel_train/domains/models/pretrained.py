@@ -41,11 +41,19 @@ def without_notices_of_imports() -> Generator[None]:
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
+    # DeepSpeed sets its level while it is imported, which a filter outlives.
+    deepspeed = logging.getLogger("DeepSpeed")
+    deepspeed.addFilter(_is_error)
     try:
         yield
     finally:
+        deepspeed.removeFilter(_is_error)
         for logger, before in zip(loggers, levels, strict=True):
             logger.setLevel(before)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 @contextmanager

@@ -6,7 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,13 @@ from torch import Tensor
 import accel_train
 from accel_train import cli
 from accel_train.config import UsageError
+from accel_train.domains.language import adapted
 from accel_train.domains.language.pipeline import LanguagePipeline, write_files
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.samples import EvaluationConfig
 from accel_train.domains.models import lora, quantised
+from accel_train.export.proof import ProofError
+from accel_train.precision import dtype_of
 from recipes import causal_lm
 from tests.domains.language import tiny
 from tests.trained import adapter_run, language_run
@@ -69,7 +74,10 @@ def with_peft(base: Path, folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     plain: Any = AutoModelForCausalLM.from_pretrained(base)
-    return peft.PeftModel.from_pretrained(plain, folder).eval()
+    with warnings.catch_warnings():
+        # Of an adapter on a tied head.
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+        return peft.PeftModel.from_pretrained(plain, folder).eval()
 
 
 @pytest.mark.parametrize(
@@ -258,6 +266,107 @@ def test_a_merged_export_has_the_precision_asked_for(
 ) -> None:
     assert cli._main(["export", str(run), str(tmp_path / "out"), "--merged", "--precision", precision]) == 0
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
+
+
+TIED = {
+    "llama": replace(tiny.LLAMA, tie_word_embeddings=True),
+    "qwen2": replace(tiny.LLAMA, config="qwen2", tie_word_embeddings=True),
+    "gpt2": ModelConfig(config="gpt2", hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    "gemma2": replace(tiny.LLAMA, config="gemma2", tie_word_embeddings=True),
+}
+"""The third has linear layers of its own kind, and the last two are exported with transformers' class."""
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("llama", "fp32"),
+        ("qwen2", "bf16"),
+        ("gpt2", "fp32"),
+        pytest.param("gemma2", "fp32", marks=pytest.mark.slow),
+        pytest.param("gpt2", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_a_merged_head_is_untied_from_the_embeddings(
+    name: str, precision: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An adapter on the head changes the output alone, and the files say so to transformers."""
+    from transformers import AutoModelForCausalLM
+
+    base = tiny.save(tmp_path / "base", TIED[name])
+    run = adapter_run(tmp_path / "run", base, targets=("lm_head",))
+    assert cli._main(["export", str(run), str(tmp_path / "adapters")]) == 0
+    expected = logits(with_peft(base, tmp_path / "adapters"))
+    assert torch.equal(logits(load(run).model), expected)
+    capfd.readouterr()
+    out = tmp_path / "out"
+    assert cli._main(["export", str(run), str(out), "--merged", "--precision", precision]) == 0
+    assert capfd.readouterr().err == ""
+    assert not json.loads((out / "config.json").read_text())["tie_word_embeddings"]
+    before: Any = AutoModelForCausalLM.from_pretrained(base)
+    merged: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    embeddings = [model.get_input_embeddings().weight for model in (before, merged)]
+    assert torch.equal(embeddings[1], embeddings[0].to(dtype_of(precision)).float())
+    error = float((logits(merged.eval()) - expected).abs().max() / expected.abs().max())
+    assert error < (1e-5 if precision == "fp32" else 0.02)
+    stored = load_file(out / "example.safetensors")
+    tokens = stored["0.input_ids"]
+    with torch.no_grad():
+        unmerged = load(run).model(input_ids=tokens, use_cache=False).logits
+    assert torch.equal(stored["0.output.output"], unmerged) == (precision == "fp32")
+
+
+def test_a_wrong_merge_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any precision, by the outputs of base and adapters side by side."""
+    run = adapter_run(tmp_path / "run", base)
+    merge = adapted.merge_adapter
+
+    def wrong(model: Any, name: str) -> None:
+        merge(model, name)
+        model.get_input_embeddings().weight.data += 0.1
+
+    monkeypatch.setattr(adapted, "merge_adapter", wrong)
+    with pytest.raises(UsageError, match=r"the model with its adapters merged has other outputs than the base"):
+        cli._main(["export", str(run), str(tmp_path / "out"), "--merged", "--precision", "bf16"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_read_back_otherwise_are_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples are of the model before it was written, or a head that is tied again would prove itself."""
+    run = adapter_run(tmp_path / "run", tiny.save(tmp_path / "base", TIED["llama"]), targets=("lm_head",))
+    save = adapted.save_whole
+
+    def tied_again(model: Any, directory: Path, precision: Any) -> None:
+        save(model, directory, precision)
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+        tensors = load_file(directory / "model.safetensors")
+        del tensors["lm_head.weight"]
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+    monkeypatch.setattr(adapted, "save_whole", tied_again)
+    with pytest.raises(ProofError, match=r"differ from those of the export"):
+        cli._main(["export", str(run), str(tmp_path / "out"), "--merged"])
+
+
+def test_a_head_that_is_always_tied_is_not_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    run = adapter_run(tmp_path / "run", tiny.save(tmp_path / "base", TIED["llama"]), targets=("lm_head",))
+    always = {"lm_head.weight": "model.embed_tokens.weight"}
+    monkeypatch.setattr(LlamaForCausalLM, "get_expanded_tied_weights_keys", lambda *_, **__: always)
+    with pytest.raises(UsageError, match=r"^LlamaForCausalLM always ties its head to its embeddings.*--merged out"):
+        cli._main(["export", str(run), str(tmp_path / "out"), "--merged"])
+
+
+def test_the_start_says_what_an_adapter_on_a_tied_head_changes() -> None:
+    for name, count in {"llama": 2, "untied": 1}.items():
+        model = tiny.model(TIED.get(name, tiny.LLAMA))
+        config = lora.LoraConfig(rank=2, targets=("lm_head",))
+        lora.apply_lora(model, config)
+        notices = lora.describe_lora(model, config)
+        assert len(notices) == count
+        assert (count == 1) or "not the input embeddings tied to it" in notices[1]
 
 
 def test_merging_needs_adapters(tmp_path: Path) -> None:
