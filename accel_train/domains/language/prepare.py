@@ -134,6 +134,9 @@ def _resolve_tokenizer(
     tokenizer, notices = _tokenizer(config, model, sources, cache)
     if saved is not None and earlier is not None:
         tokenizers.refuse_other_pieces(tokenizer, earlier.parent, resumes=True)
+    elif model.source is not None and config.tokenizer not in (None, model.source):
+        source = (model.source, model.revision)
+        notices += tokenizers.refuse_other_than_source(tokenizer, _named(config, model), *source)
     return tokenizer, notices
 
 
@@ -182,7 +185,8 @@ def _tokenizer(config: DataConfig, model: ModelConfig, sources: SplitSources, ca
             source, lambda: tokenizers.sampled(sources.training_texts()), size, cache
         )
     else:
-        tokenizer = tokenizers.load_tokenizer(name, model.revision if name == model.source else None)
+        of_source = name == model.source
+        tokenizer = tokenizers.load_tokenizer(name, model.revision if of_source else None, of_source=of_source)
     notices = tokenizers.set_pad_token(tokenizer)
     tokenizers.set_chat_template(tokenizer, config.chat_template)
     return tokenizer, notices

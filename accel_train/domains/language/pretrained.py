@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from accel_train import simulated
 from accel_train.config import PositiveInt, UsageError, expand_path, refuse_without_effect
 from accel_train.domains.models.lora import CPU, LoraConfig, adapter_config, apply_lora
-from accel_train.domains.models.pretrained import without_bars_in_logs, without_notices_of_imports
+from accel_train.domains.models.pretrained import near_folder, without_bars_in_logs, without_notices_of_imports
 from accel_train.pipeline import ADAPTER_DESCRIPTION, DESCRIBED
 from accel_train.precision import Precision
 from accel_train.store import strict_json
@@ -103,9 +103,10 @@ def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any
     of_text = config.get_text_config()
     if of_text.vocab_size < needed:
         raise UsageError(
-            f"--data.tokenizer: it has ids up to {needed - 1}, and the model {options.source or options.config!r} has "
-            f"embeddings of {of_text.vocab_size}. Use the model's own tokenizer (leave --data.tokenizer out), or train "
-            "from scratch with --model.config."
+            f"--model.source {options.source!r}: its embeddings have {of_text.vocab_size} rows, and the tokenizer "
+            f"has ids up to {needed - 1}: tokens were added to it without resizing the model. "
+            f"A row for each id is required: call model.resize_token_embeddings({needed}) of transformers, save model "
+            "and tokenizer in a folder and give it as --model.source; or take a tokenizer without the added tokens."
         )
     positions = positions_of(config)
     if positions is not None and positions < max_length:
@@ -185,7 +186,7 @@ def _load_config(name: str, revision: str | None = None) -> Any:
 
 def not_loaded(name: str, error: Exception) -> str:
     return (
-        f"--model.source {name!r} cannot be loaded ({one_line(error)}). "
+        f"--model.source {name!r} cannot be loaded{near_folder(name)} ({one_line(error)}). "
         "Required is the Hub id or folder of a causal language model with safetensors weights (without a network it "
         "must be in the cache); code from a repository is never run."
     )

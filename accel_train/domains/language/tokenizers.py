@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_train.config import UsageError, expand_path
 from accel_train.data.artifacts import cached_folder
-from accel_train.domains.models.pretrained import refuse_empty_vocabulary
+from accel_train.domains.models.pretrained import near_folder, refuse_empty_vocabulary
 
 TRAINED = "trained"
 MIN_VOCAB_SIZE = 300
@@ -88,19 +88,19 @@ def identity_of(tokenizer: Any) -> str:
     return hashlib.sha256(described.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def load_tokenizer(name: str, revision: str | None) -> Any:
-    """Load the tokenizer of a Hub id or folder. Raises ``UsageError`` for a missing or slow one."""
+def load_tokenizer(name: str, revision: str | None, *, of_source: bool = False) -> Any:
+    """Load the tokenizer of a Hub id or folder, with ``of_source`` that of the pretrained weights.
+
+    Raises ``UsageError`` for a missing or slow one.
+    """
     from transformers import AutoTokenizer
 
     try:
         # A tokenizer that warns of long texts does not know that they are split later.
         tokenizer: Any = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False, verbose=False)
     except Exception as error:  # failures of hub, network, code and format have no common type
-        raise UsageError(
-            f"tokenizer {name!r} cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]}). "
-            "Required is a folder with tokenizer.json or a Hub id (without a network it must be in the cache); code "
-            "from a repository is never run. Name another one with --data.tokenizer, or 'trained'."
-        ) from None
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UsageError(_source_not_loaded(name, reason) if of_source else _not_loaded(name, reason)) from None
     refuse_empty_vocabulary(f"tokenizer {name!r}", tokenizer)
     if not tokenizer.is_fast:
         raise UsageError(
@@ -108,6 +108,54 @@ def load_tokenizer(name: str, revision: str | None) -> Any:
             "required, which knows the place of each token in the text. Name a model with a fast tokenizer."
         )
     return tokenizer
+
+
+def _not_loaded(name: str, reason: str) -> str:
+    return (
+        f"tokenizer {name!r} cannot be loaded ({reason}). Required is a folder with tokenizer.json or a Hub id "
+        "(without a network it must be in the cache); code from a repository is never run. Name another one with "
+        "--data.tokenizer, or 'trained'."
+    )
+
+
+def _source_not_loaded(name: str, reason: str) -> str:
+    if expand_path(name).is_dir():
+        return (
+            f"--model.source {name!r}: its tokenizer cannot be loaded ({reason}). Required is a tokenizer.json beside "
+            "the weights, or in --data.tokenizer the tokenizer that they were trained with."
+        )
+    return (
+        f"--model.source {name!r}: is no folder{near_folder(name)}, and is not loaded from the Hub ({reason}). "
+        "Required is the folder or the Hub id of a causal language model (without a network it must be in the cache)."
+    )
+
+
+def refuse_other_than_source(tokenizer: Any, name: str, source: str, revision: str | None) -> list[str]:
+    """Raise ``UsageError`` for a tokenizer by which the weights of ``--model.source`` would read other pieces.
+
+    ``tokenizer`` was named ``name``. Added tokens may differ. Returns a notice if the source has none to compare with.
+    """
+    try:
+        known = load_tokenizer(source, revision)
+    except UsageError:
+        return [
+            f"{source} has no tokenizer that can be loaded, so nothing says whether its weights were trained with that "
+            f"of --data.tokenizer {name}"
+        ]
+    added = known.added_tokens_decoder.keys() | tokenizer.added_tokens_decoder.keys()
+    theirs = {number: piece for piece, number in known.get_vocab().items() if number not in added}
+    ours = {number: piece for piece, number in tokenizer.get_vocab().items()}
+    other = sorted(number for number in theirs if ours.get(number, theirs[number]) != theirs[number])
+    if not other:
+        return []
+    first = other[0]
+    here, there = ours[first], theirs[first]
+    raise UsageError(
+        f"--data.tokenizer {name}: {len(other)} of {len(theirs)} ids stand for other pieces of text than in the "
+        f"tokenizer of --model.source {source} (the first is {first}, {here!r} here and {there!r} there), so "
+        "its pretrained embeddings would mean nothing. Leave --data.tokenizer out, or train from scratch with "
+        "--model.config in place of --model.source."
+    )
 
 
 def refuse_other_pieces(tokenizer: Any, trained: Path | None, *, resumes: bool = False) -> None:

@@ -14,9 +14,9 @@ import torch
 from huggingface_hub import load_torch_model, snapshot_download
 from torch import nn
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, expand_path
 from accel_train.store.strict_json import json_sha256
-from accel_train.wording import shortened
+from accel_train.wording import did_you_mean, nearest, shortened
 
 DOWNLOAD_OPTIONS = ("revision", "cache_dir", "force_download", "local_files_only", "token")
 """Options passed by the hub mixin to `_from_pretrained` besides the model's own arguments."""
@@ -69,6 +69,15 @@ def without_bars_in_logs() -> Generator[None]:
     finally:
         if silenced:
             of_transformers.enable_progress_bar()
+
+
+def near_folder(name: str) -> str:
+    """Return a question for a path that is not there and differs little from a folder beside it, or nothing."""
+    path = expand_path(name)
+    if path.exists() or not path.parent.is_dir():
+        return ""
+    meant = nearest(path.name, [child.name for child in path.parent.iterdir() if child.is_dir()])
+    return did_you_mean(None if meant is None else str(Path(name).with_name(meant)))
 
 
 def load_pretrained(

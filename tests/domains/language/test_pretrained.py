@@ -153,7 +153,7 @@ def test_weights_that_would_stay_random_are_refused(tmp_path: Path) -> None:
 def test_a_vocabulary_or_positions_too_few_are_refused_with_the_numbers(tmp_path: Path) -> None:
     tiny.save(tmp_path)
     larger = tokenizers.train_tokenizer(tiny.TEXTS * 2 + ["entirely different words of another text"], 340)
-    with pytest.raises(UsageError, match=r"--data.tokenizer: it has ids up to 339, .* has embeddings of 320"):
+    with pytest.raises(UsageError, match=r"embeddings have 320 rows, .* ids up to 339: .*_embeddings\(340\)"):
         pretrained.resolve_config(ModelConfig(source=str(tmp_path)), larger, 64)
     with pytest.raises(UsageError, match=r"--data.max_length 4096: 'llama' has 2048 positions. Give 2048 or less"):
         pretrained.resolve_config(tiny.LLAMA, tiny.tokenizer(), 4096)
@@ -181,7 +181,7 @@ def test_a_source_of_pictures_and_texts_is_read_by_its_config_of_texts(kind: str
         pretrained.resolve_config(options, tiny.tokenizer(), 97)
     larger = tiny.tokenizer()
     larger.add_tokens(["another"])
-    with pytest.raises(UsageError, match=r"ids up to 320, .* has embeddings of 320"):
+    with pytest.raises(UsageError, match=r"embeddings have 320 rows, .* ids up to 320: tokens were added"):
         pretrained.resolve_config(options, larger, 64)
 
 

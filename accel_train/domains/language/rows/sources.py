@@ -118,7 +118,7 @@ class DataConfig:
         """Raise ``UsageError`` for options of a trained tokenizer with a model that has its own."""
         if source is not None and self.tokenizer is None:
             because = f"with model.source: {source}, whose tokenizer is used"
-            refuse_without_effect(self, "data", ["vocab_size"], because, f"set the tokenizer to {tokenizers.TRAINED}")
+            refuse_without_effect(self, "data", ["vocab_size"], because, "train from scratch without --model.source")
 
 
 def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by: SampleBy, cache: Path) -> RowBlocks:
