@@ -16,6 +16,7 @@ from accel_train.data.tables.row_blocks import RowBlocks
 from accel_train.data.tables.text_sources import content_key, text_key
 from accel_train.domains.language import packing, templates
 from accel_train.domains.language.packing import Encoded, EncodedBlock, Tokens
+from accel_train.domains.language.rows import roles
 from accel_train.domains.language.rows.forms import DEFAULT_COLUMN, FORMS, Fault, Row, parsed
 from accel_train.domains.language.rows.sources import has_come_before
 
@@ -29,6 +30,8 @@ UNREAD = "unread "
 """Before the name of a form in the count of training rows that are read by another one."""
 BESIDE = "beside "
 """Before the name of a field in the count of training rows of which a named column alone is read."""
+ROLE = "role "
+"""Before a role that is not known in the count of training messages that have it."""
 LONGEST = "longest"
 """Tokens of the longest training row of a block that is split or cut. A sum over blocks has no meaning."""
 KEY_BYTES = 16
@@ -89,7 +92,7 @@ class _Block:
 
         Of the training split: rows ``split`` or ``cut`` for their length, chats of ``several`` texts, the tokens
         ``repeated`` in all of these but the last, chats with parts that are `UNWRITTEN`, rows with forms that are
-        `UNREAD`, and rows with fields `BESIDE` the column that the user named.
+        `UNREAD`, rows with fields `BESIDE` the column that the user named, and messages of each unknown `ROLE`.
         """
 
     def add_all(self, rows: Sequence[Row]) -> None:
@@ -142,6 +145,7 @@ class _Block:
             self._counts[(BESIDE if by_column else UNREAD) + name] += 1
         for part in encoded.unwritten:
             self._counts[UNWRITTEN + part] += 1
+        self._counts.update(ROLE + name for name in roles.unknown(row.messages))
         if length > limit:
             self._counts["split" if is_plain else "cut"] += 1
             self._counts[LONGEST] = max(self._counts[LONGEST], length)
@@ -195,8 +199,9 @@ def unread_notices(counts: Counter[str], column: str) -> list[str]:
 
 
 def chat_notices(counts: Counter[str], answer_end: int | None) -> list[str]:
-    """Return notices of chats that are several texts, of what the template does not write, and of no end."""
-    notices: list[str] = []
+    """Return notices of chats that are several texts, of roles and parts that are not learned, and of no end."""
+    others = {name.removeprefix(ROLE): count for name, count in counts.items() if name.startswith(ROLE)}
+    notices = roles.notices(others)
     if several := counts["several"]:
         notices.append(
             f"{several:,} chats are a text for each answer, because the chat template rewrites earlier ones (it may "

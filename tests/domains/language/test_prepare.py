@@ -493,6 +493,36 @@ def test_texts_beside_a_named_column_are_counted(tmp_path: Path) -> None:
     assert f"not read: 'answer' ({train} rows), 'note' (" in notice
 
 
+def test_messages_of_unknown_roles_are_counted(tmp_path: Path) -> None:
+    """A template may write any role, and only the assistant's is learned."""
+    (tmp_path / "plain.jinja").write_text(tiny.CHATML)
+    user = {"role": "user", "content": "Who?"}
+    chats = [
+        {"messages": [user, ANSWER, user, {"role": role, "content": f"{n}"}]}
+        for n, role in enumerate(["asistant"] * 3 + ["narrator", "tool"])
+    ]
+    options: dict[str, Any] = {"heldout_fraction": 0.001, "chat_template": str(tmp_path / "plain.jinja")}
+    data = prepared(tmp_path, *LINES, *chats, **options)
+    (notice,) = (notice for notice in data.notices if "unknown roles" in notice)
+    assert "never learned: 'asistant' (did you mean 'assistant'?): 3, 'narrator': 1. Only the role" in notice
+
+
+def test_another_tokenizer_than_that_of_the_weights_is_refused(tmp_path: Path) -> None:
+    """Named or trained, in a new run; one with more tokens is taken, and a resume is bound to its checkpoint."""
+    source = ModelConfig(source=str(tiny.save(tmp_path / "base")))
+    tokenizers.train_tokenizer(["quite other words"] * 9, 320).save_pretrained(tmp_path / "other")
+    for name in (str(tmp_path / "other"), tokenizers.TRAINED):
+        with pytest.raises(UsageError, match=rf"--data.tokenizer {name}: \d+ of \d+ ids stand for other pieces"):
+            prepared(tmp_path, *[f"{line} zebra" for line in LINES], model=source, tokenizer=name)
+    more = tiny.tokenizer()
+    more.add_tokens(["<|end|>"], special_tokens=True)
+    more.save_pretrained(tmp_path / "more")
+    assert "<|end|>" in prepared(tmp_path, model=source, tokenizer=str(tmp_path / "more")).tokenizer.get_vocab()
+    (tmp_path / "base" / "tokenizer.json").unlink()
+    data = prepared(tmp_path, model=source, tokenizer=str(tmp_path / "other"))
+    assert any("has no tokenizer that can be loaded" in notice for notice in data.notices)
+
+
 def test_what_the_template_does_not_write_is_counted(tmp_path: Path) -> None:
     (tmp_path / "plain.jinja").write_text(tiny.CHATML)
     user, answer = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Friends."}

@@ -237,7 +237,10 @@ def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
         ({"Instruction": "a", "input": "", "Output": "b"}, "; write 'Instruction', 'Output' in lower case"),
         ({"Text": "a"}, "; set --data.text_column Text"),
         ({"frage": "a", "antwort": "b"}, r"of its texts \['antwort', 'frage'\] write what is asked as 'prompt'"),
-        ({"conversations": [{"from": "human", "value": "x"}]}, "no message has the role 'assistant'"),
+        (
+            {"conversations": [{"from": "human", "value": "x"}]},
+            "no message has the role 'assistant', so there is nothing to learn; its roles are 'user'",
+        ),
         ({"conversations": "x"}, "'conversations' is 'x'; a list of messages is required"),
         ({"instruction": "a", "output": 3}, "'output' is int, text is required"),
         ({"instruction": "a", "output": " "}, "'output' is empty"),
@@ -276,6 +279,14 @@ def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
         ({"messages": []}, "a list of messages is required"),
         ({"messages": [{"content": "x"}]}, "message 1 is .* an object with 'role' and 'content' is required"),
         ({"messages": [USER]}, "no message has the role 'assistant', so there is nothing to learn"),
+        (
+            {"messages": [{"role": "human", "content": "x"}, {"role": "gpt", "content": "y"}]},
+            "its roles are 'human', 'gpt', ShareGPT's names: write 'user' and 'assistant', or its 'conversations'",
+        ),
+        (
+            {"messages": [USER, {"role": "Asistant", "content": "y"}]},
+            "its roles are 'user', 'Asistant'; write 'assistant' in place of 'Asistant'",
+        ),
         # The escapes of JSON can spell half a pair, as an emoji cut in two.
         ({"text": "\ud83d lone"}, "'text' holds half of a surrogate pair, which is no character"),
         ({"prompt": "\ud83d", "completion": "x"}, "'prompt' holds half of a surrogate pair"),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from accel_train.data.tables import hub_datasets
 from accel_train.data.tables.formats import KINDS
+from accel_train.domains.language.rows import roles
 from accel_train.domains.language.rows.remedies import ASKED, remedy
 
 FILES = tuple(KINDS)
@@ -23,8 +24,6 @@ SHAREGPT = "conversations"
 """ShareGPT's field of messages, which have ``from`` and ``value``. Some data have it with ``role`` and ``content``."""
 TRAINED = ("train", "training")
 """Axolotl's names for the weight of a message, which are true or false."""
-SPEAKERS = {"human": "user", "gpt": "assistant"}
-"""Roles by ShareGPT's names, where they differ."""
 ALPACA = ("instruction", "input", "output")
 """Alpaca's fields: what the user asks, what it is about, which may be missing or empty, and the answer."""
 PAIR = "prompt and completion"
@@ -263,7 +262,7 @@ def _plain_message(message: Any) -> Any:
     found = dict(message)
     if "role" not in found and {"from", "value"} <= set(found):
         speaker = found.pop("from")
-        role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+        role = roles.SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
         found = {"role": role, "content": found.pop("value"), **found}
     for name in TRAINED:
         trained = found.get(name)
@@ -330,8 +329,8 @@ def _messages_fault(messages: Any, name: str = "messages") -> str | None:
         fault = _content_fault(message)
         if fault is not None:
             return f"message {number} {fault}"
-    if not any(message["role"] == "assistant" for message in messages):
-        return "no message has the role 'assistant', so there is nothing to learn"
+    if not any(message["role"] == roles.LEARNED for message in messages):
+        return roles.nothing_learned(messages)
     return None
 
 

@@ -1,0 +1,47 @@
+"""Roles of messages: ShareGPT's names for them, and what is said of a role that is never learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accel_train.wording import did_you_mean, nearest, shortened
+
+LEARNED = "assistant"
+ROLES = (LEARNED, "user", "system", "developer", "tool", "function", "ipython")
+"""Roles that chat templates write. Most write any other one too, and it is not learned."""
+SPEAKERS = {"human": "user", "gpt": LEARNED}
+"""Roles by ShareGPT's names, where they differ."""
+SHOWN = 5
+
+
+def unknown(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the role of each message that has none of ``ROLES``."""
+    return [message["role"] for message in messages if message["role"] not in ROLES]
+
+
+def notices(counts: Mapping[str, int]) -> list[str]:
+    """Return a line on messages whose roles are not known, counted by role."""
+    if not counts:
+        return []
+    known = ", ".join(role for role in ROLES if role != LEARNED)
+    found = [f"{role!r}{did_you_mean(_meant(role))}: {count:,}" for role, count in sorted(counts.items())]
+    return [
+        f"messages of unknown roles, which are read and never learned: {shortened(found, SHOWN)}. Only the role "
+        f"{LEARNED!r} is learned; other known roles are {known}"
+    ]
+
+
+def nothing_learned(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the fault of a chat without an answer, with the roles that it has."""
+    roles = [*dict.fromkeys(str(message["role"]) for message in messages)]
+    fault = f"no message has the role {LEARNED!r}, so there is nothing to learn; its roles are "
+    fault += shortened([repr(role) for role in roles], SHOWN)
+    if "gpt" in roles:
+        return f"{fault}, ShareGPT's names: write 'user' and 'assistant', or its 'conversations' of 'from' and 'value'"
+    meant = [role for role in roles if _meant(role) == LEARNED]
+    return f"{fault}; write {LEARNED!r} in place of {meant[0]!r}" if meant else fault
+
+
+def _meant(role: str) -> str | None:
+    return SPEAKERS.get(role) or nearest(role, ROLES)
