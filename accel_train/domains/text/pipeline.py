@@ -18,7 +18,6 @@ from accel_train.config import UsageError, expand_path
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.masked_text import TextDiffusionConfig
 from accel_train.domains.models.mmdit import MultimodalMMDiT, MultimodalMMDiTConfig
-from accel_train.domains.models.pictures.captions import on_one_line
 from accel_train.domains.text.both_ways import (
     Batch,
     BothWays,
@@ -47,7 +46,13 @@ from accel_train.domains.text.modes import (
     refuse_unlearned_guidance,
 )
 from accel_train.domains.text.options import TextLatentOptions
-from accel_train.domains.text.trained_model import given_texts, learned_modes, load_both_ways, refuse_moved
+from accel_train.domains.text.trained_model import (
+    given_captions,
+    given_texts,
+    learned_modes,
+    load_both_ways,
+    refuse_moved,
+)
 from accel_train.pipeline import Example, describe, listed
 
 if TYPE_CHECKING:
@@ -222,7 +227,7 @@ class TextLatentPipeline:
         model that has not learned that.
         """
         grid = picture_grid(self.model.config, "prompt")
-        given = [on_one_line(caption) for caption in listed(captions)]
+        given = given_captions(captions)
         latents = torch.empty(len(given), *self.assets.latent_shape)
         with_caption = torch.tensor([caption != "" for caption in given], dtype=torch.bool)
         if not with_caption.all():
