@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -313,6 +314,8 @@ def write_page_of_step(report: Path, name: str, lines: Sequence[str], step: int)
 
 def quoted(text: str) -> str:
     """Return a text of any lines as one quoted line of Markdown."""
+    # Or a text that says `&lt;` would be shown as `<`. Any other `&` is itself to Markdown.
+    words = re.sub(r"&(?=#?\w+;)", "&amp;", " ".join(text.split()))
     # Or `<think>` and the like would be read as HTML, and not be seen.
-    words = " ".join(text.split()).replace("<", "&lt;")
+    words = words.replace("<", "&lt;")
     return f"> {words or '(empty)'}"

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import subprocess
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 
 from accel_train import cli
 from accel_train.config import UsageError
-from accel_train.metrics.recorder import write_page_of_step
+from accel_train.metrics.recorder import quoted, write_page_of_step
 from accel_train.watching.html_report import drawing
 from accel_train.watching.html_report.charts import BUCKETS, kept_points
 from accel_train.watching.html_report.drawing import linear_ticks, short
@@ -328,6 +329,17 @@ def test_markdown_of_any_kind_stays_whole() -> None:
         *("<ul>", "<li>a</li>", "<li>b</li>", "</ul>"),
         *("<p>c <q>d</q></p>", "<p>&lt;i&gt;</p>"),
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["&", "<", "&lt;", "&amp;", "&amp;lt;", "&&lt;<", "&#60;", "AT&T; R&D & <b>", "a &lt b; &lt", "&amp<"],
+)
+def test_a_quoted_text_is_shown_as_it_is(text: str) -> None:
+    (shown,) = markdown_html(f"said: {quoted(text)}")
+    assert unescape(shown) == f"<p>said: <q>{text}</q></p>"
+    # Beside what is HTML or an entity to Markdown nothing is escaped.
+    assert quoted("AT&T, R & D; &") == "> AT&T, R & D; &"
 
 
 def test_what_files_say_never_becomes_html(tmp_path: Path) -> None:

@@ -82,8 +82,9 @@ def _sample_html(line: str) -> str:
     before, quote, sample = line.partition("> ")
     if not quote:
         return escape(line)
-    # As `metrics.recorder.quoted` has escaped it.
-    return f"{escape(before)}<q>{escape(sample.replace('&lt;', '<'))}</q>"
+    # As `metrics.recorder.quoted` has escaped it. In this order: `&amp;lt;` is the text `&lt;`.
+    text = sample.replace("&lt;", "<").replace("&amp;", "&")
+    return f"{escape(before)}<q>{escape(text)}</q>"
 
 
 def _picture_html(path: Path) -> str:
