@@ -356,9 +356,25 @@ def _restore_random_state(states: Sequence[Any], accelerator: Accelerator) -> No
     random.setstate((version, tuple(internal), gauss))
     # Earlier versions saved none.
     if "numpy" in mine:
-        np.random.set_state(mine["numpy"])
+        _restore_numpy(mine["numpy"])
     if "cuda" in mine and torch.cuda.is_available():
         torch.cuda.set_rng_state(_from_hex(mine["cuda"]))
+
+
+def _restore_numpy(saved: dict[str, Any]) -> None:
+    ours = np.random.get_state(legacy=False)["bit_generator"]
+    theirs = saved["bit_generator"]
+    # A program may choose another one at any time, by `np.random.set_bit_generator`.
+    if theirs == ours:
+        np.random.set_state(saved)
+        return
+    logger.warning(
+        "numpy's global generator is %s and was %s when the checkpoint was saved, so its draws do not continue; "
+        "if the run draws from it, call np.random.set_bit_generator(np.random.%s()) before the checkpoint is restored",
+        ours,
+        theirs,
+        theirs,
+    )
 
 
 def _from_hex(text: str) -> Tensor:

@@ -31,6 +31,7 @@ from accel_train.checkpoints.snapshot import Snapshot
 from accel_train.commands import export
 from accel_train.config import UsageError
 from accel_train.hub.options import HubConfig
+from accel_train.rng import preserve_random_states
 from accel_train.store import atomic_files, commit, failpoints, manifest
 from accel_train.store.commit import CheckpointWriteError
 from accel_train.training.ema import Ema, EmaConfig
@@ -459,6 +460,27 @@ def test_each_global_generator_goes_on_after_a_resume(toy: Toy) -> None:
     atomic_files.write_json_in_place(saved.file("trainer_state.json"), state)
     restore.restore(run, toy.accelerator, toy.average.shards, toy.average)
     assert torch.equal(torch.rand(3), drawn[3])
+
+
+def test_another_generator_of_numpy_goes_on_or_is_left_out_with_a_notice(
+    toy: Toy, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        toy.train(CheckpointConfig(), 1)
+        drawn = np.random.random(5)
+        saved = commit.verify(toy.run.checkpoints / "checkpoint_00000001")
+        run = replace(toy.run, checkpoint=saved)
+        restore.restore(run, toy.accelerator, toy.average.shards, toy.average)
+        assert np.array_equal(np.random.random(5), drawn)
+        with preserve_random_states():
+            np.random.random(5)
+    finally:
+        np.random.set_bit_generator(usual)
+    assert "numpy" not in caplog.text
+    restore.restore(run, toy.accelerator, toy.average.shards, toy.average)
+    assert "numpy's global generator is MT19937 and was PCG64 when the checkpoint was saved" in caplog.text
 
 
 def test_a_manifest_tells_what_a_lost_run_json_told(toy: Toy) -> None:
