@@ -215,7 +215,8 @@ def read_lines(file: str | None, option: str = "text_file") -> list[str]:
 
 
 def listed(texts: str | Sequence[str]) -> list[str]:
-    """Return texts as a list. A single one is a sequence too, of letters, and counts as one text."""
+    """Return texts as a list. A single one counts as one text."""
+    # It is a sequence too, of letters.
     return [texts] if isinstance(texts, str) else list(texts)
 
 

@@ -46,13 +46,7 @@ from accel_train.domains.text.modes import (
     refuse_unlearned_guidance,
 )
 from accel_train.domains.text.options import TextLatentOptions
-from accel_train.domains.text.trained_model import (
-    given_captions,
-    given_texts,
-    learned_modes,
-    load_both_ways,
-    refuse_moved,
-)
+from accel_train.domains.text.trained_model import given_texts, learned_modes, load_both_ways, refuse_moved
 from accel_train.pipeline import Example, describe, listed
 
 if TYPE_CHECKING:
@@ -227,7 +221,7 @@ class TextLatentPipeline:
         model that has not learned that.
         """
         grid = picture_grid(self.model.config, "prompt")
-        given = given_captions(captions)
+        given = asked.captions(captions)
         latents = torch.empty(len(given), *self.assets.latent_shape)
         with_caption = torch.tensor([caption != "" for caption in given], dtype=torch.bool)
         if not with_caption.all():

@@ -12,7 +12,6 @@ from accel_train.config import UsageError
 from accel_train.domains.diffusion.latents import LatentDiffusionConfig
 from accel_train.domains.diffusion.sampling import LatentSamplingConfig, TextSamplingConfig
 from accel_train.domains.models.mmdit import MultimodalMMDiT
-from accel_train.domains.models.pictures.captions import on_one_line
 from accel_train.domains.models.pretrained import load_directory
 from accel_train.domains.text.both_ways import BothWays
 from accel_train.domains.text.dataset import DataAssets, load_assets
@@ -62,11 +61,6 @@ def given_texts(texts: str | Sequence[str], assets: DataAssets) -> list[str]:
         if not bool(maskable[assets.tokenizer.tokenise([text], assets.max_length).ids].any()):
             raise UsageError(f"text {text[:60]!r}: the tokenizer leaves no token of it; give a text with words")
     return given
-
-
-def given_captions(captions: str | Sequence[str]) -> list[str]:
-    """Return captions to draw as a list, in single spaces as training reads them."""
-    return [on_one_line(caption) for caption in pipeline.listed(captions)]
 
 
 Settings = tuple[LatentDiffusionConfig, TextSamplingConfig, LatentSamplingConfig, int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_train.config import expand_path
@@ -10,7 +11,7 @@ from accel_train.domains.models.pictures.captions import on_one_line
 from accel_train.domains.text.latents.drawn import cut_notices, write_pictures
 from accel_train.domains.text.latents.files import read_given
 from accel_train.domains.text.options import TextLatentOptions
-from accel_train.pipeline import read_lines
+from accel_train.pipeline import listed, read_lines
 
 if TYPE_CHECKING:
     from accel_train.domains.text.pipeline import TextLatentPipeline
@@ -21,14 +22,19 @@ def sample(pipeline: TextLatentPipeline, options: TextLatentOptions) -> list[str
     placed = pipeline.with_models(encoder=options.encoder, vae=options.vae)
     sampler = placed.with_sampling(steps=options.steps, temperature=options.temperature, guidance=options.guidance)
     if options.prompt:
-        captions = [on_one_line(prompt) for prompt in options.prompt]
-        pictures = sampler.draw(captions, seed=options.seed)
-        for notice in cut_notices(pipeline.assets, captions):
+        prompts = captions(options.prompt)
+        pictures = sampler.draw(prompts, seed=options.seed)
+        for notice in cut_notices(pipeline.assets, prompts):
             print(notice, file=sys.stderr)
-        return write_pictures(pictures, captions, options.seed, options.output)
+        return write_pictures(pictures, prompts, options.seed, options.output)
     if options.to == "latents":
         return _written_latents(sampler, options)
     return written(_texts(sampler, options), options.output)
+
+
+def captions(given: str | Sequence[str]) -> list[str]:
+    """Return captions to draw as training reads them."""
+    return [on_one_line(caption) for caption in listed(given)]
 
 
 def _texts(sampler: TextLatentPipeline, options: TextLatentOptions) -> list[str]:
