@@ -131,6 +131,40 @@ def test_an_elastic_restart_resumes(
     same_run(out, whole_of_two)
 
 
+@pytest.mark.slow
+@pytest.mark.fault(
+    "F9", injected="SIGKILL of one worker of two hosts under torchrun --max-restarts", outcome="all restart and resume"
+)
+@pytest.mark.parametrize("own_store", ["0", "1"], ids=["store_of_torchrun", "store_of_process_0"])
+def test_restarts_that_the_hosts_count_differently_resume(
+    out: Path, whole_of_two: Path, launched: list[Launched], own_store: str
+) -> None:
+    """The first host sees another one come back, which is no restart of its own: TORCHELASTIC_RESTART_COUNT differs."""
+    meeting = ("--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_id", "two")
+    command = torchrun(*meeting, "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--max_restarts", "1")
+    for _ in "ab":
+        agent = launch(out, *PAUSE, command=command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=own_store)
+        launched.append(agent)
+    until(lambda: acknowledged(out) == [5] and max(losses(out)) == 7)
+
+    def trainers() -> list[psutil.Process]:
+        return [p for agent in launched for p in workers(agent) if "trainer.py" in " ".join(p.cmdline())]
+
+    first = trainers()
+    next(p for p in first if p.environ()["RANK"] == "1").kill()
+
+    def counts() -> dict[str, str]:
+        variables = [p.environ() for p in trainers() if p not in first]
+        return {v["RANK"]: v["TORCHELASTIC_RESTART_COUNT"] for v in variables}
+
+    until(lambda: counts() == {"0": "0", "1": "1"}, lambda: str(counts()))
+    go_file(out).touch()  # for the second start, which passes step 7 again
+    outputs = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in launched]
+    assert [process.returncode for process in launched] == [0, 0], "\n".join(o[-3000:] for o in outputs)
+    assert "at step 5" in "".join(outputs)
+    same_run(out, whole_of_two)
+
+
 @pytest.mark.slow  # the same
 @pytest.mark.fault("F10", injected="SIGKILL of the torchrun agent", outcome="workers save and exit at once; resumes")
 def test_the_agent_dies(trainers: Trainers, out: Path, whole_of_two: Path, launched: list[Launched]) -> None:

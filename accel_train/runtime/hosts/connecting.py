@@ -32,7 +32,7 @@ def connect(
     minutes = math.ceil(timeout.total_seconds() / 60)
     os.environ["DEEPSPEED_TIMEOUT"] = str(max(1, minutes))
     interfaces.share_with_gloo(os.environ)
-    with meeting(_facts(requested, config, plugin), timeout):
+    with meeting(_facts(requested, config, plugin), timeout) as attempt:
         if requested.rehearsal:
             # Late: a real run has no use for it.
             from accel_train.runtime import rehearsal
@@ -43,7 +43,7 @@ def connect(
         store: dict[str, Any] = {}
         # DeepSpeed connects by itself.
         if requested.strategy != "deepspeed":
-            store = _store_of_this_attempt(timeout)
+            store = _store_of(attempt, timeout)
         PartialState(cpu=cpu, timeout=timeout, **store)
 
 
@@ -57,14 +57,14 @@ def _facts(requested: Requested, config: object, plugin: DeepSpeedPlugin | None)
     return {"launch settings": settings, **known}
 
 
-def _store_of_this_attempt(timeout: timedelta) -> dict[str, Any]:
-    """Return arguments of ``init_process_group`` for processes that torchrun has started again, else none.
+def _store_of(attempt: str | None, timeout: timedelta) -> dict[str, Any]:
+    """Return arguments of ``init_process_group`` for several processes that meet at torchrun's store, else none.
 
-    torchrun's store still holds the addresses of the processes that have ended, and torch 2.13 reads them again: new
-    ones would wait for those, until the timeout.
+    That store outlives its processes: after a restart it still holds the addresses of those that have ended, and torch
+    2.13 reads them again. New processes would wait for those, until the timeout.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    # The store of process 0 ends with it.
+    if attempt is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     world_size = int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -62,8 +62,10 @@ class _Missing(NamedTuple):
 
 
 @contextmanager
-def meeting(facts: Facts, timeout: timedelta) -> Generator[None]:
+def meeting(facts: Facts, timeout: timedelta) -> Generator[str | None]:
     """Wait for all processes and compare what they were started with, then connect them in the body. All ranks.
+
+    Yields the name of this attempt for ``PrefixStore``, or None where nobody was waited for.
 
     Raises ``UsageError`` on every process if one was started with other ``facts`` or, after ``timeout``, with another
     number of processes, and ``MissingProcessError`` if one does not come for any other cause. Does nothing for one
@@ -71,7 +73,7 @@ def meeting(facts: Facts, timeout: timedelta) -> Generator[None]:
     """
     # The other processes of a simulation are not there.
     if launched_processes(os.environ) == 1 or simulated.active() is not None:
-        yield
+        yield None
         return
     if dist.is_initialized():
         # Late: it has its place above this module, and is seldom needed.
@@ -82,13 +84,13 @@ def meeting(facts: Facts, timeout: timedelta) -> Generator[None]:
         mine = Started(socket.gethostname(), dist.get_rank(), facts)
         first, *others = [Started(*started) for started in gather_on_hosts(tuple(mine))]
         refuse_different_start(first, others)
-        yield
+        yield None
         return
     meeting_point = _Meeting(timeout)
     meeting_point.compare(facts)
     # It is open until here, because process 0 holds it for the others, whose groups connect through the same port.
     try:
-        yield
+        yield meeting_point.attempt
     except dist.DistError as error:
         error.add_note(
             "all processes had come, but could not be connected: one has ended since, or the hosts do not reach each "
@@ -118,21 +120,44 @@ class _Meeting:
         self._host = socket.gethostname()
         held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._is_holder = self._rank == 0 and not held_by_torchrun
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = self._open()
-        self._store = PrefixStore(f"accel_train/{attempt}/{self._world_size}", store)
+        self._arrivals = PrefixStore("accel_train", self._open())
+        self._number = self._arrivals.add("arrivals", 1)
+        self._answered = 0
+        self.attempt = str(self._number)
+
+    def join(self) -> None:
+        """Agree with process 0 on the name of this attempt, under which all meet: the number of its arrival.
+
+        torchrun keeps its store for processes that it starts again, and they must not meet those that have ended. Its
+        own count of restarts differs between hosts: only a host where a process failed counts one.
+        """
+        if self._rank > 0:
+            # Process 0 answers nobody after its meeting, so an answer never comes from an attempt that has ended.
+            answer = f"attempt_of/{self._number}"
+            self._wait(lambda: self._arrivals.check([answer]), self._describe_no_answer)
+            self.attempt = self._arrivals.get(answer).decode()
+        self._store = PrefixStore(f"{self.attempt}/{self._world_size}", self._arrivals)
         # For processes that count another number of them, and therefore wait at another place.
-        self._counts = PrefixStore(f"accel_train/{attempt}/counts", store)
+        self._counts = PrefixStore(f"{self.attempt}/counts", self._arrivals)
         self._counts.set(str(self._rank), json.dumps([self._world_size, self._host]))
+
+    def answer(self) -> None:
+        """Name this attempt to all that have arrived."""
+        # All, because this process may have arrived last. Those that have ended read nothing.
+        arrived = self._arrivals.add("arrivals", 0)
+        for number in range(self._answered + 1, arrived + 1):
+            self._arrivals.set(f"attempt_of/{number}", self.attempt)
+        self._answered = arrived
 
     def compare(self, facts: Facts) -> None:
         """Wait for all processes. Raises ``UsageError`` on each of them if their facts differ."""
+        self.join()
         text = packed(facts)
         # The facts first: whoever finds this process here may read them.
         self._store.set(f"facts/{self._rank}", text)
         self._store.set(f"here/{self._rank}", json.dumps([self._host, digest(text)]))
         names = [f"here/{rank}" for rank in range(self._world_size)]
-        self._wait(lambda: self._store.check(names), self._describe_missing)
+        self._wait(lambda: self._are_here(names), self._describe_missing)
         here: list[tuple[str, str]] = [json.loads(value) for value in self._store.multi_get(names)]
         # Read one by one, because the first that differs is refused.
         one_of_each = (self._started(rank, host) for rank, host in _one_of_each(here))
@@ -141,13 +166,12 @@ class _Meeting:
         except UsageError:
             self._let_others_read()
             raise
-        readers = self._store.add("readers", 1)
-        # torchrun keeps its store for processes that it starts again, and they must not meet those that have ended.
-        if readers == self._world_size:
-            for name in (*names, *(f"facts/{rank}" for rank in range(self._world_size)), "readers"):
-                self._store.delete_key(name)
-            for rank in range(self._world_size):
-                self._counts.delete_key(str(rank))
+
+    def _are_here(self, names: list[str]) -> bool:
+        # Again at every look: each process waits for its answer before it comes here.
+        if self._rank == 0:
+            self.answer()
+        return self._store.check(names)
 
     def _started(self, rank: int, host: str) -> Started:
         return Started(host, rank, json.loads(self._store.get(f"facts/{rank}")))
@@ -230,6 +254,12 @@ class _Meeting:
             f"process {shortened(others, 8)} was started with another number of processes than {self._world_size}; "
             "give the same --num_processes and --num_machines (torchrun: --nnodes, --nproc_per_node; WORLD_SIZE) "
             "on every host"
+        )
+
+    def _describe_no_answer(self) -> _Missing:
+        return _Missing(
+            f"process 0 of {self._world_size} processes, to connect to {self._place} (here: process {self._rank} on "
+            f"{self._host})"
         )
 
     def _describe_silence(self) -> _Missing:

@@ -24,6 +24,17 @@ def one_of_two(monkeypatch: pytest.MonkeyPatch) -> int:
     return port
 
 
+def joined(monkeypatch: pytest.MonkeyPatch, main: module._Meeting | None = None, **variables: int) -> module._Meeting:
+    """A process that takes part in the attempt of ``main``, or begins one."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    process = module._Meeting(timedelta(seconds=9))
+    if main is not None:
+        main.answer()
+    process.join()
+    return process
+
+
 def test_the_main_process_names_who_is_missing(
     one_of_two: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -42,12 +53,9 @@ def test_processes_that_count_another_number_of_them_are_named(
     one_of_two: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that was started with another --num_machines would wait for processes that nobody starts."""
-    monkeypatch.setenv("RANK", "0")
-    of_two = module._Meeting(timedelta(seconds=9))
+    of_two = joined(monkeypatch, RANK=0)
     assert of_two._describe_missing().other_counts == ""
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    of_three = module._Meeting(timedelta(seconds=9))
+    of_three = joined(monkeypatch, of_two, RANK=1, WORLD_SIZE=3)
     for one, other in ((of_two, f"1 on {of_two._host} of 3"), (of_three, f"0 on {of_two._host} of 2")):
         assert f"); process {other} was started with another number of processes than " in str(one._describe_missing())
     of_two._end = 0.0
@@ -62,10 +70,8 @@ def test_processes_that_count_another_number_of_them_are_named(
 def test_a_store_that_ends_while_who_is_missing_is_named_ends_the_wait(
     one_of_two: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", "0")
-    holders = [module._Meeting(timedelta(seconds=9))]
-    monkeypatch.setenv("RANK", "1")
-    other = module._Meeting(timedelta(seconds=9))
+    holders = [joined(monkeypatch, RANK=0)]
+    other = joined(monkeypatch, holders[0], RANK=1)
 
     def describe() -> module._Missing:
         holders.clear()
