@@ -20,7 +20,7 @@ from accel_train.metrics.logs import details, info, setup_logging
 from accel_train.runtime import early_stop, threads
 from accel_train.runtime.accelerator import build_accelerator, log_notices
 from accel_train.runtime.exiting import current_run
-from accel_train.runtime.main_alone import connect_hosts, failing_together, place_among_workers
+from accel_train.runtime.main_alone import connect_hosts, failing_together, on_main, place_among_workers
 from accel_train.runtime.strategy import strategy_of
 from accel_train.speed.apply import set_deterministic, set_up_device
 from accel_train.speed.attention.selection import check_name
@@ -96,6 +96,8 @@ def start(config: ExperimentConfig) -> Accelerator:
 def _set_up_directory(directory: Path, before: frozenset[Path], accelerator: Accelerator) -> None:
     """Set up logging into the run directory. A ``UsageError`` later on removes what was not there ``before``."""
     rank = accelerator.process_index
+    # Before the log is opened, because that of a living run is no place for a refused start.
+    on_main(accelerator, lambda: refused.refuse_held(directory))
 
     def remove_created(kind: type[BaseException] | None, *_: object) -> None:
         if _is_wrong_usage(kind):

@@ -131,9 +131,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> locks.Lock:
     try:
         lock = locks.acquire(directory)
     except locks.LockedError as holder:
-        raise UsageError(
-            f"output_dir: {directory} is in use by {holder}; give another --output_dir or end that run first"
-        ) from None
+        raise locks.in_use(directory, holder) from None
     except OSError as error:
         raise disk_error(error)(
             f"output_dir: {directory} cannot be locked: {error.filename}: {error.strerror}; it may be another user's: "

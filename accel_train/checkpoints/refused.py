@@ -260,3 +260,9 @@ def refuse_other_weights(init_from: str | None, saved: Mapping[str, Any], direct
         f"takes; give an unused --output_dir to begin from init_from, --overwrite to delete what is there and begin "
         f"here, or {back} to continue the run"
     )
+
+
+def refuse_held(directory: Path) -> None:
+    """Raise ``UsageError`` if a living process holds the lock of the run directory ``output_dir``."""
+    if holder := locks.holder_of(directory):
+        raise locks.in_use(directory, holder)

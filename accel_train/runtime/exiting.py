@@ -21,6 +21,7 @@ from typing import NoReturn, TextIO
 
 from accel_train.config import MendedError, UsageError, requested_output_dir
 from accel_train.launch_files.parents import launcher_with_traceback
+from accel_train.store.lock import holder_of
 
 SECONDS_TO_BE_HEARD = 5
 """Delay of the other local ranks after a usage error. torchrun ends all of them when the first one exits."""
@@ -285,10 +286,9 @@ def _report(text: str) -> None:
         shown += "\n" + _ignorable(launcher, "the error is the one above")
     print(shown, file=sys.stderr, flush=True)
     _log(text)
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        seconds = str(int(time.time()))
-        message = {"message": text, "errorCode": 2, "extraInfo": {"py_callstack": text, "timestamp": seconds}}
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        message = {"message": text, "errorCode": 2, "extraInfo": extra}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
@@ -313,7 +313,8 @@ def _log(text: str) -> None:
             handler.handle(record)
         return
     directory = requested_output_dir()
-    if not directory:
+    # A refused start must not write into the log of the run that is under way.
+    if directory is None or holder_of(directory):
         return
     path = directory / "logs" / f"rank_{_rank()}.log"
     when = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime())
@@ -329,8 +330,7 @@ def report_exit_code(code: int) -> None:
 
     Safe in a signal handler.
     """
-    path = os.environ.get(EXIT_CODE_VARIABLE)
-    if path:
+    if path := os.environ.get(EXIT_CODE_VARIABLE):
         # All ranks of a host append to the same file, each line in one write.
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.write(file, f"{_rank()} {code}\n".encode())

@@ -87,3 +87,22 @@ def acquire(directory: Path, purpose: str = "") -> Lock:
     lock.flush()
     os.register_at_fork(after_in_child=lock.close)  # workers of a loader outlive a killed trainer by seconds
     return Lock(lock, earlier, earlier_time)
+
+
+def holder_of(directory: Path) -> str | None:
+    """Return the name of the living process that holds the lock of a run directory, or None. Writes nothing.
+
+    A start at this very moment would be refused: not for a command that watches.
+    """
+    # No run, no locks on its file system, or no path.
+    with suppress(OSError, ValueError), (directory / LOCK_FILE).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read().decode(errors="replace").strip() or "another process"
+    return None
+
+
+def in_use(directory: Path, holder: object) -> UsageError:
+    """Build the error for a run directory that another process holds."""
+    return UsageError(f"output_dir: {directory} is in use by {holder}; give another --output_dir or end that run first")

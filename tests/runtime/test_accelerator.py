@@ -25,6 +25,7 @@ from accel_train.launch_files.requested import Requested
 from accel_train.runtime import accelerator as machine
 from accel_train.runtime import strategy
 from accel_train.runtime.exiting import current_run
+from accel_train.store import lock
 from accel_train.training.accumulation import GradientWindow
 
 ROOT = Path(__file__).parents[2]
@@ -167,6 +168,18 @@ def test_a_start_seeds_the_generators_of_whoever_draws_from_them(tmp_path: Path)
     first, other = draws(1), draws(2)
     assert draws(1) == first
     assert all(one != another for one, another in zip(first, other, strict=True))
+
+
+def test_a_start_in_the_directory_of_a_living_run_leaves_its_log_alone(tmp_path: Path) -> None:
+    log = tmp_path / "run" / "logs" / "rank_0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("of the living run\n")
+    running = lock.acquire(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"is in use by process \d+ on "):
+        startup.start(experiment.ExperimentConfig(output_dir=str(tmp_path / "run"), max_steps=1))
+    running.release()
+    assert log.read_text() == "of the living run\n"
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "logs"]
 
 
 def test_a_difference_that_only_shows_afterwards_is_refused() -> None:

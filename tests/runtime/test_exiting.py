@@ -14,6 +14,7 @@ import pytest
 
 from accel_train.runtime import exiting
 from accel_train.runtime.exiting import STARTED_AGAIN_VARIABLE, StartAgain, one_run, reported_exit_code, started_again
+from accel_train.store import lock
 from tests.waiting import PATIENCE_SECONDS, until
 
 ROOT = Path(__file__).parents[2]
@@ -216,6 +217,11 @@ def test_a_wrong_usage_is_in_the_log_of_the_run_where_there_is_one(
         "an earlier start",
         "accel_train.runtime.exiting: error (wrong usage, exit code 2): --seed fast",
     )
+    # Another run is under way there: the log is its own.
+    running = lock.acquire(tmp_path / "run")
+    exiting._log("error (wrong usage, exit code 2): --seed slow")
+    assert len(log.read_text().splitlines()) == 2
+    running.release()
     # The directory itself may be what is refused.
     for name in ("n" * 300, "a\0b"):
         monkeypatch.setattr(exiting, "requested_output_dir", lambda name=name: tmp_path / name)
