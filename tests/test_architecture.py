@@ -60,7 +60,6 @@ NEIGHBOURS_ALLOWED = {
     ("runtime", "speed.compiler"): "what a failed compiler says, to torch.compile and to DeepSpeed alike",
     ("options", "store.names"): "a config that lies in a run is known by its name",
     ("data", "store.names"): "files of a run that lie among the data are known by their names in one place",
-    ("runtime", "store.lock"): "a refused start leaves the log of the run alone that holds the directory",
     ("speed", "store"): "the smaller micro-batch after running out of memory is recorded in the run directory",
     ("training", "store"): "samples left out after a bad step are recorded in the run directory",
     ("checkpoints", "hub"): "a saver hands what it committed to the Hub, and a start may fetch a checkpoint from there",

@@ -60,7 +60,7 @@ def quotes() -> list[str]:
 
 
 def test_the_page_has_its_rows() -> None:
-    assert 30 <= len(rows()) <= 50
+    assert 30 <= len(rows()) <= 55  # with what only several hosts show
     assert len(quotes()) >= 30
     for row in rows():
         assert len(row) == 3, row

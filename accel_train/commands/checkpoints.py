@@ -254,7 +254,9 @@ def prune(run: str, *, dry_run: bool = False, flags: Mapping[str, Any] | None = 
     keep = _keep_options(place, directory, given)
     # A dry run deletes nothing, so it may also look at a run in training.
     with _lock_held(directory, needed=not dry_run):
-        plan, later = _plan(directory, keep)
+        # Under the lock nobody else writes. A dry run takes none, and what it finds may be a save in progress.
+        is_idle = not dry_run or lock.holder_of(directory) is None
+        plan, later = _plan(directory, keep, is_idle=is_idle)
         freed = {path: disk_bytes(path) for path in plan.remove}  # before `apply` deletes them
         freed |= {path: _state_bytes(path) for path in plan.strip}
         done = plan if dry_run else retention.apply(plan)
@@ -265,8 +267,11 @@ def prune(run: str, *, dry_run: bool = False, flags: Mapping[str, Any] | None = 
     return 1 if done.failed else 0
 
 
-def _plan(run: Path, keep: retention.Keep) -> tuple[retention.Plan, list[Path]]:
-    """Return the plan, and the damaged checkpoints it leaves alone: those newer than the newest verified."""
+def _plan(run: Path, keep: retention.Keep, *, is_idle: bool) -> tuple[retention.Plan, list[Path]]:
+    """Return the plan, and the damaged checkpoints it leaves alone: those newer than the newest verified.
+
+    With ``is_idle``, no process writes to the run, and unfinished saves are removed as well.
+    """
     verified, damaged, unreadable = retention.survey(run / "checkpoints", {})
     if not verified:
         raise UsageError(f"{run}: no checkpoint verifies, so nothing is deleted; see `verify`")
@@ -278,7 +283,9 @@ def _plan(run: Path, keep: retention.Keep) -> tuple[retention.Plan, list[Path]]:
     old = [path for path in damaged if path not in later]
     # The queue holds names only, so deleting a checkpoint would cancel its push at the next start.
     queued = HubQueue(run).names()
-    return retention.plan(verified, old, keep, newest=newest, busy=queued, unreadable=unreadable), later
+    plan = retention.plan(verified, old, keep, newest=newest, busy=queued, unreadable=unreadable)
+    unfinished = retention.leftovers(run / "checkpoints", newest) if is_idle else ()
+    return replace(plan, remove=(*plan.remove, *unfinished)), later
 
 
 def _keep_options(place: Place, run: Path, flags: dict[str, Any]) -> retention.Keep:

@@ -21,7 +21,6 @@ from typing import NoReturn, TextIO
 
 from accel_train.config import MendedError, UsageError, requested_output_dir
 from accel_train.launch_files.parents import launcher_with_traceback
-from accel_train.store.lock import holder_of
 
 SECONDS_TO_BE_HEARD = 5
 """Delay of the other local ranks after a usage error. torchrun ends all of them when the first one exits."""
@@ -313,8 +312,9 @@ def _log(text: str) -> None:
             handler.handle(record)
         return
     directory = requested_output_dir()
-    # A refused start must not write into the log of the run that is under way.
-    if directory is None or holder_of(directory):
+    # A refused start must not write into the log of the run that is under way. Looked up, as the modules below.
+    lock = sys.modules.get("accel_train.store.lock")
+    if directory is None or (lock is not None and lock.holder_of(directory)):
         return
     path = directory / "logs" / f"rank_{_rank()}.log"
     when = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime())

@@ -27,6 +27,7 @@ from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import fsync_directory, new_nonce, replace_json, set_aside, to_json
 from accel_train.store.manifest import MANIFEST, NAME, Checkpoint, checkpoint_name, committed
 from accel_train.store.strict_json import NO_FILE, Json, UnreadableError
+from accel_train.wording import shortened
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
 
-TEMPORARY = re.compile(r"\.(?:tmp|trash)-checkpoint_\d+-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
+TEMPORARY = re.compile(r"\.(?:tmp|trash)-checkpoint_(?P<step>\d+)-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 FileFacts = tuple[int, int, int, int, str]
@@ -317,21 +318,34 @@ def remove(path: Path) -> None:
 
 def sweep(directory: Path) -> list[Path]:
     """Delete unfinished directories of dead processes on this host and return them. One process, at the start."""
-    swept: list[Path] = []
-    if not directory.is_dir():
-        return swept
+    own, others = unfinished(directory)
+    for path in own:
+        shutil.rmtree(path, ignore_errors=True)
+    if others:
+        logger.warning(
+            "%d unfinished save(s) of other hosts stay in %s, because this host cannot see their processes: %s; once "
+            "these have ended, `accel-train checkpoints prune %s` deletes them",
+            len(others),
+            directory,
+            shortened([path.name for path in others], 3),
+            shlex.quote(str(directory.parent)),
+        )
+    return own
+
+
+def unfinished(directory: Path) -> tuple[list[Path], list[Path]]:
+    """List unfinished directories: of dead processes on this host, and of other hosts."""
+    own: list[Path] = []
+    others: list[Path] = []
     for path in directory.glob(".t*-checkpoint_*"):
         match = TEMPORARY.fullmatch(path.name)
         if match is None:
             continue
-        if match["host"] != socket.gethostname():  # this host cannot see if that process is alive
-            logger.warning(
-                "%s is of a process on host %s and stays; delete it once that process has ended", path, match["host"]
-            )
+        if match["host"] != socket.gethostname():
+            others.append(path)
         elif not _is_writer_alive(int(match["pid"]), path):
-            shutil.rmtree(path, ignore_errors=True)
-            swept.append(path)
-    return swept
+            own.append(path)
+    return own, sorted(others)
 
 
 def _is_writer_alive(pid: int, path: Path) -> bool:

@@ -211,6 +211,22 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
+def leftovers(directory: Path, newest: int) -> list[Path]:
+    """List unfinished saves and deletions of a run that no living process holds, of this host and of others.
+
+    ``newest`` is the newest step that verifies. A save beyond it that lacks its final name alone is not listed.
+    """
+    own, others = commit.unfinished(directory)
+    return [path for path in sorted(own + others) if not _is_worth_a_name(path, newest)]
+
+
+def _is_worth_a_name(unfinished: Path, newest: int) -> bool:
+    match = commit.TEMPORARY.fullmatch(unfinished.name)
+    assert match, f"{unfinished} is not the name of an unfinished save"
+    is_complete = unfinished.name.startswith(".tmp-") and (unfinished / manifests.MANIFEST).exists()
+    return is_complete and int(match["step"]) > newest
+
+
 def apply(plan: Plan) -> Plan:
     """Remove and strip; returns the plan with its failures. Never raises ``OSError``: a later call tries again.
 

@@ -33,7 +33,7 @@ from accel_train.config import UsageError
 from accel_train.domains.models.mmdit import MMDiTConfig, ModelConfig, MultimodalMMDiT, MultimodalMMDiTConfig
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.options.tree import to_tree
-from accel_train.store import atomic_files, commit, manifest, planning, strict_json, weights
+from accel_train.store import atomic_files, commit, lock, manifest, planning, strict_json, weights
 from tests.store.test_commit import unreadable
 from tests.store.test_weights import plant, read_weights
 from tests.waiting import PATIENCE_SECONDS
@@ -507,6 +507,24 @@ def test_prune_goes_by_the_options_of_the_run(run: Path, capsys: pytest.CaptureF
     assert call("prune", run / "checkpoints", "--keep_state_last", "1") == 0
     assert commit.verify(run / "checkpoints" / name(20)).manifest["state"] is False
     assert "optimizer/index.json" in commit.verify(run / "checkpoints" / name(30)).manifest["files"]
+
+
+def test_prune_removes_unfinished_saves_of_other_hosts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run / "checkpoints"
+    torn, complete = (folder / f".tmp-{name(step)}-node-0-41-abc{step}" for step in (20, 40))
+    shutil.copytree(folder / name(20), torn)
+    # A save that lacks its name alone may be all there is of the last hours.
+    shutil.copytree(folder / name(30), complete)
+    assert call("prune", run, "--dry-run", "--keep_last", "0") == 0
+    first, *_ = [line.split() for line in lines_of(capsys) if line.startswith(".tmp")]
+    assert first[:2] == [torn.name, "remove"]
+    assert torn.is_dir()
+    holder = lock.acquire(run)
+    assert call("prune", run, "--dry-run", "--keep_last", "0") == 0
+    assert torn.name not in capsys.readouterr().out  # the holder may be writing it
+    holder.release()
+    assert call("prune", run, "--keep_last", "0") == 0
+    assert (torn.exists(), complete.is_dir(), steps_in(run)) == (False, True, [10, 20, 30])
 
 
 FLAGS: dict[str, tuple[str, list[int]]] = {

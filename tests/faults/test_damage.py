@@ -364,7 +364,8 @@ def test_an_unfinished_save_of_another_host(trainers: Trainers, half: Path, whol
     foreign.mkdir()
     run = trainers.run(half, *EVERY)
     assert run.wait() == [0]
-    assert f"{foreign} is of a process on host elsewhere and stays" in run.output()
+    assert f"1 unfinished save(s) of other hosts stay in {foreign.parent}" in run.output()
+    assert f"{foreign.name}; once these have ended, `accel-train checkpoints prune {half}`" in run.output()
     assert debris(half) == [foreign.name]
     same_run(half, whole)
 
