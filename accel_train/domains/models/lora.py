@@ -46,8 +46,9 @@ class LoraConfig:
     scale for each output), and the rest is in `precision`; they are not sharded, so one process or DDP or ZeRO-1 and
     2."""
     targets: tuple[str, ...] | None = None
-    """Layers with an adapter: all-linear (all but the head), attention, or names such as q_proj v_proj, the last parts
-    of a module's path. None: all-linear of a language model, the projections of attention of a pipeline."""
+    """Layers with an adapter: all-linear (all but the head, and experts in 3-D parameters), attention, or names such as
+    q_proj v_proj, the last parts of a module's path. None: all-linear of a language model, the projections of attention
+    of a pipeline."""
 
     def __post_init__(self) -> None:
         if self.rank == 0:
@@ -182,7 +183,36 @@ def describe_lora(model: nn.Module, config: LoraConfig) -> list[str]:
     share = 100 * trained / total
     base = f", on a base in {config.base_precision}" if config.base_precision in quantised.BITS else ""
     values = f"{trained:,} values trained, {share:.2f} %"
-    return [f"{config.variant} of rank {config.rank} on {layers} layers: {values}{base}", *_describe_tied_head(model)]
+    line = f"{config.variant} of rank {config.rank} on {layers} layers: {values}{base}"
+    return [line, *_describe_experts(model, config), *_describe_tied_head(model)]
+
+
+def _describe_experts(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Return a notice of experts without adapters, where adapters were asked for on every linear layer."""
+    experts = _stacked_experts(model)
+    if not experts or not (config.targets is None or "all-linear" in config.targets):
+        return []
+    count = sum(parameter.numel() for parameter in experts.values())
+    frozen = sum(quantised.count_values(p) for p in model.parameters() if not p.requires_grad)
+    endings = shortened(sorted({_ending(name) for name in experts}), 3)
+    base = f", and are not in {config.base_precision}" if config.base_precision in quantised.BITS else ""
+    return [
+        f"{count:,} of {frozen:,} weights are in 3-D parameters of experts ({endings}) and have no adapter, because "
+        f"they are no linear layers{base}"
+    ]
+
+
+def _stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that hold the weights of several experts, by name."""
+    found: dict[str, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        # Kernels of convolutions and positions of pictures have three dimensions too.
+        if "expert" not in path.lower():
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 3:
+                found[f"{path}.{name}"] = parameter
+    return found
 
 
 def _describe_tied_head(model: nn.Module) -> list[str]:
@@ -191,6 +221,7 @@ def _describe_tied_head(model: nn.Module) -> list[str]:
         return []
     plain: Any = model
     head = plain.get_output_embeddings()
+    # peft's layer shows the weight of the layer inside.
     if not hasattr(head, "get_base_layer") or head.weight is not plain.get_input_embeddings().weight:
         return []
     return [
@@ -254,6 +285,8 @@ def target_layers(model: nn.Module, targets: Sequence[str], option: str = "lora.
         if not found:
             endings = sorted({_ending(name) for name in linear})
             hint = did_you_mean(nearest(target, [*GROUPS, *endings]))
+            if any(name.endswith(f".{target}") for name in _stacked_experts(model)):
+                hint = ", but a 3-D parameter of experts, which takes no adapter here"
             raise UsageError(
                 f"{option}: {target!r} is no linear layer of {type(model).__name__}{hint}; it has "
                 f"{shortened(endings, 12)}; or give all-linear or attention"

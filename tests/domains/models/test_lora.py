@@ -154,6 +154,32 @@ def test_options_without_effect_are_refused(options: Any, says: str) -> None:
         LoraConfig(**options)
 
 
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes: Any = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    heads: Any = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+
+
+def test_experts_without_an_adapter_are_counted() -> None:
+    """transformers holds all experts of a layer in two parameters of three dimensions, which are no linear layers."""
+    experts = sum(p.numel() for name, p in mixtral().named_parameters() if ".experts." in name)
+    base = sum(p.numel() for p in mixtral().parameters())
+    for targets, said in {None: True, ("q_proj", "all-linear"): True, ("attention",): False}.items():
+        model = mixtral()
+        config = LoraConfig(rank=2, targets=targets)
+        apply_lora(model, config)
+        notices = lora.describe_lora(model, config)[1:]
+        expected = (
+            f"{experts:,} of {base:,} weights are in 3-D parameters of experts (down_proj, gate_up_proj) and have no"
+        )
+        assert [notice.startswith(expected) for notice in notices] == [True] * said
+    with pytest.raises(UsageError, match=r"'gate_up_proj' is no linear layer of .*, but a 3-D parameter of experts"):
+        apply_lora(mixtral(), LoraConfig(rank=2, targets=("gate_up_proj",)))
+    assert len(lora.describe_lora(llama(), LoraConfig(rank=2))) == 1
+
+
 def test_an_unknown_layer_is_named_with_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"'q_pro' is no linear layer of LlamaForCausalLM \(did you mean 'q_proj'\?"):
         apply_lora(llama(), LoraConfig(rank=2, targets=("q_pro",)))
