@@ -50,6 +50,12 @@ def shortened(names: Sequence[str], limit: int, separator: str = ", ") -> str:
     return (separator.join(names[:limit]) or "nothing") + more
 
 
+def shown(value: object) -> str:
+    """``repr``, with the first 12 digits alone of a sha256: enough to tell two apart, and to find one in a log."""
+    is_hash = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
+    return repr(value[:12] if is_hash else value)
+
+
 def readable_size(size_bytes: float) -> str:
     """Format bytes with a decimal unit: ``402 MB``, ``4.2 GB``."""
     size = size_bytes

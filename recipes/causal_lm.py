@@ -168,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
     model_config = pinned(accelerator, config.model, "model.revision", config.run_options(), sources.at_commit)
     preparing = partial(prepare.prepare_data, config.data, model_config, earlier=earlier_assets(config.run_options()))
     data = startup.prepare_data(accelerator, preparing)
-    order = StepSampler(len(data.train), config.global_batch_size, config.seed)
+    order = StepSampler(len(data.train), config.global_batch_size, config.seed, more=data.more_samples)
     hf_config = pretrained.resolve_config(model_config, data.tokenizer, config.data.max_length)
     opened = experiment.open_on_data(
         config,

@@ -422,7 +422,7 @@ RESUMING = [
     Row(
         "I50",
         "",
-        r"data_fingerprint: '\w+' there, '\w+' now.*--allow data_fingerprint",
+        r"data_fingerprint: '\w{12}' there, '\w{12}' now.*--allow data_fingerprint",
         prepare=then(used_run, write("texts.jsonl", texts(65))),
     ),
     Row(
@@ -535,7 +535,7 @@ DATA = [
     Row(
         "R8-removed",
         SHARDS,
-        r"since the last start, removed: \S*1\.parquet .*data_fingerprint: '\w+' there, '\w+' now",
+        r"since the last start, removed: \S*1\.parquet .*data_fingerprint: '\w{12}' there, '\w{12}' now",
         prepare=removed_shard,
     ),
     Row(

@@ -116,6 +116,8 @@ class StepSampler:
     """Shuffle blocks, and rows within windows of blocks. None: shuffle all rows among each other."""
     schedule: BatchScheduleConfig = ONE_BATCH_SIZE
     """Other numbers of samples per step than `global_batch_size`, from some step on."""
+    more: str = "use more data"
+    """How to get more samples, as the end of an error message."""
 
     def __post_init__(self) -> None:
         size = self.dataset_size
@@ -129,12 +131,12 @@ class StepSampler:
         if max(self.schedule.sizes, default=1) > size:
             raise UsageError(
                 f"batch_schedule.sizes: {list(self.schedule.sizes)}: the dataset has {size} samples, and no step can "
-                f"have more; lower them to {size} or less, or use more data"
+                f"have more; lower them to {size} or less, or {self.more}"
             )
         if (self.schedule.max_size or 1) > size:
             raise UsageError(
                 f"batch_schedule.max_size: {self.schedule.max_size}: the dataset has {size} samples, and no step can "
-                f"have more; lower it to {size} or less, or use more data"
+                f"have more; lower it to {size} or less, or {self.more}"
             )
         self.refuse_small_data()
 
@@ -144,7 +146,7 @@ class StepSampler:
         if self.global_batch_size > size:
             raise UsageError(
                 f"global_batch_size: {self.global_batch_size}: the dataset has {size} samples, at least one global "
-                f"batch is required; lower it to {size} or less, or use more data"
+                f"batch is required; lower it to {size} or less, or {self.more}"
             )
 
     def batch_size(self, step: int) -> int:

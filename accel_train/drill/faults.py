@@ -69,11 +69,8 @@ class Sizes:
 
 
 def refuse_options_set_here(arguments: Sequence[str]) -> None:
-    """Raise ``UsageError`` for a flag overridden by the runs."""
-    for name in verification.given_flags(arguments):
-        if name in SET_HERE:
-            remedy = "give --steps N instead" if name == "max_steps" else "leave it out"
-            raise UsageError(f"--{name}: `accel-train drill` sets it in each of its runs; {remedy}")
+    """Raise ``UsageError`` for flags overridden by the runs."""
+    verification.refuse_given(arguments, SET_HERE, "drill", "--steps N")
 
 
 def choose(names: Sequence[str]) -> list[Fault]:

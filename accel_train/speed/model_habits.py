@@ -49,7 +49,9 @@ def dropout_warning(model: nn.Module) -> str | None:
         return None
     name, module = drawing[0]
     rates = sorted({rate for part in model.modules() for rate in _rates_in_config(part) if _is_of(model, rate)})
-    remedy = f"set {', '.join(rates)} of its config to 0" if rates else "set their rates to 0"
+    # Of a model that was read, with no option that sets them.
+    place = "in its config.json" if getattr(model, "name_or_path", "") else "of its config"
+    remedy = f"set {', '.join(rates)} {place} to 0" if rates else "set their rates to 0"
     return (
         f"dropout of {len(drawing)} modules ({name} is the first, a {type(module).__name__}) is drawn from torch's "
         "generator in each process: it is outside the promise that the trajectory does not depend on the machine; "

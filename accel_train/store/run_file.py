@@ -22,7 +22,7 @@ from accel_train.store import manifest as manifests
 from accel_train.store.atomic_files import replace_file
 from accel_train.store.names import CONFIG_FILE, DATA_CHANGED, DATA_FINGERPRINT, RUN_FILE
 from accel_train.store.strict_json import Json
-from accel_train.wording import shortened
+from accel_train.wording import shortened, shown
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def refuse_changes(
             continue
         if now is None and key in resolved:
             continue  # derived by the first start and kept
-        difference = f"{key}: {was!r} there, {now!r} now"
+        difference = f"{key}: {shown(was)} there, {shown(now)} now"
         if is_covered(key, allow):
             allowed.append(difference)
         else:

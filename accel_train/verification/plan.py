@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +46,22 @@ class Sizes:
 
 
 def refuse_options_set_here(arguments: Sequence[str]) -> None:
-    """Raise ``UsageError`` for a flag set by the runs themselves."""
-    for name in given_flags(arguments):
-        if name in SET_HERE:
-            remedy = "give --steps N before the recipe instead" if name == "max_steps" else "leave it out"
-            raise UsageError(f"--{name}: `accel-train verify` sets it in each of its runs; {remedy}")
+    """Raise ``UsageError`` for flags set by the runs themselves."""
+    refuse_given(arguments, SET_HERE, "verify", "--steps N before the recipe")
+
+
+def refuse_given(arguments: Sequence[str], names: Collection[str], command: str, steps: str) -> None:
+    """Raise ``UsageError`` for all flags of ``names`` at once, which a command sets in its runs."""
+    given = [name for name in dict.fromkeys(given_flags(arguments)) if name in names]
+    if not given:
+        return
+    # All of them, or each would cost a start of its own.
+    listed = ", ".join(f"--{name}" for name in given)
+    them = "it" if len(given) == 1 else "them"
+    remedies = [f"leave {them} out"] if given != ["max_steps"] else []
+    if "max_steps" in given:
+        remedies.append(f"give {steps} in place of --max_steps")
+    raise UsageError(f"{listed}: `accel-train {command}` sets {them} in each of its runs; {', and '.join(remedies)}")
 
 
 def given_flags(arguments: Sequence[str]) -> list[str]:

@@ -48,6 +48,11 @@ def test_dropout_that_a_config_sets_is_named_by_its_options() -> None:
     headed = GPT2DoubleHeadsModel(GPT2Config(**sizes, embd_pdrop=0.0, num_labels=1)).train()
     warning = str(model_habits.dropout_warning(headed))
     assert "set attn_pdrop, resid_pdrop, summary_first_dropout of its config to 0" in warning
+    # As from_pretrained notes it.
+    headed.name_or_path = "org/gpt2"
+    assert "set attn_pdrop, resid_pdrop, summary_first_dropout in its config.json to 0" in str(
+        model_habits.dropout_warning(headed)
+    )
     # Llama has no dropout module: its attention draws by itself.
     small: Any = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
     config = LlamaConfig(**small, num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.1)

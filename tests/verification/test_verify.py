@@ -157,6 +157,11 @@ def test_wrong_usage_is_refused_before_anything_runs(tmp_path: Path) -> None:
     assert "--max_steps: `accel-train verify` sets it" in refused(recipe, "--max_steps", "10")
     assert "--micro_batch_size" in refused(recipe, "demo", "--micro_batch_size=10")
     assert "--max_steps: `accel-train verify` sets it" in refused(recipe, "--max-steps", "10")
+    several = refused(recipe, "--micro_batch_size", "4", "--max_epochs", "None", "--max_steps", "9")
+    assert (
+        "--micro_batch_size, --max_epochs, --max_steps: `accel-train verify` sets them in each of its runs" in several
+    )
+    assert "leave them out, and give --steps N before the recipe in place of --max_steps" in several
     assert "--config_file FILE" in refused("--only", "launch_file", recipe)
     (tmp_path / "file").touch()
     assert "is not empty" in refused("--output", str(tmp_path), recipe)

@@ -26,7 +26,6 @@ from accel_train.domains.models.adapters import (
     refuse_whole_model,
 )
 from accel_train.domains.models.lora import ADAPTER, CPU, BasePrecision, LoraConfig, freeze_base
-from accel_train.domains.models.pretrained import without_bars_in_logs, without_notices_of_imports
 from accel_train.pipeline import ADAPTER_DESCRIPTION, Example
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import manifest, planning, strict_json, weights
@@ -208,6 +207,7 @@ def load_merged(directory: Path, examples: Callable[[nn.Module], Sequence[Exampl
     """
     model = load_adapted(directory, plain=True)
     before = outputs(model, examples(model))
+    # In place, so that there is one model in memory.
     merge_adapter(model, ADAPTER)
     # In fp32, because what a lower precision rounds would hide a wrong weight.
     for expected, found in zip(before, outputs(model, examples(model)), strict=True):
@@ -240,8 +240,7 @@ def round_weights(model: nn.Module, precision: Precision) -> None:
         parameter.data = parameter.data.to(dtype_of(precision)).float()
 
 
-@without_notices_of_imports()
-@without_bars_in_logs()
+@pretrained.quiet()
 def save_whole(model: nn.Module, directory: Path, precision: Precision) -> None:
     """Write config.json, generation_config.json and weights of a transformers model, cast to ``precision`` in place.
 

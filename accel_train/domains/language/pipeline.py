@@ -30,7 +30,6 @@ from accel_train.domains.models.adapters import (
     refuse_names,
     refuse_unknown,
 )
-from accel_train.domains.models.pretrained import without_bars_in_logs
 from accel_train.pipeline import ADAPTER_DESCRIPTION, DESCRIBED, Example, WrittenModel, describe, read_lines, settings
 from accel_train.precision import Precision
 from accel_train.store import atomic_files, weights
@@ -291,7 +290,7 @@ def _examples(model: nn.Module) -> list[Example]:
     return [Example("logits of the next token", {"input_ids": tokens}, exported_model.logits)]
 
 
-@without_bars_in_logs()
+@pretrained.quiet()
 def _whole_model(directory: Path) -> nn.Module:
     """Read config.json and weights, averaged ones where there are any."""
     try:

@@ -50,6 +50,9 @@ class LanguageData:
     ledger: Ledger = ()
     """Data seen before by the resumed run, if they may change."""
 
+    more_samples: str = "use more data"
+    """How to get more rows, as the end of an error message."""
+
     def end_answers(self, model: nn.Module) -> list[str]:
         """Let generation with the model end where the chat template ends an answer, and return a notice."""
         return end_answers(model, self.answer_end, self.tokenizer)
@@ -111,7 +114,20 @@ def prepare_data(
         *encoding.chat_notices(train.counts, answer_end),
     ]
     unigram = _unigram(train.targets)
-    return LanguageData(train_data, heldout_data, tokenizer, unigram, fingerprint, tuple(notices), answer_end, ledger)
+    more = _more_samples(config, train_data)
+    return LanguageData(
+        train_data, heldout_data, tokenizer, unigram, fingerprint, tuple(notices), answer_end, ledger, more
+    )
+
+
+def _more_samples(config: DataConfig, data: TokenDataset) -> str:
+    # Each text is a sample of its own already.
+    if not config.packing or data.texts <= len(data):
+        return "use more data"
+    return (
+        f"use more data, --data.no_packing or a smaller --data.max_length: a sample is a packed row of "
+        f"{config.max_length} tokens, and {data.texts:,} texts fill {len(data):,}"
+    )
 
 
 def _unigram(targets: Tensor) -> Tensor:
@@ -267,6 +283,12 @@ def _refuse_one_side(sources: SplitSources, train: PreparedTokens, heldout: Prep
             )
         _refuse_no_row(config.named, config, train.counts["bad"])
     held_out_rows = train.counts["heldout"] if heldout is None else heldout.counts["train"]
+    # Read again, which costs little where all of it is refused.
+    if heldout is None and rows_read > 1 and len({*contents(sources.train, config.text_column)}) == 1:
+        raise UsageError(
+            f"{config.named}: all {rows_read} rows have the same text, and equal rows are either all trained on or all "
+            "held out. Rows of at least 2 texts are required: bring others, or give --data.heldout_path."
+        )
     raise UsageError(
         f"{config.named}, --data.heldout_fraction {config.heldout_fraction:g}: {train.counts['train']} "
         f"training and {held_out_rows} held-out rows; at least 1 of each is required, with a token to learn. Bring "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -290,8 +291,14 @@ def _build(options: ModelConfig, config: Any, *, load_source: bool) -> nn.Module
     return _make(options, config, "eager", reads)
 
 
-@without_notices_of_imports()
-@without_bars_in_logs()
+@contextmanager
+def quiet() -> Generator[None]:
+    """Silence transformers where it says what this package says itself, or nobody has asked for."""
+    with without_notices_of_imports(), without_bars_in_logs():
+        yield
+
+
+@quiet()
 def _make(options: ModelConfig, config: Any, attention: str, reads: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config

@@ -120,6 +120,7 @@ def _not_loaded(name: str, reason: str) -> str:
 
 def _source_not_loaded(name: str, reason: str) -> str:
     if expand_path(name).is_dir():
+        # Not 'trained', by which the weights would read other pieces.
         return (
             f"--model.source {name!r}: its tokenizer cannot be loaded ({reason}). Required is a tokenizer.json beside "
             "the weights, or in --data.tokenizer the tokenizer that they were trained with."
@@ -142,6 +143,7 @@ def refuse_other_than_source(tokenizer: Any, name: str, source: str, revision: s
             f"{source} has no tokenizer that can be loaded, so nothing says whether its weights were trained with that "
             f"of --data.tokenizer {name}"
         ]
+    # Special tokens are renamed on purpose, such as the reserved ones of a base model.
     added = known.added_tokens_decoder.keys() | tokenizer.added_tokens_decoder.keys()
     theirs = {number: piece for piece, number in known.get_vocab().items() if number not in added}
     ours = {number: piece for piece, number in tokenizer.get_vocab().items()}

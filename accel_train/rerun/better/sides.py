@@ -22,6 +22,7 @@ from accel_train.store import strict_json
 from accel_train.store.manifest import Checkpoint
 from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT
 from accel_train.store.run_file import is_covered, recall
+from accel_train.wording import shown
 
 GROUP = "evaluation."
 """Prefix of the options that say how a recipe evaluates."""
@@ -124,8 +125,8 @@ def refuse_different(a: Side, b: Side, options_a: Tree, options_b: Tree) -> None
     """Raise ``UsageError`` for other data or another evaluation, with the values of both sides."""
     if a.fingerprint != b.fingerprint:
         raise UsageError(
-            f"A was trained with data of fingerprint {a.fingerprint}, B with {b.fingerprint}: they have other held-out "
-            "samples, so no difference can be paired; give two checkpoints of the same data"
+            f"A was trained with data of fingerprint {shown(a.fingerprint)}, B with {shown(b.fingerprint)}: they have "
+            "other held-out samples, so no difference can be paired; give two checkpoints of the same data"
         )
     ours = flatten(options_a)
     theirs = flatten(options_b)

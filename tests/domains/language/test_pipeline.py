@@ -198,6 +198,9 @@ def test_the_command_answers_as_the_pipeline_does(
     out = tmp_path / "out.jsonl"
     assert sample(run, "--messages", json.dumps(CHAT), *drawn, "--output", out) == 0
     assert json.loads(out.read_text("utf-8")) == {"prompt": CHAT, "answer": expected[3]}
+    (tmp_path / "chat.json").write_text(json.dumps(CHAT))
+    assert sample(run, "--messages", tmp_path / "chat.json", *drawn, "--output", out) == 0
+    assert json.loads(out.read_text("utf-8")) == {"prompt": CHAT, "answer": expected[3]}
     (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
     named = {"tools": TOOLS, "chat_template_kwargs": {"mood": "grave"}}
     for tools in (json.dumps(TOOLS), str(tmp_path / "tools.json")):
@@ -216,6 +219,8 @@ def test_the_command_answers_as_the_pipeline_does(
     [
         ([], "nothing to continue: give --text"),
         (["--messages", "[{"], "no JSON"),
+        (["--messages", "hello"], r"messages 'hello': no JSON .*; give '\[{.* file .json of it, or .* with --text"),
+        (["--messages", "none.json"], "messages 'none.json' cannot be read .* a file with a list of messages"),
         (["--messages", '{"role": "user"}'], "a list of messages is required"),
         (["--text_file", "none.txt"], "text_file none.txt: cannot be read"),
         (["--text", "a", "--top_p", "0"], "top_p"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from accel_train.config import UsageError
+from accel_train.data.sampler import StepSampler
 from accel_train.data.tables.ledger import Span, write_ledger
 from accel_train.domains.language import perplexity, prepare, tokenizers
 from accel_train.domains.language.packing import IGNORED
@@ -445,7 +446,7 @@ def test_of_a_few_rows_one_is_held_out(tmp_path: Path) -> None:
     bad = prepared(tmp_path / "bad", *LINES[:3], {"text": ""}, heldout_fraction=1e-9, max_bad_rows=1)
     assert "1 bad rows left out" in bad.notices
     (tmp_path / "same").mkdir()
-    with pytest.raises(UsageError, match=r"0\s+training and 2 held-out rows; at least 1 of each is required"):
+    with pytest.raises(UsageError, match="all 2 rows have the same text, and equal rows are either all trained on"):
         prepared(tmp_path / "same", "Stand, ho!", "Stand, ho!", heldout_fraction=1e-9)
 
 
@@ -624,6 +625,26 @@ def test_a_vocabulary_below_the_bytes_is_refused(tmp_path: Path) -> None:
 def test_one_row_leaves_none_to_evaluate_on(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"1 training and 0 held-out rows|0 training and 1 held-out rows"):
         prepared(tmp_path, "one row alone")
+
+
+def test_equal_rows_are_all_on_one_side(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"all 5 rows have the same text, .* bring others, or give --data.heldout_path"
+    ):
+        prepared(tmp_path, *["one row again"] * 5)
+
+
+def test_too_few_packed_rows_are_said_to_be_packed(tmp_path: Path) -> None:
+    """Of many texts, which --data.no_packing or shorter rows would make enough."""
+    data = prepared(tmp_path, *LINES)
+    rows = len(data.train)
+    says = (
+        rf"the dataset has {rows} samples.* use more data, --data.no_packing or a smaller --data.max_length: a sample "
+        rf"is a packed row of 64 tokens, and {data.train.texts} texts fill {rows}$"
+    )
+    with pytest.raises(UsageError, match=says):
+        StepSampler(rows, 64, 0, more=data.more_samples)
+    assert prepared(tmp_path, *LINES, packing=False).more_samples == "use more data"
 
 
 def test_perplexity_is_weighted_by_tokens() -> None:

@@ -12,6 +12,7 @@ from annotated_types import Interval
 from accel_train.config import NonNegativeFloat, PositiveInt, Seed, UsageError, expand_path
 
 Message = Mapping[str, Any]
+MESSAGES = '\'[{"role": "user", "content": "Who is there?"}]\''
 TopP = Annotated[float, Interval(gt=0, le=1)]
 
 
@@ -27,7 +28,7 @@ class LanguageOptions:
     text_file: str | None = None
     """File with a text to continue per line, beside or instead of --text."""
     messages: tuple[str, ...] = ()
-    """Chats to answer, each as JSON: '[{"role": "user", "content": "Who is there?"}]'."""
+    """Chats to answer, each as JSON: '[{"role": "user", "content": "Who is there?"}]', or a file .json of it."""
     tools: str | None = None
     """Tools offered to the chats, as the JSON of rows, or a file .json of it."""
     chat_template_kwargs: str | None = None
@@ -53,8 +54,7 @@ class LanguageOptions:
     def __post_init__(self) -> None:
         if not (self.text or self.text_file or self.messages):
             raise UsageError(
-                "nothing to continue: give --text 'KING HENRY:', --text_file texts.txt or "
-                '--messages \'[{"role": "user", "content": "Who is there?"}]\''
+                f"nothing to continue: give --text 'KING HENRY:', --text_file texts.txt or --messages {MESSAGES}"
             )
 
 
@@ -65,41 +65,47 @@ def template_options(text: str | None) -> Any:
 
 def tools(given: str | None) -> Any:
     """Return the list of tools in JSON, or in a file of it, None for None. Raises ``UsageError``."""
-    if given is not None and given.endswith(".json"):
-        try:
-            given = expand_path(given).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"tools {given!r} cannot be read ({error}); a file with a list of tools is required"
-            ) from None
-    return _json("tools", given, list)
+    return _json("tools", None if given is None else _content("tools", given, "tools"), list)
+
+
+def _content(option: str, given: str, what: str) -> str:
+    """Return the text of an option, or of the .json file that it names."""
+    if not given.endswith(".json"):
+        return given
+    try:
+        return expand_path(given).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{option} {given!r} cannot be read ({error}); a file with a list of {what} is required"
+        ) from None
 
 
 def _json(option: str, text: str | None, kind: type) -> Any:
     """Return the value of JSON. None for None."""
     if text is None:
         return None
-    found = _parsed(option, text)
+    found = _parsed(option, text, "correct it")
     if not isinstance(found, kind):
         wanted = "an object" if kind is dict else "a list"
         raise UsageError(f"{option} {text[:60]!r}: {wanted} is required, this is {type(found).__name__}")
     return found
 
 
-def chat(text: str) -> Sequence[Message]:
-    """Return the messages in JSON. Raises ``UsageError``."""
-    found = _parsed("messages", text)
+def chat(given: str) -> Sequence[Message]:
+    """Return the messages in JSON, or in a file of it. Raises ``UsageError``."""
+    text = _content("messages", given, "messages")
+    found = _parsed("messages", text, f"give {MESSAGES} or a file .json of it, or a text to continue with --text")
     if not isinstance(found, list):
-        raise UsageError(f"messages {text[:60]!r}: a list of messages is required, as in '[{{\"role\": ...}}]'")
+        raise UsageError(f"messages {text[:60]!r}: a list of messages is required, as in {MESSAGES}")
     return cast("Sequence[Message]", found)
 
 
-def _parsed(option: str, text: str) -> Any:
+def _parsed(option: str, text: str, remedy: str) -> Any:
     try:
         found: Any = json.loads(text)
         # An escape may be half of a character, which no tokenizer takes.
         json.dumps(found, ensure_ascii=False).encode()
     # The parser recurses, so a long line of brackets exhausts the stack.
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{option} {text[:60]!r}: no JSON ({error}); correct it") from None
+        raise UsageError(f"{option} {text[:60]!r}: no JSON ({error}); {remedy}") from None
     return found

@@ -37,7 +37,8 @@ def nothing_learned(messages: Sequence[Mapping[str, Any]]) -> str:
     roles = [*dict.fromkeys(str(message["role"]) for message in messages)]
     fault = f"no message has the role {LEARNED!r}, so there is nothing to learn; its roles are "
     fault += shortened([repr(role) for role in roles], SHOWN)
-    if "gpt" in roles:
+    # Both, because a role may happen to have one of the names.
+    if SPEAKERS.keys() <= {*roles}:
         return f"{fault}, ShareGPT's names: write 'user' and 'assistant', or its 'conversations' of 'from' and 'value'"
     meant = [role for role in roles if _meant(role) == LEARNED]
     return f"{fault}; write {LEARNED!r} in place of {meant[0]!r}" if meant else fault
