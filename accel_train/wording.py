@@ -52,8 +52,9 @@ def shortened(names: Sequence[str], limit: int, separator: str = ", ") -> str:
 
 def shown(value: object) -> str:
     """``repr``, with the first 12 digits alone of a sha256: enough to tell two apart, and to find one in a log."""
-    is_hash = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
-    return repr(value[:12] if is_hash else value)
+    if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value):
+        return repr(value[:12])
+    return repr(value)
 
 
 def readable_size(size_bytes: float) -> str:

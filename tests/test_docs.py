@@ -20,12 +20,14 @@ from accel_train import cli
 from accel_train.cli.arguments import build_parser
 from accel_train.commands.lora import LoraOptions
 from accel_train.config import UsageError
+from accel_train.domains.language import pretrained, row_checks
 from accel_train.domains.text.trained_model import load_both_ways
 from accel_train.metrics.records import read_metrics
 from accel_train.options.loading import load_config
 from recipes import causal_lm, lora, mmdit, pde
 from tests import zygote
 from tests.distributed.launching import Layout, environment, run_recipe
+from tests.domains.language import tiny
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -127,6 +129,24 @@ def parse_command(words: list[str]) -> None:
     if "--print_config" in argv:
         argv.remove("--print_config")
     load_config(recipe.Config, argv, presets=presets, default_preset=preset)
+
+
+def architectures() -> Iterator[list[str]]:
+    """The commands of causal_lm.md that train another architecture from scratch."""
+    for page, words in commands():
+        if page == "causal_lm.md" and "--model.config" in words:
+            yield words[1:]
+
+
+@pytest.mark.parametrize("argv", [pytest.param(a, id=shlex.join(a)) for a in architectures()])
+def test_architectures_of_the_page_can_be_trained(argv: list[str]) -> None:
+    """They are parsed above, and a model type may refuse the sizes of the preset once it is built."""
+    presets = ROOT / "recipes" / "presets"
+    given = load_config(causal_lm.Config, argv, presets=presets, default_preset=causal_lm.DEFAULT_PRESET).config
+    config = pretrained.resolve_config(given.model, tiny.tokenizer(), given.data.max_length)
+    model = pretrained.build(given.model, config, load_source=True)
+    assert model.config.model_type == argv[argv.index("--model.config") + 1]
+    assert len(row_checks.check_rows(model, packing=given.data.packing)) == 2
 
 
 @pytest.mark.distributed

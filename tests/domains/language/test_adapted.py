@@ -316,6 +316,14 @@ def test_a_merged_head_is_untied_from_the_embeddings(
     assert torch.equal(stored["0.output.output"], unmerged) == (precision == "fp32")
 
 
+def test_a_tied_head_of_an_embedded_base_is_merged_too(tmp_path: Path) -> None:
+    """Of which the checkpoint has the shared weight once."""
+    base = tiny.save(tmp_path / "base", TIED["llama"])
+    run = adapter_run(tmp_path / "run", base, targets=("q_proj", "lm_head"), embedded=True)
+    assert cli._main(["export", str(run), str(tmp_path / "out"), "--merged"]) == 0
+    torch.testing.assert_close(logits(load(tmp_path / "out").model), logits(load(run).model), rtol=1e-4, atol=1e-5)
+
+
 def test_a_wrong_merge_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any precision, by the outputs of base and adapters side by side."""
     run = adapter_run(tmp_path / "run", base)
