@@ -46,6 +46,7 @@ from accel_train.training.optimizers import OptimizerConfig
 from accel_train.training.schedules import ScheduleConfig
 
 if TYPE_CHECKING:
+    from accel_train.data.datasets import TextRows
     from accel_train.pipeline import TrainedModel
 
 FREE_TO_CHANGE = (
@@ -115,6 +116,8 @@ class Recipe:
     """Its own options that ``--help`` shows first. Empty: those outside groups."""
     pipeline: type[TrainedModel] | None = None
     """Class returned by ``accel_train.load`` for a checkpoint, and used by ``accel-train sample`` and ``export``."""
+    text_rows: Callable[[Any], TextRows] | None = None
+    """Function of what ``startup.prepare_data`` returned: its rows as text, for ``accel-train data rows``."""
     timesteps: Mapping[str, str] = field(default_factory=dict[str, str])
     """Input of the model with the diffusion time of a loss term, (B,) in [0, 1], for its mean loss by time."""
     smoke: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] = field(default_factory=dict[str, Any])

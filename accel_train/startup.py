@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 
@@ -81,6 +81,9 @@ def start(config: ExperimentConfig) -> Accelerator:
         notice, switch_back = set_deterministic(accelerator.device)
         current_run.push(lambda *_: switch_back())
         notices.append(notice)
+    # Before anything is written.
+    if _state.reads_data:
+        return accelerator
     _set_up_directory(directory, before, accelerator)
     if accelerator.is_main_process:
         early_stop.look_for_stop_file(directory)
@@ -131,4 +134,40 @@ def prepare_data(accelerator: Accelerator, prepare: Callable[..., T]) -> T:
     """
     rank, world_size = place_among_workers(accelerator)
     with failing_together(accelerator) as barrier:
-        return prepare(rank=rank, world_size=world_size, barrier=barrier)
+        prepared = prepare(rank=rank, world_size=world_size, barrier=barrier)
+    if _state.reads_data:
+        raise _DataPrepared(prepared)
+    return prepared
+
+
+class _State:
+    """State of this process across the calls of a recipe."""
+
+    reads_data = False
+    """Leave the recipe's ``main`` once its data are prepared, without a directory of the run."""
+
+
+_state = _State()
+
+
+class _DataPrepared(BaseException):
+    """Leaves a recipe's ``main``. A ``BaseException``, so that no recipe catches it."""
+
+    def __init__(self, data: object) -> None:
+        self.data = data
+
+
+def data_of(main: Callable[[Sequence[str]], object], argv: Sequence[str]) -> Any:
+    """Return what ``main(argv)`` prepares by ``prepare_data``, as a start does, in this process alone.
+
+    Writes the same cache, and nothing into ``output_dir``. None if ``main`` ends before. Raises ``UsageError`` as the
+    start would.
+    """
+    _state.reads_data = True
+    try:
+        main(argv)
+    except _DataPrepared as found:
+        return found.data
+    finally:
+        _state.reads_data = False
+    return None

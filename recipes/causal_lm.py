@@ -36,6 +36,7 @@ from accel_train.domains.language import (
     pretrained,
     row_checks,
     samples,
+    showing,
     sources,
 )
 from accel_train.domains.models.lora import LoraConfig, describe_lora
@@ -76,6 +77,7 @@ class Config(experiment.ExperimentConfig):
         first_options=("model.source", "lora.rank", "data.path", "data.max_length", "data.packing", "evaluation.every"),
         base_option="model.source",
         pipeline=pipeline.LanguagePipeline,
+        text_rows=showing.text_rows,
         smoke={"evaluation.samples": 2, "evaluation.shown": 1, "evaluation.max_new_tokens": 4},
     )
 

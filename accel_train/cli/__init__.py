@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from accel_train.anywhere import flags as anywhere
 from accel_train.calibration import command as calibration
 from accel_train.calibration.flags import STOPPED
-from accel_train.cli.arguments import build_parser
+from accel_train.cli.arguments import add_rows_flags, build_parser
 from accel_train.config import refuse_impossible
 from accel_train.drill import command as drilling
 from accel_train.planning import flags as planning
@@ -121,7 +121,19 @@ def _data(arguments: argparse.Namespace) -> int:
 
     if arguments.action == "check":
         return data.check(arguments.place, arguments.arguments)
+    if arguments.action == "rows":
+        return _rows(arguments)
     return data.cache(arguments.cache_action, arguments.arguments)
+
+
+def _rows(arguments: argparse.Namespace) -> int:
+    # No abbreviations: a flag of the recipe may begin like one of these. Its --help is the recipe's.
+    parser = argparse.ArgumentParser(prog="accel-train data rows", allow_abbrev=False, add_help=False)
+    add_rows_flags(parser)
+    flags, rest = parser.parse_known_args(arguments.arguments, arguments)
+    from accel_train.commands.rows import Request, rows
+
+    return rows(Request(flags.recipe, flags.count, flags.heldout, flags.ids), rest)
 
 
 def _completion(arguments: argparse.Namespace) -> int:

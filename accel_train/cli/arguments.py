@@ -76,8 +76,8 @@ def build_parser(
     _add_init(commands.add_parser("init", help=text, description=text))
     text = "sample from a trained model: a run, checkpoint, export or hub:org/name; put its flags after the place"
     _add_sample(commands.add_parser("sample", help=text, description=text))
-    text = "inspect a dataset of pictures before a run; list, verify or clear the cache of latents and prompts"
-    _add_data(commands.add_parser("data", help=text, description=text))
+    text = "inspect pictures or rows of text before a run; list, verify or clear the cache of computed entries"
+    _add_data(commands.add_parser("data", help=text, description=text), recipes)
     text = "train adapters on a dataset of pictures: check, plan for this machine, cache, train, validate, export"
     _add_lora(commands.add_parser("lora", help=text, description=text))
     text = "watch runs in the terminal: progress, losses, throughput; exit code 3 while an alert stands"
@@ -123,11 +123,25 @@ def _add_sample(sample: argparse.ArgumentParser) -> None:
     ).required = False
 
 
-def _add_data(data: argparse.ArgumentParser) -> None:
+def add_rows_flags(rows: argparse.ArgumentParser) -> None:
+    """Add the flags of ``accel-train data rows``, which are given before or behind the recipe."""
+    rows.add_argument("--count", type=int, default=4, help="rows to print; default: 4")
+    rows.add_argument("--heldout", action="store_true", help="held-out rows in place of the first training rows")
+    text = "print a table in place of the text: id, piece, learned (0 or 1) and position of each token"
+    rows.add_argument("--ids", action="store_true", help=text)
+
+
+def _add_data(
+    data: argparse.ArgumentParser, recipes: Mapping[str, Callable[[argparse.ArgumentParser], None]] | None
+) -> None:
     actions = data.add_subparsers(dest="action", required=True, metavar="COMMAND")
     text = "report sizes, buckets, duplicates, captions, blur, exposure; exit code 1 below --min_dataset_quality"
     check = actions.add_parser("check", help=text, description=text)
     check.add_argument("place", metavar="SOURCE", help="folder, parquet files, saved dataset or Hub id, as data.path")
+    text = "print rows of text as a run gets them: tokens, what the loss counts, packed texts, what is truncated"
+    rows = actions.add_parser("rows", help=text, description=text)
+    add_rows_flags(rows)
+    _add_recipe(rows, recipes)
     text = "manage entries computed from data: latents of pictures, outputs of text encoders"
     cache = actions.add_parser("cache", help=text, description=text)
     cache.add_argument("cache_action", choices=("ls", "verify", "clear"), metavar="ls|verify|clear")

@@ -1,8 +1,9 @@
 """Protocols of a dataset: samples by index, whole batches, collation, lengths, shapes. Fingerprints of small ones."""
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Protocol, cast, runtime_checkable
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -72,6 +73,36 @@ class KindsDataset(Protocol):
     def kind(self, index: int, /) -> Hashable:
         """Return the kind of a sample. In an evaluation, a sample and its shuffled partner are of different kinds."""
         ...
+
+
+class TextRow(NamedTuple):
+    """One row of tokens without padding, as the model gets it. Lists have an element for each token."""
+
+    ids: list[int]
+    learned: list[bool]
+    """True where the token counts in the loss."""
+    positions: list[int]
+    """0 at the first token of each text."""
+    remarks: list[str]
+    """What became of each text, such as ``truncated``. Empty for a whole one."""
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Rows of a run as text, which a recipe declares for ``accel-train data rows``."""
+
+    train: Any
+    heldout: Any
+    row: Callable[[Any, int], TextRow]
+    """Returns a row of either dataset by its index."""
+    max_length: int
+    """Tokens of a row with its padding."""
+    decode: Callable[[list[int]], str]
+    """Returns a text without its special tokens."""
+    piece: Callable[[int], str]
+    special: Set[int]
+    """Ids of special tokens."""
+    notices: Sequence[str]
 
 
 def collate_of(dataset: MapDataset) -> Collate:

@@ -376,12 +376,17 @@ def _unsaid(tokenizer: Any, template: str) -> re.Pattern[str]:
     return re.compile(rf"{re.escape(added[ending].content)}((?:\s|{others})+)\Z")
 
 
-def end_of_answer(tokenizer: Any) -> int | None:
-    """Return the special token with which the chat template ends an answer. None: it ends it with none."""
+def behind_answer(tokenizer: Any) -> str:
+    """Return what the chat template writes behind an answer. Empty for nothing, and without a template."""
     try:
         text = tokenizer.apply_chat_template(list(SHORT_CHAT), tokenize=False)
     except Exception:  # as in `_render`: a template may want something else of a chat
-        return None
+        return ""
+    return text.rpartition(SHORT_CHAT[1]["content"])[2]
+
+
+def end_of_answer(tokenizer: Any) -> int | None:
+    """Return the special token with which the chat template ends an answer. None: it ends it with none."""
+    rest = behind_answer(tokenizer)
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    _, _, rest = text.rpartition(SHORT_CHAT[1]["content"])
     return next((token for token in tokenizer(rest, add_special_tokens=False)["input_ids"] if token in special), None)
