@@ -24,7 +24,8 @@ from accel_train.checkpoints.policy import CheckpointConfig
 from accel_train.checkpoints.run import Run
 from accel_train.hub.options import HubConfig
 from accel_train.hub.pusher import Pusher
-from accel_train.runtime.signals import Agreement, StopRequests, explain
+from accel_train.runtime.hosts.lost import explain
+from accel_train.runtime.signals import Agreement, StopRequests
 from accel_train.runtime.strategy import layout_of
 from accel_train.store import commit, failpoints, planning
 from accel_train.store.manifest import Checkpoint, checkpoint_name

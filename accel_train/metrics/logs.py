@@ -17,6 +17,7 @@ from typing import TextIO
 from accel_train.config import UsageError, disk_error
 from accel_train.metrics.environment import command_line
 from accel_train.runtime.exiting import discard_unread_output
+from accel_train.runtime.hosts.lost import explain
 from accel_train.wording import FILE_ONLY
 
 logger = logging.getLogger(__name__)
@@ -192,6 +193,8 @@ def _log_uncaught(error: BaseException, where: str = "") -> None:
     if isinstance(error, UsageError):
         logger.error("wrong usage%s: %s", where, error, extra={FILE_ONLY: True})
         return
+    # Here, because data, kernels and models have collectives of their own in many places.
+    explain(error)
     trace = (type(error), error, error.__traceback__)
     name = type(error).__name__
     logger.critical("uncaught %s%s", name, where, exc_info=trace, extra={FILE_ONLY: True})

@@ -17,10 +17,13 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from accel_train.launch_files.parents import end_with_parent, parent_command_lines
 from accel_train.runtime.exiting import EXIT_ASKED, EXIT_PREEMPTED, report_exit_code
+
+if TYPE_CHECKING:
+    from accel_train.runtime.hosts.leaving import Others
 
 STOP_FILE = "STOP"
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -71,11 +74,12 @@ def _launcher_is_gone() -> bool:
     return not any(program.startswith("python") for program in programs)
 
 
-def leave(number: int) -> NoReturn:
-    """End this process at once with exit code 75. Safe in a handler and in any thread.
+def leave(number: int, *, told: bool = False) -> NoReturn:
+    """End this process at once with exit code 75, and tell the others. Safe in a handler and in any thread.
 
-    ``number`` is the signal, or 0 for the ``STOP`` file.
+    ``number`` is the signal, or 0 for the ``STOP`` file. ``told`` means by another process.
     """
+    EARLY.leaving = True
     # Before the message, after which a second signal may come.
     if EARLY.undo is not None:
         with suppress(Exception):
@@ -84,10 +88,14 @@ def leave(number: int) -> NoReturn:
         name = f"the file {STOP_FILE}"
         if number:
             name = signal.Signals(number).name
+        if told:
+            name = "another process was"
         remedy = "start the same command again to resume (exit code 75)"
         text = f"asked to stop ({name}) while there is nothing to save; {remedy}\n"
         # A print is not safe in a handler.
         os.write(2, text.encode())
+    if EARLY.others is not None:
+        EARLY.others.tell(terminated=number == signal.SIGTERM)
     # torchrun sends SIGTERM to the others when one process fails, and nothing else.
     report_exit_code(EXIT_PREEMPTED if number == signal.SIGTERM else EXIT_ASKED)
     os._exit(EXIT_PREEMPTED)
@@ -98,6 +106,9 @@ class EarlyStop:
 
     def __init__(self) -> None:
         self.installed = False
+        self.leaving = False
+        """True once this process is about to end. Its main thread may still fail where others have left before it."""
+        self.others: Others | None = None
         self.undo: Callable[[], None] | None = None
         """Takes back a note on the disk that only a crash should leave."""
         self._owner = 0
@@ -117,6 +128,17 @@ class EarlyStop:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         thread = threading.Thread(target=self._watch, args=(reader,), name="early stop", daemon=True)
         thread.start()
+
+    def hear(self, others: Others) -> None:
+        """Leave once one of ``others`` has been asked to stop, and tell them of a stop of this process."""
+        self.others = others
+        others.listen(lambda: None if self.leaving else leave(0, told=True))
+
+    def begin(self) -> None:
+        """Note that the first step is done: from now on there is something to save."""
+        if self.others is not None:
+            self.others.end()
+            self.others = None
 
     def look_for(self, stop_file: Path) -> None:
         """Treat ``stop_file`` as a request as well."""
@@ -141,7 +163,9 @@ class EarlyStop:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        leave(number)
+        # Again while the others are told: that takes seconds at most.
+        if not self.leaving:
+            leave(number)
 
     def _watch(self, pipe: int) -> None:
         """Obey the file, and signals while the main thread is inside a C library. Runs in a thread."""
@@ -159,11 +183,13 @@ class EarlyStop:
             if number in STOPPING:
                 # Time for the main thread to run the handler, or to hand over to `StopRequests`, which clears the pipe.
                 time.sleep(SECONDS_FOR_THE_HANDLER)
-                if self._pipe is not None:
+                if self._pipe is not None and not self.leaving:
                     leave(number)
 
     def _obey_file(self) -> None:
-        if self._pipe is not None and self._stop_file is not None and self._stop_file.exists():
+        if self._pipe is None or self._stop_file is None or self.leaving:
+            return
+        if self._stop_file.exists():
             # The next start must train.
             with suppress(OSError):
                 self._stop_file.unlink()

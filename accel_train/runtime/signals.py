@@ -11,9 +11,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -28,19 +27,6 @@ from accel_train.runtime.early_stop import STOP_FILE, end_with_the_launcher, lea
 
 SAME_REQUEST_SECONDS = 2.0
 """A terminal and torchrun both forward one Ctrl-C. A signal this soon after the first is the same request."""
-
-# Phrases in the errors of gloo and NCCL.
-STUCK = ("Timed out waiting", "timed out after", "Wait timeout", "Application timeout")
-GONE = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exited",
-    "Connection timed out",
-    "No route to host",
-    "Network is unreachable",
-    "Host is down",
-)
 
 
 class StopRequests:
@@ -74,6 +60,8 @@ class StopRequests:
 
     def begin(self) -> None:
         """Note that there is something to save. Called after every step, and cheap."""
+        if not self.begun:
+            early_stop.EARLY.begin()
         self.begun = True
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -119,6 +107,8 @@ def stopped_before_the_first_step() -> bool:
 
     A later error is then a consequence of the stop, such as a collective without the processes that have left.
     """
+    if early_stop.EARLY.leaving:
+        return True
     return _last is not None and _last.reason is not None and not _last.begun
 
 
@@ -192,9 +182,6 @@ class Agreement:
             self._pending = None
 
 
-COMMON_CALLS = ("evaluate", "report", "save_if_due")
-"""Calls of a training loop that all processes make together."""
-
 _host_groups = weakref.WeakKeyDictionary[Any, Any]()
 """Ours beside each default group. torch owns both: one that outlived `destroy_process_group` would abort the exit."""
 
@@ -221,46 +208,3 @@ def _open_gloo(timeout_seconds: float) -> Any:
     except RuntimeError as error:
         error.add_note("processes also talk over gloo: name the hosts' interface in GLOO_SOCKET_IFNAME")
         raise
-
-
-def explain(error: BaseException | None) -> None:
-    """Add a note to the error of a collective: its name, its meaning and the remedy. Other errors get none.
-
-    torch names neither the operation nor the option, and the process with the error is the one that waited in vain.
-    """
-    # Those of pipes, files and requests are of the operating system: the words are the same, the meaning is not.
-    if error is None or isinstance(error, OSError):
-        return
-    # torch's own frames come last. The newest one outside of it shows which call has failed.
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return
-    operation = frames[-1].name
-    caller = frames[0]
-    for frame in frames:
-        if "site-packages" not in frame.filename:
-            caller = frame
-    where = f"{operation}, called at {caller.filename}:{caller.lineno},"
-    text = str(error)
-    if any(words in text for words in STUCK):
-        error.add_note(
-            f"{where} waited in vain for another process, which is stuck or slow: its logs/rank_N.log ends with what "
-            "it did last, and `py-spy dump --pid PID` shows where it is. If it was only slow, give a larger "
-            f"--collective_timeout_seconds.{_alone_in(frames)}"
-        )
-    elif any(words in text for words in GONE):
-        error.add_note(
-            f"{where} failed because another process has ended or its host is gone; its logs/rank_N.log has the error "
-            "to look for."
-        )
-
-
-def _alone_in(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return a hint for a wait within a call of the training loop: the other process may never have made it."""
-    for frame in frames:
-        if frame.name in COMMON_CALLS and Path(frame.filename).parts[-2:] == ("accel_train", "loop.py"):
-            return (
-                f" This process waits in training.{frame.name}, which every process must call: not within `if "
-                "accelerator.is_main_process`."
-            )
-    return ""

@@ -22,6 +22,7 @@ from accel_train import loop
 from accel_train.runtime import early_stop, signals
 from accel_train.runtime.early_stop import STOP_FILE, STOPPING
 from accel_train.runtime.exiting import EXIT_ASKED, EXIT_PREEMPTED
+from accel_train.runtime.hosts import lost
 from accel_train.runtime.signals import StopRequests
 from tests.waiting import PATIENCE_SECONDS, until
 
@@ -187,7 +188,7 @@ def test_a_wait_within_a_call_of_the_loop_names_the_call(call: str, names_it: bo
     exec(compile(f"def {call}(): raise RuntimeError('Timed out waiting 20 ms')", loop.__file__, "exec"), named)
     with pytest.raises(RuntimeError) as raised:
         named[call]()
-    signals.explain(raised.value)
+    lost.explain(raised.value)
     (note,) = raised.value.__notes__
     assert "waited in vain for another process" in note
     assert (f"This process waits in training.{call}, which every process must call" in note) == names_it

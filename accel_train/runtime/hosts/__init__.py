@@ -1,1 +1,1 @@
-"""Processes of several hosts before they are connected: whether all have come, and whether all start the same run."""
+"""Processes that others wait for: whether all come with the same start, and what is said when one leaves."""

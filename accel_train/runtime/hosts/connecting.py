@@ -13,6 +13,8 @@ from torch.distributed import PrefixStore, TCPStore
 
 from accel_train.config import launched_processes
 from accel_train.launch_files import interfaces
+from accel_train.runtime.early_stop import EARLY
+from accel_train.runtime.hosts.leaving import Others
 from accel_train.runtime.hosts.meeting import meeting
 from accel_train.runtime.hosts.same_start import Facts, facts_of_start, launch_settings
 
@@ -33,18 +35,36 @@ def connect(
     os.environ["DEEPSPEED_TIMEOUT"] = str(max(1, minutes))
     interfaces.share_with_gloo(os.environ)
     with meeting(_facts(requested, config, plugin), timeout) as attempt:
-        if requested.rehearsal:
-            # Late: a real run has no use for it.
-            from accel_train.runtime import rehearsal
+        _connect(requested, attempt, timeout, cpu=cpu)
+    # Only a recipe under `run_main` leaves before its first step.
+    if attempt is not None and EARLY.installed:
+        EARLY.hear(_others(attempt, timeout))
 
-            rehearsal.connect(requested.strategy, timeout)
-            return
-        # `InitProcessGroupKwargs` would drop a timeout that equals its own default (accelerate#2611).
-        store: dict[str, Any] = {}
-        # DeepSpeed connects by itself.
-        if requested.strategy != "deepspeed":
-            store = _store_of(attempt, timeout)
-        PartialState(cpu=cpu, timeout=timeout, **store)
+
+def _connect(requested: Requested, attempt: str | None, timeout: timedelta, *, cpu: bool) -> None:
+    if requested.rehearsal:
+        # Late: a real run has no use for it.
+        from accel_train.runtime import rehearsal
+
+        rehearsal.connect(requested.strategy, timeout)
+        return
+    # `InitProcessGroupKwargs` would drop a timeout that equals its own default (accelerate#2611).
+    store: dict[str, Any] = {}
+    # DeepSpeed connects by itself.
+    if requested.strategy != "deepspeed":
+        store = _store_of(attempt, timeout)
+    PartialState(cpu=cpu, timeout=timeout, **store)
+
+
+def _others(attempt: str, timeout: timedelta) -> Others:
+    world_size = int(os.environ["WORLD_SIZE"])
+    store = PrefixStore(f"accel_train/{attempt}/stop", _shared_store(world_size, timeout))
+    return Others(store, world_size, os.environ.get("GROUP_RANK", "0"), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _shared_store(world_size: int, timeout: timedelta) -> TCPStore:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
 
 
 def _facts(requested: Requested, config: object, plugin: DeepSpeedPlugin | None) -> Facts:
@@ -67,10 +87,8 @@ def _store_of(attempt: str | None, timeout: timedelta) -> dict[str, Any]:
     if attempt is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     world_size = int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    shared = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     return {
-        "store": PrefixStore(f"attempt_{attempt}", shared),
+        "store": PrefixStore(f"attempt_{attempt}", _shared_store(world_size, timeout)),
         "rank": int(os.environ["RANK"]),
         "world_size": world_size,
     }
