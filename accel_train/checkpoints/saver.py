@@ -207,10 +207,6 @@ class Saver:
                 self.finish()
             if kind is None:
                 self._end_run()
-        except RuntimeError as lost:
-            # Another rank may have ended since the loop was left.
-            explain(lost)
-            raise
         finally:
             self._close(hurry=kind is not None or self._stopping)
 
