@@ -145,7 +145,7 @@ def test_architectures_of_the_page_can_be_trained(argv: list[str]) -> None:
     given = load_config(causal_lm.Config, argv, presets=presets, default_preset=causal_lm.DEFAULT_PRESET).config
     config = pretrained.resolve_config(given.model, tiny.tokenizer(), given.data.max_length)
     model = pretrained.build(given.model, config, load_source=True)
-    assert model.config.model_type == argv[argv.index("--model.config") + 1]
+    assert config.model_type == argv[argv.index("--model.config") + 1]
     assert len(row_checks.check_rows(model, packing=given.data.packing)) == 2
 
 

@@ -287,6 +287,7 @@ def test_other_formats_of_chats_are_the_same_rows(name: str) -> None:
             {"messages": [USER, {"role": "Asistant", "content": "y"}]},
             "its roles are 'user', 'Asistant'; write 'assistant' in place of 'Asistant'",
         ),
+        ({"messages": [USER, {"role": "x" * 99, "content": "y"}]}, f"its roles are 'user', '{'x' * 40}'[.]"),
         # The escapes of JSON can spell half a pair, as an emoji cut in two.
         ({"text": "\ud83d lone"}, "'text' holds half of a surrogate pair, which is no character"),
         ({"prompt": "\ud83d", "completion": "x"}, "'prompt' holds half of a surrogate pair"),

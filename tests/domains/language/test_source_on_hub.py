@@ -120,8 +120,8 @@ def test_all_files_of_a_fresh_start_are_of_one_commit(
     shutil.copytree(base, tmp_path / "kept")
     read = tokenizers.load_tokenizer
 
-    def read_and_push(name: str, revision: str | None) -> Any:
-        found = read(name, revision)
+    def read_and_push(name: str, revision: str | None, **named: Any) -> Any:
+        found = read(name, revision, **named)
         if name == REPOSITORY:
             move_on(server, base)
         return found

@@ -13,11 +13,13 @@ ROLES = (LEARNED, "user", "system", "developer", "tool", "function", "ipython")
 SPEAKERS = {"human": "user", "gpt": LEARNED}
 """Roles by ShareGPT's names, where they differ."""
 SHOWN = 5
+LONGEST = 40
+"""Characters of a role in a message: a field of text may be taken for one."""
 
 
 def unknown(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the role of each message that has none of ``ROLES``."""
-    return [message["role"] for message in messages if message["role"] not in ROLES]
+    """Return the role of each message that has none of ``ROLES``, cut to what a notice can show."""
+    return [message["role"][:LONGEST] for message in messages if message["role"] not in ROLES]
 
 
 def notices(counts: Mapping[str, int]) -> list[str]:
@@ -34,7 +36,7 @@ def notices(counts: Mapping[str, int]) -> list[str]:
 
 def nothing_learned(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the fault of a chat without an answer, with the roles that it has."""
-    roles = [*dict.fromkeys(str(message["role"]) for message in messages)]
+    roles = [*dict.fromkeys(str(message["role"])[:LONGEST] for message in messages)]
     fault = f"no message has the role {LEARNED!r}, so there is nothing to learn; its roles are "
     fault += shortened([repr(role) for role in roles], SHOWN)
     # Both, because a role may happen to have one of the names.
