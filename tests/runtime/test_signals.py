@@ -191,4 +191,5 @@ def test_a_wait_within_a_call_of_the_loop_names_the_call(call: str, names_it: bo
     lost.explain(raised.value)
     (note,) = raised.value.__notes__
     assert "waited in vain for another process" in note
+    assert "the network between their hosts may be cut" in note
     assert (f"This process waits in training.{call}, which every process must call" in note) == names_it

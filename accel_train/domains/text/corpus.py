@@ -6,6 +6,7 @@ Every error names its place: file:line, or the sample's index in a dataset.
 import errno
 import itertools
 import re
+import socket
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,8 +105,8 @@ def read_corpus(path: str, *, split: str, text_column: str, max_bad_rows: int, w
                 contents.append(str(row[CONTENT_FIELD]))
     if not texts:
         raise UsageError(
-            f"--data.path {path!r} holds no usable text ({bad.count} bad rows). At least one row with "
-            f"text in {text_column!r} is required: check the path, --data.split and --data.text_column."
+            f"--data.path {path!r} holds no usable text on {socket.gethostname()} ({bad.count} bad rows). At least "
+            f"one row with text in {text_column!r} is required: check the path, --data.split and --data.text_column."
         )
     if len(contents) < len(texts):
         # Of some rows alone it says nothing of the others. Rows of one latent are still on one side.

@@ -46,7 +46,8 @@ def explain(error: BaseException | None) -> None:
     if any(words in text for words in STUCK):
         error.add_note(
             f"{where} waited in vain for another process, which is stuck or slow: its logs/rank_N.log ends with what "
-            "it did last, and `py-spy dump --pid PID` shows where it is. If it was only slow, give a larger "
+            "it did last, and `py-spy dump --pid PID` shows where it is. If all processes wait in this operation, the "
+            "network between their hosts may be cut. If it was only slow, give a larger "
             f"--collective_timeout_seconds.{_alone_in(frames)}"
         )
     elif any(words in text for words in GONE):

@@ -32,8 +32,8 @@ Facts = Mapping[str, Mapping[str, str]]
 """What must be the same on every process: a kind, such as ``options``, then a name, then the value as text."""
 
 REMEDIES = {
-    "options": "every process needs the same options: give the same command on every host, and write a place that "
-    "differs between hosts with a variable in single quotes, as in '$SCRATCH/cache'",
+    "options": "every process needs the same options: give the same command on every host, with the same preset or "
+    "file, and write a place that differs between hosts with a variable in single quotes, as in '$SCRATCH/cache'",
     "launch settings": "every process needs the same launch settings: use the same launch file on every host",
     "packages": "every process needs the same versions: install them from one list on every host",
     "files": "every process needs the same code: share the folder, or bring the copies up to date",

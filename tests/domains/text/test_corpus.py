@@ -2,6 +2,7 @@ import json
 import os
 import random
 import re
+import socket
 import string
 from pathlib import Path
 
@@ -127,7 +128,7 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
         "empty": "is no source of text",
         "script.py": "dataset script: code from a dataset is never run",
         "weights.pkl": "is no source of text",
-        "nothing.txt": "holds no usable text",
+        "nothing.txt": f"holds no usable text on {socket.gethostname()}",
         "a\0b.txt": "does not exist",
         "n" * 5000: "does not exist",
     }.items():

@@ -121,6 +121,7 @@ def test_every_process_names_the_option_and_both_values(tmp_path: Path) -> None:
     assert text.startswith("seed: 0 on ")
     assert "(process 0), but 7 on " in text
     assert "(process 2); every process needs the same options: give the same command on every host" in text
+    assert "with the same preset or file" in text
 
 
 def test_a_difference_is_reported_although_the_store_has_ended_with_process_0(tmp_path: Path) -> None:
