@@ -9,6 +9,7 @@ import pytest
 from accel_train.config import UsageError
 from accel_train.domains.language import tokenizers
 from tests.domains.language import tiny
+from tests.hub_server import serving
 
 
 def test_weights_of_other_pieces_are_refused(tmp_path: Path) -> None:
@@ -76,10 +77,12 @@ def test_a_source_that_is_not_there_is_named_and_not_its_tokenizer(
     tiny.save(tmp_path / "qwen2")
     monkeypatch.chdir(tmp_path)
     says = r"^--model.source 'qwen9': is no folder \(did you mean 'qwen2'\?\), and is not loaded from the Hub"
-    with pytest.raises(UsageError, match=says):
-        tokenizers.load_tokenizer("qwen9", None, of_source=True)
-    with pytest.raises(UsageError, match=r"^--model.source 'org/name': is no folder, and is not loaded from the Hub"):
-        tokenizers.load_tokenizer("org/name", None, of_source=True)
+    # One that answers: without any, each request is made again and again.
+    with serving(monkeypatch, tmp_path / "home"):
+        with pytest.raises(UsageError, match=says):
+            tokenizers.load_tokenizer("qwen9", None, of_source=True)
+        with pytest.raises(UsageError, match=r"^--model.source 'org/name': is no folder, and is not loaded from the"):
+            tokenizers.load_tokenizer("org/name", None, of_source=True)
     (tmp_path / "qwen2" / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match=r"^--model.source 'qwen2': its tokenizer .* that they were trained with"):
         tokenizers.load_tokenizer("qwen2", None, of_source=True)
