@@ -137,8 +137,7 @@ def _rows(arguments: argparse.Namespace) -> int:
 
 
 def _completion(arguments: argparse.Namespace) -> int:
-    from accel_train.commands.bundled import recipe_names
-    from accel_train.commands.completion import recipes_with_options
+    from accel_train.commands.bundled import recipe_names, recipes_with_options
     from accel_train.options.completion import script
 
     # Here the recipes are imported: completion is generated once, and completes their options.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -78,3 +80,22 @@ def import_recipe(path: Path) -> ModuleType:
     if not hasattr(module, "main"):
         raise UsageError(f"recipe {str(path)!r}: it defines no main; a recipe has a function main(argv)")
     return module
+
+
+def recipes_with_options(recipes: Sequence[str]) -> dict[str, Callable[[argparse.ArgumentParser], None]]:
+    """Map each recipe, a path or the name of a bundled one, to a function adding its presets and options to a parser.
+
+    Imports the recipes. Raises ``UsageError`` for a missing one.
+    """
+    # Here, because whoever looks for a recipe needs no options.
+    from accel_train.options import completion
+    from accel_train.options.loading import preset_names
+
+    found: dict[str, Callable[[argparse.ArgumentParser], None]] = {}
+    for recipe in recipes:
+        path = find_recipe(recipe)
+        config = import_recipe(path).Config
+        found[recipe] = partial(
+            completion.add_options, cls=config, presets=preset_names(config, path.parent / "presets")
+        )
+    return found

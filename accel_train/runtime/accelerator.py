@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
@@ -75,8 +74,7 @@ def build_accelerator(
     ``MissingProcessError`` if a process does not come.
     """
     # Called here, because it looks whether Accelerate has state before this run makes some.
-    run = begin_run()
-    run.callback(_forget_accelerator())
+    begin_run().callback(_forget_accelerator())
     step_overhead.remember_lookups()
     end_with_the_launcher()
     requested = read_request(os.environ, parent_command_lines())
@@ -110,21 +108,11 @@ def build_accelerator(
         deepspeed_plugin=plugin,
         kwargs_handlers=list(handlers),
     )
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        run.callback(_outlive_the_model, dist.group.WORLD)
     _verify(accelerator, requested, world_size, precision)
     _set_timeout_of_mesh(accelerator, timeout)
     # Before `prepare`, which takes the policy from the plugin.
     _keep_fsdp_in_fp32(accelerator)
     return accelerator
-
-
-def _outlive_the_model(group: object) -> None:
-    """Let go of the process group, as a callback that has held it until ``main`` has ended.
-
-    DDP's reducer would hold it last, and free it under the GIL. That waits for gloo's threads, which need the GIL to
-    free what they have gathered (torch 2.13): some runs that end right behind a collective would hang.
-    """
 
 
 def strategy_family(requested: Requested, world_size: int) -> str:

@@ -7,6 +7,7 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DeepSpeedPlugin
 from torch.distributed import PrefixStore, TCPStore
@@ -14,6 +15,7 @@ from torch.distributed import PrefixStore, TCPStore
 from accel_train.config import launched_processes
 from accel_train.launch_files import interfaces
 from accel_train.runtime.early_stop import EARLY
+from accel_train.runtime.exiting import current_run
 from accel_train.runtime.hosts.leaving import Others
 from accel_train.runtime.hosts.meeting import meeting
 from accel_train.runtime.hosts.same_start import Facts, facts_of_start, launch_settings
@@ -36,9 +38,19 @@ def connect(
     interfaces.share_with_gloo(os.environ)
     with meeting(_facts(requested, config, plugin), timeout) as attempt:
         _connect(requested, attempt, timeout, cpu=cpu)
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        current_run.callback(_let_go, dist.group.WORLD)
     # Only a recipe under `run_main` leaves before its first step.
     if attempt is not None and EARLY.installed:
         EARLY.hear(_others(attempt, timeout))
+
+
+def _let_go(group: object) -> None:
+    """Let go of the process group, as a callback that has held it until ``main`` has ended.
+
+    DDP's reducer would hold it last, and free it under the GIL. That waits for gloo's threads, which need the GIL to
+    free what they have gathered (torch 2.13): some runs that end right behind a collective would hang.
+    """
 
 
 def _connect(requested: Requested, attempt: str | None, timeout: timedelta, *, cpu: bool) -> None:
