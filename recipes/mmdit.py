@@ -31,7 +31,7 @@ from accel_train.domains.diffusion import latents, masked_text, timesteps
 from accel_train.domains.images import captioned, picture_scores
 from accel_train.domains.images.picture_scores import Scores
 from accel_train.domains.models import flops, mmdit, sd3_blocks
-from accel_train.domains.text import baseline_scores, both_ways, dataset, modes, pipeline, prepare, samples, showing
+from accel_train.domains.text import baseline_scores, both_ways, dataset, modes, pipeline, prepare, samples
 from accel_train.metrics import evaluation, logs, records
 from accel_train.options.loading import load_config
 from accel_train.train_state import TrainState
@@ -55,7 +55,7 @@ class Config(experiment.ExperimentConfig):
         loads_with=mmdit.MultimodalMMDiT,
         first_options=("model.size", "data.path", "data.encoder", "modes.weights", "latent.kind", "evaluation.every"),
         pipeline=pipeline.TextLatentPipeline,
-        text_rows=showing.text_rows,
+        text_rows=dataset.text_rows,
         timesteps={"text": "text_time", "latent": "latent_time"},
         smoke={"evaluation.samples": 8, "evaluation.timesteps": 1, "evaluation.shown": 1, "evaluation.text.steps": 2},
     )

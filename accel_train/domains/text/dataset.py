@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.config import UsageError
-from accel_train.data.datasets import Batch
+from accel_train.data.datasets import Batch, TextRow, TextRows
 from accel_train.data.tables.block_order import BlockOrder
 from accel_train.data.tables.ledger import Ledger
 from accel_train.data.tables.text_sources import texts_hash
@@ -354,3 +355,33 @@ class PreparedData:
         indices, _ = self.nearest_rows(latents)
         rows = [self.train.table.row(index) for index in indices]
         return self.assets.normalise(torch.stack(rows))
+
+
+def text_rows(prepared: tuple[PreparedData, object]) -> TextRows:
+    """Return the texts of a run for ``accel-train data rows``, with the tokens that masked diffusion learns.
+
+    ``prepared`` are its data, and what pictures are scored with.
+    """
+    data, _ = prepared
+    tokenizer = data.tokenizer
+    pieces = {number: piece for piece, number in tokenizer.pieces().items()}
+    return TextRows(
+        train=data.train,
+        heldout=data.heldout,
+        row=partial(_row, data),
+        max_length=data.assets.max_length,
+        decode=tokenizer.decode,
+        piece=pieces.__getitem__,
+        special=frozenset(tokenizer.special_ids),
+        notices=data.notices,
+    )
+
+
+def _row(data: PreparedData, dataset: TextLatents, index: int) -> TextRow:
+    sample = dataset[index]
+    length = int(sample["text_mask"].sum())
+    ids = sample["tokens"][:length].tolist()
+    learned = sample["maskable"][:length].tolist()
+    # Once more, because the cache has the number of truncated texts and not which.
+    cut = data.tokenizer.tokenise([dataset.texts[index]], data.assets.max_length).truncated
+    return TextRow(ids, learned, [*range(length)], ["truncated" * cut])
