@@ -7,6 +7,8 @@ import socket
 import sys
 import time
 
+import psutil
+
 from accel_train.launch_files.machine_config import DEFAULT_PORT, MachineConfig
 from accel_train.launch_files.section import Section
 
@@ -33,21 +35,22 @@ def check_rendezvous(machine: MachineConfig) -> None:
     section = Section(machine.path, "", dict(machine.raw) | used, machine.places)
     port = DEFAULT_PORT if machine.main_process_port is None else machine.main_process_port
     if machine.num_machines > 1:
-        _resolve(section, str(machine.main_process_ip), port)
+        addresses = _resolve(section, str(machine.main_process_ip), port)
+        if machine.machine_rank == 0:
+            _warn_where_elsewhere(str(machine.main_process_ip), addresses)
     # Without a port on a single machine, accelerate and torchrun look for a free one themselves.
     chosen_by_launcher = machine.num_machines == 1 and not machine.main_process_port
     if machine.machine_rank == 0 and port != 0 and not chosen_by_launcher:
         _check_port(section, port)
 
 
-def _resolve(section: Section, host: str, port: int) -> None:
-    """Wait until ``host`` has an address. Raises ``UsageError`` at once for text that never has one."""
+def _resolve(section: Section, host: str, port: int) -> set[str]:
+    """Wait until ``host`` has addresses and return them. Raises ``UsageError`` at once for text that never has one."""
     begun = time.monotonic()
     said = False
     while True:
         try:
-            socket.getaddrinfo(host, port)
-            return
+            return {str(found[4][0]) for found in socket.getaddrinfo(host, port)}
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             waited = time.monotonic() - begun
@@ -67,6 +70,21 @@ def _resolve(section: Section, host: str, port: int) -> None:
             )
         said = True
         time.sleep(PAUSE_SECONDS)
+
+
+def _warn_where_elsewhere(host: str, addresses: set[str]) -> None:
+    """Say that no address of machine 0 is one of this machine's: a second machine 0 would wait in silence."""
+    # An address that is local to a link has its interface behind a "%".
+    own = {each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found}
+    if any(address.partition("%")[0] in own for address in addresses):
+        return
+    # No error: a service of a cluster forwards an address of its own.
+    print(
+        f"machine_rank: 0, but main_process_ip {host} is no address of this machine ({socket.gethostname()}); if no "
+        "service forwards it here, give every machine its own --machine_rank, and 0 to the one that has the address",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _may_come(host: str, error: Exception) -> bool:

@@ -12,6 +12,7 @@ from accel_train.config import UsageError
 from accel_train.launch_files import rendezvous
 from accel_train.launch_files.machine_config import read_machine_config
 from accel_train.launch_files.rendezvous import check_rendezvous
+from tests.waiting import free_port
 
 FILE = """\
 distributed_type: MULTI_CPU
@@ -60,6 +61,20 @@ def test_a_pod_that_has_no_name_yet_is_waited_for(
     assert asked == ["mmdit-0.mmdit"] * 4
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("main_process_ip: mmdit-0.mmdit does not resolve yet (Name or service not known); it is")
+
+
+@pytest.mark.parametrize(("host", "rank", "lines"), [("192.0.2.1", 0, 1), ("192.0.2.1", 1, 0), ("127.0.0.1", 0, 0)])
+def test_a_second_machine_0_is_told_that_the_address_is_not_its_own(
+    host: str, rank: int, lines: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text(
+        FILE.format(host).replace("machine_rank: 1", f"machine_rank: {rank}").replace("29500", str(free_port()))
+    )
+    check_rendezvous(read_machine_config(file))
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == lines
+    assert all(line.startswith("machine_rank: 0, but main_process_ip 192.0.2.1 is no address of") for line in said)
 
 
 def test_the_wait_for_a_name_ends(
