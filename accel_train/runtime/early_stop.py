@@ -217,6 +217,13 @@ def look_for_stop_file(directory: Path) -> None:
     EARLY.look_for(directory / STOP_FILE)
 
 
+def ignore_stops() -> None:
+    """Ignore SIGTERM and the like: a signal while the interpreter shuts down would turn a finished run into a death."""
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
+
+
 def listened() -> list[signal.Signals]:
     """Return the signals asking for a stop. SIGHUP is left out if it is ignored, as under nohup."""
     numbers: list[signal.Signals] = list(STOPPING)

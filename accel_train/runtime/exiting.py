@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import select
-import signal
 import sys
 import threading
 import time
@@ -28,7 +27,6 @@ EXIT_CODE_VARIABLE = "ACCEL_TRAIN_EXIT_CODE_FILE"
 """Path of the file for the workers' exit codes, read by ``accel-train launch``. torchrun turns each into 1."""
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL of sysexits.h: saved; start the same command again to resume."""
-
 EXIT_AGAIN = 76
 """Reported to ``accel-train launch`` in place of 75 by a process asking for a new start at once."""
 EXIT_ASKED = 77
@@ -186,7 +184,7 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     asks_again = False
     is_first = STARTED_AGAIN_VARIABLE not in os.environ
     try:
-        code = main(sys.argv[1:])
+        code = main(sys.argv[1:]) or 0
     except MendedError as error:
         _report(f"error (exit code {EXIT_PREEMPTED}: start the same command again): {error}")
         code = EXIT_PREEMPTED
@@ -212,13 +210,16 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         if not discard_unread_output():
             raise
         code = 1
-    except Exception:
-        # After a stop the error may be its consequence, such as a collective without the processes that have left.
-        if not _stopped_before_the_first_step():
+    except Exception as error:
+        if _stopped_before_the_first_step():
+            # Perhaps its consequence, such as a collective without the processes that have left.
+            code = EXIT_PREEMPTED
+        elif _leaves_without_teardown():
+            # Python would print the same, and then wait in gloo's teardown for a host that is gone.
+            sys.excepthook(type(error), error, error.__traceback__)
+            code = 1
+        else:
             raise
-        code = EXIT_PREEMPTED
-    if code is None:
-        code = 0
     if code == EXIT_PREEMPTED and not asks_again and _rank() == "0":
         launcher = launcher_with_traceback()
         if launcher is not None:
@@ -277,8 +278,7 @@ def _report(text: str) -> None:
     torchrun repeats the text below its traceback.
     """
     shown = text
-    rank = _rank()
-    if rank != "0":
+    if (rank := _rank()) != "0":
         shown = f"[rank {rank}] {text}"
     launcher = launcher_with_traceback()
     if launcher is not None:
@@ -363,29 +363,29 @@ def reported_exit_code(path: Path, *, stopped: bool) -> int | None:
 
 def _leave(code: int, reported: int) -> NoReturn:
     """Exit with all output written. Several CPU processes exit at once, without tearing torch down."""
-    _ignore_stops()
+    from accel_train.runtime.early_stop import ignore_stops
+
+    ignore_stops()
     report_exit_code(reported)
     logging.shutdown()
     if not _is_written(sys.stdout):
         code = code or 1
     _is_written(sys.stderr)
-    torch = sys.modules.get("torch")
-    # As text: this may be the end of a start that was refused because it is no number.
-    several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
-    if several and torch is not None and not torch.accelerator.is_available():
-        # gloo's threads race with the shutdown of the interpreter and abort now and then (torch 2.13), which would
-        # fail a finished run.
+    if _leaves_without_teardown():
         os._exit(code)
     raise SystemExit(code)
 
 
-def _ignore_stops() -> None:
-    """Ignore SIGTERM and the like: a signal while the interpreter shuts down would turn a finished run into a death."""
-    from accel_train.runtime.early_stop import STOPPING
+def _leaves_without_teardown() -> bool:
+    """Return True for one of several CPU processes.
 
-    if threading.current_thread() is threading.main_thread():
-        for number in STOPPING:
-            signal.signal(number, signal.SIG_IGN)
+    gloo's threads race with the shutdown of the interpreter and abort now and then (torch 2.13), which would fail a
+    finished run. If a host is cut off, the shutdown waits for it for ever.
+    """
+    torch = sys.modules.get("torch")
+    # As text: this may be the end of a start that was refused because it is no number.
+    several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
+    return several and torch is not None and not torch.accelerator.is_available()
 
 
 # Modules are looked up, not imported: a command without torch must not pay for its import to exit.

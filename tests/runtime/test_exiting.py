@@ -153,6 +153,23 @@ def test_output_is_written_when_one_of_several_processes_fails() -> None:
     assert (done.returncode, done.stdout) == (3, "last\n")
 
 
+def test_an_error_of_one_of_several_processes_is_printed_and_does_not_wait_for_teardown() -> None:
+    """gloo's teardown joins threads, which may wait for ever for a host that is gone."""
+    code = (
+        "import atexit, torch\n"
+        "from accel_train.runtime.exiting import exit_with\n"
+        "atexit.register(print, 'teardown', flush=True)\n"
+        "print('last')\n"
+        "exit_with(lambda argv: 1 / 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(WORLD_SIZE="2", RANK="1"), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, "last\n")
+    assert done.stderr.startswith("Traceback (most recent call last):\n")
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
 @pytest.mark.parametrize("length", [10, 1 << 20])  # less and more than a pipe holds
 def test_output_that_nobody_reads_ends_without_a_traceback(length: int) -> None:
     code = f"from accel_train.runtime.exiting import exit_with; exit_with(lambda argv: print('x' * {length}))"
