@@ -10,7 +10,9 @@ and none of the Trainer's. The losses are those of a run that logs every step. C
 ours it is the difference between a whole run and one of a third of its steps, which start, save and evaluate alike.
 
 The loss alone, forward and backward, is compared with torch's cross entropy of an fp32 copy of the logits, in bf16 and
-with the vocabulary of Qwen3.
+with the vocabulary of Qwen3. `model.loss_chunk` is compared with all logits at once in a model of Qwen3-0.6B's
+proportions at a quarter of its width, in bf16 by autocast: forward and backward of one row, with all blocks computed
+again in the backward, as where memory is short.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +36,13 @@ from torch.nn import functional as F
 
 from accel_train.data.sampler import StepSampler
 from accel_train.domains.language import perplexity, prepare, pretrained
+from accel_train.domains.language.language_model import LanguageModel
 from accel_train.domains.language.packing import IGNORED
 from accel_train.domains.language.prepare import DataConfig, LanguageData
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.metrics.records import read_metrics
+from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
+from accel_train.speed.options import ActivationCheckpointingConfig
 from benchmarks.activation_checkpointing import Memory
 from benchmarks.method import Row, in_turns, largest, largest_difference, on_cpu, parser_of, row, write_results
 
@@ -45,6 +52,16 @@ LEARNING_RATE = 1e-3
 SKIPPED = 10
 SIZES = ModelConfig(hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4)
 """Those of the preset causal_lm_demo."""
+QUARTER = ModelConfig(
+    config="qwen3",
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    tie_word_embeddings=True,
+)
+"""Qwen3-0.6B at a quarter of its width."""
 
 
 def data_of(folder: Path, path: str) -> DataConfig:
@@ -183,7 +200,7 @@ def measure_loss(tokens: int, vocabulary: int, rounds: int) -> tuple[list[Row], 
     logits = torch.randn(1, tokens, vocabulary).bfloat16().requires_grad_()
     expected = torch.randint(vocabulary, (1, tokens))
     ways = {
-        "ours": lambda: torch.autograd.grad(perplexity.loss_sums(logits, expected).sum(), logits),
+        "ours": lambda: torch.autograd.grad(perplexity.losses(logits[0], expected[0]).sum(), logits),
         "torch": lambda: torch.autograd.grad(plain_loss(logits, expected).sum(), logits),
     }
     peaks: dict[str, int] = {}
@@ -204,6 +221,41 @@ def measure_loss(tokens: int, vocabulary: int, rounds: int) -> tuple[list[Row], 
     return rows, {"bytes": peaks, **times.summary()}
 
 
+def measure_chunks(tokens: int, sizes: ModelConfig, vocabulary: int, chunk: int, rounds: int) -> list[Row]:
+    """Memory and time of a step's forward and backward by chunks, over those of all logits at once."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(sizes.config, vocab_size=vocabulary, head_dim=32, **sizes.sizes)
+    torch.manual_seed(0)
+    batch = {"input_ids": torch.randint(vocabulary, (1, tokens))}
+    expected = batch["input_ids"].roll(-1)
+
+    def way(of: int) -> Callable[[], None]:
+        module = pretrained.build(replace(sizes, loss_chunk=of), config, load_source=False)
+        apply_activation_checkpointing(module, ActivationCheckpointingConfig(mode="full"))
+        model = LanguageModel(module, packing=False, attention="sdpa", loss_chunk=of)
+
+        def step() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                found = model.of_tokens(batch, expected, perplexity.losses)
+            found.sum().backward()
+
+        return step
+
+    ways = {"chunks": way(chunk), "whole": way(0)}
+    times = in_turns(ways, rounds, warm_up=1)
+    peaks: dict[str, int] = {}
+    for name, each in ways.items():
+        with Memory() as memory:
+            each()
+        peaks[name] = memory.peak
+    name = f"model.loss_chunk {chunk} over all {tokens:,} tokens at once, vocabulary of {vocabulary:,}"
+    return [
+        row("causal_lm", f"{name}: most memory beside weights and gradients", peaks["chunks"] / peaks["whole"]),
+        row("causal_lm", f"{name}: processor time of forward and backward", times.ratios("chunks", "whole")),
+    ]
+
+
 def main() -> int:
     """Measure and print."""
     parser = parser_of(__doc__, rounds=3)
@@ -218,6 +270,8 @@ def main() -> int:
         rows, details = measure(Path(name), options.path, steps, rounds)
     of_loss, details["loss"] = measure_loss(*((16, 512) if options.tiny else (2048, 151_936)), 5 * rounds)
     rows += of_loss
+    of_chunks = (16, SIZES, 512, 4) if options.tiny else (2048, QUARTER, 37_984, 512)
+    rows += measure_chunks(*of_chunks, rounds)
     return 0 if write_results(options.output, "Language models beside HuggingFace's Trainer", rows, details) else 1
 
 

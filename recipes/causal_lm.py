@@ -30,6 +30,7 @@ from accel_train.data.sampler import StepSampler
 from accel_train.domains.language import (
     adapted,
     flops,
+    language_model,
     perplexity,
     pipeline,
     prepare,
@@ -65,7 +66,7 @@ class Config(experiment.ExperimentConfig):
     """Causal language model from transformers, on plain text, completions or chats."""
 
     recipe: ClassVar = experiment.Recipe(
-        free_to_change=("evaluation", "data.cache_dir", "data.changed"),
+        free_to_change=("evaluation", "data.cache_dir", "data.changed", "model.loss_chunk"),
         labels=Labels(
             units={"nll": "nats per token", "accuracy": "fraction"},
             titles={"nll": "NLL"},
@@ -99,10 +100,9 @@ def weigh(batch: Batch) -> tuple[Batch, Tensor]:
     return batch, perplexity.trained_tokens(batch)
 
 
-def loss_sums(model: pretrained.LanguageModel, batch: Batch) -> Tensor:
+def loss_sums(model: language_model.LanguageModel, batch: Batch) -> Tensor:
     """Sum the loss over the tokens of each row, (B,) fp32. The window divides by the tokens of the global batch."""
-    logits = model.logits(batch)
-    return perplexity.loss_sums(logits, perplexity.targets(batch))
+    return model.of_tokens(batch, perplexity.targets(batch), perplexity.losses).sum(-1)
 
 
 def work(batches: StepBatches, flops_per_token: int) -> dict[str, Tensor | int]:
@@ -117,7 +117,7 @@ def work(batches: StepBatches, flops_per_token: int) -> dict[str, Tensor | int]:
 def evaluate(
     config: Config,
     prepared: TrainState,
-    model: pretrained.LanguageModel,
+    model: language_model.LanguageModel,
     data: prepare.LanguageData,
     step: int,
 ) -> dict[str, float]:
@@ -130,7 +130,9 @@ def evaluate(
         batches = evaluation.heldout_batches(accelerator, data.heldout, options.samples, batch_size)
 
         def sums_of(batch: Batch) -> dict[str, Tensor]:
-            return perplexity.metric_sums(model.logits(batch), batch, unigram)
+            expected = perplexity.targets(batch)
+            found = model.of_tokens(batch, expected, perplexity.losses_and_hits)
+            return perplexity.metric_sums(found, expected, unigram)
 
         sums = evaluation.weighted_sums(accelerator, batches, sums_of)
         module = plain_module(prepared.model)
@@ -188,12 +190,13 @@ def main(argv: Sequence[str]) -> int:
     fresh = opened.run.has_no_weights
     build = partial(pretrained.build, model_config, hf_config, load_source=fresh, adapters=config.lora)
     plain = preparation.build_model(opened, build, precision=config.precision, device=accelerator.device)
-    logs.info(logger, *describe_lora(plain, config.lora), *row_checks.check_rows(plain, packing=config.data.packing))
-    logs.info(logger, *data.end_answers(plain))
+    checked = row_checks.check_rows(plain, packing=config.data.packing, loss_chunk=config.model.loss_chunk)
+    logs.info(logger, *describe_lora(plain, config.lora), *checked, *data.end_answers(plain))
     flops_per_token = flops.training_flops_per_token(plain, config.data.max_length)
     example = partial(row_checks.attention_example, packing=config.data.packing)
     prepared = preparation.prepare(opened, plain, base=sources.base_of(model_config, config.lora), example=example)
-    model = pretrained.LanguageModel(prepared.model, config.data.packing, pretrained.attention_of(plain))
+    attention = pretrained.attention_of(plain)
+    model = language_model.LanguageModel(prepared.model, config.data.packing, attention, config.model.loss_chunk)
     run_evaluation = partial(evaluate, config, prepared, model, data)
     if opened.only_evaluates:
         return loop.evaluate_only(opened, partial(run_evaluation, opened.start_step))

@@ -79,8 +79,27 @@ def whole(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def test_the_gradient_of_any_split_is_that_of_the_whole_batch(
     layout: Layout, micro_batch_size: int, whole: Finished, pairs: Path, tmp_path: Path
 ) -> None:
+    has_the_gradient_of(whole, one_step(layout, tmp_path, pairs, micro_batch_size))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(TWO, id="DDP", marks=pytest.mark.slow),
+        pytest.param(Layout("fsdp2", 2, "causal_lm"), id="FSDP2"),
+        pytest.param(Layout("zero2_offload", 2, "causal_lm"), id="ZeRO-2", marks=pytest.mark.slow),
+        pytest.param(Layout("zero3_offload", 2, "causal_lm"), id="ZeRO-3", marks=pytest.mark.slow),
+    ],
+)
+def test_the_gradient_of_a_loss_by_chunks_is_that_of_the_whole_batch(
+    layout: Layout, whole: Finished, pairs: Path, tmp_path: Path
+) -> None:
+    """The head has the weights of the embeddings, and sharded weights are gathered again in the backward."""
+    has_the_gradient_of(whole, one_step(layout, tmp_path, pairs, 4, "--model.loss_chunk", "100"))
+
+
+def has_the_gradient_of(whole: Finished, run: Finished) -> None:
     """After one step Adam's first moment is a tenth of the gradient."""
-    run = one_step(layout, tmp_path, pairs, micro_batch_size)
     gradient, expected = (found.tensors(1, "optimizer/exp_avg") for found in (run, whole))
     assert relative_difference(expected, gradient) < 1e-6
     assert run.train_lines()[1]["grad_norm"] == pytest.approx(whole.train_lines()[1]["grad_norm"], rel=1e-6)

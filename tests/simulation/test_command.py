@@ -300,7 +300,7 @@ def test_offload_by_torch_is_refused() -> None:
 @pytest.mark.slow  # half a minute of simulation, up to one of several refusals
 def test_a_step_that_reads_a_value_is_refused_with_its_line(tmp_path: Path) -> None:
     recipe = (ROOT / "recipes" / "causal_lm.py").read_text()
-    line = "    logits = model.logits(batch)\n    return perplexity.loss_sums"
+    line = "    return model.of_tokens(batch, perplexity.targets(batch), perplexity.losses)"
     assert recipe.count(line) == 1
     reads = tmp_path / "causal_lm_reads.py"
     reads.write_text(recipe.replace(line, f"    assert float(model.logits(batch).mean()) < 99\n{line}"))

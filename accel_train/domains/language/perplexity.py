@@ -28,11 +28,10 @@ def targets(batch: Batch) -> Tensor:
     return following.masked_fill(batch["weight"].unsqueeze(-1) == 0, IGNORED)
 
 
-def loss_sums(logits: Tensor, expected: Tensor) -> Tensor:
-    """Sum the cross entropy of each row in nats, (B,) fp32, of logits (B, S, V) against targets (B, S)."""
-    # All logits, because a slice of them would be copied, forward and backward.
-    losses: Tensor = _CrossEntropy.apply(logits.flatten(0, 1), expected.flatten())
-    return losses.view_as(expected).sum(-1)
+def losses(logits: Tensor, expected: Tensor) -> Tensor:
+    """Return the cross entropy of each token in nats, (N,) fp32, of logits (N, V) against targets (N,)."""
+    found: Tensor = _CrossEntropy.apply(logits, expected)
+    return found
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -68,15 +67,22 @@ def _some_rows(values: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
     return values.split(max(1, VALUES_AT_ONCE // logits.shape[-1]))
 
 
-def metric_sums(logits: Tensor, batch: Batch, unigram: Tensor) -> dict[str, Tensor]:
-    """Sum over the targets of a batch. ``unigram`` (V,) is the log-probability of each token without a context."""
-    expected = targets(batch)
+def losses_and_hits(logits: Tensor, expected: Tensor) -> Tensor:
+    """Return for each token its loss and 1 if it is the most likely one, (N, 2) fp32."""
+    return torch.stack([losses(logits, expected), (logits.argmax(-1) == expected).float()], -1)
+
+
+def metric_sums(found: Tensor, expected: Tensor, unigram: Tensor) -> dict[str, Tensor]:
+    """Sum over the targets (B, S) of a batch what ``losses_and_hits`` has ``found``.
+
+    ``unigram`` (V,) is the log-probability of each token without a context.
+    """
     counted = expected != IGNORED
-    found = logits.argmax(-1)
+    nll, hits = found.unbind(-1)
     return {
-        "nll": loss_sums(logits, expected).sum(),
+        "nll": nll.sum(-1).sum(),
         "unigram_nll": -unigram[expected[counted]].sum(),
-        "correct": ((found == expected) & counted).sum(),
+        "correct": (hits.bool() & counted).sum(),
         "tokens": counted.sum(),
     }
 

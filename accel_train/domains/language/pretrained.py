@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from accel_train import simulated
-from accel_train.config import PositiveInt, UsageError, expand_path, refuse_without_effect
+from accel_train.config import NonNegativeInt, PositiveInt, UsageError, expand_path, refuse_without_effect
+from accel_train.domains.language.language_model import by_chunks
 from accel_train.domains.models.lora import CPU, LoraConfig, adapter_config, apply_lora
 from accel_train.domains.models.pretrained import near_folder, without_bars_in_logs, without_notices_of_imports
 from accel_train.pipeline import ADAPTER_DESCRIPTION, DESCRIBED
@@ -55,6 +56,9 @@ class ModelConfig:
     """Key and value heads, from scratch: fewer than num_attention_heads for grouped-query attention."""
     tie_word_embeddings: bool | None = None
     """Tie the output layer to the input embeddings, from scratch."""
+    loss_chunk: NonNegativeInt = 0
+    """Tokens whose logits are in memory at a time, such as 1024; the backward computes them again. 0: those of the
+    whole micro-batch."""
 
     def __post_init__(self) -> None:
         if self.source is None:
@@ -268,6 +272,8 @@ def build(
     # A checkpoint of adapters may have no base, which is therefore read from its source at every start.
     model = _build(options, config, load_source=load_source or adapters.rank > 0)
     apply_lora(model, adapters, precision, device)
+    if options.loss_chunk:
+        by_chunks(model, options.loss_chunk)
     return model
 
 
@@ -339,32 +345,6 @@ def attention_of(model: nn.Module) -> str:
     """Return the name of the attention chosen by transformers for a model."""
     config: Any = model.config
     return config._attn_implementation
-
-
-@dataclass(frozen=True)
-class LanguageModel:
-    """The prepared model, called with the inputs that its attention and the packing need."""
-
-    module: nn.Module
-    packing: bool
-    attention: str
-
-    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the logits (B, S, V) of a batch of rows, with each text of a packed row for itself.
-
-        Padding is at the end of a row and needs no mask: no token sees a later one.
-        """
-        ids = batch["input_ids"]
-        shape = ids.shape
-        named: dict[str, Tensor] = {}
-        if self.packing:
-            named["position_ids"] = batch["position_ids"]
-            if "flash" in self.attention:
-                # The kernel for varying lengths takes one row: all rows one after another.
-                ids = ids.reshape(1, -1)
-                named["position_ids"] = named["position_ids"].reshape(1, -1)
-        output = self.module(input_ids=ids, use_cache=False, **named)
-        return output.logits.reshape(*shape, -1)
 
 
 def save_files(model: nn.Module, tokenizer: Any, directory: Path, source: ModelConfig = NO_SOURCE) -> None:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from accel_train import simulated
 from accel_train.config import UsageError
-from accel_train.domains.language.pretrained import LanguageModel, attention_of, one_line
+from accel_train.domains.language import perplexity
+from accel_train.domains.language.language_model import LanguageModel
+from accel_train.domains.language.pretrained import attention_of, one_line
 
 SAME = 1e-4
 """Largest difference by rounding in fp32 between a text's logits alone and in a row, relative to the largest logit."""
@@ -33,12 +35,18 @@ def _two_texts(model: nn.Module) -> dict[str, Tensor]:
     return {"input_ids": ids[None], "position_ids": positions[None]}
 
 
-def check_rows(model: nn.Module, *, packing: bool) -> list[str]:
+def check_rows(model: nn.Module, *, packing: bool, loss_chunk: int = 0) -> list[str]:
     """Prove that no token sees what it is to predict, and return notices. Called before the model is sharded.
 
-    Raises ``UsageError`` for a model whose tokens see later ones, or, with ``packing``, another text of the row.
+    Raises ``UsageError`` for a model whose tokens see later ones, or, with ``packing``, another text of the row, and
+    for one whose loss by chunks is another.
     """
-    return [check_causality(model), *([check_packing(model)] if packing else []), *_router_notices(model)]
+    notices = [check_causality(model)]
+    if packing:
+        notices.append(check_packing(model))
+    if loss_chunk:
+        notices.append(check_chunks(model, loss_chunk))
+    return notices + _router_notices(model)
 
 
 def _router_notices(model: nn.Module) -> list[str]:
@@ -121,6 +129,42 @@ def check_packing(model: nn.Module) -> str:
             f"({allowed:.0e} is allowed), so one sees the other. {remedy}"
         )
     return f"packing: proven, two texts of one row have the logits that they have alone, within {error:.0e}"
+
+
+@torch.no_grad()
+def check_chunks(model: nn.Module, loss_chunk: int) -> str:
+    """Prove that the loss of tokens by chunks is that of all at once, and return a notice with the largest difference.
+
+    Raises ``UsageError`` for a model that does otherwise, or cannot compute its logits from the output of its blocks.
+    """
+    if simulated.weights_have_no_values():
+        return "loss by chunks: not proven, because weights have no values here"
+    row = _two_texts(model)
+    expected = row["input_ids"].roll(-1)
+    training = model.training
+    # Dropout would differ from forward to forward.
+    model.eval()
+    try:
+        whole, chunked = (
+            LanguageModel(model, False, attention_of(model), tokens).of_tokens(row, expected, perplexity.losses)
+            for tokens in (0, loss_chunk)
+        )
+    except (AttributeError, TypeError) as error:
+        raise UsageError(
+            f"--model.loss_chunk {loss_chunk}: {type(model).__name__} cannot compute the logits of a chunk: "
+            f"{one_line(error)}. Give 0."
+        ) from None
+    finally:
+        model.train(training)
+    changed = float((whole - chunked).abs().max() / whole.abs().max())
+    allowed = max(SAME, _rounding(model))
+    # Not `changed >= allowed`, which NaN would pass.
+    if not changed < allowed:
+        raise UsageError(
+            f"--model.loss_chunk {loss_chunk}: {type(model).__name__} has another loss by chunks, by {changed:.1e} of "
+            f"the largest ({allowed:.0e} is allowed). Give 0."
+        )
+    return f"loss by chunks: proven, tokens have the loss that they have all at once, within {changed:.0e}"
 
 
 @torch.no_grad()

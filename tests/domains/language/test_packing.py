@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from accel_train.config import UsageError
-from accel_train.domains.language import packing, perplexity, pretrained, row_checks, templates
+from accel_train.domains.language import packing, perplexity, row_checks, templates
+from accel_train.domains.language.language_model import LanguageModel
 from accel_train.domains.language.packing import IGNORED, Encoded
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.rows.forms import Row
@@ -127,8 +128,8 @@ def test_logits_and_losses_of_packed_texts_are_those_of_the_texts_alone(
     assert len(data) < len(texts)
     batch = data.batch(list(range(len(data)))) | {"weight": torch.ones(len(data))}
     with torch.no_grad():
-        logits = pretrained.LanguageModel(model, packing=True, attention=attention).logits(batch)
-        leaking = pretrained.LanguageModel(model, packing=False, attention=attention).logits(batch)
+        logits = LanguageModel(model, packing=True, attention=attention).logits(batch)
+        leaking = LanguageModel(model, packing=False, attention=attention).logits(batch)
         alone = {tuple(ids): model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids, _ in texts}
     losses: list[torch.Tensor] = []
     worst_leak = 0.0
@@ -144,7 +145,7 @@ def test_logits_and_losses_of_packed_texts_are_those_of_the_texts_alone(
             place += len(ids)
     assert worst_leak > 1e-2  # without the positions the comparison fails
     total = torch.stack(losses).sum()
-    found = perplexity.loss_sums(logits, perplexity.targets(batch)).sum()
+    found = perplexity.losses(logits.flatten(0, 1), perplexity.targets(batch).flatten()).sum()
     assert float(found) == pytest.approx(float(total), rel=1e-5)
     assert int(perplexity.trained_tokens(batch).sum()) == sum(sum(trained) for _, trained in texts)
 
@@ -158,8 +159,8 @@ def test_rows_one_after_another_have_the_same_logits(tmp_path: Path) -> None:
     shapes: list[tuple[int, ...]] = []
     model.register_forward_pre_hook(lambda *given: shapes.append(tuple(given[2]["input_ids"].shape)), with_kwargs=True)
     with torch.no_grad():
-        expected = pretrained.LanguageModel(model, packing=True, attention="sdpa").logits(batch)
-        found = pretrained.LanguageModel(model, packing=True, attention="flash_attention_2").logits(batch)
+        expected = LanguageModel(model, packing=True, attention="sdpa").logits(batch)
+        found = LanguageModel(model, packing=True, attention="flash_attention_2").logits(batch)
     assert shapes == [(len(data), S), (1, len(data) * S)]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

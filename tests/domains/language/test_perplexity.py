@@ -30,7 +30,7 @@ def test_loss_and_gradient_are_those_of_fp64(dtype: torch.dtype, rows: int, monk
     exact = logits.detach().double().requires_grad_()
     reference = F.cross_entropy(exact.flatten(0, 1), expected.flatten(), ignore_index=IGNORED, reduction="none")
     reference = reference.view_as(expected).sum(-1)
-    found = perplexity.loss_sums(logits, expected)
+    found = perplexity.losses(logits.flatten(0, 1), expected.flatten()).view_as(expected).sum(-1)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), reference, rtol=1e-6, atol=1e-6)
     (gradient,) = torch.autograd.grad((found * weight).sum(), logits)
@@ -52,5 +52,5 @@ def test_the_backward_keeps_the_logits_and_the_targets_alone() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        perplexity.loss_sums(logits, expected)
+        perplexity.losses(logits.flatten(0, 1), expected.flatten())
     assert sorted(kept) == sorted([2 * logits.numel(), 8 * expected.numel()])

@@ -653,7 +653,9 @@ def test_perplexity_is_weighted_by_tokens() -> None:
     batch = {"labels": labels, "weight": torch.tensor([1.0, 1.0, 0.0])}
     logits = torch.zeros(3, 4, 8)
     logits[1] = 5.0 * torch.nn.functional.one_hot(torch.tensor(4), 8)
-    sums = perplexity.metric_sums(logits, batch, torch.full((8,), -math.log(8)))
+    expected = perplexity.targets(batch)
+    found_of = perplexity.losses_and_hits(logits.flatten(0, 1), expected.flatten()).view(3, 4, 2)
+    sums = perplexity.metric_sums(found_of, expected, torch.full((8,), -math.log(8)))
     assert int(sums["tokens"]) == int(perplexity.trained_tokens(batch).sum()) == 4
     found = perplexity.metrics_from_sums(sums)
     certain = math.log(1 + 7 * math.exp(-5))
@@ -670,7 +672,7 @@ def test_perplexity_is_weighted_by_tokens() -> None:
 def test_losses_of_logits_in_bf16_are_summed_in_fp32() -> None:
     logits = torch.randn(2, 64, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = torch.arange(128).view(2, 64)
-    found = perplexity.loss_sums(logits, expected)
+    found = perplexity.losses(logits.flatten(0, 1), expected.flatten()).view_as(expected).sum(-1)
     exact = -logits.double().log_softmax(-1).gather(-1, expected[..., None]).sum((1, 2))
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)

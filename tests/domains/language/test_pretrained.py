@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel_train.config import UsageError
 from accel_train.domains.language import flops, pretrained, row_checks, tokenizers
+from accel_train.domains.language.language_model import LanguageModel
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.options.loading import load_config
 from accel_train.speed.activation_checkpointing import apply_activation_checkpointing
@@ -288,7 +289,7 @@ def test_activation_checkpointing_of_its_blocks_changes_no_gradient(config: str,
         if checkpointed:
             notice = apply_activation_checkpointing(model, config_of(mode))
             assert f"{1 if mode == PARTIAL else 2} of 2 blocks" in notice
-        pretrained.LanguageModel(model, packing=True, attention="sdpa").logits(packed).square().sum().backward()
+        LanguageModel(model, packing=True, attention="sdpa").logits(packed).square().sum().backward()
         return [parameter.grad for parameter in model.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
