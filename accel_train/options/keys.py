@@ -15,60 +15,8 @@ from accel_train.wording import did_you_mean
 
 NOWHERE: Places = MappingProxyType({})
 """Positions of values from no file."""
-FORMER: Mapping[str, Any] = {"activation_checkpointing.every": 2, "evaluation.patience": None}
-"""Options of earlier versions, with their defaults. The config of a run has every option."""
-SUCCESSORS: Mapping[str, str] = {
-    "evaluation.patience": "checkpoints.patience, with the metric that has to get better in checkpoints.best_metric"
-}
-"""Options of earlier versions that have become others, with what takes their place."""
-FORMER_VALUES: Mapping[str, Mapping[str, str]] = {"activation_checkpointing.mode": {"every_nth": "full"}}
-"""Values of earlier versions, with the present ones that train the same bits."""
-
 MAY_BE_EMPTY = ("data.default_caption", "data.prior.caption")
 """Options for which empty text has a meaning."""
-
-
-def without_former(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tree without options of earlier versions, where they say nothing because they have their default.
-
-    With another value they stay, and are refused.
-    """
-    found = dict(tree)
-    for option, default in FORMER.items():
-        group, _, leaf = option.rpartition(".")
-        options = found.get(group)
-        if isinstance(options, Mapping) and leaf in options and options[leaf] == default:
-            kept = dict(cast(Mapping[str, Any], options))
-            del kept[leaf]
-            found[group] = kept
-    return found
-
-
-def in_present_terms(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recorded options of an earlier version, by dotted name, as options of this one.
-
-    No option that is gone has changed a bit of a step, whatever its value. One that decided where a run ends is
-    refused by `refuse_succeeded` where steps are trained that were not recorded.
-    """
-    found: dict[str, Any] = {}
-    for name, value in recorded.items():
-        if name in FORMER:
-            continue
-        # A list cannot be looked up.
-        found[name] = FORMER_VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
-    return found
-
-
-def refuse_succeeded(recorded: Mapping[str, Any], given: Sequence[str]) -> None:
-    """Raise ``UsageError`` for a recorded option that has become another one, unless that is among those ``given``."""
-    for name, successor in SUCCESSORS.items():
-        value = recorded.get(name, FORMER[name])
-        option = successor.partition(",")[0]
-        if value != FORMER[name] and option not in given:
-            raise UsageError(
-                f"{name}: {value!r}, an option of an earlier version, is now {successor}: give both as flags, or "
-                f"--{option} None to do without"
-            )
 
 
 def check_keys(cls: type, tree: Mapping[str, Any], where: str, places: Places = NOWHERE) -> None:
@@ -86,8 +34,6 @@ def _key_remedy(key: str, known: Sequence[str]) -> str:
         # A single key with a dot in it.
         group, _, leaf = key.rpartition(".")
         return f"in a file groups are mappings: {group}: {{{leaf}: ...}}"
-    if key in SUCCESSORS:
-        return f"it is now {SUCCESSORS[key]}"
     other = NAMES_OF_OTHER_SCRIPTS.get(key.rsplit(".", 1)[-1])
     if other:
         return in_this_recipe(other, known)

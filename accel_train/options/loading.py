@@ -30,7 +30,7 @@ from accel_train.config import (
 from accel_train.options import completion, help_cache, help_text, other_recipes, refusals
 from accel_train.options.allowed import refuse_undeclared
 from accel_train.options.flags import FlagError, read_flags, refusal, stray, words_of
-from accel_train.options.keys import MAY_BE_EMPTY, NOWHERE, check_keys, invalid_keys, without_former
+from accel_train.options.keys import MAY_BE_EMPTY, NOWHERE, check_keys, invalid_keys
 from accel_train.options.strict_yaml import Places, YamlError, place_of, read_document, read_yaml
 from accel_train.options.tree import (
     DEFAULT,
@@ -327,7 +327,7 @@ def _read_source(path: Path, source: str) -> tuple[Tree, Places]:
             f"{source} is a launch file of accelerate (it has {found[0]}): it describes the machine, not the "
             f"experiment; give it to the launcher: {launch} [PRESET]"
         )
-    return without_former(document.values), document.places
+    return document.values, document.places
 
 
 def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places = NOWHERE) -> C:
@@ -335,7 +335,6 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], where: str, places: Places 
     from pydantic import ValidationError
 
     kinds = option_types(cls)
-    tree = without_former(tree)
     # Before pydantic, which would convert what `refusal` refuses.
     for key, value in flatten(tree).items():
         if key not in kinds:

@@ -17,7 +17,6 @@ from accel_train.commands.bundled import import_recipe
 from accel_train.compare.runs import InterruptedRunError, RunFailedError, report_failure, stop_signals_raise
 from accel_train.config import NonNegativeInt, PositiveInt, UsageError, expand_path
 from accel_train.metrics.records import write_json
-from accel_train.options.keys import refuse_succeeded
 from accel_train.options.loading import config_of, read_options
 from accel_train.options.tree import Tree, flatten, option_names, to_tree, tree_text
 from accel_train.rerun import branch_report, changes, recorded, training
@@ -147,8 +146,7 @@ def _open_fork(place: str, options: BranchOptions, flags: Sequence[str], folder:
     tree |= {"hub": tree["hub"] | {"repo_id": None}, "output_dir": str(folder / "refused")}
     batches = changes.measured_batches(recorded_options, checkpoint.manifest, run.lines("noise_scale"))
     # A flag that rules out a measurement is fine: the branch has the sizes and measures none.
-    former = recorded.experiment_at(run, checkpoint)
-    changed, free = _changed_options(recipe, former, _with_batches(tree, batches), flags, folder / CONFIG_FILE)
+    changed, free = _changed_options(recipe, _with_batches(tree, batches), flags, folder / CONFIG_FILE)
     machine = Machine(options.config_file, options.num_processes)
     return _Fork(run, options.at, checkpoint, recipe, machine, tree, batches, flags, changed, free, last)
 
@@ -179,12 +177,11 @@ def _last_step(run: RecordedRun, start: int, steps: int | None) -> int:
 
 
 def _changed_options(
-    recipe: Path, former: Mapping[str, Any], options: Tree, flags: Sequence[str], config: Path
+    recipe: Path, options: Tree, flags: Sequence[str], config: Path
 ) -> tuple[dict[str, Any], Sequence[str]]:
     """Return the options changed by ``flags``, and those without an effect on the trajectory.
 
-    ``options`` are those of the run, and ``former`` the same by the names that they had. Raises ``UsageError`` for a
-    change that a branch cannot have.
+    ``options`` are those of the run. Raises ``UsageError`` for a change that a branch cannot have.
     """
     config.write_text(tree_text(options), encoding="utf-8")
     # The recipe itself checks names, types and ranges.
@@ -195,7 +192,6 @@ def _changed_options(
     values = flatten(to_tree(loaded.config))
     # The config file given to it has the recorded options, so only flags count as changes.
     given = {name: values[name] for name, origin in loaded.origins.items() if origin == "command line"}
-    refuse_succeeded(former, list(given))
     before = flatten(options)
     free: Sequence[str] = loaded.config.run_options().free_to_change
     changes.refuse_unchangeable(given, before, free)

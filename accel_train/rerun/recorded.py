@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ from accel_train.commands.bundled import find_recipe, folder, recipe_names
 from accel_train.commands.places import find_run
 from accel_train.config import UsageError
 from accel_train.metrics.records import last_pass, read_metrics
-from accel_train.options.keys import in_present_terms
 from accel_train.options.tree import Tree, overlaid
 from accel_train.rerun.starts import Line, Start
 from accel_train.store import commit, manifest
@@ -177,21 +175,16 @@ def open_hub_run(place: str, first: int, last: int, directory: Path) -> Recorded
     return RecordedRun(place, directory, saved, [], manifest.committed(directory / "checkpoints"))
 
 
-def experiment_at(run: RecordedRun, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
-    """Return the options of the run up to ``checkpoint``, or with None at its start, by the names that they had then.
+def options_at(run: RecordedRun, checkpoint: Checkpoint | None) -> Tree:
+    """Return the nested options of the run up to ``checkpoint``, or with None at its start.
 
     Those of the checkpoint, because a later start may have changed them with ``--allow``.
     """
+    flat = run.saved["experiment"]
     if checkpoint is not None and checkpoint.manifest.get("experiment"):
-        return checkpoint.manifest["experiment"]
-    return run.saved["experiment"]
-
-
-def options_at(run: RecordedRun, checkpoint: Checkpoint | None) -> Tree:
-    """Return ``experiment_at`` as nested options of this version."""
-    flat = experiment_at(run, checkpoint)
+        flat = checkpoint.manifest["experiment"]
     # The fingerprint is of the data, not an option.
-    return overlaid({}, {name: value for name, value in in_present_terms(flat).items() if name != "data_fingerprint"})
+    return overlaid({}, {name: value for name, value in flat.items() if name != "data_fingerprint"})
 
 
 def changed_since(run: RecordedRun, checkpoint: Checkpoint) -> list[str]:
@@ -210,11 +203,12 @@ def recipe_of(run: RecordedRun, given: str | None) -> Path:
     """
     if given is not None:
         return find_recipe(given)
-    starts = [record for record in run.records if record.get("event") == "environment"]
-    if not starts:
+    files = [record.get("recipe") for record in run.records if record.get("event") == "environment"]
+    # A cell of a notebook is no file.
+    if not files or files[-1] is None:
         raise UsageError(f"{run.place}: does not record its recipe; name it with --recipe, a file or a bundled name")
     # The last start, because a run may have been moved to another recipe's path.
-    named = _trained_by(starts[-1])
+    named = Path(str(files[-1]))
     if named.stem not in recipe_names():
         raise UsageError(f"{run.place}: was trained by {named}, which is none of this package; {_remedy(named)}")
     # Compared by content: `accel-train init` copies recipes to be changed under the same name.
@@ -227,23 +221,7 @@ def recipe_of(run: RecordedRun, given: str | None) -> Path:
     return bundled
 
 
-def _trained_by(environment: Line) -> Path:
-    """Return the file that trained a start. Relative if the log is of an earlier version, which kept only the command.
-
-    A relative one is relative to a directory that nobody knows any more.
-    """
-    recorded = environment.get("recipe")
-    if recorded is not None:
-        return Path(str(recorded))
-    words = shlex.split(str(environment.get("command", "")))
-    if not words:
-        return Path()
-    return Path(words[0]).expanduser()
-
-
 def _remedy(named: Path) -> str:
-    if not named.is_absolute():
-        return "where it lies is not in this log: give its file with --recipe"
     if named.is_file():
         return f"give --recipe {named}"
     return "the file is no longer there: give the file that it is now with --recipe"

@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from accel_train.commands.bundled import import_recipe
 from accel_train.config import (
     Fraction,
     FractionBelowOne,
@@ -24,8 +23,7 @@ from accel_train.config import (
 from accel_train.domains.images.pipeline import PictureOptions
 from accel_train.domains.language.generation.asked import LanguageOptions
 from accel_train.experiment_options import Recipe
-from accel_train.options.keys import SUCCESSORS, in_present_terms, refuse_succeeded, without_former
-from accel_train.options.loading import Loaded, load_config, read_options, read_tree
+from accel_train.options.loading import Loaded, load_config, read_options
 from accel_train.options.tree import config_text, flatten, option_names, to_tree
 from accel_train.store.run_file import write_config
 
@@ -529,35 +527,3 @@ def test_paths_are_expanded_against_the_directory_of_the_start(tmp_path: Path, m
 def test_the_flag_of_another_kind_of_model_is_refused_with_its_own(options: type, flag: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_options(options, [flag, "a red flag"], "accel-train sample runs/a")
-
-
-def test_an_option_of_an_earlier_version_says_nothing_at_its_default() -> None:
-    """The config of a run names every option that there was."""
-    tree = {"activation_checkpointing": {"mode": "full", "every": 2}, "seed": 3}
-    assert without_former(tree) == {"activation_checkpointing": {"mode": "full"}, "seed": 3}
-    changed = {"activation_checkpointing": {"mode": "full", "every": 3}}
-    assert without_former(changed) == changed, "refused as unknown"
-
-
-def test_an_option_that_has_become_another_is_dropped_at_its_default_and_else_named(tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text("evaluation:\n  patience: null\n  every: 6\n")
-    assert read_tree(config) == {"evaluation": {"every": 6}}
-    assert without_former({"evaluation": {"every": 6}}) == {"evaluation": {"every": 6}}
-    pde = import_recipe(ROOT / "recipes" / "pde.py").Config
-    config.write_text("evaluation:\n  patience: 4\n")
-    with pytest.raises(UsageError, match=r"unknown option 'evaluation.patience': 4; it is now checkpoints.patience"):
-        load_config(pde, [str(config)], presets=ROOT / "recipes" / "presets")
-
-
-def test_a_recorded_option_that_has_become_another_must_be_given_by_its_present_name() -> None:
-    refuse_succeeded({"evaluation.patience": None, "seed": 1}, [])
-    refuse_succeeded({"seed": 1}, [])
-    recorded = {"evaluation.patience": 4, "seed": 1}
-    with pytest.raises(UsageError, match=r"^evaluation.patience: 4, .* --checkpoints.patience None"):
-        refuse_succeeded(recorded, ["optimizer.lr"])
-    refuse_succeeded(recorded, ["checkpoints.patience"])
-    assert in_present_terms(recorded) == {"seed": 1}
-    # The first word is the name of a flag.
-    known = option_names(import_recipe(ROOT / "recipes" / "pde.py").Config)
-    assert all(successor.split(",")[0] in known for successor in SUCCESSORS.values())

@@ -133,24 +133,6 @@ def test_refusals(run: Finished, tmp_path: Path) -> None:
     assert "its parent is" in said
 
 
-def test_a_run_with_an_option_that_has_become_another_asks_for_it_by_its_present_name(
-    run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def of_an_earlier_version(value: int | None) -> None:
-        former = {**recorded.open_run(str(run.directory)).saved["experiment"], "evaluation.patience": value}
-        monkeypatch.setattr(recorded, "experiment_at", lambda *_: former)
-
-    def fork(*flags: str) -> branch._Fork:
-        return branch._open_fork(str(run.directory), branch.BranchOptions(at=4), flags, tmp_path)
-
-    of_an_earlier_version(None)
-    assert "patience" not in fork().options["evaluation"]
-    of_an_earlier_version(3)
-    with pytest.raises(UsageError, match=r"evaluation.patience: 3, .* is now checkpoints.patience"):
-        fork()
-    assert fork("--checkpoints.patience", "None").changed == {}
-
-
 def test_a_branch_of_a_run_that_was_extended_ends_with_it(run: Finished, tmp_path: Path) -> None:
     longer = recording.copied(run, tmp_path / "longer")
     saved = recorded.open_run(str(longer.directory)).saved

@@ -177,17 +177,16 @@ def test_a_run_says_which_recipe_but_not_which_file_is_executed(run: Finished, t
     mine = tmp_path / "mmdit.py"
     mine.write_text("raise SystemExit('executed')\n")
 
-    def named(words: str, recipe: Path | None = None) -> recorded.RecordedRun:
-        environment = {"event": "environment", "command": words} | ({} if recipe is None else {"recipe": str(recipe)})
+    def named(recipe: Path | None) -> recorded.RecordedRun:
+        environment = {"event": "environment", "recipe": None if recipe is None else str(recipe)}
         return recorded.RecordedRun("run", run.directory, {}, [environment], [])
 
-    for of_run in (named(f"{mine} demo"), named("mmdit.py demo", mine)):
-        with pytest.raises(UsageError, match="differs from the bundled recipe"):
-            recorded.recipe_of(of_run, None)
-    # A log of an earlier version has the command as it was typed, in a directory that nobody knows.
-    with pytest.raises(UsageError, match=r"by my_recipe\.py, .* where it lies is not in this log: give its file"):
-        recorded.recipe_of(named("my_recipe.py demo"), None)
-    assert recorded.recipe_of(named("my_recipe.py demo"), str(mine)) == mine
+    with pytest.raises(UsageError, match="differs from the bundled recipe"):
+        recorded.recipe_of(named(mine), None)
+    # As a notebook records it.
+    with pytest.raises(UsageError, match="does not record its recipe; name it with --recipe"):
+        recorded.recipe_of(named(None), None)
+    assert recorded.recipe_of(named(None), str(mine)) == mine
 
 
 def test_a_recipe_is_proposed_where_it_lies_and_only_while_it_is_there(
@@ -224,27 +223,6 @@ def test_options_are_those_of_the_checkpoint(run: Finished, tmp_path: Path) -> N
     assert checkpoint.step == 8
     assert recorded.options_at(opened, checkpoint)["optimizer"]["lr"] == before
     assert recorded.changed_since(opened, checkpoint) == [f"optimizer.lr {before!r} -> 0.5"]
-
-
-def test_a_run_with_a_checkpointing_mode_of_an_earlier_version_is_replayed(
-    run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mode is gone, and has never changed a bit."""
-    recording.fork_runs(monkeypatch)
-    earlier = recording.copied(run, tmp_path / "earlier")
-    saved = recorded.open_run(str(earlier.directory)).saved
-    group = "activation_checkpointing"
-    later = (f"{group}.blocks", f"{group}.offload")
-    experiment = {key: value for key, value in saved["experiment"].items() if key not in later}
-    experiment |= {f"{group}.mode": "every_nth", f"{group}.every": 3}
-    write_run(earlier.directory, {**saved, "experiment": experiment})
-    commit.rewrite_manifest(earlier.checkpoint(8), {"experiment": experiment})
-    opened = recorded.open_run(str(earlier.directory))
-    checkpoint, _ = opened.newest_at(8)
-    for beginning in (None, checkpoint):
-        assert recorded.options_at(opened, beginning)[group] == {"mode": "full"}
-    code, receipt = command(earlier.directory, "8:10", tmp_path)
-    assert (code, receipt["verdict"]) == (0, "bit-identical")
 
 
 def test_a_copy_links_files_one_by_one_so_that_nothing_is_deleted_through_it(run: Finished, tmp_path: Path) -> None:
