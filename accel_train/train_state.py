@@ -378,7 +378,7 @@ def without_left_out(opened: Experiment, prepared: TrainState, order: Sampler) -
     """
     history = prepared.guard.history
     data = opened.history.contents
-    earlier = history.left_out if history.left_out_data in ("", data) else []
+    earlier = history.left_out if history.left_out_data == data else []
     history.left_out = sorted({*earlier, *rollback.left_out(opened.run.rollbacks, data)})
     history.left_out_data = data
     return leaving_out.without_samples(order, [*opened.config.without_samples, *history.left_out])

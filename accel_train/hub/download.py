@@ -179,18 +179,14 @@ def _get_manifest(repo: str, revision: str | None, oid: str, folder: Path) -> Js
 
 
 def _refuse_another_step(repo: str, revision: str | None, step: int) -> None:
-    """Raise ``UsageError`` if the name of a step leads to the checkpoint of another one.
-
-    Earlier versions named the branch of a step before they had committed it.
-    """
+    """Raise ``UsageError`` if the name of a step leads to the checkpoint of another one: anyone may move a branch."""
     match = STEP.fullmatch(revision or "")
     if match is None or int(match[1]) == step:
         return
     named = int(match[1])
     raise UsageError(
-        f"hub checkpoint: {repo} at {revision} holds step {step}, not {named}: its push has not finished, or the name "
-        f"was moved; push step {named} again (accel-train checkpoints push CHECKPOINT), or give another step, or none "
-        "for the newest"
+        f"hub checkpoint: {repo} at {revision} holds step {step}, not {named}: the name was moved; push step {named} "
+        "again (accel-train checkpoints push CHECKPOINT), or give another step, or none for the newest"
     )
 
 

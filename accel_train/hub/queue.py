@@ -267,10 +267,8 @@ def _are_offers(saved: Mapping[str, Any]) -> bool:
 def _load(path: Path) -> Json:
     """Read a file of the queue. Raises ``FileNotFoundError`` and ``ValueError``."""
     record = strict_json.read_object(path, MAX_BYTES)
-    # Files of the first versions have no hash.
-    if strict_json.SEAL in record:
-        strict_json.check_seal(record)
-        del record[strict_json.SEAL]
+    strict_json.check_seal(record)
+    del record[strict_json.SEAL]
     return record
 
 

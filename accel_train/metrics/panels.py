@@ -148,7 +148,7 @@ def _step_time_panel(lines: Records) -> Panel:
     for name in ("forward", "backward", "update", "data_wait"):
         part = Series()
         for line in timed:
-            if f"{name}_fraction" in line:  # absent on some devices, and in runs of an older version
+            if f"{name}_fraction" in line:  # absent on some devices
                 part.add(line["step"], 1000 * line["step_seconds"] * line[f"{name}_fraction"])
         parts[_words(name)] = part
     return Panel("Step time", "ms per step", parts, from_zero=True)

@@ -295,7 +295,7 @@ def test_killed_before_the_branch_of_an_older_step_is_tidied_up(
 def test_the_name_of_a_step_that_leads_to_another_one_is_refused_and_mended(
     server: HubServer, run: Path, tmp_path: Path
 ) -> None:
-    """As an earlier version left it: the branch made before the commit, which never came."""
+    """As somebody may leave it: anyone with access moves a branch."""
     push(make_checkpoint(run, 200), include_state=True)
     repository = server.repositories[REPO]
     for name in ("step-00000150", "step-00000150-other9"):
@@ -458,23 +458,27 @@ def test_a_damaged_queue_file_does_not_block_the_others(run: Path) -> None:
     queue = HubQueue(run)
     queue.add(entry_of(make_checkpoint(run, 2)))
     sound = (run / "hub" / "queue" / "checkpoint_00000002.json").read_text()
-    own = json.dumps({key: value for key, value in json.loads(sound).items() if key != strict_json.SEAL})
-    texts = {
+    own = json.loads(sound)
+    found: dict[str, str | dict[str, Any]] = {
         "cut": sound[:50],
         "a bit": sound.replace('"step": 2', '"step": 3'),
-        "another": own,
-        "type": own.replace('"step": 2', '"step": "2"'),
-        "huge": own.replace('"step": 2', '"step": 1' + "0" * 30),
-        "repository": own.replace(f'"{REPO}"', "7"),
-        "reason": own.replace('"every"', '"whim"'),
+        "without its hash": json.dumps({key: value for key, value in own.items() if key != strict_json.SEAL}),
+        "another": {"checkpoint": "checkpoint_00000002"},
+        "type": {"step": "2"},
+        "huge": {"step": 10**30},
+        "repository": {"repo_id": 7},
+        "reason": {"reason": "whim"},
         "deep": "[" * 100_000,
-        "twice": own.replace('"step": 2', '"step": 2, "step": 2'),
-        "lacking": '{"step": 3}',
+        "twice": sound.replace('"step": 2', '"step": 2, "step": 2'),
+        "lacking": json.dumps(strict_json.sealed({"step": 3})),
     }
-    damaged = {f"checkpoint_{step:08d}" for step in range(10, 10 + len(texts) + 3)}
-    for name, text in zip(sorted(damaged), texts.values(), strict=False):
-        renamed = text if name == "checkpoint_00000012" else text.replace("checkpoint_00000002", name)
-        (run / "hub" / "queue" / f"{name}.json").write_text(renamed)
+    damaged = {f"checkpoint_{step:08d}" for step in range(10, 10 + len(found) + 3)}
+    for name, text in zip(sorted(damaged), found.values(), strict=False):
+        if isinstance(text, str):
+            content = text.replace("checkpoint_00000002", name)
+        else:
+            content = json.dumps(strict_json.sealed(own | {"checkpoint": name} | text))
+        (run / "hub" / "queue" / f"{name}.json").write_text(content)
     directory, fifo, link = (run / "hub" / "queue" / f"{name}.json" for name in sorted(damaged)[-3:])
     directory.mkdir()
     os.mkfifo(fifo)

@@ -71,7 +71,7 @@ def test_every_value_has_its_panel() -> None:
     step_time = drawn.pop("Step time")
     assert step_time["whole step"] == (all_three, pytest.approx([200.0] * 3))
     assert step_time["forward"] == (all_three, pytest.approx([40.0] * 3))
-    assert "backward" not in step_time  # as in a run of an older version
+    assert "backward" not in step_time  # which some devices do not time
     assert step_time["data wait"] == (all_three, pytest.approx([50.0] * 3))
     assert drawn == {
         "Loss": {"training loss": (all_three, [3.99, 3.98, 3.97])},

@@ -22,7 +22,7 @@ class History:
         self.left_out: list[int] = []
         """Samples left out after going back, by this start or before the checkpoint that it continues."""
         self.left_out_data = ""
-        """Hash of the data that they count in. Empty in a checkpoint of an earlier version: any."""
+        """Hash of the data that they count in."""
         self._row: list[BadStep] = []
         self._unreported: list[tuple[BadStep, bool]] = []
 

@@ -28,12 +28,12 @@ class Rollback(NamedTuple):
     reason: str
     samples: list[int]
     """Indices in the training split, left out from then on."""
-    data: str = ""
-    """Hash of the data that they count in. Empty in a record of an earlier version: any."""
+    data: str
+    """Hash of the data that they count in."""
 
     def concerns(self, data: str) -> bool:
         """Return True if the samples are of these data. In other data the same indices are other samples."""
-        return self.data in ("", data)
+        return self.data == data
 
 
 def recorded(directory: Path) -> list[Rollback]:
@@ -48,8 +48,7 @@ def recorded(directory: Path) -> list[Rollback]:
     try:
         for one in strict_json.read_object(path, MAX_BYTES)["rollbacks"]:
             samples = [int(sample) for sample in one["samples"]]
-            data = str(one.get("data", ""))
-            rollbacks.append(Rollback(int(one["step"]), str(one["reason"]), samples, data))
+            rollbacks.append(Rollback(int(one["step"]), str(one["reason"]), samples, str(one["data"])))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{path}: cannot be read ({error}); it lists samples that this run leaves out. Put back a copy of it, or "
