@@ -72,7 +72,7 @@ def commit_checkpoint(
     facts = {"run_id": "abc", "state": False, "metrics": {}, "experiment": experiment or {"seed": 7}, "files": files}
     if base is not None:
         facts["base"] = base
-    commit.commit(temporary, final, {"schema": 1, "step": 3} | facts)
+    commit.commit(temporary, final, {"step": 3} | facts)
     return final
 
 

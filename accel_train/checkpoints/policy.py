@@ -235,7 +235,7 @@ class RunOptions:
     """Options of the Hub. The repository is checked unless ``evaluate_only`` is set."""
     collective_timeout_seconds: float = 1800.0
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults by dotted name. They count for options that did not exist in the version that began the run."""
+    """Defaults by dotted name. They count for options that the recipe did not have when the run began."""
 
     def __post_init__(self) -> None:
         # At a resume the options of the run count too, of which its recipe may have lost one.

@@ -276,21 +276,11 @@ def _compare_layouts(
     for key in ORDER:
         saved[key] = saved_experiment.get(key)
         current[key] = experiment.get(key)
-    # Earlier versions did not record it.
-    unknown = "cpu" not in saved
-    if unknown:
-        del current["cpu"]
     names = [key for key in dict.fromkeys([*current, *saved]) if saved.get(key) != current.get(key)]
     changed = [_change(key, saved.get(key), current.get(key), accelerator.num_processes) for key in names]
     rest = _other_options(saved_experiment, experiment, [*ORDER, *free])
     if changed:
         logger.info("not bit-exact: the order of floating-point reductions differs (%s)", ", ".join(changed))
-    elif unknown:
-        logger.info(
-            "the same layout as when it was saved, as far as this checkpoint of an earlier version records it: whether "
-            "all processes have the same CPUs and threads is not known, and with others the bits differ%s",
-            rest,
-        )
     elif accelerator.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         logger.info(
             "the same layout as when it was saved: bit-exact but for kernels that sum in no fixed order, which "
@@ -312,7 +302,7 @@ def _change(name: str, before: Any, now: Any, processes: int) -> str:
 
 def _other_options(saved: Mapping[str, Any], current: Mapping[str, Any], free: Sequence[str]) -> str:
     """Name the options changed since the save, without those in ``free``."""
-    # An option that only one version of the project has was not changed by anybody.
+    # An option that the recipe has lost meanwhile was not changed by anybody.
     others: list[str] = []
     for key, value in saved.items():
         if current.get(key, value) != value and not is_covered(key, free):
@@ -354,9 +344,7 @@ def _restore_random_state(states: Sequence[Any], accelerator: Accelerator) -> No
     version, internal, gauss = mine["python"]
     # `setstate` insists on the tuple that JSON made a list.
     random.setstate((version, tuple(internal), gauss))
-    # Earlier versions saved none.
-    if "numpy" in mine:
-        _restore_numpy(mine["numpy"])
+    _restore_numpy(mine["numpy"])
     if "cuda" in mine and torch.cuda.is_available():
         torch.cuda.set_rng_state(_from_hex(mine["cuda"]))
 

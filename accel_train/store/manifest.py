@@ -18,7 +18,7 @@ from accel_train.store import strict_json
 from accel_train.store.strict_json import Json
 
 SCHEMA = 2
-"""Version 2 contains its own hash. Version 1 has none; the same types and bounds apply to it."""
+"""The only one that is read. A file contains its own hash."""
 MANIFEST = "manifest.json"
 NAME = re.compile(r"checkpoint_(\d{8,})")
 
@@ -100,14 +100,10 @@ def parse(content: bytes) -> Json:
         raise ValueError("it holds no object")
     schema = manifest.get("schema")
     # `type` and not `isinstance`: in Python `True` is an int, and in JSON it is not.
-    if type(schema) is not int or schema not in (1, SCHEMA):
+    if type(schema) is not int or schema != SCHEMA:
         writer = manifest.get("accel_train", "of an unknown version")
-        raise ValueError(f"schema {schema!r} was written by accel_train {writer}; this one reads 1 and {SCHEMA}")
-    if schema == SCHEMA:
-        strict_json.check_seal(manifest)
-    elif strict_json.SEAL in manifest:
-        # A flipped bit in the schema must not switch the check of the hash off.
-        raise ValueError(f"schema 1 has no {strict_json.SEAL}: it has changed since it was written")
+        raise ValueError(f"schema {schema!r} was written by accel_train {writer}; this one reads {SCHEMA}")
+    strict_json.check_seal(manifest)
     for key, (required, is_valid) in _FIELDS.items():
         if key in manifest:
             if not is_valid(manifest[key]):

@@ -173,7 +173,7 @@ def refuse_other_base(recorded: Mapping[str, Any], current: Mapping[str, Any] | 
 def refuse_other_definition(recorded: Mapping[str, Any], current: Mapping[str, Any], checkpoint: Path) -> None:
     """Raise ``UsageError`` if the configs and other files that define the base have changed.
 
-    Does nothing without a record, as in checkpoints of an older version.
+    Does nothing if one of the two has none.
     """
     expected = recorded.get("definition")
     found = current.get("definition")

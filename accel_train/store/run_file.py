@@ -27,7 +27,7 @@ from accel_train.wording import shortened, shown
 logger = logging.getLogger(__name__)
 
 RUN_SCHEMA = 2
-"""Version 2 contains its own hash. Version 1, written by the first releases, has none."""
+"""The only one that is read. The file contains its own hash."""
 MAX_BYTES = 16 << 20
 WRITTEN_OPTIONS = (("experiment.json", "options"), (manifests.MANIFEST, "experiment"))
 """File and key with the options of an experiment: in an export, in a checkpoint."""
@@ -238,15 +238,11 @@ def load(directory: Path) -> Json:
     # Not treated as damage: rebuilding it from a checkpoint would drop what a newer version has put there.
     if type(schema) is int and schema > RUN_SCHEMA:
         raise UsageError(
-            f"{directory}/{RUN_FILE} has schema {schema}, this version reads 1 and {RUN_SCHEMA}: a newer accel_train "
+            f"{directory}/{RUN_FILE} has schema {schema}, this version reads {RUN_SCHEMA}: a newer accel_train "
             "wrote it, or it is damaged; update accel_train, or move it away to have it rebuilt from the newest "
             "checkpoint"
         )
-    if schema == RUN_SCHEMA:
-        strict_json.check_seal(saved)
-    elif schema != 1 or strict_json.SEAL in saved:
-        # A flipped bit in the schema must not switch the check of the hash off.
-        raise ValueError("it has changed since it was written")
+    strict_json.check_seal(saved)
     for key, kind in _KINDS.items():
         if key in saved and not isinstance(saved[key], kind):
             raise ValueError(f"{key} is of type {type(saved[key]).__name__}; {kind.__name__} is required")

@@ -30,6 +30,7 @@ from accel_train.experiment_options import FREE_TO_CHANGE
 from accel_train.options.tree import config_text, defaults_tree, experiment_tree, flatten
 from accel_train.store import commit, strict_json
 from accel_train.store import lock as locks
+from accel_train.store.run_file import write_run
 from tests.store.test_commit import lost, make
 
 
@@ -308,10 +309,10 @@ RUN_JSON = [
     ("cut", lambda p: p.write_text(p.read_text()[:100])),
     ("emptied", lambda p: p.write_text("")),
     ("a bit", lambda p: p.write_text(p.read_text().replace('"seed": 0', '"seed": 1'))),
-    ("a type", lambda p: p.write_text('{"schema": 1, "run_id": "a", "experiment": [], "resolved": {}}')),
-    ("lacking", lambda p: p.write_text('{"schema": 1}')),
+    ("a type", lambda p: write_run(p.parent, {"run_id": "a", "experiment": [], "resolved": {}})),
+    ("lacking", lambda p: write_run(p.parent, {})),
     ("deep", lambda p: p.write_text("[" * 100_000)),
-    ("twice", lambda p: p.write_text('{"schema": 1, "schema": 1}')),
+    ("twice", lambda p: p.write_text('{"schema": 2, "schema": 2}')),
     ("huge", lambda p: p.write_text('{"schema": 1e999}')),
     ("a list", lambda p: p.write_text("[]")),
     ("missing", lambda p: p.unlink()),

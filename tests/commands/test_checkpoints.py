@@ -34,6 +34,7 @@ from accel_train.domains.models.mmdit import MMDiTConfig, ModelConfig, Multimoda
 from accel_train.hub.queue import Entry, HubQueue
 from accel_train.options.tree import to_tree
 from accel_train.store import atomic_files, commit, lock, manifest, planning, strict_json, weights
+from accel_train.store.run_file import write_run
 from tests.store.test_commit import unreadable
 from tests.store.test_weights import plant, read_weights
 from tests.waiting import PATIENCE_SECONDS
@@ -98,7 +99,7 @@ def checkpoint(
         if path.is_file()
     }
     written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 7200))
-    facts = {"schema": 1, "run_id": "abc", "step": step, "epoch": step / 10, "state": True, "written_at": written}
+    facts = {"run_id": "abc", "step": step, "epoch": step / 10, "state": True, "written_at": written}
     final = run / "checkpoints" / commit.checkpoint_name(step)
     commit.commit(temporary, final, facts | {"metrics": {"loss": 1 / step}} | more | {"files": files})
     return final
@@ -114,7 +115,7 @@ def run(tmp_path: Path) -> Path:
     run = tmp_path / "run"
     for step in (10, 20, 30):
         checkpoint(run, step)
-    (run / "run.json").write_text('{"schema": 1, "run_id": "abc"}')
+    write_run(run, {"run_id": "abc"})
     (run / "config.yaml").write_text("seed: 0\ncheckpoints: {keep_last: 2, pinned: []}\n")
     return run
 

@@ -24,6 +24,7 @@ from accel_train.hub.options import HubConfig
 from accel_train.hub.pusher import HubStatus, Pusher, push_the_rest
 from accel_train.hub.queue import HubQueue
 from accel_train.store import commit, manifest, retention
+from accel_train.store.run_file import write_run
 from tests.hub.test_hub import contents, make_checkpoint
 from tests.hub_server import Fault, HubServer, serving
 from tests.waiting import until
@@ -44,7 +45,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServe
 def run(tmp_path: Path) -> Path:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    (run / "run.json").write_text(json.dumps({"schema": 1, "run_id": "abc123"}))
+    write_run(run, {"run_id": "abc123"})
     return run
 
 

@@ -50,6 +50,7 @@ from accel_train.hub.repository import push_checkpoint
 from accel_train.hub.worker import push_one
 from accel_train.store import atomic_files, commit, retention, strict_json
 from accel_train.store.manifest import Checkpoint
+from accel_train.store.run_file import write_run
 from recipes import causal_lm, mmdit, pde
 from tests.hub_server import READER, WRITER, Fault, HubServer, Repository, serving
 from tests.waiting import until
@@ -72,7 +73,7 @@ def run(tmp_path: Path) -> Path:
     """A run directory with what a run leaves beside its checkpoints."""
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    (run / "run.json").write_text(json.dumps({"schema": 1, "run_id": "abc123"}))
+    write_run(run, {"run_id": "abc123"})
     (run / "config.yaml").write_text("seed: 0\n")
     (run / "report").mkdir()
     (run / "report" / "curves.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4)
@@ -1092,7 +1093,7 @@ def test_from_pretrained_loads_what_was_pushed(server: HubServer, run: Path) -> 
     model = MultimodalMMDiT(shape)
     checkpoint = make_checkpoint(run, 1)
     loads_with = mmdit.Config(max_steps=1).run_options().loads_with
-    (run / "run.json").write_text(json.dumps({"schema": 1, "run_id": "abc123", "loads_with": loads_with}))
+    write_run(run, {"run_id": "abc123", "loads_with": loads_with})
     model.save_pretrained(checkpoint.path)
     (checkpoint.path / "config.json").write_text(json.dumps(to_tree(shape)))
     changed = {name: commit.seal_file(checkpoint.path / name) for name in ("model.safetensors", "config.json")}
@@ -1222,9 +1223,7 @@ def test_the_code_of_the_card_loads_the_averaged_weights(server: HubServer, run:
     files = manifest["files"] | {"ema.safetensors": commit.seal_file(trained / "ema.safetensors")}
     commit.rewrite_manifest(trained, manifest | {"files": files})
     loads_with = mmdit.Config(max_steps=1).run_options().loads_with
-    (run.parent / "trained" / "run.json").write_text(
-        json.dumps({"schema": 1, "run_id": "abc", "loads_with": loads_with})
-    )
+    write_run(run.parent / "trained", {"run_id": "abc", "loads_with": loads_with})
     push(commit.verify(trained))
     card = server.files(REPO)["README.md"].decode()
     assert "The figures are of the EMA weights, `ema.safetensors`." in card

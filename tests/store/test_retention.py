@@ -60,8 +60,8 @@ def make(directory: Path, step: int, *, state: bool = True, **more: Any) -> Path
         (path / file).parent.mkdir(parents=True, exist_ok=True)
         (path / file).write_text(text)
         files[file] = {"size": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    manifest = {"schema": 1, "step": step, "epoch": step / 100, "state": state, "metrics": {}, "files": files} | more
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    facts = {"step": step, "epoch": step / 100, "state": state, "metrics": {}, "files": files} | more
+    (path / "manifest.json").write_text(json.dumps(manifest.sealed(facts)))
     return path
 
 
@@ -382,9 +382,9 @@ def test_manifests_say_what_is_held(tmp_path: Path) -> None:
     (tmp_path / name(7) / "optimizer" / "exp_avg.safetensors").write_text("")
     old = make(tmp_path, 9)
     content = json.loads((old / "manifest.json").read_text())
-    (old / "manifest.json").write_text(json.dumps({k: content[k] for k in ("schema", "step", "files")}))
+    (old / "manifest.json").write_text(json.dumps(manifest.sealed({k: content[k] for k in ("step", "files")})))
     (make(tmp_path, 11) / "manifest.json").write_text("{")
-    (make(tmp_path, 12) / "manifest.json").write_text('{"schema": 1, "step": 12, "files": {"a": 3}}')
+    (make(tmp_path, 12) / "manifest.json").write_text('{"schema": 2, "step": 12, "files": {"a": 3}}')
     five, seven, nine = manifest.list_facts(tmp_path)
     assert five == CheckpointFacts(tmp_path / name(5), 5, 0.05, {"loss": 2.5}, state=True)
     assert (seven.state, seven.leftover) == (False, True)
@@ -607,7 +607,7 @@ def test_a_file_changed_on_disk_is_found(tmp_path: Path, keep_times: bool) -> No
         (lambda p: (p / "config.json").write_text("{ }"), "3 bytes, the manifest says 2"),
         (lambda p: (p / "manifest.json").unlink(), "no manifest.json"),
         (lambda p: (p / "manifest.json").write_text('{"schema": 9}'), "schema 9"),
-        (lambda p: (p / "manifest.json").write_text('{"schema": 1, "step": 1, "files": [1]}'), "cannot be read"),
+        (lambda p: (p / "manifest.json").write_text('{"schema": 2, "step": 1, "files": [1]}'), "cannot be read"),
     ],
 )
 def test_the_reasons_are_those_of_verify(tmp_path: Path, harm: Callable[[Path], object], reason: str) -> None:

@@ -18,7 +18,7 @@ EXPORTED_OPTIONS = "experiment.json"
 def verify_export(directory: Path, proofs: Sequence[str]) -> None:
     """Compare the files of an export with their hashes, in the files named ``proofs``. Raises ``UsageError``.
 
-    Exports of older versions, and folders of others, have none.
+    Folders of others have none.
     """
     for name in proofs:
         path = directory / name
