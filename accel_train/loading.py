@@ -29,8 +29,8 @@ ALLOWED = re.compile(r"accel_train\.domains\.([a-z_]+)\.pipeline:([A-Z][A-Za-z]*
 """Names allowed in a config.json. A folder is data and must never decide about the code to import: only the pipelines
 inside this package can be named."""
 DESCRIPTIONS = ("config.json", ADAPTER_DESCRIPTION, "adapter_config.json", "model_index.json")
-"""Descriptions of weights: the first one present counts. adapter_config.json alone is of peft, or of an older version,
-and the last of diffusers."""
+"""Descriptions of weights: the first one present counts. adapter_config.json alone is of peft, and the last of
+diffusers."""
 PROOFS = ("example.json", ADAPTER_DESCRIPTION)
 """In an export: the sha256 of all other files, with its example, or with the base of adapters."""
 
@@ -171,14 +171,14 @@ def pipeline_of(directory: Path) -> type[Pipeline]:
 
 
 def _recognised(description: Mapping[str, Any], directory: Path) -> type[Pipeline]:
-    """Find the pipeline for a config.json without its name, as written by an older version."""
+    """Find the pipeline for a description without its name, as other libraries write it."""
     for domain in iter_modules(import_module(DOMAINS).__path__, f"{DOMAINS}."):
         # A domain that only others build on.
         if find_spec(f"{domain.name}.pipeline") is None:
             continue
         for value in vars(import_module(f"{domain.name}.pipeline")).values():
             if getattr(value, "__module__", None) == f"{domain.name}.pipeline" and hasattr(value, "recognises"):
-                candidate = cast("type[Pipeline]", value)
+                candidate: Any = value
                 if candidate.recognises(description):
                     return candidate
     raise UsageError(

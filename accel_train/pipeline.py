@@ -110,11 +110,6 @@ class Pipeline(TrainedModel, Protocol):
         called alike. None: an export has weights and config.json alone."""
         ...
 
-    @classmethod
-    def recognises(cls, description: Mapping[str, Any]) -> bool:
-        """Return True if a config.json from an older version, which names no pipeline, belongs to this one."""
-        ...
-
     def examples(self) -> Sequence[Example]:
         """Return fixed calls that reach every part of the model that a user of it may need."""
         ...
@@ -180,9 +175,9 @@ def _plain(options: Mapping[str, object]) -> dict[str, Any]:
 
 
 def settings(description: Mapping[str, Any], directory: Path) -> Mapping[str, Any] | None:
-    """Return the description if it says how the model is used. None for one of an older version.
+    """Return the description if it says how the model is used. None for one of another library.
 
-    Raises ``UsageError`` for one of a newer version.
+    Raises ``UsageError`` for one of another version.
     """
     found = description.get("format")
     if found is None:

@@ -227,15 +227,13 @@ def test_a_checkpoint_and_its_export_give_the_same_samples(tmp_path: Path) -> No
     from_checkpoint = printed(script)
     assert "tensor(" in from_checkpoint
     assert printed(script.replace("(checkpoint.path)", '(Path("exported"))')) == from_checkpoint
-    # config.json alone says how to sample. An export of an earlier version has the objective in experiment.json.
+    # config.json alone says how to sample.
     (tmp_path / "exported" / "experiment.json").unlink()
     assert load_both_ways(tmp_path / "exported")[0] == replace(both, model=ANY)
     config = json.loads((tmp_path / "exported" / "config.json").read_text())
-    del config["format"]
+    del config["objective"]["modes"]
     (tmp_path / "exported" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        UsageError, match=r"exported: names no objective .*; give a checkpoint of recipes/mmdit.py, or export it again"
-    ):
+    with pytest.raises(UsageError, match=r"config\.json: lacks 'modes' of the objective or the sampler of .*mmdit\.py"):
         load_both_ways(tmp_path / "exported")
 
 

@@ -17,10 +17,9 @@ import accel_train
 from accel_train import cli, loading
 from accel_train.config import UsageError
 from accel_train.domains.pde.pipeline import FieldPipeline
-from accel_train.domains.text.pipeline import TextLatentPipeline
 from accel_train.pipeline import describe, settings
 from accel_train.store import commit
-from tests.trained import EARLIER, commit_checkpoint, field_run, text_run
+from tests.trained import commit_checkpoint, field_run, text_run
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,20 +63,6 @@ def test_nothing_is_loaded_that_nobody_vouches_for(tmp_path: Path, name: str, sa
     (tmp_path / name / "config.json").write_text("{}")
     with pytest.raises(UsageError, match=re.escape(says)):
         loading.find(tmp_path / name)
-
-
-def test_artefacts_of_an_earlier_version_load_with_the_settings_of_their_run() -> None:
-    for place in (EARLIER / "mmdit", EARLIER / "mmdit-export"):
-        pipeline = accel_train.load(place)
-        assert isinstance(pipeline, TextLatentPipeline)
-        both = pipeline.both
-        assert (both.text.steps, both.latent.steps, both.latent.guidance) == (4, 3, 1.5)
-        assert len(pipeline.texts_from_texts(["sun moon"], length=5)) == 1
-        with pytest.raises(UsageError, match=r"older version, without an estimate of lengths; give --length, 1 to 24"):
-            pipeline.texts_from_texts(["sun moon"])
-    predictor = accel_train.load(EARLIER / "pde")
-    assert isinstance(predictor, FieldPipeline)
-    assert predictor(torch.zeros(1, 1, 16), torch.tensor([0.5]), task="advection").shape == (1, 1, 1, 1, 16)
 
 
 def test_a_flipped_bit_is_refused(tmp_path: Path) -> None:

@@ -41,8 +41,6 @@ from accel_train.store import atomic_files, commit
 from tests.domains.language import tiny
 
 TEXTS = ["the sun on the sea", "a bird in a tree", "wind and rain and snow", "stone hill river", "fire light road"] * 3
-EARLIER = Path(__file__).parent / "earlier_artefacts"
-"""Written by the version before config.json named objective, sampler and pipeline."""
 
 
 def commit_checkpoint(
@@ -84,15 +82,15 @@ def randomise(model: nn.Module) -> None:
             parameter.add_(torch.randn_like(parameter) * 0.1)
 
 
-def text_run(run: Path, *, length: bool = True) -> Path:
+def text_run(run: Path) -> Path:
     """Write a run of recipes/mmdit.py with texts of at most 24 tokens and latents of 8 dimensions."""
     tokenizer = train_tokenizer(TEXTS, 300)
     encoder = tfidf.fit(TEXTS, 8, True)
     latents = torch.from_numpy(encoder.encode(TEXTS))
     weights = torch.zeros(9, dtype=torch.float64)
     weights[0] = 0.5
-    estimate = LengthEstimate(weights, 2.0, 1.0, 3, 20) if length else None
-    assets = DataAssets(tokenizer, encoder, 24, latents.mean(0), float(latents.std()), 1, estimate)
+    estimate = LengthEstimate(weights, 2.0, 1.0, 3, 20)
+    assets = DataAssets(tokenizer, encoder, 24, latents.mean(0), float(latents.std()), estimate, 1)
     shape = ModelConfig(width=8, depth=2, heads=2).multimodal(tokenizer.vocab_size, 24, (1, 8))
     model = MultimodalMMDiT(shape)
     randomise(model)
@@ -115,26 +113,25 @@ def picture_run(
     side: int = 8,
     times: dict[str, Any] | None = None,
     vae: VaeReference | None = None,
-    modes: ModeConfig | None = None,
+    modes: ModeConfig = ModeConfig(),  # noqa: B008
 ) -> Path:
     """Write a run of recipes/mmdit.py on pictures of ``side`` pixels in patches of 4. ``times`` are options of it.
 
-    With ``vae``, of 12 channels and a reduction of 2, in patches of 2 latents. With ``modes`` also the estimate of
-    lengths, which older runs lack.
+    With ``vae``, of 12 channels and a reduction of 2, in patches of 2 latents.
     """
     tokenizer = train_tokenizer(CAPTIONS, 300)
     grid = (side // 4, side // 4)
     tokens = grid[0] * grid[1]
     torch.manual_seed(2)
     mean = 0.3 * torch.randn(48)
-    estimate = LengthEstimate(torch.zeros(49, dtype=torch.float64), 1.8, 1.0, 3, 12) if modes else None
-    assets = DataAssets(tokenizer, None, 12, mean, 0.6, tokens, estimate, vae)
+    estimate = LengthEstimate(torch.zeros(49, dtype=torch.float64), 1.8, 1.0, 3, 12)
+    assets = DataAssets(tokenizer, None, 12, mean, 0.6, estimate, tokens, vae)
     shape = ModelConfig(width=16, depth=2, heads=2).multimodal(tokenizer.vocab_size, 12, (tokens, 48), grid)
     model = MultimodalMMDiT(shape)
     randomise(model)
     sampling = EvaluationConfig(latent=LatentSamplingConfig(steps=3, guidance=2.0, shift=3.0))
     latent = latent or LatentDiffusionConfig(prediction="x0")
-    objective = modes or ModeConfig(), TextDiffusionConfig("uniform"), latent
+    objective = modes, TextDiffusionConfig("uniform"), latent
     description = text_pipeline.describe_model(shape, *objective, sampling, 7, assets, "emoji")
     experiment = {f"times.{name}": value for name, value in (times or {}).items()}
     if times:

@@ -158,7 +158,7 @@ def test_a_model_of_pictures_draws_prompts(
 def test_a_model_of_pictures_captions_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = picture_run(tmp_path / "run", modes=ModeConfig())
+    run = picture_run(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     for number, name in enumerate(("two  words.png", "b.jpg")):
         Image.new("RGB", (20, 12), (200, 90 * number, 30)).save(name)
@@ -200,14 +200,14 @@ def test_a_model_of_pictures_captions_files(
 def test_the_command_refuses_pictures_beside_what_else_it_samples(
     words: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = picture_run(tmp_path / "run", modes=ModeConfig())
+    run = picture_run(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=reason):
         cli._main(["sample", str(run), *words])
 
 
 def test_an_empty_prompt_draws_without_a_caption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = picture_run(tmp_path / "run", modes=ModeConfig())
+    run = picture_run(tmp_path / "run")
     words = ["sample", str(run), "--prompt", "", "a red circle", "--guidance", "3", "--seed", "2"]
     assert cli._main([*words, "--output", str(tmp_path / "drawn")]) == 0
     shown = capsys.readouterr().out.splitlines()
@@ -233,7 +233,7 @@ def test_a_model_that_cannot_be_used_here_is_exported_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As one whose encoder is not on this machine."""
-    run = text_run(tmp_path / "run", length=False)
+    run = text_run(tmp_path / "run")
     directory = run / "checkpoints" / "checkpoint_00000003"
     checkpoint = commit.verify(directory)
     (directory / "assets" / "encoder.json").write_text("{}")

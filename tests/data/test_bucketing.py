@@ -27,6 +27,7 @@ from accel_train.domains.text import modes
 from accel_train.domains.text.corpus import DEMO_FILE
 from accel_train.domains.text.dataset import DataAssets, TextLatentDataset, statistics
 from accel_train.domains.text.latents.files import read_latents, write_latents
+from accel_train.domains.text.lengths import LengthEstimate
 from accel_train.domains.text.tokenizer import train_tokenizer
 from recipes import mmdit as recipe
 
@@ -170,7 +171,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> TextLatentDataset:
     write_latents(folder, lines, np.random.default_rng(0).standard_normal((60, 2, 6)).astype(np.float32))
     table = read_latents(folder, [(0, i) for i in range(60)])
     tokenizer, (mean, std) = train_tokenizer(lines, 300), statistics(table)
-    assets = DataAssets(tokenizer, None, LONGEST, mean, std, 2)
+    assets = DataAssets(tokenizer, None, LONGEST, mean, std, LengthEstimate(torch.zeros(9), 2.0, 1.0, 3, 20), 2)
     return TextLatentDataset(lines, tokenizer.tokenise(lines, LONGEST), table, assets, "f")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,6 @@ from accel_train.domains.pde.residual.network import ResidualGuess
 from accel_train.domains.pde.shape import PdeTransformerConfig
 from accel_train.domains.pde.transformer import PdeTransformer
 from accel_train.pipeline import Example, describe, settings
-from accel_train.store.run_file import experiment_options
 from accel_train.store.weights import has_ema
 
 BATCH = 64
@@ -85,10 +84,6 @@ class FieldPipeline:
         self.assets = assets
         self.residual_steps = residual_steps
         self.device = device
-
-    @classmethod
-    def recognises(cls, description: Mapping[str, Any]) -> bool:
-        return {"tasks", "model"} <= description.keys()
 
     @classmethod
     def from_directory(cls, directory: Path, device: str = "cpu") -> FieldPipeline:
@@ -284,11 +279,13 @@ def describe_model(
 
 
 def _residual_steps(directory: Path) -> int:
-    """Return the denoising steps of the residual, from config.json, or from the options of an older version."""
-    described = settings(json.loads((directory / "config.json").read_text("utf-8")), directory)
-    if described is not None:
+    """Return the denoising steps of the residual, from config.json. Raises ``UsageError`` if it lacks them."""
+    path = directory / "config.json"
+    described = settings(json.loads(path.read_text("utf-8")), directory) or {}
+    try:
         return int(described["sampler"]["residual_steps"])
-    return int(experiment_options(directory).get("objective.residual_steps", 1))
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{path}: lacks {error} of the sampler of recipes/pde.py; export the model again") from None
 
 
 def _noise(stream: str, shape: Sequence[int]) -> Tensor:

@@ -38,10 +38,10 @@ class DataAssets:
     """Mean over the training split, (Dz,)."""
     latent_std: float
     """One scalar for all dimensions, so normalising leaves the cosines of centred latents unchanged."""
+    length: LengthEstimate
+    """Length of a text from its latent."""
     latent_tokens: int = 1
     """L"""
-    length: LengthEstimate | None = None
-    """Length of a text from its latent. None in assets of an older version."""
     vae: VaeReference | None = None
     """Autoencoder of pictures whose latents these are, cut into patches."""
 
@@ -102,8 +102,7 @@ class DataAssets:
         if self.vae is not None:
             facts["vae"] = asdict(self.vae)
         (directory / "assets.json").write_text(json.dumps(facts, indent=1), "utf-8")
-        if self.length is not None:
-            self.length.save(directory)
+        self.length.save(directory)
         if self.encoder is not None:
             self.encoder.save(directory)
 

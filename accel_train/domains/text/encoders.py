@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -86,9 +86,6 @@ class TransformerEncoder:
     def files_hash(self) -> str:
         found = hash_files(self.folder)
         if self.weights_hash not in (None, found):
-            # Kept, because the latents and data of its run are known by it.
-            if self.weights_hash == hash_by_blobs(self.folder):
-                return self.weights_hash
             raise UsageError(
                 f"--data.encoder {self.name!r}: its files changed since the latents were made (sha256 "
                 f"{found[:12]}, was {str(self.weights_hash)[:12]}). Give the model that was used, or prepare the "
@@ -180,21 +177,14 @@ class TransformerEncoder:
         return latents.cpu().numpy()
 
     def resumed(self, assets: Path | None) -> TransformerEncoder:
-        """Return it at the commit in the assets of the checkpoint to resume, if they are of the same model.
-
-        With the hash that an older version gave its files, which is part of the identity of its data.
-        """
+        """Return it at the commit in the assets of the checkpoint to resume, if they are of the same model."""
         recorded: dict[str, Any] = {}
         if assets is not None:
             with suppress(OSError, ValueError):  # a damaged checkpoint is passed over by the resume too
                 recorded = strict_json.read_object(assets / ENCODER_FILE)
         if recorded.get("kind") != VERSION or recorded.get("name") != self._place:
             return self
-        found = replace(self, revision=recorded.get("revision"))
-        former = recorded.get("weights_hash")
-        if former != found.files_hash and former == hash_by_blobs(found.folder):
-            return replace(found, weights_hash=former)
-        return found
+        return replace(self, revision=recorded.get("revision"))
 
     @property
     def _place(self) -> str:
@@ -265,30 +255,6 @@ def hash_files(folder: Path) -> str:
 
     Each is read once, in about a second per GB, and its hash remembered until it changes.
     """
-    return _hash_all(folder, _content)
-
-
-def hash_by_blobs(folder: Path) -> str:
-    """Return the hash that older versions recorded of files in the Hub's cache: by the names of their blobs."""
-    return _hash_all(folder, _blob_name)
-
-
-def _content(file: Path) -> str:
-    return sha256_of(file, cache_if_usable())
-
-
-def _blob_name(file: Path) -> str:
-    """Return the name of the blob that a file of the Hub's cache is a link to, or of which it is a copy."""
-    blob = file.resolve()
-    if file.is_symlink() and blob.parent.name == "blobs":
-        return blob.name
-    if file.suffix in LARGE or file.stat().st_size > LARGE_BYTES:
-        return _content(file)
-    content = file.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-
-
-def _hash_all(folder: Path, content: Callable[[Path], str]) -> str:
     found = (folder.glob(pattern) for pattern in MODEL_FILES)
     files = sorted(set(itertools.chain.from_iterable(found)))
     if not any(file.suffix == ".safetensors" for file in files):
@@ -302,7 +268,7 @@ def _hash_all(folder: Path, content: Callable[[Path], str]) -> str:
         )
     digest = hashlib.sha256()
     for file in files:
-        digest.update(f"{file.name}\0{content(file)}\n".encode())
+        digest.update(f"{file.name}\0{sha256_of(file, cache_if_usable())}\n".encode())
     return digest.hexdigest()
 
 

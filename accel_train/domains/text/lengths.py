@@ -66,12 +66,9 @@ class LengthEstimate:
         (directory / FILE).write_text(json.dumps(facts), "utf-8")
 
 
-def load_length(directory: Path) -> LengthEstimate | None:
-    """Read length.json. None for assets of an older version."""
-    path = directory / FILE
-    if not path.is_file():
-        return None
-    facts = json.loads(path.read_text("utf-8"))
+def load_length(directory: Path) -> LengthEstimate:
+    """Read length.json."""
+    facts = json.loads((directory / FILE).read_text("utf-8"))
     weights = torch.tensor(facts.pop("weights"), dtype=torch.float64)
     return LengthEstimate(weights, **facts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -46,7 +46,7 @@ from accel_train.domains.text.modes import (
     refuse_unlearned_guidance,
 )
 from accel_train.domains.text.options import TextLatentOptions
-from accel_train.domains.text.trained_model import given_texts, learned_modes, load_both_ways, refuse_moved
+from accel_train.domains.text.trained_model import given_texts, load_both_ways, read_settings, refuse_moved
 from accel_train.pipeline import Example, describe, listed
 
 if TYPE_CHECKING:
@@ -97,28 +97,24 @@ class TextLatentPipeline:
         model: MultimodalMMDiT,
         both: BothWays,
         assets: DataAssets,
+        modes: ModeConfig,
         device: str = "cpu",
-        modes: ModeConfig | None = None,
     ) -> None:
         self.model = model
         self.both = both
         self.assets = assets
         self.device = device
         self.modes = modes
-        """Modes that the model was trained in. None: an older version did not record them."""
-        self.conditions: set[Part] = {"text", "latent"} if modes is None else learned_conditions(modes)
+        """Modes that the model was trained in."""
+        self.conditions: set[Part] = learned_conditions(modes)
         """Conditions the model has learned to sample from."""
-
-    @classmethod
-    def recognises(cls, description: Mapping[str, Any]) -> bool:
-        return {"transformer", "vocabulary_size", "latent_dim"} <= description.keys()
 
     @classmethod
     def from_directory(cls, directory: Path, device: str = "cpu") -> TextLatentPipeline:
         """Read a checkpoint or an export. Raises ``UsageError``."""
         both, assets = load_both_ways(directory, device)
         assert isinstance(both.model, MultimodalMMDiT)
-        return cls(both.model, both, assets, device, learned_modes(directory))
+        return cls(both.model, both, assets, read_settings(directory).modes, device)
 
     def with_sampling(
         self, *, steps: int | None = None, temperature: float | None = None, guidance: float | None = None
@@ -128,10 +124,10 @@ class TextLatentPipeline:
         ``steps`` are the forward passes per sample, ``temperature`` is of the tokens of a text, ``guidance`` is the
         strength of the condition. Raises ``UsageError`` for guidance that the model has not been trained for.
         """
-        if guidance is not None and self.modes is not None:
+        if guidance is not None:
             refuse_unlearned_guidance(self.modes, {"guidance": guidance})
         both = self.both.with_sampling(steps=steps, temperature=temperature, guidance=guidance)
-        return TextLatentPipeline(self.model, both, self.assets, self.device, self.modes)
+        return TextLatentPipeline(self.model, both, self.assets, self.modes, self.device)
 
     def with_models(self, *, encoder: str | None = None, vae: str | None = None) -> TextLatentPipeline:
         """Return this pipeline with the text encoder or the autoencoder of its training at another place.
@@ -148,7 +144,7 @@ class TextLatentPipeline:
             if assets.vae is None:
                 raise UsageError(f"vae {vae!r}: this model uses no autoencoder; leave it out")
             assets = replace(assets, vae=replace(assets.vae, source=vae, revision=None))
-        return TextLatentPipeline(self.model, self.both, assets, self.device, self.modes)
+        return TextLatentPipeline(self.model, self.both, assets, self.modes, self.device)
 
     def __call__(
         self,
@@ -284,13 +280,7 @@ class TextLatentPipeline:
     def _latent_without_text(self, seed: int) -> Tensor:
         """Sample a latent without a text, as an evaluation does: (1, L, Dz) on the CPU."""
         self._refuse_unlearned("text")
-        if self.modes is not None:
-            refuse_never_without_text(self.modes)
-        if self.assets.length is None:
-            raise UsageError(
-                "prompt '': this model was saved by an older version, without an estimate of lengths, and even a "
-                "missing caption has a length; give a caption"
-            )
+        refuse_never_without_text(self.modes)
         batch = self._blank(torch.tensor([self.assets.length.typical()])) | self._keys([b""])
         batch["latent"] = torch.zeros(1, *self.assets.latent_shape)
         # There is no condition to follow: the same latent at half the cost.
@@ -322,11 +312,6 @@ class TextLatentPipeline:
                     "give such a number, or leave it out"
                 )
             return torch.full((len(normalised),), length)
-        if self.assets.length is None:
-            raise UsageError(
-                "length: this model was saved by an older version, without an estimate of lengths; give --length, "
-                f"{frame + 1} to {self.assets.max_length} tokens (in Python, length=)"
-            )
         return self.assets.length(normalised).clamp(frame + 1, self.assets.max_length)
 
     def _blank(self, lengths: Tensor) -> Batch:

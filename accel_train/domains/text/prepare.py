@@ -93,7 +93,7 @@ def prepare_data(
         table = block_latents(splits.shards, encoder, cache, **processes.building())
     scale = resolve_scale(trained, table, encoder, vae)
     length = resolve_length(trained, table, train_tokens, scale)
-    own = DataAssets(tokenizer, encoder, config.max_length, scale.mean, scale.std, table.shape[0], length, vae)
+    own = DataAssets(tokenizer, encoder, config.max_length, scale.mean, scale.std, length, table.shape[0], vae)
     heldout_table = _latents(config, heldout, encoder, cache, processes)
     if isinstance(encoder, TransformerEncoder):
         # Training does not encode.

@@ -21,6 +21,7 @@ from accel_train.data.tables.text_sources import characters_of, texts_hash
 
 VERSION = "tfidf-svd-1"
 MAX_WORDS = 20_000
+PLAIN_WORDS = re.compile(r"\b\w+\b")
 UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 """Characters of scripts that write no spaces: hiragana, katakana, and Han."""
 Floats = NDArray[np.float64]
@@ -36,8 +37,6 @@ class TfidfSvdEncoder:
     normalise: bool
     identity: str
     """Hash of the fitted texts and the options. Names the same encoder on every machine."""
-    word_rule: int = 2
-    """1: `words_of` an encoder that an earlier version has fitted."""
     batch_size: int = 4096
 
     @cached_property
@@ -50,7 +49,7 @@ class TfidfSvdEncoder:
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return (n, Dz) float32, of length 1 with `normalise`. A text without a known word is all zeros."""
-        indptr, columns, values = tfidf_rows(texts, self._index, self.idf.astype(np.float64), self.word_rule)
+        indptr, columns, values = tfidf_rows(texts, self._index, self.idf.astype(np.float64))
         latents = np.zeros((len(texts), self.dim))
         # reduceat cannot sum an empty row, so rows without words are skipped.
         filled = np.diff(indptr) > 0
@@ -72,7 +71,6 @@ class TfidfSvdEncoder:
             "kind": VERSION,
             "identity": self.identity,
             "normalise": self.normalise,
-            "word_rule": self.word_rule,
             "words": self.words,
         }
         text = json.dumps(facts, ensure_ascii=False)
@@ -90,17 +88,12 @@ class TfidfSvdEncoder:
         components = arrays["components"]
         if idf.shape != (len(words),) or components.shape[:1] != idf.shape:
             raise ValueError(f"{len(words)} words, idf {idf.shape}, components {components.shape}")
-        return cls(words, idf, components, facts["normalise"], facts["identity"], facts.get("word_rule", 1))
+        return cls(words, idf, components, facts["normalise"], facts["identity"])
 
 
-def words_of(text: str, rule: int = 2) -> list[str]:
-    """Return the words of a text with their combining marks. Of Chinese and Japanese each character is one.
-
-    By rule 1 marks divide words, and a text without spaces is one word.
-    """
-    if rule == 1 or text.isascii():
-        return re.findall(r"\b\w+\b", text.lower())
-    return _words().findall(text.lower())
+def words_of(text: str) -> list[str]:
+    """Return the words of a text with their combining marks. Of Chinese and Japanese each character is one."""
+    return (PLAIN_WORDS if text.isascii() else _words()).findall(text.lower())
 
 
 @cache
@@ -109,7 +102,7 @@ def _words() -> re.Pattern[str]:
 
 
 def tfidf_rows(
-    texts: Sequence[str], index: dict[str, int], idf: Floats, word_rule: int = 2
+    texts: Sequence[str], index: dict[str, int], idf: Floats
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
     """Build sparse rows (indptr, columns, values) of (1 + log count) * idf.
 
@@ -119,7 +112,7 @@ def tfidf_rows(
     columns: list[int] = []
     counts: list[int] = []
     for text in texts:
-        known = Counter(index[word] for word in words_of(text, word_rule) if word in index)
+        known = Counter(index[word] for word in words_of(text) if word in index)
         # Ascending, so that a text's sums always add up in the same order.
         for column, count in sorted(known.items()):
             columns.append(column)
@@ -143,8 +136,8 @@ def tfidf_rows(
 def fit_identity(texts: Sequence[str], dim: int, normalise: bool) -> str:
     """Compute the `identity` of the encoder returned by `fit`, without fitting it."""
     facts = f"{VERSION} {MAX_WORDS} {dim} {normalise} {texts_hash(texts)}"
-    # Where the rules give the same words, what an earlier version has cached is right.
-    if any(not text.isascii() and words_of(text, 1) != words_of(text) for text in texts):
+    # Marks and characters without spaces have a rule of their own, which their texts are known by.
+    if any(not text.isascii() and PLAIN_WORDS.findall(text.lower()) != words_of(text) for text in texts):
         facts += " word_rule 2"
     return hashlib.sha256(facts.encode()).hexdigest()
 

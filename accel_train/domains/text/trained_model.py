@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import NamedTuple
 
 from accel_train import pipeline
 from accel_train.config import UsageError
@@ -18,10 +18,7 @@ from accel_train.domains.text.dataset import DataAssets, load_assets
 from accel_train.domains.text.encoders import TransformerEncoder
 from accel_train.domains.text.modes import ModeConfig
 from accel_train.options.loading import from_tree
-from accel_train.store.run_file import experiment_options
 from accel_train.store.weights import has_ema
-
-G = TypeVar("G")
 
 
 def load_both_ways(directory: Path, device: str = "cpu") -> tuple[BothWays, DataAssets]:
@@ -31,13 +28,14 @@ def load_both_ways(directory: Path, device: str = "cpu") -> tuple[BothWays, Data
     them. Hashes are not verified here (see ``accel_train.load``). Raises ``UsageError`` if options or assets are
     missing or have another version.
     """
-    diffusion, text, latent, seed = _settings(directory)
+    settings = read_settings(directory)
     model = MultimodalMMDiT.from_pretrained(directory)
     # from_pretrained has read the trained weights, over which these are laid.
     if has_ema(directory):
         load_directory(model, directory, "ema")
     assets = load_assets(directory / "assets", device)
-    both = BothWays(model.to(device).eval(), assets.tokenizer.mask_id, seed, diffusion, text, latent)
+    model = model.to(device).eval()
+    both = BothWays(model, assets.tokenizer.mask_id, settings.seed, settings.diffusion, settings.text, settings.latent)
     return both, assets
 
 
@@ -63,63 +61,32 @@ def given_texts(texts: str | Sequence[str], assets: DataAssets) -> list[str]:
     return given
 
 
-Settings = tuple[LatentDiffusionConfig, TextSamplingConfig, LatentSamplingConfig, int]
+class Settings(NamedTuple):
+    """How a trained model is used."""
+
+    diffusion: LatentDiffusionConfig
+    text: TextSamplingConfig
+    latent: LatentSamplingConfig
+    seed: int
+    """That of the evaluation."""
+    modes: ModeConfig
+    """Modes that the model was trained in."""
 
 
-def _settings(directory: Path) -> Settings:
-    """Read the objective, the samplers and the seed of the evaluation."""
+def read_settings(directory: Path) -> Settings:
+    """Read the objective and the samplers from config.json. Raises ``UsageError`` if it lacks them."""
     path = directory / "config.json"
     described = pipeline.settings(json.loads(path.read_text("utf-8")), directory) if path.is_file() else None
-    if described is None:
-        return _settings_of_run(directory)
     try:
-        sampler = described["sampler"]
-        return (
-            from_tree(LatentDiffusionConfig, described["objective"]["latent"], f"{path}: objective.latent"),
+        objective, sampler = (described or {})["objective"], (described or {})["sampler"]
+        return Settings(
+            from_tree(LatentDiffusionConfig, objective["latent"], f"{path}: objective.latent"),
             from_tree(TextSamplingConfig, sampler["text"], f"{path}: sampler.text"),
             from_tree(LatentSamplingConfig, sampler["latent"], f"{path}: sampler.latent"),
             int(sampler["seed"]),
+            from_tree(ModeConfig, objective["modes"], f"{path}: objective.modes"),
         )
     except (KeyError, TypeError) as error:
         raise UsageError(
             f"{path}: lacks {error} of the objective or the sampler of recipes/mmdit.py; export the model again"
         ) from None
-
-
-def learned_modes(directory: Path) -> ModeConfig | None:
-    """Read the modes of the run. None if an older version wrote the directory."""
-    path = directory / "config.json"
-    described = pipeline.settings(json.loads(path.read_text("utf-8")), directory)
-    if described is None or "modes" not in described["objective"]:
-        return None
-    return from_tree(ModeConfig, described["objective"]["modes"], f"{path}: objective.modes")
-
-
-def _settings_of_run(directory: Path) -> Settings:
-    """Read them as an older version wrote them: as options of the run."""
-    options = _options(directory)
-    return (
-        _group(LatentDiffusionConfig, options, "latent."),
-        _group(TextSamplingConfig, options, "evaluation.text."),
-        _group(LatentSamplingConfig, options, "evaluation.latent."),
-        int(options["seed"]),
-    )
-
-
-def _options(directory: Path) -> dict[str, Any]:
-    options = experiment_options(directory)
-    # A manifest of another recipe has options as well.
-    if not {"latent.kind", "seed"} <= options.keys():
-        raise UsageError(
-            f"{options.file}: names no objective (latent.kind); give a checkpoint of recipes/mmdit.py, "
-            "or export it again"
-        )
-    return options
-
-
-def _group(kind: type[G], options: dict[str, Any], prefix: str) -> G:
-    values: dict[str, Any] = {}
-    for name, value in options.items():
-        if name.startswith(prefix):
-            values[name.removeprefix(prefix)] = value
-    return from_tree(kind, values, f"{prefix}*")

@@ -241,7 +241,6 @@ def test_without_a_caption_a_picture_is_that_of_the_evaluation(
 ) -> None:
     """On any row of its length, whose tokens are masked."""
     pipeline, data = trained
-    assert pipeline.assets.length is not None
     lengths = [data.train.batch([row])["text_mask"].sum() for row in range(len(data.train))]
     typical = pipeline.assets.length.typical()
     assert abs(typical - float(torch.stack(lengths).double().log().mean().exp())) < 1
@@ -290,6 +289,3 @@ def test_what_was_never_learned_without_a_caption_is_not_drawn_without(
         always.draw(["a picture", ""])
     with pytest.raises(UsageError, match=r"a latent from its text \(t2l\): this model was never trained for it"):
         with_modes(pipeline, mode="l2t").draw([""])
-    older = TextLatentPipeline(pipeline.model, pipeline.both, replace(pipeline.assets, length=None))
-    with pytest.raises(UsageError, match=r"prompt '': this model was saved by an older version, without an estimate"):
-        older.draw([""])

@@ -90,7 +90,7 @@ def test_special_tokens_around_a_text_stay_where_they_are(pipeline: TextLatentPi
         tokenizer = Framed()
         max_length = 8
 
-    own = TextLatentPipeline(pipeline.model, pipeline.both, Assets())  # pyright: ignore[reportArgumentType]
+    own = TextLatentPipeline(pipeline.model, pipeline.both, Assets(), ModeConfig())  # pyright: ignore[reportArgumentType]
     batch = own._blank(torch.tensor([5, 8]))
     assert batch["tokens"].tolist() == [[7, 8, 1, 1, 9, 0, 0, 0], [7, 8, 1, 1, 1, 1, 1, 9]]
     assert batch["maskable"].sum(1).tolist() == [2, 5]
@@ -261,10 +261,10 @@ def test_an_encoder_that_has_moved_is_found_where_it_is_said_to_be(
     tiny_encoders.bert(tmp_path / "bert")
     encoder = TransformerEncoder(str(tmp_path / "bert"), latent_dim=8)
     encoder = replace(encoder, weights_hash=encoder.files_hash)
-    own = TextLatentPipeline(pipeline.model, pipeline.both, replace(pipeline.assets, encoder=encoder))
+    own = TextLatentPipeline(pipeline.model, pipeline.both, replace(pipeline.assets, encoder=encoder), pipeline.modes)
     before = own.encode(TEXTS[:2])
     (tmp_path / "bert").rename(tmp_path / "moved")
-    left = TextLatentPipeline(pipeline.model, pipeline.both, replace(own.assets, encoder=replace(encoder)))
+    left = TextLatentPipeline(pipeline.model, pipeline.both, replace(own.assets, encoder=replace(encoder)), own.modes)
     with pytest.raises(UsageError, match=r"encoder '.*bert': the folder .* is not there; .* --encoder"):
         left.encode(TEXTS[:2])
     assert torch.equal(left.with_models(encoder=str(tmp_path / "moved")).encode(TEXTS[:2]), before)

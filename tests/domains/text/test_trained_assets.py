@@ -17,7 +17,7 @@ from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError
 from accel_train.domains.models.vae import VaeReference
 from accel_train.domains.text.corpus import DEMO_FILE
-from accel_train.domains.text.dataset import PreparedData, load_assets
+from accel_train.domains.text.dataset import PreparedData
 from accel_train.domains.text.encoders import LatentEncoder
 from accel_train.domains.text.options import DataConfig
 from accel_train.domains.text.prepare import prepare_data
@@ -75,7 +75,6 @@ def same_assets(one: PreparedData, two: PreparedData) -> list[bool]:
 
 def lengths(data: PreparedData) -> list[float]:
     """The parameters of the estimate."""
-    assert data.assets.length is not None
     return [*data.assets.length.weights.flatten().tolist(), float(data.assets.length.bias)]
 
 
@@ -92,15 +91,6 @@ def test_a_resume_with_other_data_keeps_what_the_weights_were_trained_with(tmp_p
     assert other.fingerprint != first.fingerprint
     alone = prepare_data(replace(config, path=str(tmp_path / "two.txt")))
     assert same_assets(first, alone) == [False, False, False]
-
-
-def test_assets_of_an_older_version_get_an_estimate_of_lengths(tmp_path: Path) -> None:
-    first, weights = trained(tmp_path, settings(tmp_path))
-    (weights.folder / "length.json").unlink()
-    assert load_assets(weights.folder).length is None
-    again = prepare_data(settings(tmp_path), weights=weights)
-    assert again.assets.length is not None
-    assert again.fingerprint == first.fingerprint
 
 
 @pytest.mark.parametrize(

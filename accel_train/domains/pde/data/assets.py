@@ -107,7 +107,7 @@ def load_field_assets(directory: Path) -> FieldAssets:
 def _task(facts: dict[str, Any]) -> FieldTask:
     values = dict(facts)
     for name in ("grid", "parameters", "logarithmic"):
-        values[name] = tuple(facts.get(name, ()))
+        values[name] = tuple(facts[name])
     for name in ("input", "target", "parameter"):
         numbers = [tuple(part) for part in facts[name].values()]
         values[name] = Scale(*numbers)

@@ -18,7 +18,7 @@ from accel_train.checkpoints.run import WeightsAssets as WeightsAssets
 from accel_train.config import UsageError
 from accel_train.domains.models.vae import VaeReference
 from accel_train.domains.text.dataset import DataAssets, load_assets, statistics
-from accel_train.domains.text.encoders import LatentEncoder, TransformerEncoder, hash_by_blobs
+from accel_train.domains.text.encoders import LatentEncoder, TransformerEncoder
 from accel_train.domains.text.latents.cache import LatentRows
 from accel_train.domains.text.latents.sentence_modules import refuse_other_modules
 from accel_train.domains.text.lengths import LengthEstimate, fit_length
@@ -177,8 +177,7 @@ def resolve_length(
     trained: TrainedAssets | None, table: LatentRows, tokens: Tokens, scale: LatentScale
 ) -> LengthEstimate:
     """Return the estimate of lengths of a resumed run, or that of its training texts."""
-    # Assets of an older version have none.
-    if trained is not None and trained.resumes and trained.saved.length is not None:
+    if trained is not None and trained.resumes:
         return trained.saved.length
     # Of shards only a sample is tokenised.
     lengths = tokens.offsets.diff()
@@ -207,4 +206,4 @@ def taken_notices(
 def _is_same(encoder: TransformerEncoder, saved: TransformerEncoder) -> bool:
     if any(getattr(encoder, name) != getattr(saved, name) for name in OF_TRANSFORMER):
         return False
-    return saved.weights_hash == encoder.files_hash or saved.weights_hash == hash_by_blobs(encoder.folder)
+    return saved.weights_hash == encoder.files_hash

@@ -60,7 +60,7 @@ def scales(task: FieldTask) -> list[Any]:
 @pytest.mark.parametrize("resumes", [True, False])
 def test_scales_are_those_of_the_weights(tmp_path: Path, trained: FieldData, resumes: bool) -> None:
     weights = WeightsAssets(tmp_path / "old" / "assets", resumes)
-    # Unchanged data keep the fingerprint with which earlier versions wrote their runs.
+    # Unchanged data keep their fingerprint.
     again = prepare(tmp_path / "data", "heat", "wave", weights=weights)
     assert (again.fingerprint, again.notices) == (trained.fingerprint, trained.notices)
     write(tmp_path / "data", "heat", 3.0)
