@@ -69,13 +69,11 @@ def test_another_revision_or_source_is_another_base(accelerator: Accelerator, tm
 
 
 def test_a_checkpoint_without_a_commit_changes_nothing(accelerator: Accelerator, tmp_path: Path) -> None:
-    """Of a folder, and as older versions wrote it."""
+    """As one on a base in a folder."""
     content = recorded("main")
     content["base"] = content["base"] | {"revision": None}
     write(tmp_path / "run", content)
     assert pin(accelerator, tmp_path / "run", Base(revision="main")) == "main"
-    write(tmp_path / "older", {name: value for name, value in content.items() if name != "base"})
-    assert pin(accelerator, tmp_path / "older", Base(revision="main")) == "main"
 
 
 def test_a_checkpoint_on_the_hub_names_the_commit(

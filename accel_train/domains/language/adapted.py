@@ -36,7 +36,7 @@ MERGE_TOLERANCE = 1e-4
 
 
 def read_description(directory: Path) -> dict[str, Any]:
-    """Read the description of adapters; empty for a folder of an older version or of peft."""
+    """Read the description of adapters; empty for a folder of peft."""
     path = directory / ADAPTER_DESCRIPTION
     try:
         return strict_json.read_object(path)
@@ -115,8 +115,8 @@ def _embedded_base(directory: Path) -> nn.Module:
         return pretrained.build(ModelConfig(config=config.model_type), config, load_source=False)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(
-            f"{directory / ADAPTER_DESCRIPTION}: says no architecture of the base that its weights hold ({error}); an "
-            "older version wrote it: resume the run for one step with this one, or load it with peft"
+            f"{directory / ADAPTER_DESCRIPTION}: says no architecture of the base that its weights hold ({error}); "
+            "restore it from a copy, or load the folder with peft"
         ) from None
 
 

@@ -169,8 +169,7 @@ class LanguagePipeline:
         adapted.save_whole(model, directory, precision)
         tokenizers.load_tokenizer(str(adapters), None).save_pretrained(directory)
         described = adapted.read_description(adapters)
-        # Adapters of an older version have no description, and the model then none either.
-        parts = {name: described[name] for name in (*DESCRIBED, "format") if name in described}
+        parts = {name: described[name] for name in (*DESCRIBED, "format")}
         config = json.loads((directory / "config.json").read_text("utf-8"))
         atomic_files.write_json_in_place(directory / "config.json", config | parts)
         return WrittenModel(outputs=outputs)

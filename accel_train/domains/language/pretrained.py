@@ -135,8 +135,6 @@ def refuse_other_config(options: ModelConfig, config: Any, checkpoint: Checkpoin
     if checkpoint is None:
         return
     saved = _saved_config(checkpoint.path, config)
-    if saved is None:
-        return
     now = _plain(config)
     if saved["model_type"] != config.model_type:
         # Transformers builds the language model alone of a model of pictures and texts.
@@ -152,8 +150,8 @@ def refuse_other_config(options: ModelConfig, config: Any, checkpoint: Checkpoin
     )
 
 
-def _saved_config(directory: Path, config: Any) -> dict[str, Any] | None:
-    """Return the config of a checkpoint's model, with adapters that of their base. None: it has none.
+def _saved_config(directory: Path, config: Any) -> dict[str, Any]:
+    """Return the config of a checkpoint's model, with adapters that of their base. Raises ``UsageError`` without one.
 
     Read like ``config``, so that both have the names and defaults of this version of transformers.
     """
@@ -162,13 +160,12 @@ def _saved_config(directory: Path, config: Any) -> dict[str, Any] | None:
         if is_whole:
             found: Any = strict_json.read_object(directory / MODEL_CONFIG)
         else:
-            found = strict_json.read_object(directory / ADAPTER_DESCRIPTION).get("architecture")
-    except (FileNotFoundError, ValueError):
-        return None
-    if not isinstance(found, dict) or "model_type" not in found:
-        return None
+            found = strict_json.read_object(directory / ADAPTER_DESCRIPTION)["architecture"]
+        model_type = found["model_type"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{directory}: does not say what its model is ({error}); give another checkpoint") from None
     kinds = {each.model_type: type(each) for each in (getattr(config, "text_config", config), config)}
-    kind = kinds.get(found["model_type"])
+    kind = kinds.get(model_type)
     if kind is None:
         return found
     if is_whole:

@@ -155,7 +155,7 @@ class SplitSources:
     def facts(self, source: RowBlocks) -> list[Any]:
         """Return everything the texts of a source depend on, besides the tokenizer."""
         column = self.config.text_column
-        # By which the forms of rows are told apart. The default left out, as runs of earlier versions have it.
+        # By which the forms of rows are told apart. The default is left out.
         rule = [] if column == forms.DEFAULT_COLUMN else ["text_column", column]
         if source is self.heldout:
             # Held-out rows of their own are all of their source, whatever the fraction.

@@ -119,27 +119,13 @@ def test_a_note_on_where_a_config_comes_from_may_change(kind: str, begun: Path, 
     train(begun, kind, 3, f"{kind} again")
 
 
-def test_the_files_of_the_base_are_compared_where_no_architecture_is_recorded(begun: Path, base: Path) -> None:
+def test_the_files_of_the_base_are_compared_with_those_recorded(begun: Path, base: Path) -> None:
     checkpoint = begun / "adapters" / "checkpoints" / CHECKPOINT
     recorded = commit.verify(checkpoint).manifest["base"]
     refuse_other_base(recorded, find_base(str(base), None).reference(), checkpoint)
     edit(base, rms_norm_eps=1e-3)
     with pytest.raises(UsageError, match=r"has another config.json"):
         refuse_other_base(recorded, find_base(str(base), None).reference(), checkpoint)
-
-
-def test_a_checkpoint_without_any_record_goes_on(begun: Path, base: Path) -> None:
-    """As those of older versions do: the folder is the only source of what the model is."""
-    run = begun / "old"
-    shutil.copytree(begun / "adapters", run)
-    checkpoint = run / "checkpoints" / CHECKPOINT
-    (checkpoint / "pipeline.json").unlink()
-    found = commit.open_verified(begun / "adapters" / "checkpoints" / CHECKPOINT).manifest
-    recorded = {name: value for name, value in found["base"].items() if name != "definition"}
-    files = {name: facts for name, facts in found["files"].items() if name != "pipeline.json"}
-    commit.rewrite_manifest(checkpoint, {"base": recorded, "files": files})
-    edit(base, rms_norm_eps=1e-3)
-    train(begun, "adapters", 3, "old")
 
 
 @pytest.mark.parametrize("words", [["sample", "{run}", "--text", "x"], ["export", "{run}", "{out}", "--merged"]])

@@ -17,7 +17,7 @@ from accel_train.domains.language import tokenizers
 from accel_train.domains.language.pretrained import ModelConfig
 from accel_train.domains.language.sources import at_commit, base_of
 from accel_train.domains.models.lora import LoraConfig
-from accel_train.store import atomic_files, commit, manifest
+from accel_train.store import commit
 from accel_train.store.pretrained_base import PretrainedBase, TrainedBase
 from recipes import causal_lm
 from tests.domains.language import tiny
@@ -97,19 +97,6 @@ def test_a_whole_model_stays_at_the_commit_of_its_run(
     elsewhere = train(tmp_path, 3, "--resume", str(checkpoint), name="elsewhere")
     assert commit.verify(elsewhere).manifest["hub_base"] == expected
     assert second != first
-
-
-@pytest.mark.slow  # two trainings, up to 100 s beside other tests
-def test_a_checkpoint_without_the_record_reads_the_branch(server: HubServer, base: Path, tmp_path: Path) -> None:
-    """As those of older versions do."""
-    push(server, base)
-    checkpoint = train(tmp_path, 2)
-    found = commit.verify(checkpoint).manifest
-    content = {name: value for name, value in found.items() if name not in ("hub_base", "self_sha256")}
-    atomic_files.write_json_in_place(checkpoint / manifest.MANIFEST, manifest.sealed(content))
-    move_on(server, base)
-    with pytest.raises(UsageError, match=r"data_fingerprint: .* there, .* now"):
-        train(tmp_path, 3)
 
 
 def test_all_files_of_a_fresh_start_are_of_one_commit(
