@@ -133,9 +133,7 @@ def picture_run(
     latent = latent or LatentDiffusionConfig(prediction="x0")
     objective = modes, TextDiffusionConfig("uniform"), latent
     description = text_pipeline.describe_model(shape, *objective, sampling, 7, assets, "emoji")
-    experiment = {f"times.{name}": value for name, value in (times or {}).items()}
-    if times:
-        experiment["latent.kind"] = objective[2].kind
+    experiment = {f"times.{name}": value for name, value in (times or {"shift": 3.0}).items()}
     commit_checkpoint(run, model, description, assets.save, experiment=experiment)
     return run
 

@@ -59,7 +59,7 @@ def is_pipeline_folder(directory: Path) -> bool:
 def read_described(directory: Path) -> Mapping[str, Any]:
     """Read config.json of a checkpoint or an export. Raises ``UsageError`` for one of a newer version."""
     described = settings(read_description(directory), directory)
-    assert described is not None, "every version of this pipeline has written a description"
+    assert described is not None, "this pipeline writes a description"
     return described
 
 

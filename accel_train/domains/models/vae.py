@@ -28,20 +28,20 @@ class VaeReference:
     source: str
     """Hub id, or path of a folder."""
     revision: str | None
-    """Commit of a Hub id. An older version recorded a branch as the user gave it."""
+    """Commit of a Hub id."""
     sha256: str
     """Sha256 of the names, dtypes, shapes and bytes of its weights."""
     channels: int
     """Channels of a latent."""
     reduction: int
     """Pixels along a side of one latent."""
-    config: str | None = None
-    """Sha256 of its config: the same weights with another activation give other latents. None: not recorded."""
+    config: str
+    """Sha256 of its config: the same weights with another activation give other latents."""
 
     @property
     def identity(self) -> str:
         """Hash of weights and config."""
-        return self.sha256 if self.config is None else f"{self.sha256} {self.config}"
+        return f"{self.sha256} {self.config}"
 
 
 class PictureVae(nn.Module):
@@ -104,11 +104,11 @@ def load_vae(source: str, revision: str | None, option: str, expected: VaeRefere
     return PictureVae(module, reference)
 
 
-def _refuse_other(part: str, found: str, expected: str | None, named: str) -> None:
-    if expected not in (None, found):
+def _refuse_other(part: str, found: str, expected: str, named: str) -> None:
+    if found != expected:
         raise UsageError(
             f"{named}: the sha256 of its {part} is {found[:12]}, and the model was trained on latents of "
-            f"{str(expected)[:12]}; bring back the autoencoder of the training"
+            f"{expected[:12]}; bring back the autoencoder of the training"
         )
 
 

@@ -66,15 +66,6 @@ REFUSED: dict[str, Callable[[Path], str]] = {
 QUICK = {"prediction", "denoiser", "weights of the VAE", "text encoder", "vocabulary"}
 
 
-def drop_record(base: Path, run: Path) -> None:
-    """Leave the checkpoint as versions before the record wrote it, and change the pipeline."""
-    path = run / "checkpoints" / CHECKPOINT
-    recorded = dict(commit.verify(path).manifest["base"])
-    del recorded["definition"]
-    commit.rewrite_manifest(path, {"base": recorded})
-    edit(base, SCHEDULER, beta_end=0.02)
-
-
 def rewrite(base: Path, run: Path) -> None:
     """Say the same in another way, as other versions of the libraries do."""
     content = json.loads((base / SCHEDULER).read_text())
@@ -108,7 +99,7 @@ def save_again(base: Path, run: Path) -> None:
     DiffusionPipeline.from_pretrained(base).save_pretrained(base)
 
 
-TAKEN = {"rewritten, more files": change_all_unread, "record": drop_record, "saved again": save_again, "copied": move}
+TAKEN = {"rewritten, more files": change_all_unread, "saved again": save_again, "copied": move}
 
 
 @pytest.fixture(scope="module")
@@ -164,13 +155,9 @@ def test_an_embedded_base_is_compared_too(begun: Path, base: Path) -> None:
         train(begun, "embedded")
 
 
-# Slow: an older checkpoint without a record goes on in tests/domains/language/test_base_config.py every day.
 @pytest.mark.parametrize(
     "change",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in ("record", "saved again", "copied") else ())
-        for name in TAKEN
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name in ("saved again", "copied") else ()) for name in TAKEN],
 )
 def test_what_no_run_reads_may_change(change: str, begun: Path, base: Path, tmp_path: Path) -> None:
     shutil.copytree(begun / "run", begun / change)
@@ -226,8 +213,6 @@ def test_an_adapter_is_loaded_on_the_commit_of_its_run(revision: str | None, tmp
     base = BaseConfig(source="me/tiny", revision=revision, variant="fp16")
     described = {"base": asdict(base), "base_files": {"source": "me/tiny", "revision": "a" * 40, "files": {}}}
     assert recorded_base.base_config(described, tmp_path) == replace(base, revision="a" * 40)
-    # Adapters of an older version do not say which files they are on.
-    assert recorded_base.base_config({"base": asdict(base)}, tmp_path) == base
 
 
 @pytest.mark.slow  # the choice of the commit is tested in tests/checkpoints/test_pinned_base.py

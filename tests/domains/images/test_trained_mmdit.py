@@ -193,7 +193,6 @@ def test_times_are_spread_and_weighted_as_in_training(run: Path, tmp_path: Path)
     levels = base_of(run).levels()
     assert len(levels) == LEVELS
     middle = (torch.arange(LEVELS) + 0.5) / LEVELS
-    # An export of before tells the shift of its sampler alone.
     torch.testing.assert_close(levels.timesteps, 3 * middle / (1 + 2 * middle))
     torch.testing.assert_close(levels.a, 1 - levels.timesteps)
     assert levels.prediction == "sample"
@@ -395,11 +394,6 @@ def test_a_merged_export_keeps_the_times_of_the_base(tmp_path: Path) -> None:
     merged = tmp_path / "merged"
     assert cli._main(["export", str(tuned), str(merged), "--merged"]) == 0
     assert base_of(merged).times == base_of(base).times == TimeConfig(**options)
-    # One of before has no times of its own.
-    described = json.loads((merged / "config.json").read_text("utf-8"))
-    del described["objective"]["times"]
-    (merged / "config.json").write_text(json.dumps(described), "utf-8")
-    assert base_of(merged).times == TimeConfig(shift=3.0)
 
 
 def verify(out: Path, *command: str) -> int:

@@ -319,9 +319,7 @@ def assert_same_adapter(pipeline: Any, model: nn.Module, adapter: str) -> None:
         assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
-@pytest.mark.parametrize("is_older", [False, True])
-def test_trained_magnitudes_of_text_encoders_are_loaded_and_merged(is_older: bool, tmp_path: Path) -> None:
-    """Also from the diffusers file of an earlier version, which diffusers alone reads without them."""
+def test_trained_magnitudes_of_text_encoders_are_loaded_and_merged(tmp_path: Path) -> None:
     base: Any = trained(loading.find_base(loading.BaseConfig(source=str(tiny.save("sd1", tmp_path / "base")))))
     model = built(base, variant="dora")
     tensors = {key: value.contiguous() for key, value in peft_layout.by_key_of_peft(dict(model.state_dict())).items()}
@@ -331,15 +329,8 @@ def test_trained_magnitudes_of_text_encoders_are_loaded_and_merged(is_older: boo
     (out / peft_layout.CONFIG_FILE).write_text(json.dumps(about))
     save_file(tensors, out / f"{peft_layout.WEIGHTS_STEM}.safetensors")
     adapter_files.write_diffusers(out, tensors, about, "unet")
-    file = out / adapter_files.DIFFUSERS_FILE
-    if is_older:
-        with safe_open(file, "pt") as opened:
-            metadata = opened.metadata()
-        older = {key.replace("_vector.weight", "_vector"): value for key, value in load_file(file).items()}
-        save_file(older, file, metadata=metadata)
     pipeline = with_frozen_text(base).pipeline(CPU)
-    if not is_older:
-        adapter_files.write_components(out, tensors, about)
+    adapter_files.write_components(out, tensors, about)
     adapter_files.load_directory(pipeline, "unet", out, "trained")
     assert_same_adapter(pipeline, model, "trained")
     layer: Any = model.get_submodule("text_encoder.encoder.layers.0.mlp.fc1")

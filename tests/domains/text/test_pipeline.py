@@ -298,4 +298,4 @@ def test_latents_of_pictures_have_units_of_their_own(pipeline: TextLatentPipelin
 
     assert units(None).startswith("as the encoder gives them; ")
     assert "then channels; RGB pixels from -1 to 1; the model reads (latents - mean) / std" in units((1, 1))
-    assert "latents as the autoencoder gives them" in units((1, 1), VaeReference("vae", None, "0", 4, 8))
+    assert "latents as the autoencoder gives them" in units((1, 1), VaeReference("vae", None, "0", 4, 8, "1"))

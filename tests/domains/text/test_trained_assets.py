@@ -32,7 +32,7 @@ class Pictures(NamedTuple):
     split_keys: Mapping[str, int] = {}
 
 
-PICTURES = Pictures(VaeReference("vae", None, "a" * 64, 4, 8))
+PICTURES = Pictures(VaeReference("vae", None, "a" * 64, 4, 8, "b" * 64))
 
 
 def settings(folder: Path, **options: object) -> DataConfig:

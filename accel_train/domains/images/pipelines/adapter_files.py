@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -215,19 +214,13 @@ def load_directory(pipeline: Any, component: str, directory: Path, name: str) ->
     Raises ``UsageError`` as ``load_into``.
     """
     file = directory / DIFFUSERS_FILE
-    if file.is_file() and not _drops_magnitudes(file):
+    if file.is_file():
         load_into(pipeline, component, file, name)
         return
     with tempfile.TemporaryDirectory() as temporary:
         tensors = read_adapter(directory)
         write_diffusers(Path(temporary), tensors, peft_settings(directory), component)
         load_into(pipeline, component, Path(temporary) / DIFFUSERS_FILE, name)
-
-
-def _drops_magnitudes(file: Path) -> bool:
-    """Return True for a file of an earlier version, whose magnitudes of text encoders diffusers does not find."""
-    with safe_open(file, "pt") as opened:
-        return any(key.startswith(TEXT) and key.endswith(MAGNITUDE) for key in opened.keys())  # noqa: SIM118
 
 
 def write_settings(directory: Path, settings: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ def find(config: BaseConfig) -> MMDiTBase:
         MultimodalMMDiTConfig(**{name: described[name] for name in names}),
         from_tree(LatentDiffusionConfig, described["objective"]["latent"], f"{path}: objective.latent"),
         sampler,
-        _times(directory, described["objective"], sampler),
+        _times(directory, described["objective"]),
     )
 
 
@@ -91,13 +91,12 @@ def _directory(source: str) -> Path:
     return found.path
 
 
-def _times(directory: Path, objective: Mapping[str, Any], sampler: LatentSamplingConfig) -> TimeConfig:
-    """Return the times of its training: of a merged export, of the run's options, or else of its sampler's shift."""
+def _times(directory: Path, objective: Mapping[str, Any]) -> TimeConfig:
+    """Return the times of its training: of a merged export, or of the run's options."""
     if "times" in objective:
         return from_tree(TimeConfig, objective["times"], f"{directory / 'config.json'}: objective.times")
     options = experiment_options(directory)
     tree = {name.removeprefix("times."): value for name, value in options.items() if name.startswith("times.")}
-    # A merged export has the options of its adapter's run, whose times came on top of those of the base.
-    if not tree or "latent.kind" not in options:
-        return TimeConfig(shift=sampler.shift)
+    if not tree:
+        raise UsageError(f"base.source: {options.file} has no times.* of the run; give a run, or export it again")
     return from_tree(TimeConfig, tree, f"{options.file}: times.*")
