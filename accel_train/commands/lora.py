@@ -266,7 +266,7 @@ def _plan(request: _Request) -> int:
 
 
 def _read_plan(path: Path) -> Tree:
-    """Return the options of a plan. Those of one start, which older versions put there, are removed from the file.
+    """Return the options of a plan. Those of one start, which somebody may have added, are removed from the file.
 
     With ``overwrite: true`` in it every later start would delete the run.
     """
@@ -280,7 +280,7 @@ def _read_plan(path: Path) -> Tree:
 
 
 def _made_with(path: Path) -> dict[str, Any]:
-    """Return the ``OF_THE_PLAN`` that a plan was made with. Empty for one of an older version."""
+    """Return the ``OF_THE_PLAN`` that a plan was made with. Empty where its line is gone."""
     for line in path.read_text("utf-8").splitlines():
         if line.startswith(MADE_WITH):
             # The line may have been edited.

@@ -44,9 +44,9 @@ class SmallerMicroBatch(NamedTuple):
     used: int
     step: int
     """The last step that ran out of memory."""
-    tries: int = 0
+    tries: int
     """How often it was doubled again so far."""
-    since: int = 0
+    since: int
     """The step before which this size came into use."""
 
     def notice(self, directory: Path) -> str:
@@ -95,9 +95,7 @@ def _read(directory: Path, asked: int) -> SmallerMicroBatch | None:
     """Return the record also where the size asked for is in use again."""
     try:
         found = strict_json.read_object(directory / MICRO_BATCH_FILE, MAX_BYTES)
-        # A record of an earlier version does not say since when: since it ran out.
-        found.setdefault("since", found.get("step", 0))
-        record = SmallerMicroBatch(*(int(found.get(name, 0)) for name in SmallerMicroBatch._fields))
+        record = SmallerMicroBatch(*(int(found[name]) for name in SmallerMicroBatch._fields))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     # Somebody who asks for another size has seen the record, and is obeyed.

@@ -65,7 +65,7 @@ def test_options_of_one_start_are_those_of_the_step_train_alone(run: Path, start
     assert started[-1].resume == "auto"
 
 
-def test_an_older_plan_does_not_delete_the_run_at_each_start(
+def test_a_plan_with_overwrite_does_not_delete_the_run_at_each_start(
     run: Path, started: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = run / "plan.yaml"
