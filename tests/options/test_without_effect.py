@@ -345,7 +345,7 @@ def test_options_of_pushes_are_left_to_those_by_hand(
 
 
 def test_a_resume_is_told_in_one_message_what_else_it_needs(tmp_path: Path) -> None:
-    """The run is of an earlier version, which took the option."""
+    """It began with a value that is refused now."""
     run = tmp_path / "run"
     run.mkdir()
     config = load(mmdit, f"--modes.mode t2l --output_dir {run}")

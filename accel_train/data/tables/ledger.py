@@ -75,10 +75,14 @@ def earlier_ledger(changed: Changed, earlier: Path | None) -> Ledger:
 def unchanged_ledger(contents: str, earlier: Path) -> Ledger:
     """Read the ledger in the assets of a checkpoint that is resumed with `contents`, where data must not change.
 
-    Empty if the run began with other data: those of `contents` then begin it, as they do its fingerprint. Raises
-    `UsageError` if the run has gone on to other data since it began with `contents`.
+    Empty if it cannot be read (a loop of one's own may write none), or if the run began with other data: those of
+    `contents` then begin it, as they do its fingerprint. Raises `UsageError` if the run has gone on to other data since
+    it began with `contents`.
     """
-    ledger = tuple(read_ledger(earlier))
+    try:
+        ledger = tuple(read_ledger(earlier))
+    except UsageError:
+        return ()
     if ledger[0].fingerprint != contents:
         return ()
     last = ledger[-1]
@@ -116,7 +120,7 @@ def read_ledger(folder: Path) -> list[Span]:
             raise ValueError("it is empty")
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(
-            f"{folder / LEDGER} cannot be read ({error}). A checkpoint that tells what was seen is required: give "
-            "another one, or start a new run from its weights with --init_from."
+            f"--data.changed allow: {folder / LEDGER} cannot be read ({error}). A checkpoint that tells what was seen "
+            "is required: leave data.changed at refuse, and use --allow data_fingerprint if the data did change."
         ) from None
     return spans

@@ -132,7 +132,7 @@ def test_rows_are_those_of_the_reader_in_memory(
 
 
 def test_data_of_one_shard_are_packed_as_a_whole(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So runs of before, which packed everything at once, have the fingerprint that they had."""
+    """As where everything is packed at once."""
     monkeypatch.setattr(token_cache, "SHARD_TOKENS", 2**22)
     found = cached(config)
     assert len(found.train.shards) == len(found.heldout.shards) == 1

@@ -255,7 +255,7 @@ def test_changed_data_go_on_with_the_scale_of_the_checkpoint_and_the_ledger_tell
     assert prepare_data(settings(tmp_path), weights=checkpoint(tmp_path)).fingerprint != first.fingerprint
     (tmp_path / "assets" / LEDGER).unlink()
     said = refusal(lambda: prepare_data(settings(tmp_path, changed="allow"), weights=checkpoint(tmp_path)))
-    assert re.search(r"ledger\.json cannot be read .*--init_from", said)
+    assert re.search(r"--data\.changed allow: .*ledger\.json cannot be read .*--allow data_fingerprint", said)
 
 
 @pytest.mark.slow  # of a recipe tests/test_changed_data.py shows it, and of shards the test above the ledger
