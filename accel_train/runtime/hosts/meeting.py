@@ -121,9 +121,9 @@ class _Meeting:
         held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._is_holder = self._rank == 0 and not held_by_torchrun
         self._arrivals = PrefixStore("accel_train", self._open())
-        self._number = self._arrivals.add("arrivals", 1)
+        self.attempt = str(self._arrivals.add("arrivals", 1))
+        self._answer = f"attempt_of/{self.attempt}"
         self._answered = 0
-        self.attempt = str(self._number)
 
     def join(self) -> None:
         """Agree with process 0 on the name of this attempt, under which all meet: the number of its arrival.
@@ -133,9 +133,8 @@ class _Meeting:
         """
         if self._rank > 0:
             # Process 0 answers nobody after its meeting, so an answer never comes from an attempt that has ended.
-            answer = f"attempt_of/{self._number}"
-            self._wait(lambda: self._arrivals.check([answer]), self._describe_no_answer)
-            self.attempt = self._arrivals.get(answer).decode()
+            self._wait(lambda: self._arrivals.check([self._answer]), self._describe_no_answer)
+            self.attempt = self._arrivals.get(self._answer).decode()
         self._store = PrefixStore(f"{self.attempt}/{self._world_size}", self._arrivals)
         # For processes that count another number of them, and therefore wait at another place.
         self._counts = PrefixStore(f"{self.attempt}/counts", self._arrivals)
@@ -151,14 +150,10 @@ class _Meeting:
 
     def compare(self, facts: Facts) -> None:
         """Wait for all processes. Raises ``UsageError`` on each of them if their facts differ."""
-        self.join()
         text = packed(facts)
-        # The facts first: whoever finds this process here may read them.
-        self._store.set(f"facts/{self._rank}", text)
-        self._store.set(f"here/{self._rank}", json.dumps([self._host, digest(text)]))
-        names = [f"here/{rank}" for rank in range(self._world_size)]
-        self._wait(lambda: self._are_here(names), self._describe_missing)
-        here: list[tuple[str, str]] = [json.loads(value) for value in self._store.multi_get(names)]
+        while not self._meet(text):
+            pass  # process 0 has been started again
+        here: list[tuple[str, str]] = [json.loads(value) for value in self._store.multi_get(self._of_all("here"))]
         # Read one by one, because the first that differs is refused.
         one_of_each = (self._started(rank, host) for rank, host in _one_of_each(here))
         try:
@@ -167,11 +162,36 @@ class _Meeting:
             self._let_others_read()
             raise
 
-    def _are_here(self, names: list[str]) -> bool:
-        # Again at every look: each process waits for its answer before it comes here.
-        if self._rank == 0:
-            self.answer()
-        return self._store.check(names)
+    def _meet(self, text: str) -> bool:
+        """Wait for all processes in one attempt. Returns False if process 0 has begun a newer one meanwhile."""
+        self.join()
+        # The facts first: whoever finds this process here may read them.
+        self._store.set(f"facts/{self._rank}", text)
+        self._store.set(f"here/{self._rank}", json.dumps([self._host, digest(text)]))
+        if not self._wait_for_others(self._of_all("here")):
+            return False
+        # One that came may have ended since, and its next start must still find process 0 answering.
+        self._store.set(f"ready/{self._rank}", "")
+        if self._rank > 0:
+            return self._wait_for_others(["complete"])
+        self._wait_for_others(self._of_all("ready"))
+        self._store.set("complete", "")
+        return True
+
+    def _of_all(self, state: str) -> list[str]:
+        return [f"{state}/{rank}" for rank in range(self._world_size)]
+
+    def _wait_for_others(self, names: list[str]) -> bool:
+        """Wait for ``names`` in the store. Returns False if process 0 has begun a newer attempt meanwhile."""
+        self._wait(lambda: self._is_superseded() or self._store.check(names), self._describe_missing)
+        return not self._look(self._is_superseded)
+
+    def _is_superseded(self) -> bool:
+        if self._rank > 0:
+            return self._arrivals.get(self._answer).decode() != self.attempt
+        # At every look: each process waits for its answer before it comes here.
+        self.answer()
+        return False
 
     def _started(self, rank: int, host: str) -> Started:
         return Started(host, rank, json.loads(self._store.get(f"facts/{rank}")))
@@ -227,10 +247,13 @@ class _Meeting:
     def _describe_missing(self) -> _Missing:
         missing: list[str] = []
         here: list[str] = []
+        state = "here"
+        # One that is not ready by now has ended.
+        if self._store.check(self._of_all("here")):
+            state = "ready"
         for rank in range(self._world_size):
-            name = f"here/{rank}"
-            if self._store.check([name]):
-                host, _ = json.loads(self._store.get(name))
+            if self._store.check([f"{state}/{rank}"]):
+                host, _ = json.loads(self._store.get(f"here/{rank}"))
                 here.append(f"{rank} on {host}")
             else:
                 missing.append(str(rank))

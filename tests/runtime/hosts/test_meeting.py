@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from accel_train.config import UsageError
 from accel_train.runtime.hosts import meeting as module
 from accel_train.runtime.hosts.meeting import MissingProcessError, meeting
-from tests.waiting import free_port
+from tests.waiting import free_port, until
 
 
 @pytest.fixture
@@ -24,11 +27,22 @@ def one_of_two(monkeypatch: pytest.MonkeyPatch) -> int:
     return port
 
 
-def joined(monkeypatch: pytest.MonkeyPatch, main: module._Meeting | None = None, **variables: int) -> module._Meeting:
-    """A process that takes part in the attempt of ``main``, or begins one."""
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    """Each is a process at its meeting."""
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+def arrived(monkeypatch: pytest.MonkeyPatch, **variables: int) -> module._Meeting:
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    process = module._Meeting(timedelta(seconds=9))
+    return module._Meeting(timedelta(seconds=9))
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, main: module._Meeting | None = None, **variables: int) -> module._Meeting:
+    """A process that takes part in the attempt of ``main``, or begins one."""
+    process = arrived(monkeypatch, **variables)
     if main is not None:
         main.answer()
     process.join()
@@ -65,6 +79,43 @@ def test_processes_that_count_another_number_of_them_are_named(
     with pytest.raises(UsageError, match=f"{late} .* than 2; give the same --num_processes") as error:
         of_two.compare({})
     assert "shows why" not in str(error.value)
+
+
+def test_a_process_that_ends_at_the_meeting_is_waited_for_until_its_next_start(
+    one_of_two: int, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
+) -> None:
+    """Its host restarts it, while the others wait for a third."""
+    first = arrived(monkeypatch, RANK=0, WORLD_SIZE=3)
+    meetings: list[Future[None]] = [threads.submit(first.compare, {})]
+    ended = arrived(monkeypatch, RANK=1)
+    ended.join()
+    ended._end = 0.0
+    with pytest.raises(MissingProcessError, match=r"process 2; here: process 0 on .*, 1 on"):
+        ended.compare({})
+    other = arrived(monkeypatch, RANK=2)
+    meetings.append(threads.submit(other.compare, {}))
+    until(lambda: meetings[0].done() or first._store.check(["ready/0", "ready/2"]))
+    assert "(process 1; here: process 0 on " in str(other._describe_missing())
+    again = arrived(monkeypatch, RANK=1)
+    meetings.append(threads.submit(again.compare, {}))
+    for each in meetings:
+        each.result()
+    assert {again.attempt, other.attempt} == {first.attempt}
+
+
+def test_those_that_wait_follow_process_0_when_it_is_started_again(
+    one_of_two: int, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    _of_torchrun = TCPStore("127.0.0.1", one_of_two, is_master=True, wait_for_workers=False)
+    ended = joined(monkeypatch, RANK=0)
+    other = joined(monkeypatch, ended, RANK=1)
+    waiting = threads.submit(other.compare, {})
+    until(lambda: ended._store.check(["here/1"]))
+    again = arrived(monkeypatch, RANK=0)
+    again.compare({})
+    waiting.result()
+    assert other.attempt == again.attempt != ended.attempt
 
 
 def test_a_store_that_ends_while_who_is_missing_is_named_ends_the_wait(
