@@ -253,22 +253,17 @@ def prune(run: str, *, dry_run: bool = False, flags: Mapping[str, Any] | None = 
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     keep = _keep_options(place, directory, given)
     # A dry run deletes nothing, so it may also look at a run in training.
-    with _lock_held(directory, needed=not dry_run):
-        # Under the lock nobody else writes. A dry run takes none, and what it finds may be a save in progress.
-        is_idle = not dry_run or lock.holder_of(directory) is None
-        plan, later = _plan(directory, keep, is_idle=is_idle)
+    with _lock_held(directory, needed=not dry_run) as is_idle:
+        plan, left_alone = _plan(directory, keep, is_idle=is_idle)
         freed = {path: disk_bytes(path) for path in plan.remove}  # before `apply` deletes them
         freed |= {path: _state_bytes(path) for path in plan.strip}
         done = plan if dry_run else retention.apply(plan)
-    kept = dict(plan.reasons)
-    for path in later:
-        kept[path.name] = "damaged, newer than the newest that verifies"
-    _print_plan(done, kept, freed, dry_run)
+    _print_plan(done, {**plan.reasons, **left_alone}, freed, dry_run)
     return 1 if done.failed else 0
 
 
-def _plan(run: Path, keep: retention.Keep, *, is_idle: bool) -> tuple[retention.Plan, list[Path]]:
-    """Return the plan, and the damaged checkpoints it leaves alone: those newer than the newest verified.
+def _plan(run: Path, keep: retention.Keep, *, is_idle: bool) -> tuple[retention.Plan, dict[str, str]]:
+    """Return the plan, and what it leaves alone, each with the reason: damaged checkpoints and unfinished saves.
 
     With ``is_idle``, no process writes to the run, and unfinished saves are removed as well.
     """
@@ -280,12 +275,16 @@ def _plan(run: Path, keep: retention.Keep, *, is_idle: bool) -> tuple[retention.
     # newest checkpoint may be all that is left of the last hours.
     newest = verified[-1].step
     later = [path for path in damaged if retention.step_of(path) > newest]
+    left_alone = dict.fromkeys((path.name for path in later), "damaged, newer than the newest that verifies")
     old = [path for path in damaged if path not in later]
     # The queue holds names only, so deleting a checkpoint would cancel its push at the next start.
     queued = HubQueue(run).names()
     plan = retention.plan(verified, old, keep, newest=newest, busy=queued, unreadable=unreadable)
-    unfinished = retention.leftovers(run / "checkpoints", newest) if is_idle else ()
-    return replace(plan, remove=(*plan.remove, *unfinished)), later
+    unfinished = retention.leftovers(run / "checkpoints", newest)
+    if is_idle:
+        return replace(plan, remove=(*plan.remove, *unfinished)), left_alone
+    reason = "unfinished, maybe in progress: the run is in use, or its file system has no locks"
+    return plan, left_alone | dict.fromkeys((path.name for path in unfinished), reason)
 
 
 def _keep_options(place: Place, run: Path, flags: dict[str, Any]) -> retention.Keep:
@@ -348,10 +347,13 @@ def _print_plan(done: retention.Plan, kept: Mapping[str, str], freed: Mapping[Pa
 
 
 @contextmanager
-def _lock_held(run: Path, *, needed: bool) -> Generator[None]:
-    """Hold the lock of the run, as training does, so that nothing is deleted while another process reads it."""
+def _lock_held(run: Path, *, needed: bool) -> Generator[bool]:
+    """Hold the lock of the run, as training does, so that nothing is deleted while another process reads it.
+
+    Yields True if it is certain that no other process holds it.
+    """
     if not needed:
-        yield
+        yield lock.is_free(run)
         return
     try:
         held = lock.acquire(run, " (accel-train checkpoints prune)")
@@ -362,7 +364,7 @@ def _lock_held(run: Path, *, needed: bool) -> Generator[None]:
     except OSError as error:
         raise UsageError(f"{run}: cannot be written ({error.strerror}); prune as a user with write access") from None
     try:
-        yield
+        yield held.is_exclusive
     finally:
         held.release()
 

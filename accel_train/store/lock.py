@@ -33,6 +33,8 @@ class Lock:
     _earlier: str
     """The name that a killed process has left in the file, usually empty, and its time in nanoseconds."""
     _earlier_time: int
+    is_exclusive: bool
+    """False on a file system without locks."""
 
     def release(self, error: type[BaseException] | None = None) -> None:
         """Release the lock, and take the name of this process out of the file, unless ``error`` has ended it.
@@ -65,6 +67,7 @@ def acquire(directory: Path, purpose: str = "") -> Lock:
     """
     # Not "w": opening must not empty the file that names the present holder.
     lock = (directory / LOCK_FILE).open("a+")
+    is_exclusive = True
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -73,6 +76,7 @@ def acquire(directory: Path, purpose: str = "") -> Lock:
         lock.close()
         raise LockedError(holder) from None
     except OSError as error:
+        is_exclusive = False
         logger.warning("%s: its file system has no locks (%s): make sure that only one run uses it", directory, error)
     # `flock` locks the file behind the descriptor, not its name.
     if not os.fstat(lock.fileno()).st_nlink:
@@ -86,7 +90,7 @@ def acquire(directory: Path, purpose: str = "") -> Lock:
     lock.write(f"process {os.getpid()} on {socket.gethostname()}{purpose}\n")
     lock.flush()
     os.register_at_fork(after_in_child=lock.close)  # workers of a loader outlive a killed trainer by seconds
-    return Lock(lock, earlier, earlier_time)
+    return Lock(lock, earlier, earlier_time, is_exclusive)
 
 
 def holder_of(directory: Path) -> str | None:
@@ -101,6 +105,19 @@ def holder_of(directory: Path) -> str | None:
         except BlockingIOError:
             return file.read().decode(errors="replace").strip() or "another process"
     return None
+
+
+def is_free(directory: Path) -> bool:
+    """Return True if it is certain that no living process holds the lock of a run directory. Writes nothing."""
+    try:
+        with (directory / LOCK_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return True
+    # Held, or no locks on its file system.
+    except OSError:
+        return False
+    return True
 
 
 def in_use(directory: Path, holder: object) -> UsageError:
