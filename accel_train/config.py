@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -98,9 +99,19 @@ OF_THE_MACHINE = {
 }
 
 
-def disk_error(error: OSError) -> type[UsageError]:
+def disk_error(error: Exception) -> type[UsageError]:
     """Return the type that reports an error of the disk: permissions and paths are usage, the rest may pass."""
-    return MachineError if error.errno in OF_THE_MACHINE else UsageError
+    return MachineError if error_number(error) in OF_THE_MACHINE else UsageError
+
+
+def error_number(error: Exception) -> int | None:
+    """Return the ``errno`` of an error. Libraries in Rust, such as safetensors, have it in the text alone."""
+    if isinstance(error, OSError):
+        return error.errno
+    said = re.search(r"\(os error (\d+)\)", str(error))
+    if said:
+        return int(said[1])
+    return None
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, disk_error
 from accel_train.precision import Precision, dtype_of
 from accel_train.store import atomic_files, planning, weights
 from accel_train.store.weights import FLOATS, INTEGERS, TensorInfo, TensorReader
@@ -38,7 +38,9 @@ def temporary_directory(temporary: Path) -> Generator[None]:
                 f"{error.filename}: cannot be read ({error.strerror}), so nothing was written; if its run goes on and "
                 "has deleted this checkpoint, take a newer one"
             ) from None
-        raise UsageError(f"{temporary.parent}: cannot be written ({error}); free space or write elsewhere") from None
+        raise disk_error(error)(
+            f"{temporary.parent}: cannot be written ({error}); free space or write elsewhere"
+        ) from None
     # Ctrl-C as well: gigabytes under a hidden name would stay behind.
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Fitted artifacts in the cache (tokenizer, TF-IDF encoder): complete and verified folders, rebuilt if damaged."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -12,7 +13,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TypeVar, cast
 
-from accel_train.config import UsageError, default_cache, expand_path, refuse_unwritable
+from accel_train.config import MachineError, UsageError, default_cache, error_number, expand_path, refuse_unwritable
 
 T = TypeVar("T")
 SEAL = "sha256.json"
@@ -169,12 +170,22 @@ def _build(folder: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(part, ignore_errors=True)
     with refuse_unwritable(f"--data.cache_dir: {part}", REMEDY):
         part.mkdir(parents=True)
-    write(part)
-    (part / SEAL).write_text(json.dumps(_hashes(part)), "utf-8")
-    # Later starts trust sizes and times, which a power failure may leave on files without their contents.
-    for file in part.iterdir():
-        with file.open("rb") as content:
-            os.fsync(content.fileno())
+    try:
+        write(part)
+        (part / SEAL).write_text(json.dumps(_hashes(part)), "utf-8")
+        # Later starts trust sizes and times, which a power failure may leave on files without their contents.
+        for file in part.iterdir():
+            with file.open("rb") as content:
+                os.fsync(content.fileno())
+    except Exception as error:
+        # Others may come from what is read.
+        if error_number(error) not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        shutil.rmtree(part, ignore_errors=True)
+        raise MachineError(
+            f"--data.cache_dir: {folder}: cannot be written ({error}); free space (accel-train data cache ls, clear), "
+            "or name another folder with --data.cache_dir or ACCEL_TRAIN_CACHE"
+        ) from None
     _note_stamps(part, _stamps(part))
     # A rename, so that nobody ever sees half of the folder under its name.
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from accel_train import cli
 from accel_train.commands import export
-from accel_train.config import UsageError
+from accel_train.config import MachineError, UsageError
 from tests.trained import commit_checkpoint
 
 
@@ -69,6 +71,20 @@ def test_a_link_leads_to_the_destination(exists: bool, tmp_path: Path) -> None:
     assert cli._main(["export", str(checkpoint), str(tmp_path / "link")]) == 0
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "disk" / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space (os error 28)")]
+)
+def test_a_full_disk_is_no_wrong_usage(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = small_run(tmp_path / "run")
+
+    def fills(_: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(export, "_flush", fills)
+    with pytest.raises(MachineError, match=r"cannot be written \(.*No space.*\); free space or write elsewhere"):
+        cli._main(["export", str(checkpoint), str(tmp_path / "out")])
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev"), reason="needs a mount point")

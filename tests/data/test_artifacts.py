@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import json
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.config import UsageError
+from accel_train.config import MachineError, UsageError
 from accel_train.data import artifacts
 from accel_train.data.artifacts import (
     SEAL,
@@ -151,6 +152,18 @@ def test_a_crash_while_building_leaves_nothing_that_counts(tmp_path: Path) -> No
         cached_folder(tmp_path / "x", crashes)
     assert not (tmp_path / "x").exists()
     assert is_intact(cached_folder(tmp_path / "x", Writer()))
+
+
+# As Python says it, and a library in Rust.
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), Exception("No space left (os error 28)")])
+def test_a_full_disk_is_named_and_nothing_stays_on_it(tmp_path: Path, error: Exception) -> None:
+    def fills(directory: Path) -> None:
+        (directory / "a.json").write_text(json.dumps({}))
+        raise error
+
+    with pytest.raises(MachineError, match=r"^--data.cache_dir: .*: cannot be written \(.*No space left.*free space"):
+        cached_folder(tmp_path / "x", fills)
+    assert [file.name for file in tmp_path.iterdir()] == [".x.lock"]
 
 
 def test_a_cache_that_another_user_made_is_refused_with_a_remedy() -> None:
