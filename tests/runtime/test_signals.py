@@ -182,8 +182,11 @@ def test_ranks_agree_on_the_largest_or_the_smallest_number_of_the_step_before(mo
 
 
 @pytest.mark.parametrize(("call", "names_it"), [("evaluate", True), ("save_if_due", True), ("_save", False)])
-def test_a_wait_within_a_call_of_the_loop_names_the_call(call: str, names_it: bool) -> None:
+def test_a_wait_within_a_call_of_the_loop_names_the_call(
+    call: str, names_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process may never have made it, as under `if accelerator.is_main_process`."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
     named: dict[str, Any] = {}
     exec(compile(f"def {call}(): raise RuntimeError('Timed out waiting 20 ms')", loop.__file__, "exec"), named)
     with pytest.raises(RuntimeError) as raised:
@@ -193,3 +196,21 @@ def test_a_wait_within_a_call_of_the_loop_names_the_call(call: str, names_it: bo
     assert "waited in vain for another process" in note
     assert "the network between their hosts may be cut" in note
     assert (f"This process waits in training.{call}, which every process must call" in note) == names_it
+
+
+def loss(source: str) -> None:
+    """Fail as the loss of a user does, with the text of a collective. Code without its source stands for C++."""
+    if source:
+        raise RuntimeError("the teacher is gone: Connection reset by peer")
+    exec("raise RuntimeError('the teacher is gone: Connection reset by peer')")
+
+
+@pytest.mark.parametrize(("processes", "source"), [("1", ""), ("2", "Python")])
+def test_an_error_of_a_loss_is_not_taken_for_that_of_a_collective(
+    processes: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    with pytest.raises(RuntimeError) as raised:
+        loss(source)
+    lost.explain(raised.value)
+    assert not hasattr(raised.value, "__notes__")

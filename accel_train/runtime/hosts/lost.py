@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,9 @@ def explain(error: BaseException | None) -> None:
     # torch's are RuntimeErrors. In those of pipes, files and requests the same words have another meaning.
     if not isinstance(error, RuntimeError) or any("called at" in note for note in getattr(error, "__notes__", ())):
         return
+    # One process waits for nobody.
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return
     # torch's own frames come last. The newest one outside of it shows which call has failed.
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
@@ -41,6 +45,9 @@ def explain(error: BaseException | None) -> None:
     for frame in frames:
         if "site-packages" not in frame.filename:
             caller = frame
+    # In Python, by a loss for example. The errors of collectives come out of torch, mostly of C++.
+    if caller is frames[-1] and (caller.line or "").startswith("raise "):
+        return
     where = f"{operation}, called at {caller.filename}:{caller.lineno},"
     text = str(error)
     if any(words in text for words in STUCK):
