@@ -50,6 +50,10 @@ class WithoutEffectError(UsageError):
         self.parts = tuple(parts) or (self,)
         """An error for each cause, where several groups were refused at once."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Pickle would build it from its text alone.
+        return type(self), (str(self), self.options), vars(self)
+
 
 def refuse_without_effect(
     options: object, group: str, names: Iterable[str], because: str, instead: str | None = None

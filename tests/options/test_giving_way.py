@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -313,6 +314,17 @@ def test_defaults_of_a_recipe_give_way_to_those_of_the_group() -> None:
     loaded = load_config(Watchful, ["pde_demo", "--health.spike_factor", "0"], presets=PRESETS)
     assert loaded.config.health == HealthConfig()
     assert "gives way to --health.spike_factor" in loaded.origins["health.spike"]
+
+
+def test_it_reaches_other_processes_as_it_is() -> None:
+    one = WithoutEffectError("no effect", {"a.b": 1})
+    both = pickle.loads(pickle.dumps(WithoutEffectError("none", {"a.b": 1}, parts=[one, one])))
+    assert (str(both), both.options) == ("none", {"a.b": 1})
+    assert [(type(part), str(part), part.options) for part in both.parts] == [
+        (WithoutEffectError, "no effect", one.options)
+    ] * 2
+    alone = pickle.loads(pickle.dumps(one))
+    assert alone.parts == (alone,)
 
 
 def test_every_place_names_its_sentence_by_one_helper() -> None:
