@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,15 +123,10 @@ def _captions(
 
 def _class_names_of_shards(index: ShardIndex, column: str) -> Sequence[str]:
     """Return the names of a column's classes, which `datasets` has written into each file. Empty for other columns."""
-    import datasets
-
     found: dict[tuple[str, ...], Path] = {}
     for file in index.files:
-        schema = read_schema(file, index.format)
-        # Other programs' files have no classes, and types maybe that `datasets` does not know.
-        written = b"huggingface" in (schema.metadata or {})
-        features = datasets.Features.from_arrow_schema(schema) if written else {}
-        found.setdefault(tuple(_class_names(features.get(column))), file)
+        feature = _feature(read_schema(file, index.format), column)
+        found.setdefault(tuple(_class_names(feature)), file)
     if len(found) > 1:
         (names, file), (others, other) = [*found.items()][:2]
         raise UsageError(
@@ -138,6 +134,20 @@ def _class_names_of_shards(index: ShardIndex, column: str) -> Sequence[str]:
             f"in {other}. Files with the same classes are required."
         )
     return next(iter(found))
+
+
+def _feature(schema: Any, column: str) -> Any:
+    """Return the feature that `datasets` has written for a column. None: none that fits, and its values are plain."""
+    import datasets
+
+    try:
+        # This column's alone: others may have types that this version does not know.
+        described = json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]
+        features = datasets.Features.from_dict({column: described})
+        fits = features.arrow_schema.field(column) == schema.field(column)
+    except Exception:  # other programs' files, damaged metadata and later types raise half a dozen types
+        return None
+    return features[column] if fits else None
 
 
 def _class_names(feature: Any) -> Sequence[str]:

@@ -567,6 +567,25 @@ def test_names_of_classes_are_captions(tmp_path: Path) -> None:
         read(tmp_path / "mixed", tmp_path / "cache", caption_column="label")
 
 
+def test_metadata_of_other_columns_may_be_unknown_or_damaged(tmp_path: Path) -> None:
+    import datasets
+    from pyarrow import parquet
+
+    features = datasets.Features({"label": datasets.ClassLabel(names=["cat", "dog"]), "text": datasets.Value("string")})
+    rows = {"label": [1], "text": ["a horse"]}
+    written = datasets.Dataset.from_dict(rows, features).data.table
+    written = written.append_column("img", [[encoded(drawn(16, 16))]])
+    described = features.to_dict() | {"img": {"_type": "Hologram"}}
+    later = {"info": {"features": described}}
+    unknown = {"info": {"features": described | {"label": {"_type": "Hologram"}}}}
+    # A class whose names cannot be read is a number, and no caption.
+    for content, classes in ((json.dumps(later), ["dog"]), (json.dumps(unknown), []), ("{not json", [])):
+        parquet.write_table(written.replace_schema_metadata({"huggingface": content}), tmp_path / "0.parquet")
+        for column, expected in (("text", ["a horse"]), ("label", classes)):
+            found = read(tmp_path / "0.parquet", tmp_path / "cache", caption_column=column)
+            assert [picture.caption for picture in found.pictures] == expected, (content, column)
+
+
 # ---------------------------------------------------------------------------------------------------- what is refused
 @pytest.mark.fault("I52", injected="a tar with ../ names and links", outcome="exit 2; nothing is unpacked")
 def test_archives_are_not_unpacked(tmp_path: Path) -> None:
