@@ -39,6 +39,11 @@ def texts(path: str) -> list[str]:
     return load_hub_dataset(path, "train")["text"][:]
 
 
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
 def test_an_id_has_up_to_three_parts() -> None:
     assert parse_hub_id("name") == HubId("name", None, None)
     assert parse_hub_id("owner/name:small-v1") == HubId("owner/name", "small-v1", None)
@@ -92,11 +97,26 @@ def test_without_the_hub_another_commit_than_the_asked_one_is_refused(
     """`datasets` then gives what it has read last, and says so in a warning alone."""
     first = push("one")
     assert texts("me/rows") == ["one"]
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    # Which datasets in memory would hide.
+    monkeypatch.setattr(datasets.config, "IN_MEMORY_MAX_SIZE", 2**30)
+    offline(monkeypatch)
     assert texts(f"me/rows@{first}") == ["one"]
     other = "0" * 40
     with pytest.raises(UsageError, match=rf"commit {other} is required, and without the Hub .* read last, {first}\."):
         texts(f"me/rows@{other}")
     with pytest.raises(UsageError, match=r"its revision be a commit"):
         texts("me/rows@main")
+
+
+def test_without_the_hub_each_commit_in_the_cache_is_read(
+    push: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = {push(row): [row] for row in ("one", "two", "three")}
+    for commit, rows in commits.items():
+        assert texts(f"me/rows@{commit}") == rows
+    offline(monkeypatch)
+    for commit, rows in commits.items():
+        found = load_hub_dataset(f"me/rows@{commit}", "train")
+        assert (found["text"][:], commit_of(found)) == (rows, commit)
+    with pytest.raises(UsageError, match=r"split 'test': .*Unknown split"):
+        load_hub_dataset(f"me/rows@{next(iter(commits))}", "test")

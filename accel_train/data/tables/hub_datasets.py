@@ -56,7 +56,12 @@ def load_hub_dataset(path: str, split: str, option: str = "--data.path", wanted:
     name, configuration, revision = asked
     try:
         commit = _commit_of_revision(name, revision)
-        loaded: Any = datasets.load_dataset(name, configuration, split=split, revision=commit)
+        # In memory it would not tell its commit.
+        loaded: Any = datasets.load_dataset(name, configuration, split=split, revision=commit, keep_in_memory=False)
+        last = commit_of(loaded)
+        # Without a network `datasets` takes what it has read last, whatever was asked for.
+        if commit is not None and last != commit:
+            loaded = _cached(name, loaded.info, commit, split)
     except Exception as error:
         # Name, network, permission, split or script: the user can fix all of them.
         raise UsageError(
@@ -66,17 +71,31 @@ def load_hub_dataset(path: str, split: str, option: str = "--data.path", wanted:
             "need a script are refused); without a network, the dataset must be in the cache of `datasets`, and its "
             "revision be a commit."
         ) from None
-    found = commit_of(loaded)
-    # Without a network `datasets` takes what it has read last, whatever was asked for.
-    if commit is not None and found is not None and found != commit:
+    if loaded is None:
         raise UsageError(
             f"{option} {path!r}: commit {commit} is required, and without the Hub `datasets` gives what its cache has "
-            f"read last, {found}. Start where the Hub can be reached, or give the commit that the cache has."
+            f"read last, {last}. Start once where the Hub can be reached, and the cache will have it."
         )
+    found = commit_of(loaded)
     if found is not None and revision != found:
         pinned = f"{path.partition('@')[0]}@{found}"
         logger.info("%s %s: its commit is read with %s %s by later runs too", option, path, option, pinned)
     return loaded
+
+
+def _cached(name: str, last: Any, commit: str, split: str) -> Any:
+    """Return a commit from the cache of `datasets`, beside the ``last`` one it has read. None: it is not there."""
+    from datasets.packaged_modules.cache.cache import Cache
+
+    cache: Any = Cache
+    made = cache(
+        repo_id=name,
+        dataset_name=name.rpartition("/")[2],
+        config_name=last.config_name,
+        version=str(last.version),
+        hash=commit,
+    )
+    return made.as_dataset(split) if Path(made.cache_dir).is_dir() else None
 
 
 def commit_of(dataset: Any) -> str | None:
