@@ -13,7 +13,8 @@ from typing import Any
 from accel_train.commands.bundled import find_recipe, import_recipe
 from accel_train.config import UsageError, set_requested_output_dir
 from accel_train.data.datasets import TextRow, TextRows
-from accel_train.data.sampler import StepSampler
+from accel_train.data.leaving_out import without_samples
+from accel_train.data.sampler import StepSampler, scheduled
 from accel_train.options.loading import config_of
 
 OPEN, CLOSE = "⟦⟧"
@@ -57,8 +58,7 @@ def rows(request: Request, arguments: Sequence[str]) -> int:
     if request.heldout:
         dataset = found.heldout
     printed: list[TextRow] = []
-    # Each row once, as in the first epoch.
-    for title, sample in itertools.islice(order, min(request.count, len(dataset))):
+    for title, sample in itertools.islice(order, request.count):
         row = found.row(dataset, sample)
         printed.append(row)
         print(f"\n== {title}: {_summary([row])}")
@@ -96,12 +96,18 @@ def _read(request: Request, arguments: Sequence[str]) -> tuple[TextRows, Iterato
     found: TextRows = text_rows(data)
     if request.heldout:
         return found, ((f"held-out row {row}", row) for row in range(len(found.heldout)))
-    # The order of the recipes. Rows larger than memory have one of their own.
-    blocks = getattr(found.train, "order", None)
-    sampler = StepSampler(len(found.train), config.global_batch_size, config.seed, blocks=blocks)
-    draws = ((step, draw.sample) for step in itertools.count() for draw in sampler.draws(step))
+    return found, ((f"step {step}, row {row}", row) for step, row in _trained(config, found.train))
+
+
+def _trained(config: Any, train: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """Return step and row of each sample of the first epoch, in the order of the recipes."""
+    # Rows larger than memory have one of their own.
+    blocks = getattr(train, "order", None)
+    order = StepSampler(len(train), config.global_batch_size, config.seed, blocks=blocks)
+    order = without_samples(scheduled(order, config.batch_schedule), config.without_samples)
     # Steps are counted from 1, as in the log.
-    return found, ((f"step {step + 1}, row {row}", row) for step, row in draws)
+    draws = ((step + 1, draw.sample) for step in itertools.count() for draw in order.draws(step) if draw.weight)
+    return itertools.islice(draws, len(train) - len({*config.without_samples}))
 
 
 def _summary(found: Sequence[TextRow]) -> str:

@@ -158,6 +158,8 @@ def test_a_run_is_the_same_after_its_rows_were_read(
     # Seconds of what is not looked at.
     monkeypatch.setattr("accel_train.metrics.recorder.plot_curves", lambda *_: None)
     words = [str(folder / "tiny.yaml"), "--log.per_sample", "true", "--checkpoints.no_asynchronous"]
+    words += ["--global_batch_size", "1", "--batch_schedule.steps", "1", "--batch_schedule.sizes", "3"]
+    words += ["--without_samples", "0"]
     assert causal_lm.main([*words, "--output_dir", str(folder / "before"), "--data.cache_dir", str(folder / "c1")]) == 0
     capsys.readouterr()
     asked = [*words, "--output_dir", str(folder / "after"), "--data.cache_dir", str(folder / "c2")]
@@ -173,8 +175,9 @@ def test_a_run_is_the_same_after_its_rows_were_read(
     assert losses[0] == losses[1]
     assert len(losses[0]) == 2
     lines = map(json.loads, (folder / "after" / "sample_losses.jsonl").read_text().splitlines())
-    first = sorted(line["sample"] for line in lines if line["step"] == 1)
-    assert sorted(int(row) for _, row, *_ in headers(text)) == first
+    trained = sorted((line["step"], line["sample"]) for line in lines)
+    assert [step for step, _ in trained] == [1, 2, 2]
+    assert sorted((int(step), int(row)) for step, row, *_ in headers(text)) == trained
     written = files(folder / "after")
     capsys.readouterr()
     assert shown(capsys, "causal_lm", folder / "after" / "config.yaml", "--count", "3") == text
