@@ -15,6 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeGuard
 
 from annotated_types import Interval
 
+MACHINE_FILE_VARIABLE = "ACCEL_TRAIN_MACHINE_FILE"
+REHEARSAL_VARIABLE = "ACCEL_TRAIN_REHEARSAL"
+LAUNCHERS = (
+    *("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_"),
+    *(MACHINE_FILE_VARIABLE, REHEARSAL_VARIABLE),
+)
+"""Beginnings of the variables of a launcher."""
+
 
 class UsageError(ValueError):
     """Error that the user can correct: exit code 2, no traceback.
@@ -193,6 +201,11 @@ def launched_processes(environment: Mapping[str, str]) -> int:
             "variable for one process, or start several with `accelerate launch` or torchrun, which set it"
         )
     return int(text)
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for one process that is none of a launcher's, although its command may run under one."""
+    return {name: value for name, value in environment.items() if not name.startswith(LAUNCHERS)}
 
 
 def cut(text: str, limit: int = 40) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_train.commands.bundled import find_recipe
-from accel_train.config import UsageError, expand_path
+from accel_train.config import MACHINE_FILE_VARIABLE, REHEARSAL_VARIABLE, UsageError, expand_path
 from accel_train.launch_files.machine_config import (
     MachineConfig,
     default_machine_config_path,
@@ -36,12 +36,7 @@ from accel_train.launch_files.processes import (
     refuse_shared_devices,
 )
 from accel_train.launch_files.rendezvous import check_rendezvous
-from accel_train.launch_files.requested import (
-    MACHINE_FILE_VARIABLE,
-    REHEARSAL_VARIABLE,
-    THREADS_UNASKED_VARIABLE,
-    THREADS_VARIABLE,
-)
+from accel_train.launch_files.requested import THREADS_UNASKED_VARIABLE, THREADS_VARIABLE
 from accel_train.launch_files.section import Section
 from accel_train.runtime.exiting import (
     EXIT_AGAIN,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_train.config import UsageError
+from accel_train.config import UsageError, without_launcher
 from accel_train.cores import usable_cores
 from accel_train.drill.flags import Options
-from accel_train.verification.runs import FILES, environment_on_cpu, environment_without_launchers
+from accel_train.verification.runs import FILES, environment_on_cpu
 
 if TYPE_CHECKING:
     from accel_train.launch_files.machine_config import MachineConfig
@@ -76,7 +77,7 @@ def choose_layout(recipe: str, options: Options, folder: Path) -> Layout:
 
 def _on_devices(path: Path | None, options: Options, machine: MachineConfig, processes: int) -> Layout:
     head = _head("launch", path, options.num_processes)
-    return Layout(head, environment_without_launchers(), processes, machine.strategy, on_devices=True)
+    return Layout(head, without_launcher(os.environ), processes, machine.strategy, on_devices=True)
 
 
 def _head(command: str, path: Path | None, processes: int | None) -> tuple[str, ...]:

@@ -12,15 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.config import UsageError, expand_path, launched_processes
+from accel_train.config import (
+    MACHINE_FILE_VARIABLE,
+    REHEARSAL_VARIABLE,
+    UsageError,
+    expand_path,
+    launched_processes,
+)
 from accel_train.launch_files.machine_config import (
     MachineConfig,
     default_machine_config_path,
     read_machine_config,
 )
 
-MACHINE_FILE_VARIABLE = "ACCEL_TRAIN_MACHINE_FILE"
-REHEARSAL_VARIABLE = "ACCEL_TRAIN_REHEARSAL"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 THREADS_UNASKED_VARIABLE = "ACCEL_TRAIN_THREADS_UNASKED"
 """Set by ``accel-train launch`` if its user gave no number, because Accelerate then sets one for the processes."""

@@ -14,13 +14,12 @@ from typing import Any, NoReturn
 
 from accel_train.commands.bundled import find_recipe
 from accel_train.commands.launch import Launch, accelerate_settings, launch_environment, read_machine
-from accel_train.config import UsageError, refuse_unwritable
+from accel_train.config import REHEARSAL_VARIABLE, UsageError, refuse_unwritable
 from accel_train.cost_model.networks import GPUS_PER_MACHINE
 from accel_train.cost_model.scaling import Scaling
 from accel_train.cost_model.steps import Timing, timing_of
 from accel_train.launch_files.machine_config import MachineConfig
 from accel_train.launch_files.parents import tied_to_parent
-from accel_train.launch_files.requested import REHEARSAL_VARIABLE
 from accel_train.simulation.flags import DEVICE_TYPE, REPORT, REQUEST, Options
 from accel_train.simulation.refusals import refuse_machine
 from accel_train.simulation.report import Simulated, describe, draw, picture_path, scaling_of, table

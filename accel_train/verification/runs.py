@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.compare.runs import start_child
+from accel_train.config import without_launcher
 from accel_train.metrics.records import last_pass, read_metrics
 from accel_train.verification import plan
 from accel_train.verification.facts import Facts, Outcome, Spec
@@ -35,19 +36,13 @@ FILES = {
     "zero2": "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n",
 }
 """Launch file of each layout, without the number of processes."""
-LAUNCHERS = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_")
-"""Variables of a launcher. A command may run under one, and its runs are none of its processes."""
-
-
-def environment_without_launchers() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
 
 
 def environment_on_cpu(threads: int) -> dict[str, str]:
     """Return the environment of runs without accelerators, with a fixed number of threads."""
     # The number of threads decides the order of sums, so bits are compared under equal ones.
     fixed = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
-    return environment_without_launchers() | fixed
+    return without_launcher(os.environ) | fixed
 
 
 class Runner:

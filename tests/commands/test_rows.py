@@ -186,6 +186,19 @@ def test_a_run_is_the_same_after_its_rows_were_read(
     assert files(folder / "after") == written
 
 
+def test_the_variables_of_a_launcher_have_no_effect(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell in the pod of a run has them, and the other processes never come."""
+    text = shown(capsys, "causal_lm", folder / "tiny.yaml")
+    launched = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "ACCELERATE_USE_FSDP": "true"}
+    launched["ACCEL_TRAIN_MACHINE_FILE"] = "nowhere.yaml"
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    assert shown(capsys, "causal_lm", folder / "tiny.yaml") == text
+    assert launched.items() <= os.environ.items()
+
+
 def row_of(text: str, learned: Sequence[bool]) -> tuple[TextRows, TextRow]:
     """A row with a token for each letter, of which "|" is special."""
     ids = [*map(ord, text)]
