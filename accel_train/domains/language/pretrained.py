@@ -107,12 +107,7 @@ def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any
     # A model of pictures and texts has a config of each.
     of_text = config.get_text_config()
     if of_text.vocab_size < needed:
-        raise UsageError(
-            f"--model.source {options.source!r}: its embeddings have {of_text.vocab_size} rows, and the tokenizer "
-            f"has ids up to {needed - 1}: tokens were added to it without resizing the model. "
-            f"A row for each id is required: call model.resize_token_embeddings({needed}) of transformers, save model "
-            "and tokenizer in a folder and give it as --model.source; or take a tokenizer without the added tokens."
-        )
+        raise UsageError(_too_few_embeddings(str(options.source), of_text.vocab_size, needed, tokenizer.name_or_path))
     positions = positions_of(config)
     if positions is not None and positions < max_length:
         raise UsageError(
@@ -120,6 +115,21 @@ def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any
             f"{positions} or less."
         )
     return config
+
+
+def _too_few_embeddings(source: str, rows: int, needed: int, tokenizer: str) -> str:
+    if tokenizer not in ("", source):
+        return (
+            f"--data.tokenizer: that of {tokenizer} has ids up to {needed - 1}, and the embeddings of --model.source "
+            f"{source!r} have {rows} rows. A row for each id is required: leave --data.tokenizer out, or give a "
+            f"tokenizer of the source with ids up to {rows - 1}."
+        )
+    return (
+        f"--model.source {source!r}: its embeddings have {rows} rows, and the tokenizer has ids up to {needed - 1}: "
+        "tokens were added to it without resizing the model. A row for each id is required: call "
+        f"model.resize_token_embeddings({needed}) of transformers, save model and tokenizer in a folder and give it as "
+        "--model.source; or take a tokenizer without the added tokens."
+    )
 
 
 def positions_of(config: Any) -> int | None:

@@ -156,6 +156,14 @@ def test_a_vocabulary_or_positions_too_few_are_refused_with_the_numbers(tmp_path
     larger = tokenizers.train_tokenizer(tiny.TEXTS * 2 + ["entirely different words of another text"], 340)
     with pytest.raises(UsageError, match=r"embeddings have 320 rows, .* ids up to 339: .*_embeddings\(340\)"):
         pretrained.resolve_config(ModelConfig(source=str(tmp_path)), larger, 64)
+    larger.save_pretrained(tmp_path / "larger")
+    larger = tokenizers.load_tokenizer(str(tmp_path / "larger"), None)
+    with pytest.raises(UsageError, match=r"--data.tokenizer: that of .*larger has ids up to 339, .* have 320 rows"):
+        pretrained.resolve_config(ModelConfig(source=str(tmp_path)), larger, 64)
+    larger.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"--model.source .*: tokens were added to it without resizing"):
+        itself = tokenizers.load_tokenizer(str(tmp_path), None)
+        pretrained.resolve_config(ModelConfig(source=str(tmp_path)), itself, 64)
     with pytest.raises(UsageError, match=r"--data.max_length 4096: 'llama' has 2048 positions. Give 2048 or less"):
         pretrained.resolve_config(tiny.LLAMA, tiny.tokenizer(), 4096)
 
