@@ -198,10 +198,10 @@ def unread_notices(counts: Counter[str], column: str) -> list[str]:
     return notices
 
 
-def chat_notices(counts: Counter[str], answer_end: int | None) -> list[str]:
-    """Return notices of chats that are several texts, of roles and parts that are not learned, and of no end."""
+def chat_notices(counts: Counter[str], answer_end: int | None, tokenizer: Any) -> list[str]:
+    """Return notices of chats that are several texts, of unknown roles, of parts not learned, and of no end."""
     others = {name.removeprefix(ROLE): count for name, count in counts.items() if name.startswith(ROLE)}
-    notices = roles.notices(others)
+    notices = roles.notices(others, marked=templates.marks_learned(tokenizer))
     if several := counts["several"]:
         notices.append(
             f"{several:,} chats are a text for each answer, because the chat template rewrites earlier ones (it may "

@@ -111,7 +111,7 @@ def prepare_data(
         *notices,
         *_packing_notices(config, train, train_data),
         *encoding.unread_notices(train.counts, config.text_column),
-        *encoding.chat_notices(train.counts, answer_end),
+        *encoding.chat_notices(train.counts, answer_end, tokenizer),
     ]
     unigram = _unigram(train.targets)
     more = _more_samples(config, train_data)

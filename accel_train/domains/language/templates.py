@@ -1,6 +1,6 @@
 """Rows to token ids, with a mark on those counted by the loss.
 
-All tokens of plain text are trained, of a pair the completion, of a chat the assistant's turns.
+All tokens of plain text are trained, of a pair the completion, of a chat the assistant's turns or those marked.
 """
 
 from __future__ import annotations
@@ -229,13 +229,21 @@ def _template(row: Row, tokenizer: Any) -> str:
 
 def date_notices(tokenizer: Any) -> list[str]:
     """Return a line on a template that writes today's date."""
-    found: Any = tokenizer.chat_template or ""
-    templates: list[str] = list(found.values()) if isinstance(found, Mapping) else [found]
-    if not any(map(_asks_for_the_date, templates)):
+    if not any(map(_asks_for_the_date, _templates(tokenizer))):
         return []
     return [
         "the chat template writes today's date: in training it is 2024-07-26 on every day, in sampling the real one"
     ]
+
+
+def marks_learned(tokenizer: Any) -> bool:
+    """Return True for a template that marks what is learned. Otherwise the assistant's turns are."""
+    return any(map(MARK.search, _templates(tokenizer)))
+
+
+def _templates(tokenizer: Any) -> list[str]:
+    found: Any = tokenizer.chat_template or ""
+    return list(found.values()) if isinstance(found, Mapping) else [found]
 
 
 def _asks_for_the_date(template: str) -> bool:

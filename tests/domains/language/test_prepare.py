@@ -506,6 +506,14 @@ def test_messages_of_unknown_roles_are_counted(tmp_path: Path) -> None:
     data = prepared(tmp_path, *LINES, *chats, **options)
     (notice,) = (notice for notice in data.notices if "unknown roles" in notice)
     assert "never learned: 'asistant' (did you mean 'assistant'?): 3, 'narrator': 1. Only the role" in notice
+    # A template may mark what any role says.
+    said = "{% generation %}{{ message.content }}{% endgeneration %}"
+    (tmp_path / "plain.jinja").write_text(
+        f"{{% for message in messages %}}<|{{{{ message.role }}}}|>{said}{{% endfor %}}"
+    )
+    data = prepared(tmp_path, *LINES, *chats, **options)
+    (notice,) = (notice for notice in data.notices if "unknown roles" in notice)
+    assert "'narrator': 1. They are learned where the chat template marks them ({% generation %}), which" in notice
 
 
 def test_another_tokenizer_than_that_of_the_weights_is_refused(tmp_path: Path) -> None:

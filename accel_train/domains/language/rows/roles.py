@@ -1,4 +1,4 @@
-"""Roles of messages: ShareGPT's names for them, and what is said of a role that is never learned."""
+"""Roles of messages: ShareGPT's names for them, and what is said of a role that is not known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from accel_train.wording import did_you_mean, nearest, shortened
 
 LEARNED = "assistant"
 ROLES = (LEARNED, "user", "system", "developer", "tool", "function", "ipython")
-"""Roles that chat templates write. Most write any other one too, and it is not learned."""
+"""Roles that chat templates write. Most write any other one too. It is learned only if they mark it."""
 SPEAKERS = {"human": "user", "gpt": LEARNED}
 """Roles by ShareGPT's names, where they differ."""
 SHOWN = 5
@@ -22,15 +22,24 @@ def unknown(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     return [message["role"][:LONGEST] for message in messages if message["role"] not in ROLES]
 
 
-def notices(counts: Mapping[str, int]) -> list[str]:
-    """Return a line on messages whose roles are not known, counted by role."""
+def notices(counts: Mapping[str, int], *, marked: bool) -> list[str]:
+    """Return a line on messages whose roles are not known, counted by role.
+
+    ``marked``: the chat template marks what is learned, and may mark any role.
+    """
     if not counts:
         return []
     known = ", ".join(role for role in ROLES if role != LEARNED)
     found = [f"{role!r}{did_you_mean(_meant(role))}: {count:,}" for role, count in sorted(counts.items())]
+    roles = shortened(found, SHOWN)
+    if marked:
+        return [
+            f"messages of unknown roles: {roles}. They are learned where the chat template marks them "
+            f"({{% generation %}}), which `accel-train data rows` shows; known roles are {LEARNED}, {known}"
+        ]
     return [
-        f"messages of unknown roles, which are read and never learned: {shortened(found, SHOWN)}. Only the role "
-        f"{LEARNED!r} is learned; other known roles are {known}"
+        f"messages of unknown roles, which are read and never learned: {roles}. Only the role {LEARNED!r} is learned; "
+        f"other known roles are {known}"
     ]
 
 
