@@ -1,4 +1,4 @@
-"""Names of options in the scripts of diffusers, transformers, TRL and kohya, with what does the same here."""
+"""Names of options in the scripts of diffusers, transformers, TRL, axolotl and kohya, with what does the same here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ AS_WRITTEN = "none: not available in this recipe, captions are learned as they a
 REPEATS = "none: not available in this recipe, where no sample is repeated in an epoch"
 DROPOUT = "none: adapters have no dropout"
 ANSWERS = "none: of completions and chats only what the model is to answer counts, always"
+CHUNKS = "--model.loss_chunk 1024 (tokens whose logits are in memory at a time)"
 TIMES = "none: not available in this recipe, which has --times.density and --times.shift"
 VAE = "--pictures.vae of a model from scratch; adapters take that of their base"
 LOSS = "--latent.loss of a model from scratch; of others the loss is fixed"
@@ -36,6 +37,10 @@ NAMES_OF_OTHER_SCRIPTS = {
     "gradient_checkpointing": "--activation_checkpointing.mode full",
     "activation_offloading": "--activation_checkpointing.mode full --activation_checkpointing.offload",
     "cpu_offload_checkpointing": "--activation_checkpointing.mode full --activation_checkpointing.offload",
+    "use_liger_kernel": CHUNKS,
+    "enable_liger_kernel": CHUNKS,
+    "liger_fused_linear_cross_entropy": CHUNKS,
+    "chunked_cross_entropy": CHUNKS,
     "blocks_to_swap": "--offload_frozen (all frozen blocks, two at a time on the device)",
     "enable_model_cpu_offload": "--offload_frozen",
     "enable_group_offload": "--offload_frozen",

@@ -103,6 +103,10 @@ def test_an_option_is_proposed_only_to_a_recipe_that_has_one(recipe: str) -> Non
         ("causal_lm", "--push_to_hub", "use --hub.repo_id"),
         ("causal_lm", "--warmup_ratio", "use --schedule.warmup_steps, a number of steps"),
         ("causal_lm", "--assistant_only_loss", "there is none: of completions and chats only what the model is to"),
+        ("causal_lm", "--use_liger_kernel", "use --model.loss_chunk 1024 (tokens whose logits"),
+        ("causal_lm", "--liger_fused_linear_cross_entropy", "use --model.loss_chunk 1024"),
+        ("causal_lm", "--chunked_cross_entropy", "use --model.loss_chunk 1024"),
+        ("lora", "--use_liger_kernel", "no option stands for it (other recipes have --model.loss_chunk 1024"),
         ("causal_lm", "--random_crop", "no option stands for it (other recipes have --data.crop random)"),
     ],
 )
