@@ -174,13 +174,7 @@ def main(argv: Sequence[str]) -> int:
     data = startup.prepare_data(accelerator, preparing)
     order = StepSampler(len(data.train), config.global_batch_size, config.seed, more=data.more_samples)
     hf_config = pretrained.resolve_config(model_config, data.tokenizer, config.data.max_length)
-    opened = experiment.open_on_data(
-        config,
-        accelerator,
-        data,
-        notices=data.notices,
-        metrics=perplexity.METRICS,
-    )
+    opened = experiment.open_on_data(config, accelerator, data, notices=data.notices, metrics=perplexity.METRICS)
     if opened.finished:
         return experiment.nothing_to_do(opened)
 
@@ -190,8 +184,15 @@ def main(argv: Sequence[str]) -> int:
     fresh = opened.run.has_no_weights
     build = partial(pretrained.build, model_config, hf_config, load_source=fresh, adapters=config.lora)
     plain = preparation.build_model(opened, build, precision=config.precision, device=accelerator.device)
-    checked = row_checks.check_rows(plain, packing=config.data.packing, loss_chunk=config.model.loss_chunk)
-    logs.info(logger, *describe_lora(plain, config.lora), *checked, *data.end_answers(plain))
+    # The tokens of a micro-batch, whose logits may take more memory than all else.
+    tokens = opened.micro_batch_size * config.data.max_length
+    logs.info(
+        logger,
+        *describe_lora(plain, config.lora),
+        *row_checks.check_rows(plain, packing=config.data.packing, loss_chunk=config.model.loss_chunk),
+        *language_model.notices(plain, config.model.loss_chunk, tokens, config.precision),
+        *data.end_answers(plain),
+    )
     flops_per_token = flops.training_flops_per_token(plain, config.data.max_length)
     example = partial(row_checks.attention_example, packing=config.data.packing)
     prepared = preparation.prepare(opened, plain, base=sources.base_of(model_config, config.lora), example=example)

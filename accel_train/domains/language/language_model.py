@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from accel_train.config import UsageError
+from accel_train.precision import Precision, dtype_of
 
+MANY_BYTES = 4 * 2**30
+"""More for logits with their gradient is worth a notice."""
 OfTokens = Callable[[Tensor, Tensor], Tensor]
 """Values (N, ...) of tokens from their logits (N, V) and targets (N,)."""
 
@@ -92,6 +95,20 @@ def by_chunks(model: nn.Module, tokens: int) -> None:
         return torch.cat([again(*pair) for pair in pairs])
 
     plain.forward = forward
+
+
+def notices(model: nn.Module, loss_chunk: int, tokens: int, precision: Precision) -> list[str]:
+    """Return a line on the memory for the logits of a micro-batch of ``tokens`` tokens, if it is much."""
+    plain: Any = model
+    vocabulary = plain.config.get_text_config().vocab_size
+    # Their gradient is as large.
+    size = 2 * tokens * vocabulary * dtype_of(precision).itemsize
+    if loss_chunk or size <= MANY_BYTES:
+        return []
+    return [
+        f"the logits of a micro-batch, up to {tokens:,} tokens, take {size / 2**30:.1f} GiB with their gradient "
+        f"(vocabulary of {vocabulary:,}); with --model.loss_chunk 1024 those of 1,024 tokens at a time are in memory"
+    ]
 
 
 @contextmanager

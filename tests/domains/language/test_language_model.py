@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from accel_train.config import UsageError
-from accel_train.domains.language import perplexity, pretrained, row_checks
+from accel_train.domains.language import language_model, perplexity, pretrained, row_checks
 from accel_train.domains.language.language_model import LanguageModel
 from accel_train.domains.language.packing import IGNORED
 from accel_train.domains.language.pretrained import ModelConfig
@@ -131,6 +131,16 @@ def test_the_loss_by_chunks_is_proven_at_the_start() -> None:
     model.model.forward = other
     with pytest.raises(UsageError, match=r"--model.loss_chunk 5: LlamaForCausalLM has another loss by chunks, by "):
         row_checks.check_chunks(model, 5)
+
+
+def test_logits_of_many_bytes_are_said() -> None:
+    model = built("llama")
+    model.config.vocab_size = 2**17
+    (notice,) = language_model.notices(model, 0, 2**14, "bf16")
+    assert notice.startswith("the logits of a micro-batch, up to 16,384 tokens, take 8.0 GiB with their gradient")
+    assert language_model.notices(model, 0, 2**13, "bf16") == []
+    assert len(language_model.notices(model, 0, 2**13, "fp32")) == 1
+    assert language_model.notices(model, 1024, 2**14, "bf16") == []
 
 
 def test_a_model_that_does_not_name_its_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
