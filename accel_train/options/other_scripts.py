@@ -11,8 +11,17 @@ ANSWERS = "none: of completions and chats only what the model is to answer count
 CHUNKS = "--model.loss_chunk 1024 (tokens whose logits are in memory at a time)"
 TIMES = "none: not available in this recipe, which has --times.density and --times.shift"
 VAE = "--pictures.vae of a model from scratch; adapters take that of their base"
+LOGIT_MEAN = (
+    "--times.logit_mean with the other sign: above 0 is noisier here and cleaner in diffusers' scripts (kohya's "
+    "for SD3 has the sign used here)"
+)
+SHIFT = (
+    "--times.shift, which comes on top of the shift of the base's scheduler: SD3's 3 is applied already, FLUX has none "
+    "in training"
+)
 LOSS = "--latent.loss of a model from scratch; of others the loss is fixed"
 PREDICTED = "--latent.prediction of a model from scratch; adapters learn what their base predicts, such as v"
+TF32 = "none: matrix products in fp32 are never rounded to TF32, and --precision bf16 is faster still"
 ABSENT = "none: not available in this recipe"
 NAMES_OF_OTHER_SCRIPTS = {
     # Batches, steps and precision.
@@ -31,6 +40,8 @@ NAMES_OF_OTHER_SCRIPTS = {
     "mixed_precision": "--precision fp32|bf16|fp16",
     "dtype": "--precision fp32|bf16|fp16, and --lora.base_precision for frozen weights",
     "torch_dtype": "--precision fp32|bf16|fp16, and --lora.base_precision for frozen weights",
+    "allow_tf32": TF32,
+    "tf32": TF32,
     "full_bf16": "--lora.base_precision bf16 (what is trained stays fp32)",
     "full_fp16": "--lora.base_precision fp16 (what is trained stays fp32)",
     "data_seed": "--seed",
@@ -263,10 +274,10 @@ NAMES_OF_OTHER_SCRIPTS = {
     "caption_dropout_rate": "--objective.caption_dropout",
     "proportion_empty_prompts": "--objective.caption_dropout",
     "weighting_scheme": "--times.density, and --times.weighting for sigma_sqrt and cosmap",
-    "logit_mean": "--times.logit_mean",
+    "logit_mean": LOGIT_MEAN,
     "logit_std": "--times.logit_std",
     "mode_scale": "--times.mode_scale",
-    "discrete_flow_shift": "--times.shift",
+    "discrete_flow_shift": SHIFT,
     "timestep_sampling": "--times.density",
     "guidance_scale": "--base.guidance in training, --evaluation.guidance for pictures",
     "min_timestep": TIMES,

@@ -36,7 +36,7 @@ class TimeConfig:
     mode: more or less around the middle by mode_scale, and some everywhere. cosmap: twice as many in the middle as at
     the ends, so that the logarithm of the signal-to-noise ratio has the distribution of DDPM's cosine schedule."""
     logit_mean: Finite = 0.0
-    """logit_normal: mean of the normal draw. Above 0: noisier times."""
+    """logit_normal: mean of the normal draw. Above 0: noisier times; in diffusers' scripts, cleaner ones."""
     logit_std: PositiveFloat = 1.0
     """logit_normal: standard deviation of the normal draw."""
     mode_scale: Annotated[float, Interval(ge=-1, le=_LARGEST_MODE_SCALE)] = 1.29

@@ -18,6 +18,8 @@ from accel_train.config import UsageError
 from accel_train.domains.diffusion import timesteps
 
 EPSILON = timesteps.TIME_EPSILON
+TIMESTEPS = 100_000
+"""Timesteps of a scheduler, to tell times apart more finely than the usual 1000."""
 
 
 def batch(count, step=0):
@@ -144,12 +146,17 @@ def diffusers_function(name):
 
 def diffusers_draw(scheme, count, **options):
     """Times of diffusers' training scripts, and the generator's draws behind them."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
     draw = diffusers_function("compute_density_for_timestep_sampling")
 
     def seeded():
         return torch.Generator().manual_seed(7)
 
-    times = draw(scheme, count, generator=seeded(), **options)
+    places = draw(scheme, count, generator=seeded(), **options)
+    # The scripts take them as places in a list from noisy to clean.
+    listed = FlowMatchEulerDiscreteScheduler(num_train_timesteps=TIMESTEPS).timesteps
+    times = listed[(places * TIMESTEPS).long()] / TIMESTEPS
     if scheme == "logit_normal":
         normal = torch.normal(0.0, 1.0, (count,), generator=seeded())
         return times, torch.special.ndtr(normal.double())
@@ -157,22 +164,23 @@ def diffusers_draw(scheme, count, **options):
 
 
 @pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (0.5, 0.6), (-1.0, 2.0)])
-def test_logit_normal_is_that_of_diffusers(mean, std):
+def test_logit_normal_is_that_of_diffusers_with_the_other_sign(mean, std):
     expected, draws = diffusers_draw("logit_normal", 512, logit_mean=mean, logit_std=std)
-    times = timesteps.with_density(draws, density("logit_normal", logit_mean=mean, logit_std=std))
-    torch.testing.assert_close(times.float(), expected, rtol=1e-5, atol=1e-6)
+    times = timesteps.with_density(1 - draws, density("logit_normal", logit_mean=-mean, logit_std=std))
+    torch.testing.assert_close(times.float(), expected, rtol=0, atol=2 / TIMESTEPS)
 
 
 @pytest.mark.parametrize("scale", [1.29, 1.75, 0.5, -1.0])
 def test_mode_is_that_of_diffusers(scale):
     expected, draws = diffusers_draw("mode", 512, mode_scale=scale)
-    times = timesteps.with_density(1 - draws, density("mode", mode_scale=scale))
-    torch.testing.assert_close(times.float(), expected, rtol=1e-5, atol=1e-6)
+    times = timesteps.with_density(draws, density("mode", mode_scale=scale))
+    torch.testing.assert_close(times.float(), expected, rtol=0, atol=2 / TIMESTEPS)
 
 
 def test_uniform_is_that_of_diffusers():
     expected, draws = diffusers_draw("none", 512)
-    assert torch.equal(timesteps.with_density(draws, density("uniform")).float(), expected)
+    times = timesteps.with_density(1 - draws, density("uniform"))
+    torch.testing.assert_close(times.float(), expected, rtol=0, atol=2 / TIMESTEPS)
 
 
 def test_cosmap_draws_by_diffusers_weight():
