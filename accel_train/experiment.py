@@ -210,9 +210,9 @@ def open_experiment(
     if metrics is not None:
         refuse_unknown_metric(config.checkpoints.best_metric, metrics)
         gates.refuse_unknown_gates(metrics)
-    log_findings(config, accelerator, "data", dataset_size=dataset_size)
-    # Only now, because the length of an epoch needs the data.
+    # The length of an epoch needs the data. Findings come after what is refused, which they would only say twice.
     length = resolve_length(config, accelerator, dataset_size)
+    log_findings(config, accelerator, "data", dataset_size=dataset_size)
     max_steps = length.max_steps
     config.profile.refuse_beyond(max_steps)
     micro_batch_size, size_notices = _agree_on_micro_batch(config, accelerator)

@@ -84,11 +84,10 @@ def log_findings(config: Any, accelerator: Any, stage: Stage, **sizes: Any) -> N
 
 
 def _log(found: Sequence[Found]) -> None:
-    # Errors come first, so the cut leaves out warnings.
+    # Errors come first, so the cut leaves out warnings. All are logged as warnings, because the start goes on.
     for rule, finding in found[:LOGGED]:
-        level = logging.ERROR if rule.severity == "error" else logging.WARNING
         text = f"{finding.option}: {finding.value}: {finding.reason}; {finding.remedy} [{rule.name}]"
-        logger.log(level, "%s", text)
+        logger.warning("%s", text)
     left_out = len(found) - LOGGED
     if left_out > 0:
         logger.warning("%d more finding(s): `accel-train check` with the same arguments lists them", left_out)

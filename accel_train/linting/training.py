@@ -326,7 +326,7 @@ def many_compiled_shapes(facts: Facts) -> Finding | None:
 CONFIG = "docs/config.md"
 ADAM_PAPER = "Kingma and Ba, arXiv:1412.6980"
 TRAINING_RULES = (
-    Rule("warmup-beyond-the-run", "error", CONFIG, warmup_beyond_the_run),
+    Rule("warmup-beyond-the-run", "error", CONFIG, warmup_beyond_the_run, "data"),
     Rule("long-warmup", "warning", "accelerate#662", long_warmup),
     Rule("steps-without-learning-rate", "warning", CONFIG, steps_without_learning_rate),
     Rule("ema-never-reached", "warning", "diffusers: EMAModel", ema_never_reached),

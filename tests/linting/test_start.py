@@ -85,6 +85,18 @@ def test_findings_are_lines_of_the_log(
     assert lines[-1].startswith("1 more finding(s): `accel-train check`")
 
 
+def test_a_start_goes_on_so_that_no_finding_is_an_error_of_its_log(
+    accelerator: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = ("--micro_batch_size", "1", "--compile.mode", "on", "--compile.optimize", "reduce-overhead")
+    # A start refuses it in words of its own, if it trains at all.
+    warmup = ("--schedule.warmup_steps", "2000")
+    lines = logged(caplog, config_of(*graphs, *warmup), accelerator)
+    assert any(line.endswith("[cuda-graphs-with-accumulation]") for line in lines)
+    assert not any(line.endswith("[warmup-beyond-the-run]") for line in lines)
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
 def test_an_unknown_name_is_refused_on_every_process(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_TRAIN_IGNORE", "swapped-beta")
     with pytest.raises(UsageError, match=r"did you mean 'swapped-betas'\?\); .* --explain or ACCEL_TRAIN_IGNORE"):
