@@ -18,6 +18,8 @@ from accel_train.options.loading import from_tree, read_tree
 from accel_train.options.tree import Tree, overlaid
 from accel_train.speed.memory import fitting
 from accel_train.speed.memory.fitting import GIB
+from accel_train.training import schedules
+from accel_train.training.schedules import ScheduleConfig
 
 if TYPE_CHECKING:
     from accel_train.domains.images.pipelines.loading import DiffusersBase
@@ -225,10 +227,27 @@ def _need(recipe: ModuleType, tree: Tree, found: DiffusersBase, counted: _Counte
     return need.most, f"needs {need}"
 
 
-def _advised(tree: Tree, intent: Intent, flags: Mapping[str, Any], base: DiffusersBase) -> list[str]:
-    """Add the intent's option for this kind of base to ``tree``, in place, and return lines about it."""
-    if intent != "quality":
+def _fit_warmup(tree: Tree, flags: Mapping[str, Any]) -> list[str]:
+    """Shorten the preset's warm-up in ``tree`` to the user's number of steps, in place, and return lines about it.
+
+    As a start with the preset and the flag does. One with the plan cannot tell the two apart.
+    """
+    steps = flags.get("max_steps")
+    if steps is None or "schedule.warmup_steps" in flags or "schedule.decay_steps" in flags:
         return []
+    schedule = from_tree(ScheduleConfig, tree["schedule"], "command line")
+    shorter = schedules.shortened(schedule, steps, ["warmup_steps"])
+    if shorter == schedule:
+        return []
+    tree["schedule"]["warmup_steps"] = shorter.warmup_steps
+    return [f"  with schedule.warmup_steps {shorter.warmup_steps}, because the run has {steps} steps"]
+
+
+def _advised(tree: Tree, intent: Intent, flags: Mapping[str, Any], base: DiffusersBase) -> list[str]:
+    """Fit the warm-up, add the intent's option for this kind of base to ``tree``, in place, and return lines."""
+    lines = _fit_warmup(tree, flags)
+    if intent != "quality":
+        return lines
     prediction = base.levels().prediction
     group, option, value = "objective", "snr_weighting", "min_snr"
     if prediction == "flow":
@@ -236,6 +255,6 @@ def _advised(tree: Tree, intent: Intent, flags: Mapping[str, Any], base: Diffuse
         group, option, value = "times", "density", "logit_normal"
     # What the user asks for is not advised against.
     if f"{group}.{option}" in flags:
-        return []
+        return lines
     tree.setdefault(group, {})[option] = value
-    return [f"  with {group}.{option} {value}, because the base predicts {prediction}"]
+    return [*lines, f"  with {group}.{option} {value}, because the base predicts {prediction}"]

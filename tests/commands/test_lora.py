@@ -88,6 +88,9 @@ def test_a_plan_takes_the_largest_preset_that_fits(
     assert made["lora"]["base_precision"] == "int8"
     assert made["data"] == {"resolutions": [1024], "path": "photos"}
     assert made["max_steps"] == 7  # of the command line
+    # The 50 steps of the preset would be refused beside it.
+    assert made["schedule"] == {"kind": "constant", "warmup_steps": 0}
+    assert "  with schedule.warmup_steps 0, because the run has 7 steps" in shown
     with pytest.raises(
         UsageError, match=r"no preset fits:\n  lora_141gb: (.*\n)*  lora_6gb: needs 2.*too much\nTake a smaller"
     ):
