@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,15 @@ def test_code_of_a_pipeline_is_not_run(tmp_path: Path) -> None:
 def test_a_base_that_is_not_there(config: BaseConfig, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         find_base(config)
+
+
+def test_a_folder_of_a_component_is_refused_with_that_of_its_pipeline(bases: dict[str, Base], tmp_path: Path) -> None:
+    folder = str(bases["sd1"].config.source)
+    message = rf"unet': the folder has no model_index.json, .*; give --base.source {re.escape(folder)}$"
+    with pytest.raises(UsageError, match=message):
+        find_base(BaseConfig(source=f"{folder}/unet"))
+    with pytest.raises(UsageError, match=r"no model_index.json, so it is no diffusers pipeline; give the folder that"):
+        find_base(BaseConfig(source=str(tmp_path)))
 
 
 def test_options_without_effect_are_refused(bases: dict[str, Base]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from accel_train.config import UsageError
+from accel_train.domains.images.pipelines.family import INDEX
 from accel_train.domains.models.pretrained import UNREAD, refuse_missing, without_notices_of_imports
 from accel_train.store import strict_json
 
@@ -27,6 +28,16 @@ KNOWN_AT_LEAST = 2
 """Different tokens of the probe. Without its vocabulary a T5 tokenizer knows the space alone, others nothing."""
 LONGEST = 10**9
 """Tokens. A tokenizer without a length has 10**30."""
+
+
+def refuse_other_folder(folder: Path, source: str) -> None:
+    """Raise ``UsageError`` for a folder that holds no pipeline, such as one of its components."""
+    if (folder / INDEX).exists():
+        return
+    remedy = "give the folder that save_pretrained of a pipeline has written, or a Hub id"
+    if (folder.parent / INDEX).is_file():
+        remedy = f"it is a component of the pipeline in the folder above; give --base.source {folder.parent}"
+    raise UsageError(f"base.source {source!r}: the folder has no {INDEX}, so it is no diffusers pipeline; {remedy}")
 
 
 @contextmanager

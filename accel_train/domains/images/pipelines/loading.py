@@ -317,6 +317,7 @@ def find_base(config: BaseConfig) -> Base:
     if path.is_dir():
         if revision is not None:
             raise UsageError(f"base.revision {revision!r}: {path} is a folder and has no revisions; leave it out")
+        components.refuse_other_folder(path, config.source)
     else:
         refuse_missing_folder("--base.source", config.source)
         path = _download(config)
