@@ -27,6 +27,9 @@ OWN = ("accel_train", "recipes", "__main__")
 
 LINE = "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s"
 
+WITH_A_CONSOLE = "huggingface_hub"
+"""Logger that writes to stderr by itself, on every process, and hands its messages on as well."""
+
 _active: Logs | None = None
 
 
@@ -46,6 +49,9 @@ class Logs:
         self._root.setLevel(min(self._level, logging.INFO) or logging.INFO)  # 0 is NOTSET
         for handler in handlers:
             self._root.addHandler(handler)
+        twice = logging.getLogger(WITH_A_CONSOLE)
+        self._second_console = twice.handlers
+        twice.handlers = []
         logging.captureWarnings(True)
         sys.excepthook = _logging_hook(self._sys_hook)
         threading.excepthook = _logging_thread_hook(self._thread_hook)
@@ -60,6 +66,7 @@ class Logs:
         threading.excepthook = self._thread_hook
         logging.captureWarnings(False)
         self._root.setLevel(self._level)
+        logging.getLogger(WITH_A_CONSOLE).handlers += self._second_console
         for handler in self._handlers:
             self._root.removeHandler(handler)
             with suppress(OSError):  # flushes the last lines, which fails on a full disk

@@ -60,6 +60,7 @@ def test_a_revision_is_read_after_the_branch_has_moved_on(
     first = push("one")
     hub.repositories["datasets/me/rows"].tags["v1"] = first
     assert texts("me/rows") == ["one"]
+    assert caplog.messages[0].startswith("--data.path me/rows: no such file or folder here, so the Hub is asked")
     assert f"--data.path me/rows: its commit is read with --data.path me/rows@{first} by later runs too" in caplog.text
     second = push("one", "two")
     assert texts("me/rows") == ["one", "two"]

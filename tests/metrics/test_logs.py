@@ -56,6 +56,20 @@ def test_console_is_short_and_file_is_whole(tmp_path: Path, capsys: pytest.Captu
         assert re.fullmatch(stamp + pattern, line)
 
 
+def test_retries_of_the_hub_are_on_the_console_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub = logging.getLogger("huggingface_hub")
+    before = list(hub.handlers)
+    own_console = logging.StreamHandler(sys.stderr)
+    hub.addHandler(own_console)
+    try:
+        with setup_logging(tmp_path, 0, 1):
+            logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s")
+        assert capsys.readouterr() == ("warning: Retrying in 1s\n", "")
+        assert hub.handlers == [*before, own_console]
+    finally:
+        hub.removeHandler(own_console)
+
+
 def test_other_ranks_have_no_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with setup_logging(tmp_path, 3, 4):
         own.warning("only in the file")

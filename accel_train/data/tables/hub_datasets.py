@@ -54,6 +54,9 @@ def load_hub_dataset(path: str, split: str, option: str = "--data.path", wanted:
     asked = parse_hub_id(path)
     assert asked is not None, path
     name, configuration, revision = asked
+    if revision is None:
+        # It may be a misspelt path, and without a network the Hub's client tries again for half a minute.
+        logger.info("%s %s: no such file or folder here, so the Hub is asked for a dataset of this name", option, path)
     try:
         commit = _commit_of_revision(name, revision)
         # In memory it would not tell its commit.
