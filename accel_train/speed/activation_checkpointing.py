@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from accel_train.config import UsageError
-from accel_train.speed.blocks import blocks_of
+from accel_train.speed.blocks import blocks_of, classes_of
 from accel_train.speed.memory.activation_offload import InputOffload
 from accel_train.speed.options import ActivationCheckpointingConfig
 
@@ -40,7 +40,7 @@ def apply_activation_checkpointing(
     if config.blocks is not None and config.blocks > len(blocks):
         raise UsageError(
             f"activation_checkpointing.blocks: {config.blocks}: {type(model).__name__} has {len(blocks)} blocks "
-            f"({type(blocks[0]).__name__}); give 1 to {len(blocks)}, or leave it out for all"
+            f"({classes_of(blocks)}); give 1 to {len(blocks)}, or leave it out for all"
         )
     _keep_torch_quiet(blocks)
     # The first: when the backward begins, which is the peak, the last ones need not be computed again.
@@ -55,7 +55,7 @@ def apply_activation_checkpointing(
             functions[key] = _checkpointed(getattr(type(module), name), config.mode, offload)
         # On the instance: other models of the class in this process stay as they are.
         setattr(module, name, types.MethodType(functions[key], module))
-    count = f"{len(chosen)} of {len(blocks)} blocks ({type(blocks[0]).__name__})"
+    count = f"{len(chosen)} of {len(blocks)} blocks ({classes_of(chosen)})"
     kept = ""
     if offload is not None:
         kept = ", their inputs in host memory"

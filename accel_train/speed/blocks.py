@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
@@ -39,6 +40,14 @@ def count_blocks(model: nn.Module) -> int:
         return len(blocks_of(model))
     except UsageError:
         return 0
+
+
+def classes_of(blocks: Sequence[nn.Module]) -> str:
+    """Return the name of the blocks' class, or of several with their numbers."""
+    counts = Counter(type(block).__name__ for block in blocks)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def innermost_blocks(model: nn.Module) -> list[nn.Module]:

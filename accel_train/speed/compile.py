@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from accel_train.config import UsageError
-from accel_train.speed.blocks import blocks_of
+from accel_train.speed.blocks import blocks_of, classes_of
 from accel_train.speed.compiler import compiler_error, paths_with_a_space
 from accel_train.speed.options import CompileConfig
 
@@ -117,7 +117,7 @@ def apply_compile(
     if reason:
         return CompiledBlocks(config, 0, f"compile: off (auto: {reason})")
     blocks = blocks_of(model)
-    names = f"{len(blocks)} blocks ({type(blocks[0]).__name__})"
+    names = f"{len(blocks)} blocks ({classes_of(blocks)})"
     # One for all blocks, because they share their code: a recompilation belongs to none of them.
     watch = CompiledBlocks(config, len(blocks), f"compile: {names} in place, {backend}, {config.optimize}")
     _set_torch(config, device)

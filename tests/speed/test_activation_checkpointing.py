@@ -316,6 +316,20 @@ def test_blocks_are_found() -> None:
         blocks_of(nn.Linear(2, 2))
 
 
+def test_blocks_of_several_classes_are_all_named() -> None:
+    class Wide(nn.Linear):
+        pass
+
+    class Mixed(nn.Sequential):
+        _no_split_modules = ("Linear", "Wide")
+
+    model = Mixed(nn.Linear(2, 2), Wide(2, 2), Wide(2, 2))
+    with pytest.raises(UsageError, match=r"Mixed has 3 blocks \(1 Linear, 2 Wide\); give 1 to 3"):
+        apply_activation_checkpointing(model, ActivationCheckpointingConfig("full", 4))
+    notice = apply_activation_checkpointing(model, ActivationCheckpointingConfig("full", 2))
+    assert notice == "activation checkpointing: full, 2 of 3 blocks (1 Linear, 1 Wide)"
+
+
 def test_a_transformer_of_another_library() -> None:
     from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 
