@@ -27,7 +27,7 @@ from accel_train.domains.images.scanning import (
     refuse_options,
     without_unread_columns,
 )
-from accel_train.domains.images.sources import LeftOut, left_out_notices
+from accel_train.domains.images.sources import CLASS_FOLDERS, NO_CAPTION, LeftOut, left_out_notices
 from accel_train.domains.models.pictures.decoding import Colour, colour, decode_picture
 
 
@@ -218,7 +218,7 @@ def _samples(found: Pictures, config: PictureDataConfig, named: str) -> tuple[li
     for picture in found.pictures:
         caption = picture.caption or config.default_caption
         if caption is None:
-            reason = "picture without a caption" if picture.caption is None else "its caption is empty"
+            reason = NO_CAPTION if picture.caption is None else "its caption is empty"
             left_out.append(LeftOut(picture.name, reason, "give --data.default_caption to use it"))
             continue
         sizes = _target_sizes((picture.height, picture.width), config)
@@ -229,10 +229,13 @@ def _samples(found: Pictures, config: PictureDataConfig, named: str) -> tuple[li
     total = len(found) + len(found.left_out)
     if not samples or len(left_out) > config.max_left_out * total:
         reasons = "; ".join(left_out_notices(left_out)) or "the source is empty"
+        help_with_classes = ""
+        if any(item.reason == NO_CAPTION for item in left_out):
+            help_with_classes = f" {CLASS_FOLDERS}"
         raise UsageError(
             f"{named}: {len(left_out)} of {total} pictures and captions cannot be used, at most "
             f"--data.max_left_out {config.max_left_out:g} of them may be left out: {reasons}. Correct them, or raise "
-            "the share."
+            f"the share.{help_with_classes}"
         )
     return samples, replace(found, left_out=left_out).notices
 

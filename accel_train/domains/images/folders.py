@@ -68,10 +68,12 @@ def list_folder(folder: Path, source: Source, cache: Path) -> Listing:
     files = tree.files
     pictures = _pictures_among(files)
     if not pictures:
-        others = sorted({file.suffix for file in files})
+        contents = "it has no files"
+        if files:
+            contents = f"its files end in {shortened(sorted({file.suffix for file in files}), 8)}"
         raise UsageError(
-            f"{source.named}: no pictures in this folder; its files end in {shortened(others, 8)}. A "
-            f"folder with files ending in {', '.join(SUFFIXES)} is required."
+            f"{source.named}: no pictures in this folder; {contents}. A folder with files ending in "
+            f"{', '.join(SUFFIXES)} is required."
         )
     unread = [
         LeftOut(_name(file, folder), f"{file.suffix.lower()} is not read (convert it to PNG or JPEG)")

@@ -23,6 +23,13 @@ CAPTION_COLUMNS = ("text", "caption")
 OPTIONS = {name: f"--data.{name}" for name in ("split", "image_column", "caption_column", "caption_extension")}
 """Fields of a source and their options, in messages."""
 
+NO_CAPTION = "picture without a caption"
+"""Reason of an omission."""
+CLASS_FOLDERS = (
+    "Where each class has a folder, a metadata.csv with the columns file_name and text makes its name the caption."
+)
+"""Remedy for pictures without captions."""
+
 SHOWN_NAMES = 3
 """Names in a notice of omissions."""
 KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object", bytes: "bytes"}

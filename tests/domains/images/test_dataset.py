@@ -188,7 +188,8 @@ def test_pictures_without_captions(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data", (48, 32), (32, 48), (40, 40))
     (folder / "000.txt").unlink()
     (folder / "001.txt").write_text(" ")
-    with pytest.raises(UsageError, match=r"2 of 3 pictures.*max_left_out 0\.1.*picture without a caption: 000\.png"):
+    says = r"2 of 3 pictures.*max_left_out 0\.1.*picture without a caption: 000\.png.*each class has a folder"
+    with pytest.raises(UsageError, match=says):
         prepared(folder, tmp_path / "cache")
     left = prepared(folder, tmp_path / "cache", max_left_out=1.0, heldout_fraction=0)
     assert len(left.train) == 1

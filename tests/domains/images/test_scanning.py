@@ -613,7 +613,7 @@ def test_what_is_no_source_of_pictures(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="no pictures in this folder"):
+    with pytest.raises(UsageError, match=r"no pictures in this folder; it has no files\. A folder with files"):
         read(tmp_path / "empty", tmp_path / "cache")
     (tmp_path / "a.tar").write_bytes(b"")
     with pytest.raises(UsageError, match="Unpack an archive first"):

@@ -23,7 +23,7 @@ from accel_train.domains.images.scanning import (
     refuse_options,
     without_unread_columns,
 )
-from accel_train.domains.images.sources import LeftOut, Source, left_out_notices
+from accel_train.domains.images.sources import CLASS_FOLDERS, NO_CAPTION, LeftOut, Source, left_out_notices
 from accel_train.domains.models.pictures.decoding import decode_picture
 from accel_train.domains.models.pictures.patching import square
 
@@ -183,13 +183,12 @@ def _sources(config: PictureOptions, data: DataOptions) -> list[Source]:
 def _with_captions(found: Pictures, source: Source, config: PictureOptions) -> tuple[list[Picture], list[str]]:
     """Return the pictures with a caption, and notices. A picture without words can be learned in no direction."""
     pictures = [picture for picture in found.pictures if picture.caption]
-    without = [LeftOut(picture.name, "picture without a caption") for picture in found.pictures if not picture.caption]
+    without = [LeftOut(picture.name, NO_CAPTION) for picture in found.pictures if not picture.caption]
     left_out = [*found.left_out, *without]
     if not pictures and without:
         raise UsageError(
             f"{source.named}: none of {len(without):,} pictures has a caption. Write captions in .txt files beside the "
-            f"pictures, or name their column with {source.options['caption_column']}. Where each class has a folder, a "
-            "metadata.csv with the columns file_name and text makes its name the caption."
+            f"pictures, or name their column with {source.options['caption_column']}. {CLASS_FOLDERS}"
         )
     total = len(found) + len(found.left_out)
     if len(left_out) > config.max_left_out * total:
