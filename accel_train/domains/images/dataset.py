@@ -30,6 +30,9 @@ from accel_train.domains.images.scanning import (
 from accel_train.domains.images.sources import CLASS_FOLDERS, NO_CAPTION, LeftOut, left_out_notices
 from accel_train.domains.models.pictures.decoding import Colour, colour, decode_picture
 
+FEW = 4
+"""Held-out pictures. With fewer, the loss on them is that of single pictures."""
+
 
 class Sample(NamedTuple):
     """A picture in one of its resolutions."""
@@ -207,7 +210,7 @@ def prepare_pictures(
     heldout_data = PictureDataset(heldout, still)
     fingerprint = hashlib.sha256(f"{train_data.fingerprint} {heldout_data.fingerprint}".encode()).hexdigest()
     sizes = f"{len(train):,} training samples, {len(heldout):,} held out"
-    notices = [sizes, *notices, *bucket_notices(train_data)]
+    notices = [sizes, *_about_few(train, heldout, config), *notices, *bucket_notices(train_data)]
     return PictureData(train_data, heldout_data, cache, fingerprint, tuple(notices))
 
 
@@ -275,6 +278,18 @@ def split_heldout(samples: Sequence[Sample], fraction: float) -> tuple[list[Samp
     # Caption and size decide among samples of one file, so that the order is the same on every machine.
     heldout.sort(key=lambda sample: (sample.picture.content, sample.caption, sample.target_size))
     return train, heldout
+
+
+def _about_few(train: Sequence[Sample], heldout: Sequence[Sample], config: PictureDataConfig) -> list[str]:
+    """Return a line if the split has held out fewer pictures than an evaluation needs."""
+    held, trained = ({sample.picture.content for sample in part} for part in (heldout, train))
+    if config.heldout_path is not None or not held or len(held) >= FEW:
+        return []
+    return [
+        f"few pictures are held out, {len(held)} of {len(held | trained)}: the hash of a file decides "
+        f"(--data.heldout_fraction {config.heldout_fraction:g}), and a loss on so few says little; raise the fraction, "
+        "or give --data.heldout_path"
+    ]
 
 
 def bucket_notices(dataset: PictureDataset) -> list[str]:

@@ -104,7 +104,10 @@ def test_few_pictures_have_one_held_out(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "data", (48, 32), (32, 48), (40, 40))
     data = prepared(folder, tmp_path / "cache", heldout_fraction=1e-9)
     assert (len(data.train), len(data.heldout)) == (2, 1)
-    assert len(prepared(folder, tmp_path / "cache", heldout_fraction=0).heldout) == 0
+    assert any("few pictures are held out, 1 of 3: the hash of a file decides" in line for line in data.notices)
+    none = prepared(folder, tmp_path / "cache", heldout_fraction=0)
+    assert len(none.heldout) == 0
+    assert not any("few pictures" in line for line in none.notices)
     assert split_heldout(data.heldout.samples, 0.5) == (data.heldout.samples, [])
 
 
