@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
-from accel_train import cli
+from accel_train import cli, load
 from accel_train.cli.arguments import build_parser
 from accel_train.commands.lora import LoraOptions
 from accel_train.config import UsageError
 from accel_train.domains.language import pretrained, row_checks
+from accel_train.domains.text.latents.drawn import decoded
 from accel_train.domains.text.trained_model import load_both_ways
 from accel_train.metrics.records import read_metrics
 from accel_train.options.loading import load_config
@@ -28,6 +32,7 @@ from recipes import causal_lm, lora, mmdit, pde
 from tests import zygote
 from tests.distributed.launching import Layout, environment, run_recipe
 from tests.domains.language import tiny
+from tests.trained import picture_run
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -235,6 +240,25 @@ def test_a_checkpoint_and_its_export_give_the_same_samples(tmp_path: Path) -> No
     (tmp_path / "exported" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UsageError, match=r"config\.json: lacks 'modes' of the objective or the sampler of .*mmdit\.py"):
         load_both_ways(tmp_path / "exported")
+
+
+def test_an_export_draws_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "exported"
+    assert cli._main(["export", str(picture_run(tmp_path / "run")), str(out)]) == 0
+    script = next(text for _, text in blocks(ROOT / "docs" / "use.md")[1] if "Image.fromarray" in text)
+    monkeypatch.chdir(out)
+    monkeypatch.syspath_prepend(out)
+    # Put back after the test, as another export has another model.py.
+    monkeypatch.setitem(sys.modules, "model", None)
+    del sys.modules["model"]
+    written: dict[str, Any] = {}
+    exec(script, written)
+    pipeline = load(out)
+    batch = pipeline.assets.tokenise(written["captions"]) | {"sample": torch.arange(2), "weight": torch.ones(2)}
+    batch["latent"] = torch.zeros(2, *pipeline.assets.latent_shape)
+    latents = pipeline.assets.denormalise(pipeline.both.sample_latents(batch))
+    for number, picture in enumerate(decoded(latents, pipeline.model.config.latent_grid, None, "cpu")):
+        assert np.array_equal(np.asarray(Image.open(f"{number}.png")), picture.numpy())
 
 
 @pytest.mark.slow
