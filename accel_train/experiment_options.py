@@ -7,16 +7,9 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from accel_train.checkpoints.policy import (
-    CheckpointConfig,
-    RunOptions,
-    of_this_start,
-    refuse_smoke_of_a_run,
-    report_directory,
-)
+from accel_train.checkpoints.policy import CheckpointConfig, RunOptions, of_this_start, refuse_smoke_of_a_run
 from accel_train.config import (
     MicroBatchSize,
     NonNegativeInt,
@@ -214,11 +207,6 @@ class ExperimentConfig:
     hub: HubConfig = field(default_factory=HubConfig)
     log: LogConfig = field(default_factory=LogConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-
-    @property
-    def report_directory(self) -> Path:
-        """Directory for curves, metrics and samples, to be looked at. May not exist yet."""
-        return report_directory(self.output_dir)
 
     @property
     def micro_batch_is_auto(self) -> bool:

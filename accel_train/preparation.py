@@ -145,7 +145,8 @@ def prepare(
     info(logger, wrapped, *notices, *prefetch, *applied.notices, *config.health.describe())
     _log_choices(opened, choices)
     run_info = _run_info(opened, applied, optimizer, choices)
-    return TrainState(accelerator, model, optimizer, ema, run_info, config.sync, guard, reference)
+    report = opened.report_directory
+    return TrainState(accelerator, model, optimizer, ema, run_info, config.sync, guard, report, reference)
 
 
 def _build_guard(opened: Experiment, optimizer: Any, *, on_cpu: bool) -> tuple[StepGuard, str]:

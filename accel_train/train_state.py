@@ -134,6 +134,13 @@ class Experiment:
         return self.config.evaluate_only or is_owed
 
     @cached_property
+    def report_directory(self) -> Path:
+        """Directory for people. An evaluation on other data than the checkpoint's has a folder of its own there."""
+        if self.only_evaluates:
+            return self.run.report_directory(self.history.contents)
+        return self.run.report_directory()
+
+    @cached_property
     def plateau(self) -> Plateau | None:
         """Factor of the learning rate that follows the training loss, None for that of the schedule alone."""
         if not self.config.plateau.is_on:
@@ -245,6 +252,8 @@ class TrainState:
     run_info: RunInfo
     sync: SyncPolicy
     guard: StepGuard
+    report_directory: Path
+    """Directory for what an evaluation draws and writes for people. May not exist yet."""
     base_files: Mapping[str, Any] | None = None
     """Reference to the files of the base as they were when its weights were read. None: no base."""
 

@@ -145,7 +145,7 @@ def evaluate(
         )
     metrics = perplexity.metrics_from_sums(sums)
     if accelerator.is_main_process:
-        samples.report(config.report_directory, written, step)
+        samples.report(prepared.report_directory, written, step)
     logs.info(logger, perplexity.summary(metrics))
     return metrics
 

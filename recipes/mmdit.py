@@ -143,8 +143,8 @@ def evaluate(
     metrics = both_ways.metrics_from_sums(sums, options.timesteps) | picture_scores.metrics(scores, sums)
     # Files and simple predictors need one process. Only the main process records metrics.
     if prepared.accelerator.is_main_process:
-        samples.report_samples(config.report_directory, data, drawn.tokens, drawn.latents, step)
-        picture_scores.report(scores, config.report_directory, step, shown, drawn)
+        samples.report_samples(prepared.report_directory, data, drawn.tokens, drawn.latents, step)
+        picture_scores.report(scores, prepared.report_directory, step, shown, drawn)
         metrics |= baseline_scores.baseline_metrics(data, options.samples, options.timesteps, config.seed)
     logs.info(logger, *samples.summary(metrics), *picture_scores.summary(metrics))
     return metrics

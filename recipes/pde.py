@@ -157,7 +157,7 @@ def evaluate(config: Config, prepared: TrainState, data: rows.FieldData) -> dict
     # Files and baselines need one process. Only the main process records metrics.
     if accelerator.is_main_process:
         metrics |= scores.baseline_metrics(data, options.samples)
-        pictures.write_fields(config.report_directory / "fields.png", panels)
+        pictures.write_fields(prepared.report_directory / "fields.png", panels)
     logs.info(logger, *scores.table(data, metrics))
     return metrics
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from accel_train.config import (
@@ -23,7 +22,7 @@ from accel_train.precision import Precision, dtype_of
 from accel_train.runtime.exiting import started_again
 from accel_train.store import manifest as manifests
 from accel_train.store.manifest import Checkpoint
-from accel_train.store.names import DATA_FINGERPRINT, REPORT, RUN_FILE
+from accel_train.store.names import DATA_FINGERPRINT, RUN_FILE
 from accel_train.wording import declared_of, did_you_mean, nearest, words_of
 
 logger = logging.getLogger(__name__)
@@ -275,11 +274,6 @@ def invalid_pins(names: Iterable[str]) -> list[str]:
         if not match or manifests.checkpoint_name(int(match[1])) != name:
             invalid.append(name)
     return invalid
-
-
-def report_directory(output_dir: str) -> Path:
-    """Return the directory for people in that of a run. It may not exist yet."""
-    return expand_path(output_dir) / REPORT
 
 
 def refuse_smoke_of_a_run(output_dir: str, flags: Mapping[str, Any], *, evaluates_only: bool) -> None:

@@ -14,13 +14,14 @@ import torch
 
 from accel_train.checkpoints.policy import POLICIES, CheckpointConfig, RunOptions
 from accel_train.config import UsageError, expand_path
+from accel_train.data.tables.ledger import read_ledger
 from accel_train.hub.options import HubConfig
 from accel_train.options.allowed import is_covered
 from accel_train.runtime import early_stop
 from accel_train.store import atomic_files, commit, failpoints, strict_json
 from accel_train.store.lock import Lock
 from accel_train.store.manifest import Checkpoint, checkpoint_name, committed, is_safe_name
-from accel_train.store.names import DATA_FINGERPRINT, EVALUATION_FILE, LOADING_FILE, REPORT, RUN_FILE
+from accel_train.store.names import DATA_FINGERPRINT, EVALUATION_FILE, LOADING_FILE, OTHER_DATA, REPORT, RUN_FILE
 from accel_train.store.run_file import load, renew_run, write_run
 from accel_train.training.health import rollback
 from accel_train.training.health.rollback import Rollback
@@ -130,6 +131,19 @@ class Run:
             logger.warning("%s or part of it was deleted while the run went on; it is recreated", self.directory)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             write_run(self.directory, self.saved)
+
+    def report_directory(self, evaluated: str | None = None) -> Path:
+        """Return the directory for people, which may not exist yet.
+
+        ``evaluated`` is the fingerprint of the data of an evaluation without training. Data that the checkpoint was not
+        trained on have a folder of their own, so that their metrics are never taken for those of the run.
+        """
+        report = self.directory / REPORT
+        if evaluated is None or self.checkpoint is None:
+            return report
+        if read_ledger(self.checkpoint.path / "assets")[-1].fingerprint == evaluated:
+            return report
+        return report / OTHER_DATA
 
     @property
     def checkpoints(self) -> Path:

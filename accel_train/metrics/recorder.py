@@ -168,7 +168,7 @@ class Recorder:
         if self._main:
             # The record comes first, because the curves in the report are drawn from the file.
             self.record("evaluation", values, step=step)
-            write_report(self._accelerator, self._directory, step, values)
+            write_report(self._accelerator, self._directory / REPORT, step, values)
             named = {f"evaluation/{name}": value for name, value in values.items()}
             self._trackers.log(named, step)
             if self._report_files is not None:  # the recipe has written them in its evaluation
@@ -270,18 +270,27 @@ def log_evaluation(step: int, values: Mapping[str, object], *, own_summary: bool
     logger.info("evaluation at step %d: %s", step, "  ".join(numbers), extra={FILE_ONLY: own_summary})
 
 
-def write_report(accelerator: Accelerator, directory: Path, step: int, metrics: Mapping[str, object]) -> None:
-    """Write ``report/evaluation.json``, and ``report/curves.png`` if there are metrics.
+def write_report(
+    accelerator: Accelerator,
+    report: Path,
+    step: int,
+    metrics: Mapping[str, object],
+    measured_on: Mapping[str, object] = NOTHING,
+) -> None:
+    """Write ``evaluation.json``, and ``curves.png`` if there are metrics of a run around ``report``.
 
-    Every process may call it. Only the main process writes.
+    ``measured_on`` are the options of other data than those of the run. Every process may call it. Only the main
+    process writes.
     """
     if not accelerator.is_main_process:
         return
-    report = directory / REPORT
-    records = directory / METRICS_FILE
+    records = report.parent / METRICS_FILE
+    content: dict[str, object] = {"step": step}
+    if measured_on:
+        content["measured_on"] = measured_on
     try:
-        report.mkdir(exist_ok=True)
-        write_json(report / EVALUATION_FILE, {"step": step, **metrics})
+        report.mkdir(parents=True, exist_ok=True)
+        write_json(report / EVALUATION_FILE, content | dict(metrics))
         if records.exists():
             plot_curves(records, report / "curves.png")
     except OSError as error:
@@ -291,7 +300,7 @@ def write_report(accelerator: Accelerator, directory: Path, step: int, metrics: 
 def write_markdown(path: Path, lines: Sequence[str]) -> None:
     """Write a page of the report, for people. Call it on the main process. A write error is logged as a warning."""
     try:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, "\n".join(lines).encode("utf-8", "replace"))
     except OSError as error:
         logger.warning("%s could not be written (%s); training is not affected", path, error)

@@ -16,7 +16,9 @@ from accel_train.data.datasets import MapDataset
 from accel_train.metrics import evaluation
 from accel_train.metrics.logs import info
 from accel_train.metrics.recorder import log_evaluation, write_report
+from accel_train.options.allowed import is_covered
 from accel_train.runtime.main_alone import on_main
+from accel_train.store.names import DATA_FINGERPRINT
 
 if TYPE_CHECKING:
     from accel_train.train_state import Experiment, TrainState
@@ -110,19 +112,37 @@ def evaluate_only(opened: Experiment, evaluate: Callable[[], Mapping[str, float]
     """Evaluate the restored checkpoint and write the report, without training. All processes. Returns exit code 0.
 
     An evaluation that a stop interrupted is recorded as part of the run, and its metrics are added to the checkpoint.
-    Raises ``UsageError`` if ``checkpoints.best_metric`` is not among them.
+    On other data than the checkpoint's, it leaves the report of the run as it is, and names these data.
+    Raises ``UsageError`` if ``checkpoints.best_metric`` is not among the metrics.
     """
     step = opened.start_step
-    if opened.config.evaluate_only:
+    measured_on = _other_data(opened)
+    if opened.config.evaluate_only or measured_on:
         metrics = numbers(opened.accelerator, returned_by(evaluate))
-        write_report(opened.accelerator, opened.run.directory, step, metrics)
+        write_report(opened.accelerator, opened.report_directory, step, metrics, measured_on)
         log_evaluation(step, metrics, own_summary=opened.config.recipe.labels.own_summary)
     else:
         info(logger, f"a stop interrupted the evaluation after the last step, {step}: running it now")
         metrics = _record_owed(opened, evaluate)
-    info(logger, f"written: {opened.config.report_directory}")
+    info(logger, f"written: {opened.report_directory}")
     opened.refuse_unreported(step, metrics)
     return 0
+
+
+def _other_data(opened: Experiment) -> dict[str, Any]:
+    """Return the data of an evaluation and the options that led to them, if they are not those of the checkpoint."""
+    run = opened.run
+    if run.checkpoint is None or opened.report_directory == run.report_directory():
+        return {}
+    before: Mapping[str, Any] = run.checkpoint.manifest.get("experiment") or {}
+    free = opened.config.run_options().free_to_change
+    changed = {
+        name: value
+        for name, value in run.saved["experiment"].items()
+        if value != before.get(name) and not is_covered(name, free)
+    }
+    # With `data.changed`, that among the options is of the data that the run began with.
+    return changed | {DATA_FINGERPRINT: opened.history.contents}
 
 
 def _record_owed(opened: Experiment, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:

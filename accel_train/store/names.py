@@ -29,6 +29,8 @@ REPORT = "report"
 """Directory for people: pushed to the Hub as a whole, and emptied by ``overwrite``."""
 STEP = "step_"
 """In folders of the report: prefix of the pages of each evaluation, before the step."""
+OTHER_DATA = "other_data"
+"""In the report: folder of the last evaluation on other data than the checkpoint was trained on."""
 EVALUATION_FILE = "evaluation.json"
 """In the report: the metrics of the last evaluation, with their step."""
 

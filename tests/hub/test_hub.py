@@ -1133,6 +1133,8 @@ def test_the_card_loads_with_the_class_that_the_recipe_declared_and_shows_its_re
     texts = {"report/truth_and_error.png": b"", "report/numbers.json": b"{}", "other.png": b""}
     texts |= {"report/samples/step_00000007.md": b"words", "report/pictures/step_00000007.png": b""}
     texts["report/evaluation.json"] = b'{"step": 7}'
+    # Of an evaluation on other data.
+    texts |= {"report/other_data/fields.png": b"", "report/other_data/evaluation.json": b'{"step": 7, "nll": 2.0}'}
     text = build_card(Checkpoint(tmp_path, 7, {}), texts, CardFacts(REPO, "step-00000007", loads_with))
     assert "from accel_train.domains.pde.transformer import PdeTransformer\n" in text
     assert 'PdeTransformer.from_pretrained("org/model", revision="step-00000007")' in text
@@ -1140,6 +1142,8 @@ def test_the_card_loads_with_the_class_that_the_recipe_declared_and_shows_its_re
     assert "numbers.json" not in text
     assert "other.png" not in text
     assert "step_00000007.png" not in text
+    assert "other_data" not in text
+    assert "nll" not in text
     assert "words" not in text
     assert "from_pretrained" not in build_card(Checkpoint(tmp_path, 7, {}), texts, CardFacts(REPO, "step-00000007"))
 

@@ -778,5 +778,6 @@ def test_samples_of_each_evaluation_are_kept_and_those_of_a_left_training_go(tmp
 
 
 def test_samples_that_cannot_be_written_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_samples(tmp_path / "absent" / "report", ["a"], ["b"], [("c", 0.5)], 3)
+    (tmp_path / "file").touch()
+    write_samples(tmp_path / "file" / "report", ["a"], ["b"], [("c", 0.5)], 3)
     assert "could not be written" in caplog.text

@@ -63,7 +63,7 @@ def write_fields(path: Path, rows: Sequence[tuple[str, Sequence[Panel | Lines]]]
     for (label, panels), axes in zip(rows, grid, strict=True):
         _draw_row(figure, axes, label, panels)
     try:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         # Drawn in memory first, so that a reader never sees half of a picture.
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=100)

@@ -257,7 +257,8 @@ def test_errors_are_drawn_around_zero_with_their_nrmse(data: FieldData) -> None:
 
 
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pictures.write_fields(tmp_path / "no" / "report" / "fields.png", [("a", [Panel("t", torch.rand(2, 3), "u")])])
+    (tmp_path / "file").touch()
+    pictures.write_fields(tmp_path / "file" / "report" / "fields.png", [("a", [Panel("t", torch.rand(2, 3), "u")])])
     assert "could not be written" in caplog.text
 
 

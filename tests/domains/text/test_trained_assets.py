@@ -259,8 +259,8 @@ def test_the_recipe_evaluates_and_begins_with_the_assets_of_the_weights(tmp_path
         assert recipe.main([*words.split(), *places, "--max_steps", str(steps), *more]) == 0
         return tmp_path / run / "checkpoints" / f"checkpoint_{steps:08d}" / "assets"
 
-    def nll() -> float:
-        return json.loads((tmp_path / "run" / "report" / "evaluation.json").read_text())["l2t_nll"]
+    def measured() -> dict[str, Any]:
+        return json.loads((tmp_path / "run" / "report" / "other_data" / "evaluation.json").read_text())
 
     first = start("run", "one.txt")
     other = ("--evaluate_only", "--data.heldout_path", str(tmp_path / "two.txt"))
@@ -269,9 +269,13 @@ def test_the_recipe_evaluates_and_begins_with_the_assets_of_the_weights(tmp_path
     ):
         start("run", "one.txt", *other)
     start("run", "one.txt", *other, "--data.changed", "allow", "--allow", "data.heldout_path")
-    recorded = nll()
+    recorded = measured()
+    assert recorded["measured_on"].keys() == {"data.heldout_path", "data_fingerprint"}
+    assert (tmp_path / "run" / "report" / "other_data" / "samples.md").exists()
+    of_the_run = json.loads((tmp_path / "run" / "report" / "evaluation.json").read_text())
+    assert of_the_run["l2t_nll"] != recorded["l2t_nll"]
     start("run", "one.txt", *other, "--allow", "data.heldout_path", "data_fingerprint")
-    assert nll() == recorded
+    assert measured() == recorded
     new = start("new", "two.txt", "--init_from", str(tmp_path / "run"))
     resumed = start("new", "two.txt", "--init_from", str(tmp_path / "run"), steps=2)
     for name in ("tokenizer.json", "encoder.safetensors", "latent.safetensors"):

@@ -168,14 +168,26 @@ def test_no_option_gives_trained_weights_other_scales(tmp_path: Path) -> None:
         assert recipe.main([*words, "--log.progress_bar", "off", *more]) == 0
         return json.loads((tmp_path / run / "report" / "evaluation.json").read_text())["heat_nrmse"]
 
+    def report() -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in (tmp_path / "run" / "report").iterdir() if file.is_file()}
+
     def saved(run: str, steps: int) -> Path:
         return tmp_path / run / "checkpoints" / f"checkpoint_{steps:08d}"
 
     allow = ("--allow", "data.path", "data_fingerprint")
     before = start("run", "data", 2)
     log = tmp_path / "run" / "logs" / "rank_0.log"
+    of_the_run = report()
+    start("run", "other", 2, "--evaluate_only", *allow)
+    # The record of the run stays. That of the other data names them.
+    assert report() == of_the_run
+    other = tmp_path / "run" / "report" / "other_data"
+    assert {file.name for file in other.iterdir()} == {"evaluation.json", "fields.json", "fields.png"}
+    measured = json.loads((other / "evaluation.json").read_text())
+    assert measured["measured_on"].keys() == {"data.path", "data_fingerprint"}
+    assert measured["measured_on"]["data.path"] == str(tmp_path / "other")
     # The held-out samples are the same ones, and so are the weights.
-    assert start("run", "other", 2, "--evaluate_only", *allow) == before
+    assert measured["heat_nrmse"] == before
     assert "bit-exact: the same layout as when it was saved; from here on with another data.path, data_fing" in (
         log.read_text()
     )
