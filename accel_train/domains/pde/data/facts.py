@@ -20,7 +20,11 @@ from accel_train.domains.pde.data.assets import WIDE, FieldTask
 from accel_train.domains.pde.data.files import Array, FieldPart, Fields, file_sizes
 from accel_train.domains.pde.data.on_disk import source_files, state_of
 
-FACTS_FORMAT = 3
+FACTS_FORMAT = 4
+DRIFT = 0.01
+"""Largest drift of a conserved integral without a notice: that of a solver, and of fields in few digits."""
+EDGE = 0.5
+"""Largest size at an edge of 0 without a notice. Points at the centres of cells are beside the edge, and not 0."""
 
 
 class FieldFacts(NamedTuple):
@@ -31,15 +35,26 @@ class FieldFacts(NamedTuple):
     sha256: str
 
 
+class Measured(NamedTuple):
+    """What the header of a file says of its fields, measured, for each channel."""
+
+    drift: tuple[float, ...]
+    """Largest change of the integral over time, mean of the samples, over the mean of the absolute values."""
+    edge: tuple[float, ...]
+    """Root mean square at the edge, over that of all points."""
+
+
 class TaskFacts(NamedTuple):
     """Result of one pass over both splits of a task."""
 
     of_split: dict[str, FieldFacts]
     shared: int
     """Held-out samples whose fields are also those of a training sample, value by value."""
+    measured: Measured
+    """Of the training samples."""
 
 
-def field_facts(data: Fields) -> tuple[FieldFacts, list[bytes]]:
+def field_facts(data: Fields) -> tuple[FieldFacts, list[bytes], Measured]:
     """Read all samples once, with sums in float64. Return also a hash of each sample, for comparison with others.
 
     Refuses NaN and infinity, naming the sample.
@@ -56,11 +71,11 @@ def field_facts(data: Fields) -> tuple[FieldFacts, list[bytes]]:
             samples.append(hashlib.blake2b(content, digest_size=16).digest())
         sums.add(block)
     mean, std = sums.mean_and_std()
-    return FieldFacts(tuple(mean.tolist()), tuple(std.tolist()), digest.hexdigest()), samples
+    return FieldFacts(tuple(mean.tolist()), tuple(std.tolist()), digest.hexdigest()), samples, sums.measured()
 
 
 class _ChannelSums:
-    """Sums of all values of each channel and of their squares, and the smallest and the largest value."""
+    """Sums of all values of each channel, of their squares and of what is measured, and the smallest and largest."""
 
     def __init__(self, channels: int) -> None:
         self.total = np.zeros(channels)
@@ -68,6 +83,10 @@ class _ChannelSums:
         self.lowest = np.full(channels, np.inf)
         self.highest = np.full(channels, -np.inf)
         self.count = 0
+        self.sizes = np.zeros(channels)
+        self.drifts = np.zeros(channels)
+        self.edges = np.zeros(channels)
+        self.edge_count = 0
 
     def add(self, block: Array) -> None:
         """Add fields (n, T, C, H, W)."""
@@ -79,6 +98,24 @@ class _ChannelSums:
         self.lowest = np.minimum(self.lowest, values.min(axes))
         self.highest = np.maximum(self.highest, values.max(axes))
         self.count += block.size // len(self.total)
+        self.sizes += np.abs(values).mean((1, 3, 4)).sum(0)
+        integrals = values.mean((3, 4))  # (n, T, C)
+        self.drifts += np.abs(integrals - integrals[:, :1]).max(1).sum(0)
+        ends = [values[..., [0, -1]]]
+        # A 1-D field is one row, which is no edge.
+        if block.shape[3] > 1:
+            ends.append(values[..., [0, -1], :])
+        for end in ends:
+            self.edges += (end**2).sum(axes)
+            self.edge_count += end.size // len(self.total)
+
+    def measured(self) -> Measured:
+        """Return what the header says, as it is."""
+        # A channel of zeros has no size to compare with, and is refused.
+        least = np.finfo(np.float64).tiny
+        drift = self.drifts / np.maximum(self.sizes, least)
+        edge = self.edges / self.edge_count / np.maximum(self.squares / self.count, least)
+        return Measured(tuple(drift.tolist()), tuple(np.sqrt(edge).tolist()))
 
     def mean_and_std(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         mean = self.total / self.count
@@ -113,7 +150,7 @@ def cached_facts(both: Mapping[str, Fields], cache: Path, rank: int, barrier: Ca
     facts: dict[str, FieldFacts] = {}
     for split, (mean, std, sha256) in saved["of_split"].items():
         facts[split] = FieldFacts(tuple(mean), tuple(std), sha256)
-    return TaskFacts(facts, saved["shared"])
+    return TaskFacts(facts, saved["shared"], Measured(*map(tuple, saved["measured"])))
 
 
 def _identity(both: Mapping[str, Fields]) -> str:
@@ -130,11 +167,38 @@ def _identity(both: Mapping[str, Fields]) -> str:
 def _write_facts(both: Mapping[str, Fields], directory: Path) -> None:
     facts: dict[str, FieldFacts] = {}
     samples: dict[str, list[bytes]] = {}
+    measured: dict[str, Measured] = {}
     for split, fields in both.items():
-        facts[split], samples[split] = field_facts(fields)
+        facts[split], samples[split], measured[split] = field_facts(fields)
     trained = set(samples["train"])
     shared = sum(sample in trained for sample in samples["heldout"])
-    (directory / "facts.json").write_text(json.dumps(TaskFacts(facts, shared)._asdict()), "utf-8")
+    found = TaskFacts(facts, shared, measured["train"])
+    (directory / "facts.json").write_text(json.dumps(found._asdict()), "utf-8")
+
+
+def header_notices(task: FieldTask, measured: Measured) -> Iterator[str]:
+    """Yield notices about fields that are not what the header says of them, in their first such channel."""
+    if task.conserved and task.has_time:
+        for channel, drift in enumerate(measured.drift):
+            if drift > DRIFT:
+                yield (
+                    f"{task.name}: conserved is true, and the integral of channel {channel} of the training fields "
+                    f"changes in time by {drift:.3g} of their mean size: objective.conservation_weight and test-time "
+                    "conditioning would hold it constant. Set conserved to False in the files of both splits"
+                )
+                break
+    if task.boundary == "dirichlet":
+        # Without time, the channels of the target come last.
+        first = len(measured.edge) - task.target_channels
+        for channel, edge in enumerate(measured.edge[first:], first):
+            if edge > EDGE:
+                yield (
+                    f"{task.name}: boundary is dirichlet, 0 at the edge, and the root mean square of channel {channel} "
+                    f"of the training fields there is {edge:.3g} of that of all points: objective.boundary_weight "
+                    "would pull it to 0. Write the boundary that they have into the files of both splits, such as "
+                    "periodic or neumann"
+                )
+                break
 
 
 def scale_notices(fields: Fields, task: FieldTask) -> Iterator[str]:

@@ -19,7 +19,7 @@ from accel_train.config import UsageError
 from accel_train.data.datasets import Batch
 from accel_train.data.tables.ledger import Ledger
 from accel_train.domains.pde.data.assets import WIDE, FieldAssets, FieldTask
-from accel_train.domains.pde.data.facts import FieldFacts, cached_facts, scale_notices
+from accel_train.domains.pde.data.facts import FieldFacts, cached_facts, header_notices, scale_notices
 from accel_train.domains.pde.data.files import (
     DEFAULT_CACHE_MIB,
     Array,
@@ -234,6 +234,7 @@ def build_field_data(
     notices = [*(_describe_sizes(train[name], heldout[name]) for name in stored), *of_scales]
     for name in stored:
         notices += _shared_notices(name, of_tasks[name].shared, heldout[name].samples)
+        notices += header_notices(assets.task(name), of_tasks[name].measured)
         notices += scale_notices(data[name]["train"], assets.task(name))
     joined = JoinedRows(tuple(train.values()))
     return FieldData(joined, train, heldout, assets, digest.hexdigest(), tuple(notices), ledger)

@@ -223,11 +223,11 @@ def test_facts_of_a_file_that_keeps_size_and_date_are_new(tmp_path: Path) -> Non
 
 
 def test_facts_are_those_of_all_samples(two_files: Fields, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts, samples = field_facts(two_files)
+    facts, samples, _ = field_facts(two_files)
     assert facts.mean == pytest.approx(TOGETHER.astype(float).mean((0, 1, 3, 4)), rel=1e-6)
     assert facts.std == pytest.approx(TOGETHER.astype(float).std((0, 1, 3, 4)), rel=1e-6)
     monkeypatch.setattr(files, "VALUES_PER_BLOCK", 1)
-    again, same = field_facts(two_files)
+    again, same, _ = field_facts(two_files)
     assert same == samples
     assert len(set(samples)) == 9
     assert again.sha256 == facts.sha256  # of contents, not of how they were read

@@ -238,6 +238,44 @@ def test_channels_that_share_one_error_in_different_units_are_told(header: Field
     assert not [notice for notice in build(two_tasks(tmp_path), tmp_path).notices if "nRMSE is of" in notice]
 
 
+def test_a_header_that_the_fields_contradict_is_told(tmp_path: Path) -> None:
+    """Fields that decay do not keep their integral, and periodic ones are not 0 at the edge."""
+    x = (np.arange(32) + 0.5) / 32
+    kept = 1 + np.cos(2 * np.pi * (x - np.linspace(0, 1, 5)[:, None]))  # (T, W)
+    ends = np.sin(np.pi * x)[None].repeat(5, 0)
+    decay = np.exp(-np.arange(5.0))[:, None]
+
+    def told(fields: Any, boundary: str, conserved: bool) -> list[str]:
+        header = FieldHeader("moving", ("a", "b"), 1, 0.5, boundary, conserved)
+        fields = np.stack([fields, 2 * fields])[:, :, None, None]
+        write_fields(tmp_path / "x.h5", header, 2, [(fields, np.ones((2, 2)))])
+        one = [opened(tmp_path / "x.h5")]
+        found = build({"moving": {"train": one, "heldout": one}}, tmp_path).notices
+        return [notice for notice in found if "conserved is true" in notice or "boundary is dirichlet" in notice]
+
+    assert told(kept, "periodic", True) == []
+    assert told(ends, "dirichlet", True) == []
+    assert told(kept * decay, "periodic", False) == []
+    (drift,) = told(kept * decay, "periodic", True)
+    # (1 - exp(-4)) over the mean of exp(-n).
+    assert "the integral of channel 0 of the training fields changes in time by 3.12 of their mean size" in drift
+    (edge,) = told(kept, "dirichlet", True)
+    # The mean square of 1 + cos is 1.5.
+    at_the_end = np.sqrt((kept[:, [0, -1]] ** 2).mean() / 1.5)
+    assert f"root mean square of channel 0 of the training fields there is {at_the_end:.3g} of that of all" in edge
+
+
+def test_the_edge_of_a_steady_field_is_that_of_its_target(tmp_path: Path) -> None:
+    wave = np.sin(np.pi * (np.arange(16) + 0.5) / 16)
+    values = (
+        np.stack([np.ones((16, 16)), wave[:, None] * wave])[None, None] * np.arange(1, 4)[:, None, None, None, None]
+    )
+    write_fields(tmp_path / "x.h5", STILL, 3, [(values, np.ones((3, 1)))])
+    one = [opened(tmp_path / "x.h5")]
+    found = build({"still": {"train": one, "heldout": one}}, tmp_path).notices
+    assert not [notice for notice in found if "boundary is dirichlet" in notice]
+
+
 def test_a_field_that_varies_little_about_its_mean_is_told(tmp_path: Path) -> None:
     values = 101325 + 0.03 * np.random.default_rng(0).normal(size=(5, 3, 2, 1, 8))
     values[:, :, 1] -= 101325
