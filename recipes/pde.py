@@ -46,7 +46,7 @@ from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.options import EvaluationConfig, ObjectiveConfig
 from accel_train.domains.pde.residual import refinement
 from accel_train.domains.pde.scoring import chosen
-from accel_train.domains.pde.shape import PdeModelConfig, PdeTransformerConfig
+from accel_train.domains.pde.shape import DECIDE_SHAPES, PdeModelConfig, PdeTransformerConfig
 from accel_train.metrics import evaluation, logs, records
 from accel_train.options.loading import load_config
 from accel_train.train_state import TrainState
@@ -65,6 +65,7 @@ class Config(experiment.ExperimentConfig):
 
     recipe: ClassVar = experiment.Recipe(
         free_to_change=("evaluation", "data.cache_dir", "data.cache_mib", "data.changed", "data.workers"),
+        decides_shapes=DECIDE_SHAPES,
         labels=scores.LABELS,
         decided_by={"nrmse": "min"},
         loads_with=transformer.PdeTransformer,

@@ -563,13 +563,21 @@ def test_an_option_that_the_recipe_has_lost_can_be_allowed(tmp_path: Path) -> No
         RunOptions(str(tmp_path), {"seed": 0}, allow=("model.kernel",), overwrite=True)
 
 
-@pytest.mark.parametrize("flags", ["--model.depth 3", "--pictures.size 8", "--seed 1 --data.max_length 9"])
-def test_no_change_of_shapes_is_proposed(flags: str, tmp_path: Path) -> None:
-    begun = load(mmdit, f"image_shapes --output_dir {tmp_path}").run_options()
+@pytest.mark.parametrize(
+    ("recipe", "preset", "flags"),
+    [
+        (mmdit, "image_shapes", "--model.depth 3"),
+        (mmdit, "image_shapes", "--pictures.size 8"),
+        (mmdit, "image_shapes", "--seed 1 --data.max_length 9"),
+        (pde, "pde_demo", "--model.width 64"),
+    ],
+)
+def test_no_change_of_shapes_is_proposed(recipe: ModuleType, preset: str, flags: str, tmp_path: Path) -> None:
+    begun = load(recipe, f"{preset} --output_dir {tmp_path}").run_options()
     saved = {"experiment": begun.experiment}
 
     def refused(flags: str) -> str:
-        now = load(mmdit, f"image_shapes --output_dir {tmp_path} {flags}").run_options()
+        now = load(recipe, f"{preset} --output_dir {tmp_path} {flags}").run_options()
         with pytest.raises(UsageError) as error:
             place = ("output_dir", tmp_path)
             free, shapes = now.free_to_change, now.decides_shapes

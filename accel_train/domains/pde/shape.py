@@ -1,7 +1,7 @@
 """Shape of a `PdeTransformer`: its tasks, its options and the configuration saved with it."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -149,6 +149,10 @@ class PdeModelConfig:
     @property
     def latent(self) -> int:
         return self.latent_width or self.width
+
+
+DECIDE_SHAPES = tuple(f"model.{option.name}" for option in fields(PdeModelConfig) if option.name != "max_tokens")
+"""Options by which the weights have their shapes. Tokens are averaged to fewer ones without any."""
 
 
 @dataclass(frozen=True)
