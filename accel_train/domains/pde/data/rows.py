@@ -214,6 +214,7 @@ def build_field_data(
         task = _describe(splits, data[name]["train"], facts[name]["train"], time_stride)
         _refuse_zeros(splits["heldout"][0].part.file, task, facts[name]["heldout"])
         if trained is not None:
+            trained.refuse_other_shapes(number, task)
             of_scales += trained.notices(number, task)
             # The weights were trained with these scales. Other data would give others.
             task = trained.task_for(task)

@@ -58,6 +58,19 @@ class TrainedScales:
             )
         return scaled
 
+    def refuse_other_shapes(self, number: int, own: FieldTask) -> None:
+        """Raise `UsageError` for a new run whose task `number` has modules of other shapes than those in its place."""
+        trained = self.tasks.tasks[number]
+        here, there = _shapes(own), _shapes(trained)
+        different = [f"{name} {here[name]} here and {there[name]} there" for name in here if here[name] != there[name]]
+        if self.resumes or not different:
+            return
+        raise UsageError(
+            f"--init_from: task {own.name} would start from the modules of {trained.name} in {self.place}, which have "
+            f"other shapes: {', '.join(different)}. Data alike in these are required, of any grid and time step: bring "
+            "such data, or leave --init_from out."
+        )
+
     def notices(self, number: int, own: FieldTask) -> Iterator[str]:
         """Yield lines about task `number` if its scales, modules or grid are not what was trained, or what `own` has.
 
@@ -116,6 +129,21 @@ def trained_scales(found: WeightsAssets | None, tasks: Sequence[str]) -> Trained
             "name may take the place of one."
         )
     return trained
+
+
+def _shapes(task: FieldTask) -> dict[str, object]:
+    """Return what decides the shapes of a task's modules, whatever the options of the model are."""
+    boundary = "periodic"
+    if task.boundary != boundary:
+        boundary = "not periodic"
+    return {
+        "dimensions": 2 - (task.grid[0] == 1),
+        "has_time": task.has_time,
+        "input_channels": task.input_channels,
+        "target_channels": task.target_channels,
+        "number of parameters": len(task.parameters),
+        "boundary": boundary,
+    }
 
 
 def _differences(trained: FieldTask, task: FieldTask, names: Sequence[str]) -> list[str]:

@@ -147,6 +147,17 @@ def test_a_new_run_may_have_another_grid_or_other_parameters(tmp_path: Path, tra
     assert data.notices[-1].endswith("normalised by its own training files")
 
 
+def test_a_new_run_with_a_task_of_other_shapes_is_told_what_differs(tmp_path: Path, trained: FieldData) -> None:
+    weights = WeightsAssets(tmp_path / "old" / "assets", resumes=False)
+    write(tmp_path / "data", "cold", boundary="dirichlet", dt=0.25, points=16)
+    with pytest.raises(UsageError) as error:
+        prepare(tmp_path / "data", "heat", "cold", weights=weights)
+    assert str(error.value).startswith(
+        f"--init_from: task cold would start from the modules of wave in {tmp_path / 'old'}, which have other shapes: "
+        "boundary not periodic here and periodic there. "
+    )
+
+
 # -------------------------------------------------------------------------------------------------------------- recipe
 WORDS = (
     "pde_demo --data.tasks heat --data.time_stride 1 --task_weights None --model.width 32 --model.heads 2 "
