@@ -16,6 +16,12 @@ from accel_train.store.atomic_files import replace_file
 
 logger = logging.getLogger(__name__)
 
+# Not x and y: which of the two a file has along H is its own affair.
+ACROSS = "points along W"
+DOWN = "points along H"
+STEPS = "step in time"
+"""Label of the vertical axis of a 1-D field over time. Step 0 is the input, step 1 the first prediction."""
+
 
 class Panel(NamedTuple):
     """One field in a row of panels."""
@@ -25,10 +31,12 @@ class Panel(NamedTuple):
     """Field (H, W) with rows downwards, like an image."""
     group: str
     """Panels of a row with the same group share one colour scale, to compare truth and prediction."""
-    down: str = "y (points)"
+    down: str = DOWN
     """Label of the vertical axis, the rows of ``values``."""
     signed: bool = False
     """True for errors: the colours diverge from white at 0."""
+    first: int = 0
+    """Number of the first row on the vertical axis."""
 
 
 class Lines(NamedTuple):
@@ -107,8 +115,11 @@ def _curve_values(rows: Sequence[tuple[str, Sequence[Panel | Lines]]]) -> dict[s
 
 def _draw_field(axis: Any, panel: Panel, scale: tuple[float, float]) -> Any:
     low, high = scale
+    rows, columns = panel.values.shape
+    top = panel.first - 0.5
     image = axis.imshow(
         panel.values.numpy(),
+        extent=(-0.5, columns - 0.5, top + rows, top),
         aspect="auto",
         interpolation="nearest",
         vmin=low,
@@ -116,7 +127,7 @@ def _draw_field(axis: Any, panel: Panel, scale: tuple[float, float]) -> Any:
         cmap="RdBu_r" if panel.signed else "viridis",
     )
     axis.set_title(panel.title, fontsize=9)
-    axis.set_xlabel("x (points)", fontsize=8)
+    axis.set_xlabel(ACROSS, fontsize=8)
     axis.set_ylabel(panel.down, fontsize=8)
     axis.locator_params(integer=True)
     axis.tick_params(labelsize=7)
@@ -146,10 +157,17 @@ def limits(panels: Sequence[Panel]) -> tuple[float, float]:
     return low, high
 
 
-def error_panel(predicted: Tensor, target: Tensor, down: str = "y (points)") -> Panel:
+def titled(title: str, channel: int, channels: int) -> str:
+    """Add the number of the channel that a panel shows, if there are several."""
+    if channels > 1:
+        return f"{title}, channel {channel}"
+    return title
+
+
+def error_panel(predicted: Tensor, target: Tensor, title: str = "error", down: str = DOWN, first: int = 0) -> Panel:
     """Show the signed error, with the nRMSE of this panel in the title."""
     error = predicted - target
     # Of a target of zeros. Fields may be as small as fp32 holds.
     size = target.double().norm().clamp_min(torch.finfo(torch.float32).tiny)
     nrmse = float(error.double().norm() / size)
-    return Panel(f"error (nRMSE {nrmse:.3g})", error, "e", down, signed=True)
+    return Panel(f"{title} (nRMSE {nrmse:.3g})", error, "e", down, True, first)

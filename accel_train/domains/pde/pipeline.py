@@ -253,12 +253,15 @@ class FieldPipeline:
         if task.has_time and task.grid[0] == 1:
             times = torch.cat((first[None, :1, 0], predicted[:, :1, 0]))
             times = times.squeeze(1)  # (steps + 1, W)
-            return [pictures.Panel("prediction", times, "u", "step in time")]
-        last = predicted[-1] if task.has_time else predicted
-        scale = "u" if task.has_time else "a"
-        input = pictures.Panel("input", first[0], scale)
-        prediction = pictures.Panel("prediction", last[0], "u")
-        return [input, prediction]
+            title = pictures.titled("prediction", 0, task.target_channels)
+            return [pictures.Panel(title, times, "u", pictures.STEPS)]
+        # As in the files, where the target of a steady equation comes behind its input.
+        last, scale, channel = predicted, "a", task.input_channels
+        if task.has_time:
+            last, scale, channel = predicted[-1], "u", 0
+        input = pictures.titled("input", 0, task.input_channels)
+        title = pictures.titled("prediction", channel, task.target_channels)
+        return [pictures.Panel(input, first[0], scale), pictures.Panel(title, last[0], "u")]
 
 
 def describe_model(

@@ -19,7 +19,7 @@ from accel_train.domains.pde.baselines import BASELINES, baseline_names, baselin
 from accel_train.domains.pde.data.assets import FieldTask
 from accel_train.domains.pde.data.rows import FieldData
 from accel_train.domains.pde.options import EvaluationConfig
-from accel_train.domains.pde.pictures import Panel, Panels, error_panel
+from accel_train.domains.pde.pictures import Panel, Panels, error_panel, titled
 from accel_train.domains.pde.residual import refinement
 from accel_train.domains.pde.scoring.chosen import scored_rows
 from accel_train.domains.pde.scoring.trajectories import evaluate_rollouts, rollout_metrics
@@ -198,11 +198,13 @@ def row_panels(task: FieldTask, batch: Batch, prediction: Tensor) -> Panels:
     input = task.input.denormalise(batch["input"][0])[0].cpu()
     target = task.target.denormalise(batch["target"][0])[0].cpu()
     predicted = task.target.denormalise(prediction[0].float())[0].cpu()
+    # The first channel of the target, behind those of the input.
+    numbered = partial(titled, channel=task.input_channels, channels=task.target_channels)
     return [
-        Panel("input", input, "a"),
-        Panel("truth", target, "u"),
-        Panel("prediction", predicted, "u"),
-        error_panel(predicted, target),
+        Panel(titled("input", 0, task.input_channels), input, "a"),
+        Panel(numbered("truth"), target, "u"),
+        Panel(numbered("prediction"), predicted, "u"),
+        error_panel(predicted, target, numbered("error")),
     ]
 
 

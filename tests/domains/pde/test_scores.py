@@ -7,12 +7,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from matplotlib import pyplot
 from torch import Tensor
 
 from accel_train.config import UsageError
@@ -25,6 +26,7 @@ from accel_train.domains.pde.data.rows import FieldData
 from accel_train.domains.pde.fields import Scale
 from accel_train.domains.pde.options import MOST_CANDIDATES, ConditioningConfig, EvaluationConfig
 from accel_train.domains.pde.pictures import Panel, limits
+from accel_train.domains.pde.pipeline import FieldPipeline
 from accel_train.domains.pde.scoring import trajectories
 from accel_train.domains.pde.scoring.chosen import scored_samples
 
@@ -131,10 +133,35 @@ def test_candidates_are_those_of_the_boundary_and_judged_by_all_of_their_steps(
 def test_fields_of_a_rollout_are_shown_at_its_end() -> None:
     truth = torch.rand(1, 4, 1, 2, 3)
     predicted = torch.rand(1, 3, 1, 2, 3)
-    paths: Any = SimpleNamespace(task=SimpleNamespace(target=Scale((0.0,), (1.0,)), grid=(2, 3)), truth=truth)
-    shown, prediction, _ = trajectories.Rollouts.panels(paths, predicted)
+    task = SimpleNamespace(target=Scale((0.0,), (1.0,)), grid=(2, 3), target_channels=1)
+    shown, prediction, _ = trajectories.Rollouts.panels(cast(Any, SimpleNamespace(task=task, truth=truth)), predicted)
     assert torch.equal(shown.values, truth[0, -1, 0])
     assert torch.equal(prediction.values, predicted[0, -1, 0])
+    assert (shown.title, shown.first) == ("rollout: truth", 0)
+
+
+def test_pictures_name_the_channel_and_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 0 is the input, which a rollout does not show, and the picture of a prediction does."""
+    truth = torch.rand(1, 4, 2, 1, 3)
+    predicted = torch.rand(1, 3, 2, 1, 3)
+    task = SimpleNamespace(target=Scale((0.0, 0.0), (1.0, 1.0)), grid=(1, 3), target_channels=2, has_time=True)
+    panels = trajectories.Rollouts.panels(cast(Any, SimpleNamespace(task=task, truth=truth)), predicted)
+    assert [panel.title.split(" (")[0] for panel in panels] == [
+        "rollout: truth, channel 0",
+        "prediction, channel 0",
+        "error, channel 0",
+    ]
+    assert {(panel.down, panel.first, len(panel.values)) for panel in panels} == {("step in time", 1, 3)}
+    (sampled,) = FieldPipeline._panels(cast(Any, None), cast(Any, task), truth[0, 0], predicted[0])
+    assert (sampled.title, sampled.down, sampled.first) == ("prediction, channel 0", "step in time", 0)
+    assert torch.equal(sampled.values[1:], panels[1].values)
+    ends: list[Any] = []
+    close = pyplot.close
+    monkeypatch.setattr(
+        pyplot, "close", lambda figure: close(figure) or ends.extend(axis.get_ylim() for axis in figure.axes[:2])
+    )
+    pictures.write_fields(tmp_path / "fields.png", [("a", [panels[1], sampled])])
+    assert ends == [(3.5, 0.5), (3.5, -0.5)]
 
 
 def test_rollout_figures(data: FieldData) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from accel_train.domains.pde import fields, rollout
 from accel_train.domains.pde.data.assets import FieldTask
 from accel_train.domains.pde.options import ConditioningConfig, EvaluationConfig
-from accel_train.domains.pde.pictures import Lines, Panel, Panels, error_panel
+from accel_train.domains.pde.pictures import DOWN, STEPS, Lines, Panel, Panels, error_panel, titled
 from accel_train.domains.pde.scoring.chosen import scored_samples
 from accel_train.metrics import logs
 from accel_train.metrics.evaluation import samples_at_once, weighted_sums
@@ -104,15 +104,18 @@ class Rollouts:
         if self.task.grid[0] == 1:
             truth = truth[:, 0]
             states = states[:, 0]
-            down = "step in time"
+            # Step 0 is the input.
+            down, first = STEPS, 1
         else:
             truth = truth[-1]
             states = states[-1]
-            down = "y (points)"
+            down, first = DOWN, 0
+        names = ("rollout: truth", "prediction", "error")
+        title, of_states, of_error = (titled(name, 0, self.task.target_channels) for name in names)
         return [
-            Panel("rollout: truth", truth, "u", down),
-            Panel("prediction", states, "u", down),
-            error_panel(states, truth, down),
+            Panel(title, truth, "u", down, first=first),
+            Panel(of_states, states, "u", down, first=first),
+            error_panel(states, truth, of_error, down, first),
         ]
 
 
