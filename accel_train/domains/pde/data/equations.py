@@ -44,8 +44,8 @@ class PdeDataConfig:
     """Source of the fields. Options of generation are refused with files."""
 
     path: str = DEMO
-    """'demo' (generated here), a folder with files {task}_train.h5 and {task}_heldout.h5 (or .zarr) of our schema, or a
-    folder with PDEBench's files as downloaded. The last samples of those are held out."""
+    """'demo' (generated here), a folder with files {task}_train.h5 and {task}_heldout.h5 (or .hdf5, .zarr) of our
+    schema, or a folder with PDEBench's files as downloaded. The last samples of those are held out."""
     tasks: tuple[str, ...] = ("advection", "darcy")
     """Generated or from PDEBench: advection (1-D, periodic), burgers (1-D, viscous, periodic), darcy (2-D, steady).
     Files of our schema may hold any other task."""

@@ -1,6 +1,6 @@
 """Training and held-out rows of the options of the `data` group: of files, and of fields generated here.
 
-Files are ``{task}_train.h5`` and ``{task}_heldout.h5`` (or ``.zarr``) with the schema of
+Files are ``{task}_train.h5`` and ``{task}_heldout.h5`` (or ``.hdf5``, ``.zarr``) with the schema of
 `accel_train.domains.pde.data.files`, or those of PDEBench.
 """
 
@@ -35,22 +35,27 @@ from accel_train.domains.pde.data.scales import trained_scales
 from accel_train.domains.pde.data.stored_arrays import ZARR, open_fields
 from accel_train.wording import shortened
 
+ENDINGS = (".h5", ".hdf5", ZARR)
+"""Of files of our schema, after the name of their split."""
+
 
 def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[StoredFields]]:
     """Select the samples of each split: from its own file, or the first and last of every PDEBench file."""
-    own = {split: folder / f"{task}_{split}.h5" for split in SPLITS}
-    zarr = {split: folder / f"{task}_{split}{ZARR}" for split in SPLITS}
-    files = [file for file in own.values() if file.is_file()]
-    directories = [directory for directory in zarr.values() if directory.is_dir()]
+    own = [[folder / f"{task}_{split}{ending}" for split in SPLITS] for ending in ENDINGS]
+    found = [[file for file in both if file.exists()] for both in own]
     others = sorted(folder.rglob(KINDS[task].pdebench)) if task in KINDS else []
-    _refuse_two_kinds(config, task, files, directories, others)
-    if directories:
-        own = zarr
-    elif not files:
+    _refuse_two_kinds(config, task, *found, others)
+    if not any(found):
         return _pdebench_splits(config, task, folder)
+    files = next(both for both, there in zip(own, found, strict=True) if there)
     points = config.points_of_files()
     splits: dict[str, list[StoredFields]] = {}
-    for split, file in own.items():
+    for split, file in zip(SPLITS, files, strict=True):
+        if not file.exists():
+            raise UsageError(
+                f"--data.path {config.path!r}: {folder} has no {file.name}. The training split and the held-out one "
+                f"of task {task!r} are both required, each in a file of its own: bring {file.name}, or write it."
+            )
         stored = _open(file, task)
         size = len(stored.parameters)
         count = config.samples(split) or size
@@ -98,6 +103,11 @@ def _refuse_without_a_tenth(files: Sequence[StoredFields]) -> None:
 
 
 def _pdebench_files(config: PdeDataConfig, task: str, folder: Path) -> list[Path]:
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(
+            f"--data.path {config.path!r}: {folder} is a file. The folder around it is required, with the files of "
+            f"both splits: give --data.path {folder.parent}."
+        )
     if not folder.is_dir():
         raise UsageError(
             f"--data.path {config.path!r}: {folder} is no folder, or does not exist. One with {task}_train.h5 and "

@@ -158,6 +158,27 @@ def test_a_new_run_with_a_task_of_other_shapes_is_told_what_differs(tmp_path: Pa
     )
 
 
+# --------------------------------------------------------------------------------------------------------------- files
+def test_the_split_without_a_file_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "data", "heat")
+    (tmp_path / "data" / "heat_heldout.h5").unlink()
+    with pytest.raises(UsageError, match=r"data has no heat_heldout\.h5\. .* both required"):
+        prepare(tmp_path / "data", "heat")
+
+
+def test_a_file_in_place_of_its_folder_is_told(tmp_path: Path) -> None:
+    write(tmp_path / "data", "heat")
+    folder = tmp_path / "data"
+    with pytest.raises(UsageError, match=rf"heat_train\.h5 is a file\. .*give --data\.path {folder}\.$"):
+        prepare(folder / "heat_train.h5", "heat")
+
+
+def test_files_may_end_on_hdf5(tmp_path: Path, trained: FieldData) -> None:
+    for file in (tmp_path / "data").iterdir():
+        file.rename(file.with_suffix(".hdf5"))
+    assert prepare(tmp_path / "data", "heat", "wave").fingerprint == trained.fingerprint
+
+
 # -------------------------------------------------------------------------------------------------------------- recipe
 WORDS = (
     "pde_demo --data.tasks heat --data.time_stride 1 --task_weights None --model.width 32 --model.heads 2 "
