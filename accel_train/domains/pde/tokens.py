@@ -69,21 +69,21 @@ class FieldGrid:
 def divide(task: str, points: tuple[int, int], side: int, max_tokens: int, periodic: bool) -> FieldGrid:
     """Divide a task's grid into patches of `side` points along each axis, merged to at most `max_tokens` tokens."""
     height, width = points
-    option = "patch_1d" if height == 1 else "patch_2d"
+    option = "model.patch_1d" if height == 1 else "model.patch_2d"
     patch = (1 if height == 1 else side, side)
     cells = [height // patch[0], width // patch[1]]
     merged = [1, 1]
     if height % patch[0] or width % patch[1]:
         raise UsageError(
-            f"{option} {side}: the {height} x {width} points of task {task} must be a whole number of patches. Set "
-            f"{option} to a divisor of the sides: {_divisors(math.gcd(height, width) if height > 1 else width)}."
+            f"{option}: {side}: the {height} x {width} points of task {task} must be a whole number of patches. Set "
+            f"--{option} to a divisor of the sides: {_divisors(math.gcd(height, width) if height > 1 else width)}."
         )
     while math.prod(cells) > max_tokens:
         axis = 1 if cells[1] >= cells[0] else 0  # the longer one
         if cells[axis] % 2:
             raise UsageError(
-                f"max_tokens {max_tokens}: the {cells[0]} x {cells[1]} tokens of task {task} are more and cannot be "
-                f"halved. Raise max_tokens or {option}."
+                f"model.max_tokens: {max_tokens}: the {cells[0]} x {cells[1]} tokens of task {task} are more and "
+                f"cannot be halved. Raise --model.max_tokens or --{option}."
             )
         cells[axis] //= 2
         merged[axis] *= 2

@@ -536,10 +536,13 @@ def test_options_that_are_not_read_are_refused_in_a_run_and_not_in_a_checkpoint(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"patch_1d": 3}, ("patch_1d 3", "1 x 16", "advection")),
-        ({"patch_2d": 3}, ("patch_2d 3", "8 x 8", "darcy")),
-        ({"patch_2d": 8}, ("patch_2d 8", "4 x 8", "flow")),
-        ({"patch_1d": 16, "patch_2d": 4, "max_tokens": 0}, ("max_tokens 0", "1 x 1 tokens", "Raise max_tokens")),
+        ({"patch_1d": 3}, ("model.patch_1d: 3", "1 x 16", "advection", "Set --model.patch_1d to")),
+        ({"patch_2d": 3}, ("model.patch_2d: 3", "8 x 8", "darcy")),
+        ({"patch_2d": 8}, ("model.patch_2d: 8", "4 x 8", "flow")),
+        (
+            {"patch_1d": 16, "patch_2d": 4, "max_tokens": 0},
+            ("model.max_tokens: 0", "1 x 1 tokens", "Raise --model.max_tokens"),
+        ),
     ],
 )
 def test_grids_that_cannot_be_cut_are_refused(change: dict[str, Any], words: tuple[str, ...]) -> None:
