@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -115,8 +116,10 @@ class FieldPipeline:
         number = self.assets.tasks.index(own)
         state = self._checked(own, fields)
         own_parameters = self._parameters(own, parameters, len(state))
-        if steps < 1 or (steps > 1 and not own.has_time):
-            raise UsageError(f"steps {steps}: 1 or more is required, and 1 for {own.name} if it has no time")
+        if not isinstance(steps, Integral) or steps < 1 or (steps > 1 and not own.has_time):
+            raise UsageError(
+                f"steps {steps}: a whole number, 1 or more, is required, and 1 for {own.name} if it has no time"
+            )
         # Keyed by content: a sample has the same noise alone and among others.
         contents = [sample.numpy().tobytes() for sample in state]
         # 8 bytes, read with a sign: keys of `rng` are int64.
@@ -135,6 +138,7 @@ class FieldPipeline:
             # The next input as it is: a task with time has one scale for input and target.
             normalised = torch.cat(parts)
             predicted.append(own.target.denormalise(normalised))
+            _refuse_not_finite(own, state, predicted[-1], step)
         # A steady task has one answer and no axis of time.
         return torch.stack(predicted, dim=1) if own.has_time else predicted[0]
 
@@ -242,10 +246,10 @@ class FieldPipeline:
             given = given.expand(count, -1)
         if tuple(given.shape) != (count, width):
             shape = "none" if values is None else f"shape {tuple(torch.as_tensor(values).shape)}"
-            raise UsageError(
-                f"parameters: {shape} given; {task.name} has {width} of each of the {count} samples"
-                + (f": {names}" if names else ", so leave them out")
-            )
+            required = "no parameters, so leave them out"
+            if names:
+                required = f"shape ({count}, {width}), a row of {names} for each sample, or ({width},) for all"
+            raise UsageError(f"parameters: {shape} given; {task.name} takes {required}")
         return self.assets.normalise_parameters(task.name, given)
 
     def _panels(self, task: FieldTask, first: Tensor, predicted: Tensor) -> list[pictures.Panel]:
@@ -306,6 +310,23 @@ def _real(what: str, values: Tensor) -> Tensor:
     if not found.isfinite().all():
         raise UsageError(f"{what}: NaN or infinity among the values; finite numbers are required")
     return found
+
+
+def _refuse_not_finite(task: FieldTask, inputs: Tensor, predicted: Tensor, step: int) -> None:
+    """Raise ``UsageError`` for a prediction (B, C', H, W) with NaN or infinity, which names its sample."""
+    finite = predicted.isfinite().flatten(1).all(1)
+    if finite.all():
+        return
+    sample = int((~finite).nonzero()[0])
+    size = float(task.input.normalise(inputs)[sample].abs().max())
+    fewer = ""
+    if step:
+        fewer = f", or at most {step} steps"
+    raise UsageError(
+        f"input: the prediction of step {step + 1} from sample {sample} holds NaN or infinity; its values are up to "
+        f"{size:.3g} standard deviations from the mean of the fields that {task.name} was trained on. Give fields of "
+        f"their size{fewer}"
+    )
 
 
 def _read_fields(file: str, shapes: str) -> tuple[Tensor, Tensor | None]:

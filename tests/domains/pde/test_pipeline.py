@@ -73,11 +73,19 @@ def test_one_field_has_one_prediction_in_any_company(refined: FieldPipeline) -> 
         (lambda p: p(torch.zeros(1, 1, 16), 1j * SPEED, task="advection"), "parameters: complex numbers"),
         (
             lambda p: p(torch.zeros(2, 1, 16), task="advection"),
-            "none given; advection has 1 of each of the 2 .*: speed",
+            r"none given; advection takes shape \(2, 1\), a row of speed for each sample, or \(1,\) for all",
         ),
-        (lambda p: p(torch.zeros(1, 1, 8, 8), SPEED, task="darcy"), r"darcy has 0 .*so leave them out"),
-        (lambda p: p(torch.zeros(1, 1, 8, 8), task="darcy", steps=2), "steps 2: 1 or more is required"),
+        (lambda p: p(torch.zeros(1, 1, 8, 8), SPEED, task="darcy"), "darcy takes no parameters, so leave them out"),
+        (
+            lambda p: p(torch.zeros(1, 1, 8, 8), task="darcy", steps=2),
+            "steps 2: a whole number, 1 or more, is required",
+        ),
         (lambda p: p(torch.zeros(1, 1, 16), SPEED, task="advection", steps=0), "steps 0"),
+        (lambda p: p(torch.zeros(1, 1, 16), SPEED, task="advection", steps=2.0), r"steps 2\.0: a whole number"),
+        (
+            lambda p: p(torch.tensor([[[0.0] * 16], [[3e38, 0.0] * 8]]), SPEED, task="advection"),
+            r"step 1 from sample 1 holds NaN or infinity; its values are up to \S+e\+3\d standard deviations",
+        ),
     ],
 )
 def test_wrong_inputs_are_refused(call: Any, reason: str, pipeline: FieldPipeline) -> None:
