@@ -300,6 +300,7 @@ model.num_hidden_layers
 model.num_attention_heads
 model.num_key_value_heads
 model.tie_word_embeddings
+model.loss_chunk
 lora.rank
 lora.alpha
 lora.variant
