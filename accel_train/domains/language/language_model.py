@@ -86,7 +86,8 @@ def by_chunks(model: nn.Module, tokens: int) -> None:
         def of_chunk(states: Tensor, targets: Tensor) -> Tensor:
             # All that the model does behind its blocks, such as scaled or capped logits.
             with _standing_in(decoder, kind(last_hidden_state=states.unsqueeze(0))):
-                logits = whole(input_ids=targets.unsqueeze(0), use_cache=False).logits.squeeze(0)
+                # Any ids: what the blocks return of them is known.
+                logits = whole(input_ids=torch.zeros_like(targets[None]), use_cache=False).logits.squeeze(0)
             return values(logits, targets)
 
         pairs = zip(found[0].flatten(0, 1).split(tokens), expected.flatten().split(tokens), strict=True)

@@ -149,7 +149,9 @@ def check_chunks(model: nn.Module, loss_chunk: int) -> str:
             LanguageModel(model, False, attention_of(model), tokens).of_tokens(row, expected, perplexity.losses)
             for tokens in (0, loss_chunk)
         )
-    except (AttributeError, TypeError) as error:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"--model.loss_chunk {loss_chunk}: {type(model).__name__} cannot compute the logits of a chunk: "
             f"{one_line(error)}. Give 0."
