@@ -182,8 +182,8 @@ def test_a_hub_id_may_name_a_configuration(monkeypatch: pytest.MonkeyPatch) -> N
     assert read("owner/name:small-v1", split="test").texts == ["one"]
     assert read("name").texts == ["one"]
     assert asked == [
-        ("owner/name", "small-v1", {"split": "test", "revision": None}),
-        ("name", None, {"split": "train", "revision": None}),
+        ("owner/name", "small-v1", {"split": "test", "revision": None, "keep_in_memory": False}),
+        ("name", None, {"split": "train", "revision": None, "keep_in_memory": False}),
     ]
 
 
