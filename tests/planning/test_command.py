@@ -183,6 +183,7 @@ def test_accelerate_launch_takes_both_files(tmp_path: Path) -> None:
     assert len(steps) == 2
 
 
+@pytest.mark.slow  # twenty seconds of simulation for three options that are written as they are given
 def test_compiled_blocks_are_planned_without_and_written_with_their_own_value(tmp_path: Path) -> None:
     files = tmp_path / "planned"
     # A start refuses the further options of compile with mode off, as which it is simulated.
