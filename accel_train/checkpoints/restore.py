@@ -254,6 +254,7 @@ def _warn_about_missing_state(
 
 ORDER = (
     "micro_batch_size",
+    "model.loss_chunk",
     "sync",
     "attention",
     "compile.mode",

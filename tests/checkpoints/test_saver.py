@@ -542,6 +542,7 @@ def test_options_that_need_another(options: dict[str, Any], says: str) -> None:
         ({"lr": 2.0}, "bit-exact: the same layout as when it was saved; from here on with another lr\n"),
         ({"max_steps": 9}, "bit-exact: the same layout as when it was saved\n"),
         ({"micro_batch_size": 1}, "not bit-exact: .*micro_batch_size 2 -> 1"),
+        ({"model.loss_chunk": 1024}, "not bit-exact: .*model.loss_chunk None -> 1024"),
         ({"attention": "sdpa_math"}, "not bit-exact: .*attention None -> sdpa_math"),
         ({"compile.mode": "on"}, "not bit-exact: .*compile.mode None -> on"),
         ({"loader.bucket_by_length": True}, "not bit-exact: .*loader.bucket_by_length None -> True"),
