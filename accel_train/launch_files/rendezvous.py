@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 import sys
 import time
-
-import psutil
+from collections.abc import Sequence
+from typing import Any
 
 from accel_train.launch_files.machine_config import DEFAULT_PORT, MachineConfig
 from accel_train.launch_files.section import Section
@@ -44,13 +45,16 @@ def check_rendezvous(machine: MachineConfig) -> None:
         _check_port(section, port)
 
 
-def _resolve(section: Section, host: str, port: int) -> set[str]:
-    """Wait until ``host`` has addresses and return them. Raises ``UsageError`` at once for text that never has one."""
+def _resolve(section: Section, host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    """Wait until ``host`` has addresses and return them, each with its family.
+
+    Raises ``UsageError`` at once for text that never has one.
+    """
     begun = time.monotonic()
     said = False
     while True:
         try:
-            return {str(found[4][0]) for found in socket.getaddrinfo(host, port)}
+            return [(found[0], found[4]) for found in socket.getaddrinfo(host, port)]
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             waited = time.monotonic() - begun
@@ -72,11 +76,9 @@ def _resolve(section: Section, host: str, port: int) -> set[str]:
         time.sleep(PAUSE_SECONDS)
 
 
-def _warn_where_elsewhere(host: str, addresses: set[str]) -> None:
+def _warn_where_elsewhere(host: str, addresses: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
     """Say that no address of machine 0 is one of this machine's: a second machine 0 would wait in silence."""
-    # An address that is local to a link has its interface behind a "%".
-    own = {each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found}
-    if any(address.partition("%")[0] in own for address in addresses):
+    if any(_is_own(family, address) for family, address in addresses):
         return
     # No error: a service of a cluster forwards an address of its own.
     print(
@@ -85,6 +87,16 @@ def _warn_where_elsewhere(host: str, addresses: set[str]) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def _is_own(family: int, address: tuple[Any, ...]) -> bool:
+    """Return True for an address of this machine. Lists of interfaces lack some, such as 127.0.1.1 for its name."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address[0], 0, *address[2:]))
+        except OSError as error:
+            return error.errno != errno.EADDRNOTAVAIL
+    return True
 
 
 def _may_come(host: str, error: Exception) -> bool:

@@ -63,7 +63,9 @@ def test_a_pod_that_has_no_name_yet_is_waited_for(
     assert line.startswith("main_process_ip: mmdit-0.mmdit does not resolve yet (Name or service not known); it is")
 
 
-@pytest.mark.parametrize(("host", "rank", "lines"), [("192.0.2.1", 0, 1), ("192.0.2.1", 1, 0), ("127.0.0.1", 0, 0)])
+@pytest.mark.parametrize(
+    ("host", "rank", "lines"), [("192.0.2.1", 0, 1), ("192.0.2.1", 1, 0), ("127.0.0.1", 0, 0), ("127.0.1.1", 0, 0)]
+)
 def test_a_second_machine_0_is_told_that_the_address_is_not_its_own(
     host: str, rank: int, lines: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
