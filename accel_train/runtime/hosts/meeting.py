@@ -257,6 +257,10 @@ class _Meeting:
                 here.append(f"{rank} on {host}")
             else:
                 missing.append(str(rank))
+        if not missing:
+            # It alone ends the meeting.
+            missing.append("0")
+            del here[0]
         text = (
             f"{len(missing)} of {self._world_size} processes to connect to {self._place} (process "
             f"{shortened(missing, 8)}; here: process {shortened(here, 8)})"

@@ -103,6 +103,18 @@ def test_a_process_that_ends_at_the_meeting_is_waited_for_until_its_next_start(
     assert {again.attempt, other.attempt} == {first.attempt}
 
 
+def test_process_0_is_named_if_it_ends_before_it_ends_the_meeting(
+    one_of_two: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = joined(monkeypatch, RANK=0)
+    other = joined(monkeypatch, ended, RANK=1)
+    for rank, each in enumerate((ended, other)):
+        each._store.set(f"here/{rank}", f'["host-{rank}", ""]')
+        each._store.set(f"ready/{rank}", "")
+    assert "1 of 2 processes" in str(other._describe_missing())
+    assert "(process 0; here: process 1 on host-1)" in str(other._describe_missing())
+
+
 def test_those_that_wait_follow_process_0_when_it_is_started_again(
     one_of_two: int, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
 ) -> None:
