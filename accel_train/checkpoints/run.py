@@ -141,7 +141,12 @@ class Run:
         report = self.directory / REPORT
         if evaluated is None or self.checkpoint is None:
             return report
-        if read_ledger(self.checkpoint.path / "assets")[-1].fingerprint == evaluated:
+        experiment: Mapping[str, Any] = self.checkpoint.manifest.get("experiment") or {}
+        trained_on = experiment.get(DATA_FINGERPRINT, evaluated)
+        # A loop of one's own may write no ledger.
+        with suppress(UsageError):
+            trained_on = read_ledger(self.checkpoint.path / "assets")[-1].fingerprint
+        if trained_on == evaluated:
             return report
         return report / OTHER_DATA
 

@@ -26,6 +26,7 @@ from accel_train.checkpoints.policy import RunOptions
 from accel_train.checkpoints.run import Run, WeightsAssets, assets_of_weights, earlier_assets, earlier_checkpoints
 from accel_train.commands.places import find_place
 from accel_train.config import UsageError
+from accel_train.data.tables.ledger import Span, write_ledger
 from accel_train.experiment_options import FREE_TO_CHANGE
 from accel_train.options.tree import config_text, defaults_tree, experiment_tree, flatten
 from accel_train.store import commit, strict_json
@@ -532,6 +533,25 @@ def test_an_evaluation_takes_a_checkpoint_without_state(accelerator: Accelerator
     run = open_run(replace(options_of(config), evaluate_only=True), accelerator, "d" * 8)
     run.close()
     assert run.start_step == 3
+
+
+def test_an_evaluation_on_data_that_the_checkpoint_was_not_trained_on_has_a_folder_of_its_own(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    run = start(accelerator, Config(str(tmp_path)))
+    report = tmp_path / "report"
+    assert (run.report_directory(), run.report_directory("a")) == (report, report)
+    # A loop of one's own may write neither a ledger nor the options.
+    path = make(run.checkpoints, 3)
+    run.checkpoint = commit.verify(path)
+    assert run.report_directory("a") == report
+    commit.rewrite_manifest(path, {"experiment": {"data_fingerprint": "a"}})
+    run.checkpoint = commit.verify(path)
+    assert (run.report_directory("a"), run.report_directory("b")) == (report, report / "other_data")
+    (path / "assets").mkdir()
+    write_ledger(path / "assets", [Span(0, "a", 5), Span(2, "b", 6)])
+    assert (run.report_directory("b"), run.report_directory("a")) == (report, report / "other_data")
+    assert run.report_directory() == report
 
 
 def test_an_evaluation_of_initial_weights_is_asked_for_by_resume_never(
