@@ -135,8 +135,8 @@ class Experiment:
 
     @cached_property
     def report_directory(self) -> Path:
-        """Directory for people. An evaluation on other data than the checkpoint's has a folder of its own there."""
-        if self.only_evaluates:
+        """Directory for people. ``evaluate_only`` on other data than the checkpoint's has a folder of its own there."""
+        if self.config.evaluate_only:
             return self.run.report_directory(self.history.contents)
         return self.run.report_directory()
 

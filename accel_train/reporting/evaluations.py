@@ -112,14 +112,13 @@ def evaluate_only(opened: Experiment, evaluate: Callable[[], Mapping[str, float]
     """Evaluate the restored checkpoint and write the report, without training. All processes. Returns exit code 0.
 
     An evaluation that a stop interrupted is recorded as part of the run, and its metrics are added to the checkpoint.
-    On other data than the checkpoint's, it leaves the report of the run as it is, and names these data.
+    With ``evaluate_only`` on other data than the checkpoint's, the report of the run stays, and these data are named.
     Raises ``UsageError`` if ``checkpoints.best_metric`` is not among the metrics.
     """
     step = opened.start_step
-    measured_on = _other_data(opened)
-    if opened.config.evaluate_only or measured_on:
+    if opened.config.evaluate_only:
         metrics = numbers(opened.accelerator, returned_by(evaluate))
-        write_report(opened.accelerator, opened.report_directory, step, metrics, measured_on)
+        write_report(opened.accelerator, opened.report_directory, step, metrics, _other_data(opened))
         log_evaluation(step, metrics, own_summary=opened.config.recipe.labels.own_summary)
     else:
         info(logger, f"a stop interrupted the evaluation after the last step, {step}: running it now")

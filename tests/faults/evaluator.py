@@ -1,7 +1,7 @@
 """A small recipe whose evaluation raises or does not end. Run by ``trainers`` in place of the trainer: ``FAULT_PATCH``
 is ``INSTEAD``. The environment says what goes wrong: RAISE_AT, LAST_AT and END_AT name a step, RAISE_RANK a rank,
-FORGOTTEN a call of the loop. With BASELINE an evaluation precedes the first step. With LACKS_AT the recipe declares its
-metrics, and the evaluation after that step lacks one of them."""
+FORGOTTEN a call of the loop, DATA other data. With BASELINE an evaluation precedes the first step. With LACKS_AT the
+recipe declares its metrics, and the evaluation after that step lacks one of them."""
 
 from __future__ import annotations
 
@@ -77,9 +77,10 @@ def main(argv: Sequence[str]) -> int:
     accelerator = startup.start(config)
     data = Numbers()
     order = sampler.StepSampler(len(data), config.global_batch_size, config.seed)
+    version = os.environ.get("DATA", data.fingerprint)
     declared = ["distance", "worst_at_ten"] if "LACKS_AT" in os.environ else None
     opened = experiment.open_experiment(
-        config, accelerator, dataset_size=len(data), fingerprint=data.fingerprint, metrics=declared
+        config, accelerator, dataset_size=len(data), fingerprint=version, metrics=declared
     )
     if opened.finished:
         return experiment.nothing_to_do(opened)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from accel_train.checkpoints.run import OWED
 from accel_train.metrics.records import read_metrics
-from accel_train.store import commit, manifest
+from accel_train.store import commit, manifest, run_file
 from tests.faults.evaluator import INSTEAD
 from tests.faults.harness import Trainers, checkpoints, debris, digests, first_difference
 
@@ -140,6 +142,27 @@ def test_the_next_start_makes_up_for_a_last_evaluation_that_was_stopped(
     assert set(finished.wait()) == {0}
     assert "the run is finished: step 20 of 20" in finished.output()
     assert evaluated(out) == [5, 10, 15, 20, 20]
+
+
+def test_an_evaluation_made_up_for_is_of_the_run_whatever_has_become_of_its_data(trainers: Trainers, out: Path) -> None:
+    assert trainers.run(out, patch=INSTEAD).wait() == [0]
+    allow = ("--allow", "data_fingerprint")
+    of_the_run = (out / "report" / "evaluation.json").read_bytes()
+    asked = trainers.run(out, "--evaluate_only", *allow, patch=INSTEAD, DATA="others")
+    assert asked.wait() == [0], asked.output()
+    other = out / "report" / "other_data"
+    assert json.loads((other / "evaluation.json").read_text())["measured_on"] == {"data_fingerprint": "others"}
+    assert (out / "report" / "evaluation.json").read_bytes() == of_the_run
+
+    shutil.rmtree(out / "report")
+    commit.rewrite_manifest(out / "checkpoints" / commit.checkpoint_name(20), {"metrics": {}})
+    run_file.write_run(out, run_file.load(out) | {OWED: 20})
+    again = trainers.run(out, *allow, patch=INSTEAD, DATA="others")
+    assert again.wait() == [0], again.output()
+    assert not other.exists()
+    assert json.loads((out / "report" / "evaluation.json").read_text())["worst_at_ten"] == -10.0
+    assert commit.verify(out / "checkpoints" / commit.checkpoint_name(20)).manifest["metrics"]["worst_at_ten"] == -10.0
+    assert run_file.load(out)[OWED] is None
 
 
 def test_without_state_to_resume_from_the_advice_is_another(trainers: Trainers, out: Path) -> None:
