@@ -34,7 +34,7 @@ from accel_train.options.tree import (
 )
 from accel_train.precision import nan_as_infinite
 from accel_train.store.atomic_files import replace_file
-from accel_train.store.names import EVALUATION_FILE, METRICS_FILE, REPORT
+from accel_train.store.names import METRICS_FILE, REPORT
 from accel_train.store.run_file import has_trained
 
 Step = Literal["check", "plan", "cache", "train", "validate", "export"]
@@ -317,27 +317,23 @@ def _launch(request: _Request, *flags: str) -> int:
 
 def _validate(request: _Request) -> int:
     """Show the results of the evaluations. The newest checkpoint is evaluated first if that has not been done."""
+    from accel_train.metrics.records import evaluated_report
+
     config = request.config()
     newest, _ = places.newest_at(request.run)
     report = request.run / REPORT
-    if _evaluated_step(report) != newest.step:
+    if evaluated_report(report, newest.step) is None:
         code = _launch(request, "--evaluate_only")
         if code != 0:
             return code
     for line in _findings(request.run / METRICS_FILE):
         print(line)
     if config.evaluation.prompts:
-        print(f"{report / 'pictures.png'}: the prompts, a row for each of up to 10 evaluations")
+        shown = evaluated_report(report, newest.step) or report
+        print(f"{shown / 'pictures.png'}: the prompts, a row for each of up to 10 evaluations")
     else:
         print("no pictures: give --evaluation.prompts 'a red flag' to see the same prompts at every evaluation")
     return 0
-
-
-def _evaluated_step(report: Path) -> int | None:
-    try:
-        return json.loads((report / EVALUATION_FILE).read_text("utf-8")).get("step")
-    except (OSError, ValueError):
-        return None
 
 
 def _findings(metrics: Path) -> list[str]:

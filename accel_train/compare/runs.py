@@ -23,8 +23,8 @@ from typing import IO, Any, NoReturn, Protocol
 from accel_train.config import UsageError, expand_path, refuse_unwritable
 from accel_train.launch_files.parents import tied_to_parent
 from accel_train.metrics.gates import GATES_VARIABLE
-from accel_train.metrics.records import NON_FINITE, last_pass, read_metrics
-from accel_train.store.names import EVALUATION_FILE, REPORT
+from accel_train.metrics.records import last_pass, read_evaluation, read_metrics
+from accel_train.store.names import REPORT
 
 Line = Mapping[str, Any]
 """One line of ``metrics.jsonl``."""
@@ -327,7 +327,6 @@ def read_run(letter: str, number: int, directory: Path, seconds: float, cpu_seco
     started = [record for record in records if record.get("event") == "environment"]
     environment = started[0] if started else {}
     hardware = {name: value for name, value in environment.items() if name not in NOT_HARDWARE}
-    evaluation = _read_json(directory / REPORT / EVALUATION_FILE)
     experiment = _read_json(directory / "run.json").get("experiment", {})
     return Run(
         letter=letter,
@@ -336,7 +335,7 @@ def read_run(letter: str, number: int, directory: Path, seconds: float, cpu_seco
         seconds=seconds,
         cpu_seconds=cpu_seconds,
         lines=lines,
-        evaluation=_numbers(evaluation),
+        evaluation=read_evaluation(directory / REPORT),
         fingerprint=experiment.get("data_fingerprint"),
         environment=hardware,
         options=experiment,
@@ -364,16 +363,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    numbers: dict[str, float] = {}
-    for name, value in values.items():
-        if isinstance(value, str):
-            # JSON has no NaN, so the recorder writes it as a string.
-            value = NON_FINITE.get(value)
-        if name == "step" or isinstance(value, bool):
-            continue
-        if isinstance(value, (int, float)):
-            numbers[name] = float(value)
-    return numbers

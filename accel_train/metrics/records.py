@@ -12,10 +12,13 @@ import math
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from accel_train.store import strict_json
 from accel_train.store.atomic_files import replace_file, to_json
+from accel_train.store.names import EVALUATION_FILE, OTHER_DATA
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +228,31 @@ def parse_lines(lines: Iterable[bytes]) -> list[dict[str, Any]]:
 def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Write a small JSON file, such as ``evaluation.json``, atomically. Main process only."""
     replace_file(path, to_json(plain(values)).encode("utf-8", "replace"))
+
+
+def evaluated_report(report: Path, step: int) -> Path | None:
+    """Return ``report``, else its folder of other data, whichever has an evaluation at ``step``. None: neither."""
+    for folder in (report, report / OTHER_DATA):
+        with suppress(OSError, ValueError):
+            if strict_json.read_object(folder / EVALUATION_FILE).get("step") == step:
+                return folder
+    return None
+
+
+def read_evaluation(report: Path) -> dict[str, float]:
+    """Return the metrics in ``evaluation.json``, non-finite ones as floats again. Empty if there is none."""
+    path = report / EVALUATION_FILE
+    if not path.is_file():
+        return {}
+    metrics: dict[str, float] = {}
+    for name, value in json.loads(path.read_text(encoding="utf-8")).items():
+        if isinstance(value, str):
+            value = NON_FINITE.get(value)
+        if name == "step" or isinstance(value, bool):
+            continue
+        if isinstance(value, (int, float)):
+            metrics[name] = float(value)
+    return metrics
 
 
 Records = Sequence[Mapping[str, Any]]

@@ -76,6 +76,21 @@ def test_a_plan_with_overwrite_does_not_delete_the_run_at_each_start(
     assert "overwrite" not in read_tree(plan)
 
 
+def test_the_pictures_of_an_evaluation_on_changed_data_are_found(
+    run: Path, started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = run / "plan.yaml"
+    plan.write_text(plan.read_text() + "evaluation: {prompts: [a flag]}\n")
+    commit_checkpoint(run, torch.nn.Linear(2, 2), {}, lambda assets: None)
+    (run / "metrics.jsonl").touch()
+    other = run / "report" / "other_data"
+    other.mkdir(parents=True)
+    (other / "evaluation.json").write_text('{"step": 3}')
+    assert call(run, "--steps", "validate") == 0
+    assert not started
+    assert f"{other / 'pictures.png'}: the prompts" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -258,6 +258,19 @@ def test_evaluation_json_is_valid_and_replaced_whole(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["evaluation.json"]
 
 
+def test_an_evaluation_is_found_in_the_report_or_in_its_folder_of_other_data(tmp_path: Path) -> None:
+    other = tmp_path / "other_data"
+    assert (records.evaluated_report(tmp_path, 3), records.read_evaluation(tmp_path)) == (None, {})
+    other.mkdir()
+    write_json(other / "evaluation.json", {"step": 3, "measured_on": {"data.path": "b"}, "nll": math.inf, "n": 2})
+    assert records.evaluated_report(tmp_path, 3) == other
+    assert records.read_evaluation(other) == {"nll": math.inf, "n": 2.0}
+    write_json(tmp_path / "evaluation.json", {"step": 4})
+    assert [records.evaluated_report(tmp_path, step) for step in (3, 4, 5)] == [other, tmp_path, None]
+    write_json(tmp_path / "evaluation.json", {"step": 3})
+    assert records.evaluated_report(tmp_path, 3) == tmp_path
+
+
 # The environment
 
 

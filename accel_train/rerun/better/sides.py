@@ -11,8 +11,9 @@ from typing import Any
 
 from accel_train.commands.bundled import import_recipe
 from accel_train.commands.places import find_place, newest_at
+from accel_train.compare.runs import RunFailedError
 from accel_train.config import UsageError
-from accel_train.metrics.records import NON_FINITE, read_metrics
+from accel_train.metrics.records import evaluated_report, read_evaluation, read_metrics
 from accel_train.options.loading import config_of
 from accel_train.options.tree import Tree, flatten, to_tree, tree_text
 from accel_train.rerun import recorded, training
@@ -155,9 +156,8 @@ def evaluate(side: Side, recipe: Path, options: Tree, folder: Path) -> Evaluated
     # The other side's seed is no change of the experiment here: nothing is trained.
     flags = ["--evaluate_only", "true", "--resume", "must", "--allow", "seed"]
     training.train([*words, *flags], folder / "log")
-    report = strict_json.read_object(directory / REPORT / EVALUATION_FILE)
-    metrics: dict[str, float] = {}
-    for name, value in report.items():
-        if name != "step":
-            metrics[name] = NON_FINITE[value] if isinstance(value, str) else float(value)
-    return Evaluated(metrics, strict_json.read_object(path)["calls"])
+    # The data of the run may have changed since the checkpoint.
+    report = evaluated_report(directory / REPORT, side.checkpoint.step)
+    if report is None:
+        raise RunFailedError(f"the evaluation of {side.letter} has written no {EVALUATION_FILE}")
+    return Evaluated(read_evaluation(report), strict_json.read_object(path)["calls"])

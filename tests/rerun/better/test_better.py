@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from accel_train import cli
 from accel_train.compare.runs import RunFailedError
 from accel_train.config import UsageError
+from accel_train.data.tables.ledger import Span, write_ledger
 from accel_train.rerun.better import better, sides
 from accel_train.rerun.better.sides import Evaluated
 from accel_train.store import commit, manifest, strict_json
@@ -109,6 +110,18 @@ def test_the_better_one_is_named_and_a_checkpoint_equals_itself(
     for name in ("l2t_nll", "unconditional_nll", "t2l_cosine"):
         assert rows[name]["b"] == pytest.approx(report[name], rel=1e-5, abs=1e-5)
     assert rows["l2t_nll"]["samples"] == 24
+
+
+def test_a_checkpoint_from_before_the_data_changed_is_compared_on_those_of_now(
+    run: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = changed(run, tmp_path / "checkpoint_00000012", **{"data.changed": "allow"})
+    fingerprint = manifest.read(before)["experiment"]["data_fingerprint"]
+    write_ledger(before / "assets", [Span(0, fingerprint, 5), Span(8, "of other data", 6)])
+    ledger = {"assets/ledger.json": commit.seal_file(before / "assets" / "ledger.json")}
+    commit.rewrite_manifest(before, {"files": manifest.read(before)["files"] | ledger})
+    code, found = judged(before, run.directory, capsys, "--recipe", "mmdit", "--metric", "l2t_nll")
+    assert (code, found["winner"]) == (0, "equal")
 
 
 @pytest.mark.slow  # a planted difference is quick
