@@ -17,11 +17,15 @@ from annotated_types import Interval
 
 MACHINE_FILE_VARIABLE = "ACCEL_TRAIN_MACHINE_FILE"
 REHEARSAL_VARIABLE = "ACCEL_TRAIN_REHEARSAL"
-LAUNCHERS = (
-    *("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_", "MASTER_"),
+OF_LAUNCHERS = {
+    *("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_WORLD_SIZE", "GROUP_RANK", "ROLE_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME"),  # torchrun
+    *("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),  # Intel MPI and MPICH
     *(MACHINE_FILE_VARIABLE, REHEARSAL_VARIABLE),
-)
-"""Beginnings of the variables of a launcher."""
+}
+"""Variables of a launcher, whole names: one of the user, such as LOCAL_SCRATCH, may begin like them."""
+LAUNCHERS = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
+"""Beginnings of all others."""
 
 
 class UsageError(ValueError):
@@ -205,7 +209,24 @@ def launched_processes(environment: Mapping[str, str]) -> int:
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for one process that is none of a launcher's, although its command may run under one."""
-    return {name: value for name, value in environment.items() if not name.startswith(LAUNCHERS)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in OF_LAUNCHERS and not name.startswith(LAUNCHERS)
+    }
+
+
+@contextmanager
+def in_one_process() -> Generator[None]:
+    """Leave the variables of a launcher, which a shell beside a run may have, without effect."""
+    alone = without_launcher(os.environ)
+    # The choice of the device holds for one process as well.
+    removed = os.environ.keys() - alone.keys() - {"ACCELERATE_USE_CPU"}
+    before = {name: os.environ.pop(name) for name in removed}
+    try:
+        yield
+    finally:
+        os.environ.update(before)
 
 
 def cut(text: str, limit: int = 40) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +12,7 @@ from accelerate import Accelerator
 
 from accel_train import rng
 from accel_train.checkpoints import refused
-from accel_train.config import MendedError, UsageError, expand_path, without_launcher
+from accel_train.config import MendedError, UsageError, expand_path
 from accel_train.data.options import resolve_loader
 from accel_train.experiment_options import ExperimentConfig
 from accel_train.linting.reporting import log_findings
@@ -161,13 +160,9 @@ class _DataPrepared(BaseException):
 def data_of(main: Callable[[Sequence[str]], object], argv: Sequence[str]) -> Any:
     """Return what ``main(argv)`` prepares by ``prepare_data``, as a start does, in this process alone.
 
-    Variables of a launcher, which a shell beside a run may have, are without effect. Writes the same cache, and nothing
-    into ``output_dir``. None if ``main`` ends before. Raises ``UsageError`` as the start would.
+    Call it within ``config.in_one_process``. Writes the same cache, and nothing into ``output_dir``. None if ``main``
+    ends before. Raises ``UsageError`` as the start would.
     """
-    alone = without_launcher(os.environ)
-    # The choice of the device holds for one process as well.
-    removed = os.environ.keys() - alone.keys() - {"ACCELERATE_USE_CPU"}
-    before = {name: os.environ.pop(name) for name in removed}
     _state.reads_data = True
     try:
         main(argv)
@@ -175,5 +170,4 @@ def data_of(main: Callable[[Sequence[str]], object], argv: Sequence[str]) -> Any
         return found.data
     finally:
         _state.reads_data = False
-        os.environ.update(before)
     return None

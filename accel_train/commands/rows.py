@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_train.commands.bundled import find_recipe, import_recipe
-from accel_train.config import UsageError, set_requested_output_dir
+from accel_train.config import UsageError, in_one_process, set_requested_output_dir
 from accel_train.data.datasets import TextRow, TextRows
 from accel_train.data.leaving_out import without_samples
 from accel_train.data.sampler import StepSampler, scheduled
@@ -48,7 +48,8 @@ def rows(request: Request, arguments: Sequence[str]) -> int:
     Training rows come in the order of training, from step 1 on. Nothing is written but the cache of data.
     """
     try:
-        found, order = _read(request, arguments)
+        with in_one_process():
+            found, order = _read(request, arguments)
     finally:
         # Or a refusal would be logged in the directory of a run.
         set_requested_output_dir(None)

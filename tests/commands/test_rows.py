@@ -186,17 +186,38 @@ def test_a_run_is_the_same_after_its_rows_were_read(
     assert files(folder / "after") == written
 
 
+@pytest.mark.parametrize(
+    "launched",
+    [
+        {
+            "WORLD_SIZE": "2",
+            "RANK": "1",
+            "LOCAL_RANK": "1",
+            "ACCELERATE_USE_FSDP": "true",
+            "ACCEL_TRAIN_MACHINE_FILE": "nowhere.yaml",
+        },
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "PMI_SIZE": "2", "PMI_RANK": "0"},
+    ],
+    ids=["torchrun", "mpi"],
+)
 def test_the_variables_of_a_launcher_have_no_effect(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, launched: dict[str, str]
 ) -> None:
     """A shell in the pod of a run has them, and the other processes never come."""
-    text = shown(capsys, "causal_lm", folder / "tiny.yaml")
-    launched = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "ACCELERATE_USE_FSDP": "true"}
-    launched["ACCEL_TRAIN_MACHINE_FILE"] = "nowhere.yaml"
+    # The steps of --smoke have samples for every process.
+    words = ("causal_lm", folder / "tiny.yaml", "--smoke")
+    text = shown(capsys, *words)
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    assert shown(capsys, "causal_lm", folder / "tiny.yaml") == text
+    assert shown(capsys, *words) == text
     assert launched.items() <= os.environ.items()
+
+
+def test_a_variable_of_the_user_is_read_in_a_path(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_SCRATCH", str(folder))
+    shown(capsys, "causal_lm", folder / "tiny.yaml", "--data.path", "$LOCAL_SCRATCH/rows.jsonl")
 
 
 def row_of(text: str, learned: Sequence[bool]) -> tuple[TextRows, TextRow]:
