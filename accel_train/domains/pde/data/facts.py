@@ -25,6 +25,8 @@ DRIFT = 0.01
 """Largest drift of a conserved integral without a notice: that of a solver, and of fields in few digits."""
 EDGE = 0.5
 """Largest size at an edge of 0 without a notice. Points at the centres of cells are beside the edge, and not 0."""
+EDGE_POINTS = 8
+"""Fewest points along an axis for it: on fewer, the outermost are too far from the edge."""
 
 
 class FieldFacts(NamedTuple):
@@ -184,10 +186,11 @@ def header_notices(task: FieldTask, measured: Measured) -> Iterator[str]:
                 yield (
                     f"{task.name}: conserved is true, and the integral of channel {channel} of the training fields "
                     f"changes in time by {drift:.3g} of their mean size: objective.conservation_weight and test-time "
-                    "conditioning would hold it constant. Set conserved to False in the files of both splits"
+                    "conditioning would hold it constant. Leave both out, or set conserved to False in the files of "
+                    "both splits (those of PDEBench have no such attribute)"
                 )
                 break
-    if task.boundary == "dirichlet":
+    if task.boundary == "dirichlet" and all(side == 1 or side >= EDGE_POINTS for side in task.grid):
         # Without time, the channels of the target come last.
         first = len(measured.edge) - task.target_channels
         for channel, edge in enumerate(measured.edge[first:], first):
@@ -195,8 +198,8 @@ def header_notices(task: FieldTask, measured: Measured) -> Iterator[str]:
                 yield (
                     f"{task.name}: boundary is dirichlet, 0 at the edge, and the root mean square of channel {channel} "
                     f"of the training fields there is {edge:.3g} of that of all points: objective.boundary_weight "
-                    "would pull it to 0. Write the boundary that they have into the files of both splits, such as "
-                    "periodic or neumann"
+                    "would pull it to 0. Leave it out, or write the boundary that they have into the files of both "
+                    "splits, such as periodic or neumann (those of PDEBench have no such attribute)"
                 )
                 break
 

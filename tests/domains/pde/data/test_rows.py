@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from accel_train.config import UsageError
 from accel_train.domains.pde.data import facts as facts_module
 from accel_train.domains.pde.data.assets import load_field_assets
+from accel_train.domains.pde.data.equations import PdeDataConfig
 from accel_train.domains.pde.data.files import FieldHeader, StoredFields, read_stored, write_fields
+from accel_train.domains.pde.data.prepare import prepare_pde
 from accel_train.domains.pde.data.rows import FieldData, build_field_data
 
 MOVING = FieldHeader("moving", ("a", "b"), 2, 0.5, "periodic", True)
@@ -259,10 +261,13 @@ def test_a_header_that_the_fields_contradict_is_told(tmp_path: Path) -> None:
     (drift,) = told(kept * decay, "periodic", True)
     # (1 - exp(-4)) over the mean of exp(-n).
     assert "the integral of channel 0 of the training fields changes in time by 3.12 of their mean size" in drift
+    # The attributes of a file of PDEBench say nothing of it.
+    assert "Leave both out, or set conserved to False" in drift
     (edge,) = told(kept, "dirichlet", True)
     # The mean square of 1 + cos is 1.5.
     at_the_end = np.sqrt((kept[:, [0, -1]] ** 2).mean() / 1.5)
     assert f"root mean square of channel 0 of the training fields there is {at_the_end:.3g} of that of all" in edge
+    assert "Leave it out, or write the boundary that they have" in edge
 
 
 def test_the_edge_of_a_steady_field_is_that_of_its_target(tmp_path: Path) -> None:
@@ -274,6 +279,15 @@ def test_the_edge_of_a_steady_field_is_that_of_its_target(tmp_path: Path) -> Non
     one = [opened(tmp_path / "x.h5")]
     found = build({"still": {"train": one, "heldout": one}}, tmp_path).notices
     assert not [notice for notice in found if "boundary is dirichlet" in notice]
+
+
+@pytest.mark.parametrize("points", [4, 6, 8])
+def test_generated_fields_are_what_their_header_says_on_coarse_grids_too(tmp_path: Path, points: int) -> None:
+    # Centres of cells lie half a cell from the edge.
+    config = PdeDataConfig(
+        tasks=("darcy",), resolution_2d=points, train_samples=8, heldout_samples=2, cache_dir=str(tmp_path), workers=0
+    )
+    assert not [notice for notice in prepare_pde(config).notices if "boundary is dirichlet" in notice]
 
 
 def test_a_field_that_varies_little_about_its_mean_is_told(tmp_path: Path) -> None:
