@@ -6,6 +6,7 @@ Files are ``{task}_train.h5`` and ``{task}_heldout.h5`` (or ``.hdf5``, ``.zarr``
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,35 +42,44 @@ ENDINGS = (".h5", ".hdf5", ZARR)
 
 def _splits(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[StoredFields]]:
     """Select the samples of each split: from its own file, or the first and last of every PDEBench file."""
-    own = [[folder / f"{task}_{split}{ending}" for split in SPLITS] for ending in ENDINGS]
-    found = [[file for file in both if file.exists()] for both in own]
-    others = sorted(folder.rglob(KINDS[task].pdebench)) if task in KINDS else []
-    _refuse_two_kinds(config, task, *found, others)
-    if not any(found):
+    own = _own_files(config, task, folder)
+    found = [*itertools.chain(*own.values())]
+    if not found:
         return _pdebench_splits(config, task, folder)
-    files = next(both for both, there in zip(own, found, strict=True) if there)
     points = config.points_of_files()
     splits: dict[str, list[StoredFields]] = {}
-    for split, file in zip(SPLITS, files, strict=True):
-        if not file.exists():
+    for split, files in own.items():
+        if not files:
+            missing = f"{task}_{split}{found[0].suffix}"
             raise UsageError(
-                f"--data.path {config.path!r}: {folder} has no {file.name}. The training split and the held-out one "
-                f"of task {task!r} are both required, each in a file of its own: bring {file.name}, or write it."
+                f"--data.path {config.path!r}: {folder} has no {missing}. The training split and the held-out one "
+                f"of task {task!r} are both required, each in a file of its own: bring {missing}, or write it."
             )
-        stored = _open(file, task)
+        stored = _open(files[0], task)
         size = len(stored.parameters)
         count = config.samples(split) or size
         splits[split] = [stored.select(split, (0, size), count, points)]
     return splits
 
 
-def _refuse_two_kinds(config: PdeDataConfig, task: str, *kinds: Sequence[Path]) -> None:
-    """Refuse HDF5 files, zarr folders and PDEBench's files of one task beside each other."""
-    found = [shortened([path.name for path in paths], 2) for paths in kinds if paths]
+def _own_files(config: PdeDataConfig, task: str, folder: Path) -> dict[str, list[Path]]:
+    """Return the file of our schema of each split, or none. Refuses two of one split, and PDEBench's beside them."""
+    own: dict[str, list[Path]] = {}
+    for split in SPLITS:
+        places = [folder / f"{task}_{split}{ending}" for ending in ENDINGS]
+        own[split] = [file for file in places if file.exists()]
+        _refuse_two_sources(config, task, *([file] for file in own[split]))
+    others = sorted(folder.rglob(KINDS[task].pdebench)) if task in KINDS else []
+    _refuse_two_sources(config, task, [*itertools.chain(*own.values())], others)
+    return own
+
+
+def _refuse_two_sources(config: PdeDataConfig, task: str, *sources: Sequence[Path]) -> None:
+    found = [shortened([path.name for path in paths], 2) for paths in sources if paths]
     if len(found) > 1:
         raise UsageError(
-            f"--data.path {config.path!r}: task {task!r} has {', and beside them '.join(found)}. Files of one kind are "
-            "required, because only one kind would be read: move or delete the others."
+            f"--data.path {config.path!r}: task {task!r} has {', and also '.join(found)}. One source of each "
+            "split is required, because only one would be read: move or delete the others."
         )
 
 

@@ -458,8 +458,8 @@ def test_files_of_its_own_beside_those_of_pdebench_are_refused(tmp_path: Path, o
     for split in ("train", "heldout"):
         path = tmp_path / f"advection_{split}.{own}"
         path.mkdir() if own == "zarr" else path.touch()
-    names = rf"advection_train.{own}, advection_heldout.{own}, and beside them .*beta0.4.hdf5, .*beta1.0.hdf5"
-    with pytest.raises(UsageError, match=rf"--data.path.*'advection' has {names}\. Files of one kind .*move or"):
+    names = rf"advection_train.{own}, advection_heldout.{own}, and also .*beta0.4.hdf5, .*beta1.0.hdf5"
+    with pytest.raises(UsageError, match=rf"--data.path.*'advection' has {names}\. One source of each split .*move or"):
         files(tmp_path, "advection")
 
 

@@ -1,5 +1,6 @@
 import os
 import pickle
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -417,6 +418,22 @@ def test_zarr_without_chunks_of_zeros_is_refused_unless_they_are_written(tmp_pat
     read_stored(file, write_zarr(file, source, config={"write_empty_chunks": True}))
 
 
+@pytest.mark.parametrize("ending", ["hdf5", "zarr"])
+def test_the_splits_of_a_task_may_have_different_endings(tmp_path: Path, ending: str) -> None:
+    source = write(tmp_path / "heat_train.h5")
+    other = tmp_path / f"heat_heldout.{ending}"
+    if ending == "zarr":
+        write_zarr(other, source)
+    else:
+        shutil.copy(source, other)
+    config = PdeDataConfig(path=str(tmp_path), tasks=("heat",), time_stride=1, cache_dir=str(tmp_path / "cache"))
+    data = prepare_pde(config)
+    assert data.training["heat"].samples == data.heldout["heat"].samples == len(VALUES)
+    shutil.copy(source, tmp_path / "heat_train.hdf5")
+    with pytest.raises(UsageError, match=r"heat_train\.h5, and also heat_train\.hdf5\. .* move or delete the others"):
+        prepare_pde(config)
+
+
 def test_a_zarr_folder_gives_the_rows_of_the_same_hdf5(tmp_path: Path) -> None:
     (tmp_path / "zarr").mkdir()
     for split in ("train", "heldout"):
@@ -429,9 +446,7 @@ def test_a_zarr_folder_gives_the_rows_of_the_same_hdf5(tmp_path: Path) -> None:
     expected = from_hdf5.train.batch(rows)
     assert all(torch.equal(values, expected[name]) for name, values in from_zarr.train.batch(rows).items())
     beside = write(tmp_path / "zarr" / "heat_train.h5")
-    with pytest.raises(
-        UsageError, match=r"heat_train\.h5, and beside them heat_train\.zarr, heat_heldout\.zarr\. .* move or delete"
-    ):
+    with pytest.raises(UsageError, match=r"heat_train\.h5, and also heat_train\.zarr\. .* move or delete"):
         prepare_pde(PdeDataConfig(path=str(tmp_path / "zarr"), **options))  # type: ignore[arg-type]
     beside.unlink()
     (tmp_path / "zarr" / "heat_train.zarr" / "zarr.json").write_text("{")
