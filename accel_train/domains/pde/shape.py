@@ -152,7 +152,8 @@ class PdeModelConfig:
 
 
 DECIDE_SHAPES = tuple(f"model.{option.name}" for option in fields(PdeModelConfig) if option.name != "max_tokens")
-"""Options by which the weights have their shapes. Tokens are averaged to fewer ones without any."""
+"""Options by which the weights have their shapes, some with others alone: heads with qk_norm. Tokens are averaged to
+fewer ones without any."""
 
 
 @dataclass(frozen=True)
