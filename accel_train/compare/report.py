@@ -171,12 +171,14 @@ def _vary_table(result: Result) -> list[str]:
         cells = [_short(median(values))]
         for other, effect_of in zip(result.values[1:], effects, strict=True):
             cell = _short(median(other[name]))
-            if effect_of[name].reading.startswith(("lower", "higher")):
+            if effect_of[name].reading.startswith(("lower", "higher")) and not _is_of_seeds(result):
                 cell += "*"
             cells.append(cell)
         rows.append([name, *cells])
     # A star and no words, because the table is as wide as there are values.
     note = "* differs from the first value: the interval of their ratio or difference excludes none"
+    if _is_of_seeds(result):
+        note = "a row shows how far the seeds lie apart"
     lines = [f"{result.plan.key}; {note}", "", *_aligned(rows), ""]
     for variant, effect_of in zip(others, effects, strict=True):
         effect = effect_of.get("samples_per_second")
@@ -184,6 +186,11 @@ def _vary_table(result: Result) -> list[str]:
             cell = f"{_size(effect)} {_interval(effect)}"
             lines.append(f"{variant.name}: {cell} the samples per second of {first.name} ({effect.reading})")
     return [*lines, *best_lines(result)]
+
+
+def _is_of_seeds(result: Result) -> bool:
+    """Return True if the values are seeds: rounds repeat the losses of each, and their interval says nothing."""
+    return result.plan.key == "seed"
 
 
 def best_lines(result: Result) -> list[str]:
@@ -215,10 +222,12 @@ def _notes(result: Result) -> list[str]:
         notes.append(
             f"{EQUAL_TIME} is left out: it needs {LINES_AT_EQUAL_TIME} log lines in the last tenth of each run"
         )
+    seeds = ", of one seed like the evaluation: another seed moves them"
+    if _is_of_seeds(result):
+        seeds = ""
     notes.append(
         f"losses are at step {result.window.last} (loss_last_tenth: mean of {len(result.window.tail())} log line(s) of "
-        "each run), of one seed like the evaluation: another seed moves them; within "
-        f"{result.plan.tolerance:g} of A they are equal"
+        f"each run){seeds}; within {result.plan.tolerance:g} of A they are equal"
     )
     return notes
 

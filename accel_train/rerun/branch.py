@@ -152,6 +152,8 @@ def _open_fork(place: str, options: BranchOptions, flags: Sequence[str], folder:
 
 
 def _checkpoint_at(run: RecordedRun, step: int) -> Checkpoint:
+    if step > run.last_step:
+        raise UsageError(f"--at {step}: {run.directory} ends at step {run.last_step}; give that step or an earlier one")
     checkpoint, reasons = run.newest_at(step)
     if checkpoint is None:
         steps = [str(step) for step, _ in run.checkpoints]

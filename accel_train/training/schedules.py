@@ -197,7 +197,7 @@ def remedy_when_finished(config: ScheduleConfig, decay_steps: int, max_steps: in
     """
     if config.kind in _ENDLESS or decay_steps > max_steps:
         return ""
-    flags = f"--schedule.decay_steps{kept_flags} and --allow schedule.decay_steps"
+    flags = f"--schedule.decay_steps STEPS{kept_flags} and --allow schedule.decay_steps"
     return f", with {flags}, because the learning rate has decayed"
 
 

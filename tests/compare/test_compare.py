@@ -291,6 +291,15 @@ def test_varying_one_option(recipe: str, capsys: pytest.CaptureFixture[str]) -> 
     assert loss.split() == ["loss", "4.8", "4.8", "4.8"]
 
 
+def test_seeds_have_no_stars(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rounds repeat the losses of a seed, so their interval would have no width."""
+    assert call(recipe, "slow", "--vary", "seed=0,1,2", "--rounds", "2")[0] == 0
+    shown = capsys.readouterr().out
+    assert "seed; a row shows how far the seeds lie apart\n" in shown
+    assert "*" not in shown
+    assert "another seed moves them" not in shown
+
+
 def test_each_option_by_itself(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     gates = ("--gate", "speedup>=1.9", "loss_delta>=0.05")  # of `worse`, not of its options one by one
     code, result = call(recipe, "slow", "both", "--ablate", "--rounds", "2", "--max_steps", "8", *gates)

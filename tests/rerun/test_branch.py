@@ -122,6 +122,8 @@ def test_refusals(run: Finished, tmp_path: Path) -> None:
     assert "--resume must: a branch begins at" in refusal(*at, "--resume", "must")
     assert "--nope" in refusal(*at, "--nope", "5")
     assert "where the branch begins" in refusal("--at", "12")
+    assert "--at 13: " in (said := refusal("--at", "13"))
+    assert said.endswith("ends at step 12; give that step or an earlier one")
     assert "lies in the run itself" in refusal(*at, "--output_dir", str(run.directory / "branch"))
     other = recording.copied(run, tmp_path / "other")
     saved = recorded.open_run(str(other.directory)).saved

@@ -253,6 +253,16 @@ def test_the_command_to_resume_names_what_is_not_recorded(tmp_path: Path) -> Non
     assert command == f"python 'my x.py' '{named}/config.yaml' --output_dir '{named}'"
 
 
+def test_a_run_begun_in_a_notebook_is_resumed_by_its_recipe(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.add("environment", recipe="/my recipes/x.py", command="/site/ipykernel_launcher.py -f /tmp/k.json")
+    (run.path / "config.yaml").write_text("")
+    facts = write(tmp_path / "page.html", run).facts()
+    assert facts["Recipe"] == "/my recipes/x.py"
+    assert facts["Called by"] == "/site/ipykernel_launcher.py -f /tmp/k.json"
+    assert facts["To resume"] == f"python '/my recipes/x.py' {run.path}/config.yaml --output_dir {run.path}"
+
+
 def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     run = noisy_run(tmp_path / "run")
     run.add("warning", 60, message="the disk is nearly full")

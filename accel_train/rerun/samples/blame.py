@@ -205,6 +205,11 @@ def report(found: Blame, top: int) -> list[str]:
         )
         lines.append(f"no distance: {few}")
         nothing = f"no suspects can be told: {few}"
+        if not any(map(math.isfinite, norms)):
+            nothing = (
+                f"no suspects can be told: the gradient of every sample of step {found.step} is not finite, so the "
+                "weights are at fault, and with them an earlier step"
+            )
     else:
         lines.append(
             f"distance: of the log gradient norm from the median {middle:.4g} of {len(found.samples)} samples, in "

@@ -58,11 +58,16 @@ def _command_facts(directory: Path, environment: Mapping[str, Any]) -> list[tupl
     words = _split(command)
     if not words:
         return []
+    world_size = int(environment.get("world_size") or 1)
+    recipe = environment.get("recipe")
+    if isinstance(recipe, str) and Path(recipe).name != Path(words[0]).name:
+        # A notebook or a script has called its `main`, with words that are in the config alone.
+        resume = resume_command(directory, shlex.quote(recipe), world_size)
+        return [("Recipe", recipe), ("Called by", command), ("To resume", resume)]
     preset = "the recipe's own"
     # The first word behind the recipe is a preset or a YAML file, unless it is an option.
     if len(words) > 1 and not words[1].startswith("-"):
         preset = words[1]
-    world_size = int(environment.get("world_size") or 1)
     return [
         ("Recipe", words[0]),
         ("Preset or file", preset),

@@ -147,6 +147,16 @@ def test_a_step_of_few_samples_says_that_it_has_no_distances() -> None:
     assert "stands out" not in text
 
 
+def test_a_step_without_a_finite_sample_blames_the_weights() -> None:
+    values = {"loss": math.nan, "grad_norm": math.nan}
+    samples = [blame.Sample(number, number, values, math.inf) for number in range(12)]
+    lines = blame.report(blame.Blame(7, 6.0, None, values, samples, [], None), 8)
+    assert lines[-1] == (
+        "no suspects can be told: the gradient of every sample of step 7 is not finite, so the weights are at fault, "
+        "and with them an earlier step"
+    )
+
+
 def test_distances_are_those_of_the_median_and_its_deviations() -> None:
     # Logarithms 0 to 10, whose median is 5 and whose absolute deviations have the median 3.
     norms = [math.exp(k) for k in range(11)]
