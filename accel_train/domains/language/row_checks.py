@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,19 +73,15 @@ def check_causality(model: nn.Module) -> str:
     other = ids.clone()
     # Another one whatever the size of the vocabulary.
     other[0, -1] = (ids[0, -1] + 1).remainder(plain.config.get_text_config().vocab_size)
-    training = model.training
-    # Dropout would differ from forward to forward.
-    model.eval()
     try:
-        first, second = (model(input_ids=each, use_cache=False).logits[:, :-1].float() for each in (ids, other))
+        with _evaluating(model):
+            first, second = (model(input_ids=each, use_cache=False).logits[:, :-1].float() for each in (ids, other))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:
         raise UsageError(
             f"--model: {name} cannot take a row of 16 tokens: {one_line(error)}. Give sizes that fit each other."
         ) from None
-    finally:
-        model.train(training)
     changed = float((first - second).abs().max() / first.abs().max())
     # Experts round sums of other lengths otherwise.
     allowed = max(UNSEEN, _rounding(model))
@@ -95,6 +93,17 @@ def check_causality(model: nn.Module) -> str:
             "required, whose tokens see earlier ones alone."
         )
     return f"causality: proven, logits before a changed token stay the same, within {changed:.0e}"
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Generator[None]:
+    """Switch dropout off, which would differ from forward to forward."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def _rounding(model: nn.Module) -> float:
@@ -141,14 +150,12 @@ def check_chunks(model: nn.Module, loss_chunk: int) -> str:
         return "loss by chunks: not proven, because weights have no values here"
     row = _two_texts(model)
     expected = row["input_ids"].roll(-1)
-    training = model.training
-    # Dropout would differ from forward to forward.
-    model.eval()
     try:
-        whole, chunked = (
-            LanguageModel(model, False, attention_of(model), tokens).of_tokens(row, expected, perplexity.losses)
-            for tokens in (0, loss_chunk)
-        )
+        with _evaluating(model):
+            whole, chunked = (
+                LanguageModel(model, False, attention_of(model), tokens).of_tokens(row, expected, perplexity.losses)
+                for tokens in (0, loss_chunk)
+            )
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -156,8 +163,6 @@ def check_chunks(model: nn.Module, loss_chunk: int) -> str:
             f"--model.loss_chunk {loss_chunk}: {type(model).__name__} cannot compute the logits of a chunk: "
             f"{one_line(error)}. Give 0."
         ) from None
-    finally:
-        model.train(training)
     changed = float((whole - chunked).abs().max() / whole.abs().max())
     allowed = max(SAME, _rounding(model))
     # Not `changed >= allowed`, which NaN would pass.
@@ -172,13 +177,8 @@ def check_chunks(model: nn.Module, loss_chunk: int) -> str:
 @torch.no_grad()
 def _forwards(model: nn.Module, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logits of the texts alone, one after the other, and those of the packed row."""
-    training = model.training
-    # Dropout would differ from forward to forward.
-    model.eval()
-    try:
+    with _evaluating(model):
         first = model(input_ids=input_ids[:, :9], use_cache=False).logits
         second = model(input_ids=input_ids[:, 9:], use_cache=False).logits
         together = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-    finally:
-        model.train(training)
     return torch.cat([first, second], 1), together
