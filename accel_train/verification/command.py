@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from accel_train.config import refuse_impossible
+
 HELP = "prove that a recipe's gradient does not depend on the layout, by short runs on the CPU; exit code 1 if it does"
 
 
 def add_options(verify: argparse.ArgumentParser) -> None:
-    """Add the options before the recipe."""
+    """Add the command's own options."""
     text = "make this check only; NAME,NAME for several"
     verify.add_argument("--only", action="append", default=[], metavar="NAME", help=text)
     verify.add_argument("--steps", type=int, default=6, help="optimizer steps of each run, an even number; default: 6")
@@ -22,17 +24,22 @@ def add_options(verify: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: Any) -> int:
-    """Call ``verify`` with the parsed arguments."""
+    """Call ``verify`` with the parsed arguments. Those of the recipe may have options of the command among them."""
     from accel_train.verification.verify import Request, verify
 
+    # No abbreviations: an option of the recipe may begin like one of these.
+    behind = argparse.ArgumentParser(prog="accel-train verify", allow_abbrev=False, add_help=False)
+    add_options(behind)
+    found, rest = behind.parse_known_args(arguments.arguments, arguments)
+    refuse_impossible(vars(found))
     request = Request(
-        recipe=arguments.recipe,
-        arguments=tuple(arguments.arguments),
-        only=tuple(name for text in arguments.only for name in text.split(",")),
-        steps=arguments.steps,
-        one_micro_batch=arguments.one_micro_batch,
-        config_file=arguments.config_file,
-        output=arguments.output,
-        as_json=arguments.json,
+        recipe=found.recipe,
+        arguments=tuple(rest),
+        only=tuple(name for text in found.only for name in text.split(",")),
+        steps=found.steps,
+        one_micro_batch=found.one_micro_batch,
+        config_file=found.config_file,
+        output=found.output,
+        as_json=found.json,
     )
     return verify(request)

@@ -256,7 +256,8 @@ def test_a_run_that_the_stop_ends_is_no_failed_one(
         return replace(outcome(4), code=-9)
 
     monkeypatch.setattr(Runner, "run", run)
-    cli._main(["verify", "--steps", "4", "--only", "repeat", str(faults.SCAFFOLD)])
+    # Behind the recipe as well as before it.
+    cli._main(["verify", "--steps", "4", str(faults.SCAFFOLD), "--only", "repeat"])
     printed = capsys.readouterr()
     assert "again: stopped in" in printed.err
     assert "exit code -9" not in printed.err + printed.out
