@@ -163,7 +163,6 @@ def _loss_cell(effect: Effect | None) -> str:
 
 def _vary_table(result: Result) -> list[str]:
     """Show the median of every metric, a column for each value, and the throughput relative to the first value."""
-    first, *others = result.plan.variants
     effects = [{effect.metric: effect for effect in found} for found in result.effects]
     columns = [variant.name.removeprefix(f"{result.plan.key}=") for variant in result.plan.variants]
     rows = [["metric", *columns]]
@@ -179,13 +178,19 @@ def _vary_table(result: Result) -> list[str]:
     note = "* differs from the first value: the interval of their ratio or difference excludes none"
     if _is_of_seeds(result):
         note = "a row shows how far the seeds lie apart"
-    lines = [f"{result.plan.key}; {note}", "", *_aligned(rows), ""]
-    for variant, effect_of in zip(others, effects, strict=True):
-        effect = effect_of.get("samples_per_second")
-        if effect is not None:
-            cell = f"{_size(effect)} {_interval(effect)}"
-            lines.append(f"{variant.name}: {cell} the samples per second of {first.name} ({effect.reading})")
-    return [*lines, *best_lines(result)]
+    return [f"{result.plan.key}; {note}", "", *_aligned(rows), "", *_speed_lines(result), *best_lines(result)]
+
+
+def _speed_lines(result: Result) -> list[str]:
+    """Return the throughput of each setting relative to the first."""
+    first, *others = result.plan.variants
+    lines: list[str] = []
+    for variant, effects in zip(others, result.effects, strict=True):
+        for effect in effects:
+            if effect.metric == "samples_per_second":
+                cell = f"{_size(effect)} {_interval(effect)}"
+                lines.append(f"{variant.name}: {cell} the samples per second of {first.name} ({effect.reading})")
+    return lines
 
 
 def _is_of_seeds(result: Result) -> bool:

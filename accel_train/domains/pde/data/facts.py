@@ -100,15 +100,19 @@ class _ChannelSums:
         self.lowest = np.minimum(self.lowest, values.min(axes))
         self.highest = np.maximum(self.highest, values.max(axes))
         self.count += block.size // len(self.total)
+        self._measure(values)
+
+    def _measure(self, values: NDArray[np.float64]) -> None:
+        """Add what the header says of fields."""
         self.sizes += np.abs(values).mean((1, 3, 4)).sum(0)
         integrals = values.mean((3, 4))  # (n, T, C)
         self.drifts += np.abs(integrals - integrals[:, :1]).max(1).sum(0)
         ends = [values[..., [0, -1]]]
         # A 1-D field is one row, which is no edge.
-        if block.shape[3] > 1:
+        if values.shape[3] > 1:
             ends.append(values[..., [0, -1], :])
         for end in ends:
-            self.edges += (end**2).sum(axes)
+            self.edges += (end**2).sum((0, 1, 3, 4))
             self.edge_count += end.size // len(self.total)
 
     def measured(self) -> Measured:
