@@ -62,8 +62,8 @@ class Writer:
     def __init__(self, size: int) -> None:
         self.size = size
         mapped = max(size, 1)  # an empty mapping is an error
-        # What the child inherits is closed here in any case. With a copy of its end of the socket open in this process,
-        # its death would never reach us as an end of file.
+        # Always close what the child inherits. If this process kept the child's end of the socket open, the child's
+        # death would never reach us as an end of file.
         with contextlib.ExitStack() as inherited:
             memory = os.memfd_create("accel_train_snapshot")
             inherited.callback(os.close, memory)
@@ -84,7 +84,7 @@ class Writer:
         self._connection = Connection(ours.detach())
         self._busy = False
         self.broken = False
-        """The process has died; start another."""
+        """True once the process has died. Start another one then."""
 
     @property
     def busy(self) -> bool:
@@ -92,7 +92,7 @@ class Writer:
         return self._busy
 
     def submit(self, job: Mapping[str, Any]) -> None:
-        """Send a job. One at a time."""
+        """Send a job. The answer to the previous one must have been taken."""
         assert not self._busy, "the answer to the last job has not been taken"
         self._busy = True
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `answer` reports the death
@@ -113,7 +113,7 @@ class Writer:
         return answer
 
     def settle(self, requests: StopRequests, *, hurry: bool) -> None:
-        """Wait until old checkpoints are deleted. In a ``hurry``, skip those still to be hashed.
+        """Wait until old checkpoints are deleted. With ``hurry``, skip those still to be hashed.
 
         A request to stop ends the wait and kills the process: safe, because checkpoints are renamed before they are
         deleted.

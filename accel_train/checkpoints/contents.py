@@ -64,7 +64,7 @@ def collections(
     trained = list(shards.parameters)
 
     def read_average(name: str) -> Tensor:
-        # Asked for at each save, because the average of a schedule-free optimizer is computed on demand.
+        # Looked up at each save, because the average of a schedule-free optimizer is computed on demand.
         return ema.averages[name]
 
     found = [_weights(shards, precision, saved)]
@@ -81,7 +81,7 @@ def collections(
 
 
 def plan(shards: Shards, collections: Sequence[Collection], saved: Sequence[str], world_size: int) -> planning.Plan:
-    """Return the files of a save and their places in the buffers of all ranks. Reads no tensor."""
+    """Plan the files of a save and the place of each tensor in the buffers of the ranks. Reads no tensor."""
     elements = {name: shards.shape(name).numel() for name in saved}
     return planning.plan(collections, elements, world_size)
 
@@ -122,7 +122,7 @@ def _own_dtypes(shards: Shards, saved: Sequence[str]) -> dict[str, torch.dtype]:
 
 
 def _optimizer_state(shards: Shards, key: str, names: Sequence[str]) -> Collection:
-    # A function of its own for each key: closures made in a loop would all read the last one.
+    # One function per key: closures made in a loop would all read the last key.
     def read(name: str) -> Tensor:
         return shards.state(name, key)
 
@@ -145,8 +145,8 @@ def indices(planned: planning.Plan) -> Json:
 def state_index(planned: planning.Plan, step: int, counts: Mapping[str, int], numbers: Mapping[str, Any]) -> Json:
     """Build the index of the optimizer state: tensor names to files, for each key of the state.
 
-    ``step`` counts the optimizer's own steps. ``counts`` are those of ``Shards.step_counts``, of which the index has
-    those that differ from ``step``. ``numbers`` are those of ``Shards.numbers``, empty for the built-in optimizers.
+    ``step`` counts the optimizer's own steps. ``counts`` come from ``Shards.step_counts``, and the index has only
+    those that differ from ``step``. ``numbers`` come from ``Shards.numbers``, empty for the built-in optimizers.
     """
     state: dict[str, dict[str, str]] = {}
     for slot in planned.tensors:
@@ -167,9 +167,9 @@ def texts(
     counts: Mapping[str, int],
     random_states: Sequence[Any],
 ) -> dict[str, str]:
-    """Build the small JSON files by name. ``random_states`` are of all ranks. May be a collective.
+    """Build the small JSON files by name. ``random_states`` has one entry per rank. May be a collective.
 
-    ``counts`` are those of ``Shards.step_counts``.
+    ``counts`` come from ``Shards.step_counts``.
     """
     found = indices(planned)
     health = ema.guard.state()
@@ -178,7 +178,7 @@ def texts(
         numbers = ema.shards.numbers()
     loss_scale = read_loss_scale(accelerator, ema.shards.model)
     if config.save_state:
-        # The optimizer has not counted the steps that were left out.
+        # The optimizer did not count the steps that were left out.
         left_out = int(health.get("skipped", 0)) + int(health.get("without_samples", 0))
         found["optimizer/index.json"] = state_index(planned, step - left_out, counts, numbers)
         trainer_state: Json = {"step": step, "random_state": random_states}
@@ -191,7 +191,7 @@ def texts(
 
 
 def _samples_seen(experiment: Mapping[str, Any], grown: Sequence[tuple[int, int]], step: int) -> int:
-    """Return the samples of the first ``step`` steps."""
+    """Return the number of samples in the first ``step`` steps."""
     changes, sizes = (tuple(experiment.get(f"batch_schedule.{name}", ())) for name in ("steps", "sizes"))
     schedule = BatchScheduleConfig(changes, sizes).grown(grown)
     return schedule.samples_before(int(experiment.get("global_batch_size", 0)), step)
@@ -233,7 +233,7 @@ def manifest(
 
 
 def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Filter the finite metrics. JSON has no NaN and no infinity."""
+    """Drop metrics that are not finite, because JSON has no NaN and no infinity."""
     finite: dict[str, float] = {}
     for name, value in metrics.items():
         if math.isfinite(value):
@@ -242,7 +242,7 @@ def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def random_state() -> Json:
-    """Return the states of this rank's global generators, for recipe code drawing from them."""
+    """Return the states of this rank's global generators, for recipe code that draws from them."""
     version, internal, gauss = random.getstate()
     state: Json = {
         "torch": _to_hex(torch.get_rng_state()),

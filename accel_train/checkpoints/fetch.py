@@ -36,7 +36,7 @@ def fetch(place: str, directory: Path) -> Checkpoint:
 
     ``place`` is the path of a checkpoint or of a run (its newest resumable checkpoint), ``RUN@STEP``, ``RUN@best`` or
     ``hub:org/name@step``.
-    Raises ``UsageError`` with a description of the place if there is none.
+    Raises ``UsageError`` that describes the place if no usable checkpoint is there.
     """
     with _explain_errors(place):
         directory.mkdir(parents=True, exist_ok=True)
@@ -66,14 +66,14 @@ def describe_parent(fetched: Checkpoint) -> dict[str, Any]:
 
 
 def read_manifest(place: str) -> Mapping[str, Any]:
-    """Read the manifest of the checkpoint at ``place`` and copy nothing. One process. Raises like ``fetch``."""
+    """Read the manifest of the checkpoint at ``place`` without copying it. One process. Raises like ``fetch``."""
     with _explain_errors(place):
         if place.startswith(HUB):
             from accel_train.hub import download
 
             return download.download_manifest(place.removeprefix(HUB))
         path = refused.place_of(place, "resume")
-        # Nothing is hashed for a few options: `fetch` verifies the checkpoint that it copies.
+        # The caller needs a few options only, so nothing is hashed. `fetch` verifies the checkpoint that it copies.
         candidates = [checkpoint for _, checkpoint in reversed(manifests.committed(path / "checkpoints"))]
         for directory in (*candidates, path):
             with suppress(ValueError):
@@ -105,7 +105,7 @@ def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
     source, reasons = _verified(refused.place_of(init_from, "init_from"))
     has_model = any((source / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json"))
     if not has_model and peft_layout.folders(source):
-        # A checkpoint was verified above.
+        # A checkpoint was verified above, an export was not.
         verify_export(source, (ADAPTER_DESCRIPTION,))
         return source, [f"adapters of {source}{_collection(source)}"]
     if has_model:
@@ -120,17 +120,17 @@ def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
 
 
 def _collection(export: Path) -> str:
-    """Return a remark about which weights of its run an export has."""
+    """Return a remark for an export of EMA weights, else an empty text."""
     path = export / EXPORTED_OPTIONS
     is_ema = path.is_file() and strict_json.read_object(path).get("weights") == "ema"
-    # A run to start from gives the trained ones, with other losses.
+    # The run itself would give its trained weights, and so other losses.
     return " (EMA weights)" if is_ema else ""
 
 
 def _verified(source: Path) -> tuple[Path, list[str]]:
     """Return the verified checkpoint at ``source``, and the reasons against newer ones.
 
-    Returns ``source`` itself if it holds no checkpoint and is none.
+    Returns ``source`` itself if it neither is nor holds a checkpoint.
     """
     if source.name.startswith(names.UNFINISHED):
         raise UsageError(
@@ -161,7 +161,7 @@ def _verified(source: Path) -> tuple[Path, list[str]]:
 
 
 def is_path_of(place: str, checkpoint: Path) -> bool:
-    """True if ``place`` is the path of this checkpoint, or chooses it. Raises ``UsageError`` as ``fetch`` does."""
+    """Return True if ``place`` is or selects this checkpoint (a path, ``RUN@STEP``). Raises ``UsageError``."""
     return not place.startswith(HUB) and refused.place_of(place, "resume").resolve() == checkpoint.resolve()
 
 
@@ -174,7 +174,7 @@ def _find(place: str) -> Checkpoint:
         raise refused.unreadable("resume", error) from None
     if newest is not None:
         if reasons:
-            # Without it, a run could begin from an earlier step than the one meant.
+            # Otherwise a run could silently begin from an earlier step than intended.
             logger.warning(
                 "resume: %s stands for %s; newer ones were refused: %s", path, newest.path, "; ".join(reasons)
             )
@@ -213,7 +213,7 @@ def _copy(source: Checkpoint, directory: Path) -> Checkpoint:
     temporary = directory / commit.temporary_name(source.step, atomic_files.new_nonce())
     final = directory / manifests.checkpoint_name(source.step)
     try:
-        # The next start sweeps this name, should the copy be killed. Nothing vouches for other files.
+        # If the copy is killed, the next start sweeps this name. Unlisted files are unverified, so they are not copied.
         for name in (*source.manifest["files"], manifests.MANIFEST):
             target = temporary / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +222,7 @@ def _copy(source: Checkpoint, directory: Path) -> Checkpoint:
         commit.fsync_folders(temporary)
         copied = commit.verify(temporary)  # before the rename: a crash during it leaves no checkpoint
     except BaseException as error:
-        # Part of a copy would keep a full disk full.
+        # A partial copy would keep a full disk full.
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in commit.DISK_FULL:
             needed = sum(int(facts["size"]) for facts in source.manifest["files"].values())

@@ -52,9 +52,9 @@ def open_run(
     """Open ``options.output_dir`` and decide between a start and a resume. All ranks must call it.
 
     ``resolved`` has the values derived by the first start and kept by later ones, such as ``schedule.decay_steps``. If
-    the experiment leaves such an option at None, the saved value counts. Raises ``UsageError`` for an unusable
-    directory or another experiment (naming both values), and ``CheckpointsUnusableError`` if checkpoints exist and none
-    verifies. Errors of the main process are raised on every process.
+    the experiment leaves such an option at None, the saved value is used. Raises ``UsageError`` for an unusable
+    directory or a different experiment (with both values), and ``CheckpointsUnusableError`` if checkpoints exist and
+    none verifies. Errors of the main process are raised on every process.
     """
     directory = expand_path(options.output_dir)
     derived = dict(resolved or {})
@@ -93,7 +93,7 @@ def _open(options: RunOptions, directory: Path, data_fingerprint: str, resolved:
     if options.overwrite or not resumes:
         init_from = options.init_from
     weights, notes = fetch.find_weights(init_from)
-    # Asked before `_prepare_directory`, which deletes them.
+    # Checked before `_prepare_directory`, which would delete them.
     inside = weights is not None and weights.resolve().is_relative_to(directory.resolve())
     if options.overwrite and inside:
         raise UsageError(f"overwrite: true would delete the weights of init_from: {weights}; copy them first")
@@ -118,7 +118,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> locks.Lock:
         raise UsageError(f"output_dir: {checkpoints} is no directory; move it away")
     try:
         atomic_files.make_directory(directory)
-        # Tried and not asked: rights on network disks say little about what will work.
+        # Try to write instead of reading the permissions, which say little on network disks.
         probe = directory / f".probe-{os.getpid()}"
         probe.write_text("writable")
         probe.unlink()
@@ -137,7 +137,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> locks.Lock:
             f"output_dir: {directory} cannot be locked: {error.filename}: {error.strerror}; it may be another user's: "
             "ask for the right to write, or give another --output_dir"
         ) from None
-    # Under the lock only: another run may be writing here.
+    # Only under the lock, because another run may be writing here.
     if overwrite:
         refused.delete_run(directory)
     commit.sweep(checkpoints)
@@ -148,8 +148,8 @@ def _prepare_directory(directory: Path, overwrite: bool) -> locks.Lock:
 
 
 def _demand(options: RunOptions) -> str | None:
-    """Return the option requiring an existing checkpoint, for error messages, or None."""
-    # Before any step there is none.
+    """Return the option that requires an existing checkpoint, for error messages, or None."""
+    # With `resume: never` the initial weights are evaluated.
     if options.evaluate_only and options.resume != "never":
         return "evaluate_only: true"
     if options.resume == "must":
@@ -180,7 +180,7 @@ def _resume(options: RunOptions, directory: Path, experiment: Json) -> Json:
         _refuse_without_checkpoint(options, directory, reasons)
     if options.loads_with is not None:
         saved["loads_with"] = options.loads_with
-    # Of an evaluation too, which writes none of it: the log compares it with the checkpoint.
+    # For an evaluation too, although it writes nothing: the log compares these options with the checkpoint's.
     saved = with_changes(saved, experiment)
     decision = f"{directory} has no checkpoint yet"
     if checkpoint is not None:
@@ -252,13 +252,13 @@ def _start(options: RunOptions, directory: Path, experiment: Json, resolved: Jso
 def _check_fetched(checkpoint: Checkpoint, options: RunOptions, experiment: Json, resolved: Json) -> Json:
     """Compare the experiment with a fetched checkpoint's and return the resolved values of the new run.
 
-    Deletes the checkpoint and raises ``UsageError`` if it is of another experiment.
+    Deletes the checkpoint and raises ``UsageError`` if it belongs to a different experiment.
     """
-    # The schedule continues as long as the first start of the checkpoint had planned it.
+    # The schedule keeps the length planned at the first start of the checkpoint's run.
     resolved = dict(checkpoint.manifest.get("resolved", resolved))
     saved = {"experiment": checkpoint.manifest["experiment"], "resolved": resolved}
     try:
-        # The same one says where the checkpoint's run began. Another one may not be allowed: it would have no effect.
+        # The same `init_from` tells where the checkpoint's run began. A different one would have no effect.
         if experiment.get("init_from") not in (None, saved["experiment"].get("init_from")):
             raise UsageError(
                 f"init_from: {options.init_from}: the weights are those of resume: {options.resume}; leave init_from "
@@ -275,9 +275,9 @@ def _check_fetched(checkpoint: Checkpoint, options: RunOptions, experiment: Json
 
 
 def _refuse_another_origin(resume: str, saved: Mapping[str, Any], directory: Path) -> None:
-    """Raise ``UsageError`` if a used directory would have to take another checkpoint.
+    """Raise ``UsageError`` if ``resume`` is neither the origin of the run in ``directory`` nor its newest checkpoint.
 
-    The same command continues the run after a crash, also once the checkpoint that it names is gone.
+    The same command therefore continues the run after a crash, even once the checkpoint that it names is gone.
     """
     if resume == saved.get("origin"):
         return
@@ -332,9 +332,9 @@ def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: A
         (directory / name).touch()
         return directory, name
 
-    # A file of this very start: an old one could have been copied to every host.
+    # A new marker for each start: an old one could have been copied to every host.
     main_directory, name = on_main(accelerator, create_marker)
-    # By the path on this host, because another directory than the main process's may exist there too.
+    # Not by the main process's path: on this host it may lead to a different directory.
     marker = directory / name
     required = [marker]
     if checkpoint is not None:
@@ -344,7 +344,7 @@ def _check_shared(directory: Path, checkpoint: Checkpoint | None, accelerator: A
     if not _wait_until_visible(required):
         place = f"{directory} on {socket.gethostname()}"
     blind = [place for place in gather_object([place]) if place]
-    # Before the marker goes: another host may not have looked for it yet.
+    # Keep the marker until every host has looked for it.
     accelerator.wait_for_everyone()
     on_main(accelerator, lambda: marker.unlink(missing_ok=True))
     if blind:
@@ -369,7 +369,7 @@ def newest_loadable(directory: Path, *, with_state: bool) -> tuple[Checkpoint | 
     """Return the newest verified checkpoint, and the reasons against newer ones.
 
     A checkpoint is set aside once ``LOADING_ATTEMPTS`` starts died while loading it. Raises ``UsageError`` for one that
-    cannot be read now: passed over, it would count as abandoned by the run, and be deleted.
+    cannot be read now: if it were skipped, it would count as abandoned by the run and be deleted.
     """
     try:
         checkpoint, reasons = commit.newest_verified(directory / "checkpoints", with_state=with_state, strict=True)
@@ -378,7 +378,7 @@ def newest_loadable(directory: Path, *, with_state: bool) -> tuple[Checkpoint | 
     if checkpoint is None or run.attempts(directory, checkpoint) < LOADING_ATTEMPTS:
         return checkpoint, reasons
     aside = checkpoint.path.with_name(f"{checkpoint.path.name}.bad")
-    # That step was set aside before, and saved again since.
+    # The name is taken if that step was set aside before and saved again since.
     number = 2
     while os.path.lexists(aside):
         aside = aside.with_name(f"{checkpoint.path.name}.{number}.bad")
@@ -387,7 +387,7 @@ def newest_loadable(directory: Path, *, with_state: bool) -> tuple[Checkpoint | 
     os.rename(checkpoint.path, aside)
     atomic_files.delete_file(directory / names.LOADING_FILE)
     reason = f"{aside}: {LOADING_ATTEMPTS} starts ended while it was being loaded; it is set aside"
-    # The one before, which has a count of its own.
+    # Try the previous checkpoint, which starts with a count of its own.
     checkpoint, more = newest_loadable(directory, with_state=with_state)
     return checkpoint, [reason, *reasons, *more]
 

@@ -32,7 +32,7 @@ arrive one step late and must not be mistaken for those of the next save."""
 
 @dataclass
 class Attempt:
-    """Beginning of a save, before the writers have their job. Any rank may fail in it alone, and tells the others."""
+    """Beginning of a save, until the writers get their jobs. A rank that fails alone tells the others in ``agree``."""
 
     step: int
     directory: Path
@@ -60,7 +60,7 @@ class Attempt:
             self.error = error
 
     def agree(self, value: Any) -> list[Any] | None:
-        """Return the value of every rank, or None if a rank has failed. A collective."""
+        """Return the values of all ranks, or None if any rank has failed. A collective."""
         answers = self.gather((value, self._described()))
         failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
         self.reason = "; ".join(failed)

@@ -1,4 +1,4 @@
-"""Options of opening a run, of saving and of retention, and the decisions made from them without touching a file."""
+"""Options for opening a run, for saving and for retention, and the decisions made from them without file access."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ class CheckpointConfig:
             return self.save_every_minutes
         if self.save_every or self.save_every_epochs:
             return 0.0
-        # Without any option a long run must not be saved at its end alone.
+        # Without any option, a long run must not be saved only at its end.
         return DEFAULT_MINUTES
 
     def __post_init__(self) -> None:
-        # A metric of another name may be one of your own, whose direction only you know.
+        # Other names may be metrics of the user's own, whose direction only the user knows.
         if self.best_metric and self.best_mode == "min" and _is_better_the_larger(self.best_metric):
             raise UsageError(
                 f"checkpoints.best_mode: min: {self.best_metric} is better the larger it is, and min would keep the "
@@ -108,14 +108,14 @@ class CheckpointConfig:
             )
 
     def notices(self) -> list[str]:
-        """Return a line for the log that names the direction of ``best_metric``: a name alone may not tell it."""
+        """Return a log line with the direction of ``best_metric``, which its name alone may not tell."""
         if self.best_metric is None:
             return []
         extreme = "lowest" if self.best_mode == "min" else "highest"
         return [f"checkpoints.best_metric: {self.best_metric}: the {extreme} is best (best_mode {self.best_mode})"]
 
     def refuse_other_direction(self, directions: Mapping[str, Literal["min", "max"]]) -> None:
-        """Raise ``UsageError`` if ``best_mode`` is not that of the metric in ``directions``, those of the recipe.
+        """Raise ``UsageError`` if ``best_mode`` contradicts the recipe, which declares ``directions`` of its metrics.
 
         A key of ``directions`` is the name of a metric, or its last words.
         """
@@ -127,7 +127,7 @@ class CheckpointConfig:
             )
 
     def refuse_single_evaluation(self, every: int) -> None:
-        """Raise ``UsageError`` for patience in a run that evaluates at its end alone, with ``evaluation.every`` 0."""
+        """Raise ``UsageError`` for ``patience`` if ``evaluation.every`` is 0: only the end is evaluated then."""
         if every == 0:
             because = "with evaluation.every: 0, by which the only evaluation is at the end"
             instead = "set evaluation.every to a number of steps"
@@ -155,13 +155,13 @@ LARGER_IS_BETTER = (
     *("accuracy", "acc", "top1", "top5", "recall", "f1", "auc", "auroc", "r2", "iou", "miou", "dice", "psnr", "ssim"),
     *("bleu", "rouge", "cosine", "gain", "caption_exact", "caption_words"),
 )
-"""Last words of the names of metrics: the usual ones, and those of the recipes."""
+"""Last words of metric names for which larger is better: common ones, and those of the recipes."""
 _KEEP_MORE = ("keep_best", "keep_every", "keep_window_steps", "keep_window_epochs")
 """Options that keep checkpoints older than the newest ``keep_last``."""
 
 
 def _is_better_the_larger(metric: str) -> bool:
-    # Whole words: `err2` is no r2. Other loggers divide them by slashes, dots and hyphens.
+    # Match whole words: `err2` is not `r2`. Other loggers separate words with slashes, dots and hyphens.
     words = "_".join(["", *words_of(metric)])
     return words.endswith(tuple(f"_{last}" for last in LARGER_IS_BETTER))
 
@@ -185,7 +185,7 @@ def due(config: CheckpointConfig, step: int, epoch: Callable[[int], float]) -> b
     # Epochs are fractions and grow with every step: save at the step that passes a multiple of `every`.
     if every <= 0:
         return False
-    # A step that ends on a multiple may be rounded to just below it, and the save would be a step late or be lost.
+    # Rounding may put a step just below the multiple that it reaches: its save would come a step late, or never.
     return int(epoch(step) / every + 1e-9) > int(epoch(step - 1) / every + 1e-9)
 
 
@@ -234,10 +234,10 @@ class RunOptions:
     """Options of the Hub. The repository is checked unless ``evaluate_only`` is set."""
     collective_timeout_seconds: float = 1800.0
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults by dotted name. They count for options that the recipe did not have when the run began."""
+    """Defaults by dotted name, assumed for options that the recipe did not have when the run began."""
 
     def __post_init__(self) -> None:
-        # At a resume the options of the run count too, of which its recipe may have lost one.
+        # A resume also accepts options saved by the run that the recipe no longer has.
         if not self._goes_on:
             refuse_unknown_allowed(self.allow, [*self.experiment, DATA_FINGERPRINT])
         if self.overwrite and (self.resume == "must" or self.evaluate_only):
@@ -270,14 +270,14 @@ def invalid_pins(names: Iterable[str]) -> list[str]:
     invalid: list[str] = []
     for name in names:
         match = manifests.NAME.fullmatch(name)
-        # The pattern also fits names with zeros to spare, such as checkpoint_0000000100, which no save writes.
+        # The pattern also matches names with extra zeros, such as checkpoint_0000000100, which no save writes.
         if not match or manifests.checkpoint_name(int(match[1])) != name:
             invalid.append(name)
     return invalid
 
 
 def refuse_smoke_of_a_run(output_dir: str, flags: Mapping[str, Any], *, evaluates_only: bool) -> None:
-    """Raise ``UsageError`` for ``--smoke`` of a command that needs a checkpoint, because its directory is emptied."""
+    """Raise ``UsageError`` for ``--smoke`` of a command that needs a checkpoint: a trial empties its own directory."""
     resume = flags.get("resume", "auto")
     asked = None
     if flags.get("evaluate_only", evaluates_only):

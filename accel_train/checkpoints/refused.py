@@ -1,6 +1,6 @@
-"""What a start deletes: its own files if it is refused, never older ones, and those of a run with ``overwrite``.
+"""Deletion at a start: of its own files, never older ones, if it is refused, and of a run's with ``overwrite``.
 
-Also the refusal of a missing base, and of weights other than those a run began with.
+Also the refusal of a missing base, and of weights other than those that a run began with.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from accel_train.wording import shortened
 def present(directory: Path) -> frozenset[Path]:
     """Return the existing files of a run directory and its parents. Call it before a start creates any of them."""
     places = (directory, *directory.parents, *directory.glob("*"), *directory.glob("logs/*"))
-    # `lexists`, because a broken link is somebody's too.
+    # `lexists`, because a broken link belongs to somebody too.
     return frozenset(place for place in places if os.path.lexists(place))
 
 
@@ -61,12 +61,12 @@ def _remove_all_files(directory: Path, before: frozenset[Path]) -> None:
     try:
         _remove_under_lock(directory, before)
     finally:
-        # It leaves the name that it has found: of a run that goes on to exist, nothing was started here.
+        # Restores the process name found in the lock file: no run was started here.
         lock.release()
 
 
 def _remove_under_lock(directory: Path, before: frozenset[Path]) -> None:
-    # Asked under the lock: another start may have begun to train here meanwhile.
+    # Checked under the lock, because another start may have begun to train here meanwhile.
     if _holds_run(directory, before):
         return
     for checkpoint in directory.glob("checkpoints/*"):
@@ -78,7 +78,7 @@ def _remove_under_lock(directory: Path, before: frozenset[Path]) -> None:
 
 
 def _holds_run(directory: Path, before: frozenset[Path]) -> bool:
-    """Return True for more than an untrained start with the checkpoint it copied."""
+    """Return True if the directory holds more than an untrained start and the checkpoint that it copied."""
     if has_trained(directory):
         return True
     checkpoints = directory / "checkpoints"
@@ -134,7 +134,7 @@ def refuse_other_files(directory: Path) -> None:
 
 
 def _looks_like_a_run(directory: Path) -> bool:
-    """Return True for the traces of a start. Damaged runs have them too: to begin again is a remedy for them."""
+    """Return True if a start has left traces. A damaged run has them too, and ``overwrite`` is a remedy for it."""
     return (directory / LOCK_FILE).exists() or any((directory / "checkpoints").glob("checkpoint_*"))
 
 
@@ -147,7 +147,7 @@ def delete_run(directory: Path) -> None:
             # Each disappears as a whole, so that a crash leaves no half-deleted checkpoint.
             commit.remove(path)
         _empty(checkpoints)
-        # The record of pushes belongs to the deleted run, also where its checkpoints were deleted by hand.
+        # The record of pushes belongs to the deleted run, even if its checkpoints were deleted by hand.
         _empty(directory / "hub")
     except OSError as error:
         raise UsageError(f"overwrite: {directory} could not be emptied ({error}); empty it by hand") from None
@@ -171,8 +171,8 @@ def _empty(folder: Path) -> None:
 def find_saved(directory: Path, option: str = "output_dir") -> list[Path]:
     """List the checkpoints in ``directory/checkpoints``, oldest first.
 
-    Raises ``UsageError`` that names ``option`` for links without a target and for a folder that cannot be read: a disk
-    that is away must not look like a run without saves.
+    Raises ``UsageError`` that names ``option`` for a broken link and for a folder that cannot be read: a run on an
+    unmounted disk must not look like a run without saves.
     """
     checkpoints = directory / "checkpoints"
     try:
@@ -189,9 +189,10 @@ def find_saved(directory: Path, option: str = "output_dir") -> list[Path]:
 
 
 def place_of(text: str, option: str) -> Path:
-    """Return the path that ``option`` names: of one checkpoint for ``RUN@STEP`` and ``RUN@best``, which must exist.
+    """Return the path given by ``option``. ``RUN@STEP`` and ``RUN@best`` give the path of a checkpoint of that run.
 
-    The path of a run that is not there is returned, so that it is refused as any other. Raises ``UsageError``.
+    If the run does not exist, its own path is returned, and the caller refuses it like any other missing path. Raises
+    ``UsageError`` if the run has no such checkpoint.
     """
     path = expand_path(text)
     chosen = choice_of(path)
@@ -212,7 +213,7 @@ def _lost(option: str, sentence: str) -> UsageError:
 
 
 def unreadable(option: str, error: Exception) -> UsageError:
-    """Build the error for a checkpoint that cannot be read now. It may be whole, so it is not passed over."""
+    """Build the error for a checkpoint that cannot be read now. It may be intact, so it is not skipped."""
     return UsageError(
         f"{option}: {error}; it may be whole: mount its disk or correct its permissions and start again. If it is lost "
         "for good, move it away to go on without it"
@@ -242,13 +243,13 @@ def _resumed_checkpoint(options: RunOptions) -> Path | None:
     found = find_saved(expand_path(options.output_dir))
     if found:
         return found[-1]
-    # A policy such as auto, or hub:owner/name@step, is no such folder.
+    # A policy such as auto, or hub:owner/name@step, is not a folder with a manifest.
     named = place_of(options.resume, "resume")
     return named if (named / manifest.MANIFEST).is_file() else None
 
 
 def refuse_other_weights(init_from: str | None, saved: Mapping[str, Any], directory: Path) -> None:
-    """Raise ``UsageError`` for another ``init_from`` than the run's, which has no effect even with ``allow``."""
+    """Raise ``UsageError`` if ``init_from`` differs from the run's: it has no effect, not even with ``allow``."""
     began = saved["experiment"].get("init_from")
     if init_from in (None, began):
         return

@@ -1,4 +1,4 @@
-"""Loading of checkpoints under any strategy: one tensor at a time, reduced to this rank's shard."""
+"""Load checkpoints under any strategy: one whole tensor at a time, of which each rank keeps its shard."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _read_manifest(directory: Path) -> Mapping[str, Any]:
 
 
 def _refuse_other_base(checkpoint: Checkpoint, base: Mapping[str, Any] | None) -> None:
-    """Raise ``UsageError`` for other frozen weights, and for files that would use them in another way than before."""
+    """Raise ``UsageError`` if the frozen weights differ, or the configs and other files that define their use."""
     if "base" in checkpoint.manifest:
         pretrained_base.refuse_other_base(checkpoint.manifest["base"], base, checkpoint.path)
     # The weights themselves are in the checkpoint.
@@ -106,7 +106,7 @@ def _load_into(
 ) -> None:
     elsewhere: set[str] = set()
     if "base" in described:
-        # Without the definition of the base, in which a new run may differ from the one that it starts from.
+        # The definition of the base is not compared: a new run may change it.
         pretrained_base.refuse_other_weights(described["base"], base, directory)
         # They came with the base, which was just compared by its hashes.
         elsewhere = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -127,14 +127,14 @@ def restore(
 
     ``free_to_change`` names options, or groups of them, without effect on the trajectory: the notice of differences
     leaves them out. ``has_other_data`` says that the data have changed since the checkpoint, although the run keeps the
-    fingerprint of its first ones. Does nothing for a fresh start. Call ``load_initial_weights`` before ``prepare``.
+    fingerprint of its original data. Does nothing for a fresh start. Call ``load_initial_weights`` before ``prepare``.
     """
     checkpoint = run.checkpoint
     if checkpoint is None:
         return 0
     with run.loading(last=True):
         _restore(checkpoint, accelerator, shards, ema)
-    # After the load, which has succeeded on any layout: what is left are notices.
+    # The load has succeeded, under whatever layout. Only notices are left.
     experiment: Json = dict(run.saved["experiment"])
     if has_other_data:
         experiment[DATA_FINGERPRINT] = None
@@ -212,7 +212,7 @@ def _restore_ema(
     """Restore the EMA. It starts from the weights if the checkpoint has none."""
     has_ema = any(name.startswith("ema") for name in checkpoint.manifest["files"])
     weight_map = exact_ema
-    # The exact weights stand in only if no EMA was saved at all. A rounded EMA is nearer to it than they are.
+    # The exact weights stand in only if no EMA was saved at all. A rounded EMA is closer to it than they are.
     if not weight_map and not has_ema:
         weight_map = exact
     if not weight_map:
@@ -239,7 +239,7 @@ def _refuse_foreign_state(
 def _warn_about_missing_state(
     checkpoint: Checkpoint, saved: Mapping[str, Mapping[str, str]], ours: Mapping[str, Sequence[str]]
 ) -> None:
-    """Warn about trained parameters whose state begins anew. A checkpoint has none of those without a gradient."""
+    """Warn about trained parameters whose state starts over. One without a gradient so far has no saved state."""
     missing: list[str] = []
     for key, names in ours.items():
         missing += [f"{key} of {name}" for name in names if name not in saved.get(key, ())]
@@ -293,7 +293,7 @@ def _compare_layouts(
 
 
 def _change(name: str, before: Any, now: Any, processes: int) -> str:
-    """Describe a change of the layout. Lists have the values of the processes."""
+    """Describe a change of the layout. A list has one value per process."""
     lists = [each if isinstance(each, list) else [each] * processes for each in (before, now)]
     if list not in (type(before), type(now)) or any(len(each) != processes for each in lists):
         return f"{name} {before} -> {now}"
@@ -303,7 +303,7 @@ def _change(name: str, before: Any, now: Any, processes: int) -> str:
 
 def _other_options(saved: Mapping[str, Any], current: Mapping[str, Any], free: Sequence[str]) -> str:
     """Name the options changed since the save, without those in ``free``."""
-    # An option that the recipe has lost meanwhile was not changed by anybody.
+    # An option that the recipe no longer has does not count as changed.
     others: list[str] = []
     for key, value in saved.items():
         if current.get(key, value) != value and not is_covered(key, free):

@@ -56,17 +56,17 @@ class Run:
     embedded_base: Mapping[str, Any] | None = None
     """Source and definition of the base whose parameters checkpoints hold. None: no base, or none is embedded."""
     hub_base: Mapping[str, Any] | None = None
-    """Hub id and commit of a base of which nothing is frozen. None: no base, or none of the Hub."""
+    """Hub id and commit of a base without frozen parameters. None: no such base, or not one from the Hub."""
     rollbacks: Sequence[Rollback] = ()
     """Rollbacks of earlier starts."""
     grown: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Changes of the batch by measured noise so far: pairs of a step and the samples of each step after it."""
+    """Batch sizes set from measured gradient noise so far: pairs of a step and the samples of each step after it."""
     unwritten_config: str | None = None
     """``config.yaml`` of a resume, to be written with ``saved`` after the first step."""
     _lock: Lock | None = field(default=None, repr=False)
 
     def close(self, error: type[BaseException] | None = None, *_: object) -> None:
-        """Release the lock on the run directory. ``error`` is what has ended the run, if anything."""
+        """Release the lock on the run directory. ``error`` is the type of the exception that ended the run, if any."""
         if self._lock is not None:
             self._lock.release(error)
 
@@ -102,9 +102,9 @@ class Run:
     ) -> tuple[Path, list[str]]:
         """Make the temporary directory of a save, with the recipe's files in it. Main process.
 
-        Returns it and the names of these files. Raises whatever ``write_extras`` raises, and leaves nothing then.
+        Returns it and the names of these files. Raises whatever ``write_extras`` raises, and leaves no directory then.
         """
-        # A name of its own for each attempt, so that what a killed save left is never written into.
+        # A unique name for each attempt, so that the leftovers of a killed save are never written into.
         temporary = self.checkpoints / commit.temporary_name(step, atomic_files.new_nonce())
         try:
             self._restore_directory()
@@ -133,17 +133,17 @@ class Run:
             write_run(self.directory, self.saved)
 
     def report_directory(self, evaluated: str | None = None) -> Path:
-        """Return the directory for people, which may not exist yet.
+        """Return the folder of the report, which may not exist yet.
 
-        ``evaluated`` is the fingerprint of the data of an evaluation without training. Data that the checkpoint was not
-        trained on have a folder of their own, so that their metrics are never taken for those of the run.
+        ``evaluated`` is the fingerprint of the data of an evaluation without training. If the checkpoint was trained on
+        other data, the report has a folder of its own, so that its metrics are never taken for those of the run.
         """
         report = self.directory / REPORT
         if evaluated is None or self.checkpoint is None:
             return report
         experiment: Mapping[str, Any] = self.checkpoint.manifest.get("experiment") or {}
         trained_on = experiment.get(DATA_FINGERPRINT, evaluated)
-        # A loop of one's own may write no ledger.
+        # A custom loop may write no ledger.
         with suppress(UsageError):
             trained_on = read_ledger(self.checkpoint.path / "assets")[-1].fingerprint
         if trained_on == evaluated:
@@ -186,15 +186,15 @@ class Run:
         Main process. A failing disk is no error, because `--evaluate_only` can make the evaluation later.
         """
         with suppress(OSError, ValueError):
-            # With what the Hub's queue has noted since the run was opened.
+            # Loaded again, because the Hub's queue may have added to it since the run was opened.
             write_run(self.directory, load(self.directory) | {OWED: step})
 
     def add_owed_evaluation(self, metrics: Mapping[str, float], policy: CheckpointConfig, hub: HubConfig) -> None:
-        """Add the metrics of an evaluation to the checkpoint that had owed it, and push what waits. Main process.
+        """Add the metrics of an owed evaluation to its checkpoint, and push what waits. Main process.
 
         Raises ``OSError``.
         """
-        # Imported here: the first imports this module, and most starts push by the saver.
+        # Imported here: the first imports this module, and most starts push through the saver instead.
         from accel_train.checkpoints.contents import finite_metrics
         from accel_train.hub.pusher import push_the_rest
 
@@ -206,7 +206,7 @@ class Run:
 
     @property
     def owes_evaluation(self) -> bool:
-        """True if a stop interrupted the evaluation after the step reached so far, which was to be the last."""
+        """True if a stop interrupted the evaluation after the last step, the one of the checkpoint."""
         return self.checkpoint is not None and self.saved.get(OWED) == self.start_step
 
     @property
@@ -223,11 +223,11 @@ class Run:
 
 
 def earlier_assets(options: RunOptions) -> Path | None:
-    """Return the folder ``assets`` of the newest checkpoint in ``output_dir``, else in the run that ``resume`` names.
+    """Return the folder ``assets`` of the newest checkpoint in ``output_dir``, else in the run named by ``resume``.
 
-    ``resume`` may name a checkpoint itself. A folder with damaged files is passed over. None for a run without one, and
-    for a checkpoint on the Hub, which is downloaded later. Such a checkpoint raises ``UsageError`` if ``data.changed``
-    is ``allow``, because the folder is then required.
+    ``resume`` may name a checkpoint itself. A folder with damaged files is skipped. Returns None if there is no folder,
+    and for a checkpoint on the Hub, which is downloaded later. In the latter case raises ``UsageError`` if
+    ``data.changed`` is ``allow``, because the folder is then required.
     """
     found = _newest_assets(earlier_checkpoints(options))
     if found is None and options.resume.startswith(HUB) and options.experiment.get("data.changed") == "allow":
@@ -236,7 +236,7 @@ def earlier_assets(options: RunOptions) -> Path | None:
 
 
 class WeightsAssets(NamedTuple):
-    """Folder ``assets`` beside the weights that a start takes."""
+    """Folder ``assets`` that belongs to the weights of a start."""
 
     folder: Path
     resumes: bool
@@ -244,10 +244,10 @@ class WeightsAssets(NamedTuple):
 
 
 def assets_of_weights(options: RunOptions) -> WeightsAssets | None:
-    """Return the assets that belong to the weights of this start: as ``earlier_assets``, else those of ``init_from``.
+    """Return the assets that belong to the weights of this start: of ``earlier_assets``, else those of ``init_from``.
 
-    For recipes whose weights mean something else with other assets. Raises ``UsageError`` as ``earlier_assets`` does,
-    and for a checkpoint on the Hub whose other data ``allow`` would accept without a look at its assets.
+    For recipes whose weights are only valid with their own assets. Raises ``UsageError`` as ``earlier_assets`` does,
+    and for a checkpoint on the Hub if ``allow`` accepts other data, because its assets are downloaded too late.
     """
     folder = earlier_assets(options)
     if folder is not None:
@@ -268,7 +268,7 @@ def assets_of_weights(options: RunOptions) -> WeightsAssets | None:
 
 
 def _newest_assets(places: Sequence[Path]) -> Path | None:
-    """Return the folder ``assets`` of the last place in which it is intact."""
+    """Return the intact folder ``assets`` of the last place that has one, or None."""
     return next((place / "assets" for place in reversed(places) if commit.is_intact(place, "assets")), None)
 
 
@@ -281,8 +281,8 @@ def _comes_later(option: str, resume: str) -> UsageError:
 
 
 def earlier_checkpoints(options: RunOptions) -> list[Path]:
-    """Return what a start finds in ``output_dir``, else at the path that ``resume`` names. The newest is the last."""
-    # Imported here: the saver imports this module, and needs nothing of the other.
+    """List the checkpoints in ``output_dir``, else the path given by ``resume`` and the checkpoints in it, oldest first."""
+    # Imported here: the saver imports this module, and needs nothing from that one.
     from accel_train.checkpoints.refused import find_saved, place_of
 
     if options.overwrite:
@@ -328,7 +328,7 @@ def attempts(directory: Path, checkpoint: Checkpoint) -> int:
         # A damaged count says nothing against the checkpoint, which was verified.
         return 0
     count = note.get("attempts")
-    # A count of another checkpoint says nothing of this one.
+    # The count of another checkpoint says nothing about this one.
     if isinstance(count, int) and note.get("checkpoint") == checkpoint.path.name:
         return count
     return 0

@@ -1,4 +1,4 @@
-"""Saving of checkpoints, the same under every strategy: plain names, fp32, safetensors and JSON.
+"""Save checkpoints in one form under every strategy: plain names, fp32, safetensors and JSON.
 
 ``Saver.save`` returns after the snapshot. A writer process then writes, hashes and flushes it in the background. The
 ranks agree at a later step boundary that it is complete. Collectives stay on the main thread.
@@ -66,7 +66,7 @@ class Saver:
         epoch: Callable[[int], float],
         on_commit: Callable[[Checkpoint], None] = lambda _: None,
     ) -> None:
-        # At the start, and not hours later at the first save.
+        # Checked at the start, not hours later at the first save.
         contents.refuse_unsavable(ema.shards, run)
         self._accelerator = accelerator
         self._run = run
@@ -102,7 +102,8 @@ class Saver:
         """Return True to save and stop now. Call it after every step on every rank. Never waits for the device.
 
         Requests to stop, the clock and the progress of the write are exchanged, and take effect one step later. Commits
-        a finished write, and raises ``CheckpointWriteError`` on every rank for a failed one. Refuses an EMA that lags.
+        a finished write, and raises ``CheckpointWriteError`` on every rank for a failed one. Raises ``RuntimeError`` if
+        the loop has not updated the EMA in this step.
         """
         self._ema.require_update()
         self.begin()
@@ -164,7 +165,7 @@ class Saver:
         return self._stopping
 
     def asked_to_stop(self) -> bool:
-        """Return True if any process has a request to stop. A collective on the host: all ranks, equally often."""
+        """Return True if any process has a request to stop. A collective on the host: every rank must call it."""
         self._stopping = self._stopping or self._agreement.any(self._requests.requested)
         return self._stopping
 
@@ -200,7 +201,7 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Finish the current save, unless an error ends the run: other ranks may then wait in another collective."""
         explain(error)
-        # One process waits for nobody: after an error of the loop it still commits the save before.
+        # A single process waits for no other, so after an error of the loop it still commits the previous save.
         is_alone = self._accelerator.num_processes == 1
         try:
             if kind is None or (is_alone and kind is not commit.CheckpointWriteError):
@@ -225,11 +226,11 @@ class Saver:
             self._writer.settle(self._requests, hurry=hurry)
         self._pusher.close()
         self._requests.close()
-        # The writer before the directory: it may be about to rename it.
+        # The writer ends before the directory is deleted, because it may be about to rename it.
         if self._writer is not None:
             self._writer.close(kill=self._pending is not None)
         if self._pending is not None and self._main:
-            # Killed halfway, it is of no use to anybody.
+            # Its writer was killed halfway, so nothing can use it.
             shutil.rmtree(self._pending.temporary, ignore_errors=True)
 
     # ------------------------------------------------------------------------------------------------------- beginning
@@ -257,7 +258,7 @@ class Saver:
         return PendingSave(self._number, step, temporary, manifest, began, attempt.needed_bytes, job)
 
     def _prepare(self, step: int, attempt: Attempt) -> planning.Plan:
-        """Plan the save and allocate its buffers, at the first save, and again once the optimizer has state."""
+        """Plan the save and allocate its buffers, reused by later saves until the keys of the optimizer state change."""
         keys: dict[str, list[str]] = {}
         if step > 0 and self._config.save_state:
             keys = self._shards.state_names()
@@ -292,7 +293,7 @@ class Saver:
 
     def _copy(self, attempt: Attempt) -> list[Any] | None:
         """Take the snapshot. Returns the random states of all ranks, None if any has failed. A collective."""
-        # One value of each buffer is saved, and a resume gives it to every rank.
+        # Only one value of each buffer is saved, and a resume gives it to every rank.
         self._shards.agree_on_buffers()
         assert self._snapshot is not None
         with attempt.part(alone=self._shards.replicated or self._accelerator.num_processes == 1):
@@ -306,7 +307,7 @@ class Saver:
         error = attempt.error
         if error is not None and attempt.ran_out_of_memory and self._config.on_error == "stop":
             raise error  # the loop records it, and explains it
-        # An error that is kept keeps the frames of this save, and these keep it.
+        # Breaks a reference cycle: the error holds the frames of this save, and these hold the error.
         attempt.error = None
         self._report_failure(attempt.step, attempt.reason, error)
 

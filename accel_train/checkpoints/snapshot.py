@@ -1,6 +1,6 @@
 """Copy the planned tensors into the memory of their writing ranks.
 
-Each rank sends its pieces of a tensor into the owner's buffer, one bucket at a time. Beside its own share no rank
+Each rank sends its pieces of a tensor into the owner's buffer, one bucket at a time. Besides its own share, no rank
 allocates more than a bucket.
 """
 
@@ -53,8 +53,8 @@ class Snapshot:
         own = [slot for slot in planned.tensors if slot.owner == rank]
         self._views = self._view(own)
         self._own = [(bucket, self._runs(bucket)) for bucket in _buckets(own, CLONE_BYTES)]
-        """Own buckets with their runs, for saves without an exchange. Found once: a save has only milliseconds for
-        it."""
+        """Own buckets with their runs, for saves without an exchange. Computed once, because a save has only
+        milliseconds for it."""
         self._pieces = _pieces_of(extents)
         self._clones: list[tuple[Tensor, Tensor]] = []
         """Place in the buffer and clone on the device, until the copy between them is done."""
@@ -88,7 +88,7 @@ class Snapshot:
         """Copy everything. The live tensors may change as soon as it returns. A collective if ``extents`` were given.
 
         On a GPU with enough free memory the copy is made on the device, and reaches the host while training continues.
-        The buffer is complete once ``ready`` returns True. ``torch.OutOfMemoryError`` names the room needed.
+        The buffer is complete once ``ready`` returns True. ``torch.OutOfMemoryError`` names the memory needed.
         """
         try:
             if self._pieces is None:
@@ -121,7 +121,7 @@ class Snapshot:
         parts: dict[str, list[TensorSlot]] = {}
         for slot in bucket:
             parts.setdefault(self._shard(slot).device.type, []).append(slot)
-        # In one order on all ranks, whose sends and receives must match.
+        # The same order on all ranks, because their sends and receives must match.
         return [parts[device] for device in sorted(parts)]
 
     def _copy_all(self) -> None:
@@ -157,16 +157,16 @@ class Snapshot:
         return True
 
     def _free_device_memory(self) -> float:
-        """Bytes for clones while the next steps run. Those are assumed to need as much as the largest so far."""
+        """Return the bytes left for clones while the next steps run, assuming that these need no more than the peak."""
         if self._peak is None:
             self._peak = torch.cuda.max_memory_allocated()  # before the first clone, which would count
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - self._peak
 
     def _clone(self, runs: Sequence[_Run], sources: list[Tensor]) -> bool:
-        """Copy on the device. False if it has no room for it.
+        """Copy a bucket into one clone on the device. Returns False if the device has no room for it.
 
-        The tensors of a bucket lie in one clone as they do in the buffer, because thousands of small copies to the host
-        would take it longer than the device.
+        The tensors lie in the clone as they do in the buffer, so that one copy brings them all to the host. Launching
+        thousands of small copies would take the host longer than the device needs for them.
         """
         first = runs[0].start
         end = runs[-1].end
@@ -176,7 +176,7 @@ class Snapshot:
         except torch.OutOfMemoryError:  # the free memory is fragmented
             return False
         torch._foreach_copy_(_views(clone, base, runs), sources)  # pyright: ignore[reportPrivateUsage]
-        # Kept until it is in host memory: the allocator would give its memory to the next step.
+        # Kept until the copy to the host is done, or the allocator would give its memory to the next step.
         self._clones.append((self._whole[first:end], clone[first - base :]))
         return True
 
@@ -218,7 +218,7 @@ class Snapshot:
             target.copy_(landing)
 
     def _target(self, slot: TensorSlot, piece: Piece) -> Tensor:
-        """Return the place of ``piece`` in this rank's buffer, flat."""
+        """Return the flat view of this rank's buffer that receives ``piece``."""
         view = self._views[slot.collection, slot.name]
         return view[piece.start : piece.start + piece.length]
 
@@ -236,7 +236,7 @@ class Snapshot:
 
 
 def _pieces_of(extents: Sequence[Mapping[str, tuple[int, int]]] | None) -> dict[str, list[Piece]] | None:
-    """Map each name to the pieces that the ranks hold of it. None if each holds everything."""
+    """Map each name to the pieces that the ranks hold of it. Returns None if each rank holds everything."""
     if extents is None:
         return None
     return {name: cover([of_rank[name] for of_rank in extents]) for name in extents[0]}
@@ -244,7 +244,7 @@ def _pieces_of(extents: Sequence[Mapping[str, tuple[int, int]]] | None) -> dict[
 
 @dataclass
 class _Run:
-    """Neighbouring tensors of one dtype, without gaps."""
+    """Adjacent tensors of one dtype, without gaps."""
 
     dtype: torch.dtype
     start: int
@@ -262,7 +262,7 @@ def _views(memory: Tensor, base: int, runs: Iterable[_Run]) -> list[Tensor]:
     views: list[Tensor] = []
     for run in runs:
         typed = memory[run.start - base : run.end - base].view(run.dtype)
-        # One call for all: a slice and a view of each tensor would take the host longer than the device copies.
+        # One call for all: slicing and viewing each tensor would take the host longer than the copies on the device.
         views += typed.split(run.elements)
     return views
 
@@ -298,7 +298,7 @@ def _is_on_gpu(tensor: Tensor) -> bool:
 def _pinned_stream(owner: object, buffer: Tensor) -> torch.cuda.Stream | None:
     """Pin the buffer for the lifetime of ``owner`` and return a stream for asynchronous copies into it.
 
-    None if it cannot be pinned: copies are then synchronous.
+    Returns None if it cannot be pinned: copies are then synchronous.
     """
     runtime: Any = torch.cuda.cudart()
     address = buffer.data_ptr()

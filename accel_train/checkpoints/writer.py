@@ -93,14 +93,14 @@ def _open_patiently(path: Path) -> int:
         try:
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:
-            # If the folder above is missing too, the directory was deleted, and waiting would be in vain.
+            # If the folder above is missing too, the directory was deleted, and waiting would not help.
             if time.monotonic() > deadline or not path.parents[1].exists():
                 raise
             time.sleep(0.1)
 
 
 def write(job: Mapping[str, Any], buffer: memoryview) -> Json:
-    """Write the files of a job: ``files`` from the snapshot and ``texts`` as given. ``extras`` exist and are sealed."""
+    """Write the ``files`` of a job from the snapshot, and its ``texts``. ``extras`` exist and are only sealed."""
     rank = int(job["rank"])
     folder = Path(job["directory"])
     written: Json = {}
@@ -168,7 +168,7 @@ class Retention:
         return False
 
     def finish(self, *, hurry: bool) -> None:
-        """Do the rest. In a ``hurry``, stop at the first checkpoint still to be hashed."""
+        """Do the remaining work. With ``hurry``, stop at the first checkpoint still to be hashed."""
         while self.waiting:
             is_hashing = self.step()
             if is_hashing and hurry:
@@ -198,7 +198,7 @@ class Retention:
         for name, reason in done.failed.items():
             self._note_failure(f"{name}: {reason}")
         for name, reason in done.unreadable.items():
-            # Once, and not after every save.
+            # Reported once, not after every save.
             if self._unreadable.get(name) != reason:
                 self.notices.append(f"{name} is kept whatever the options say: {reason}")
         self._unreadable = done.unreadable
