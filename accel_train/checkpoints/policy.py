@@ -65,9 +65,9 @@ class CheckpointConfig:
     keep_every: NonNegativeInt = 0
     """Also keep every checkpoint whose step is a multiple of this, forever. 0: off."""
     keep_window_steps: NonNegativeInt = 0
-    """Also keep all checkpoints of the last this many steps. 0: off."""
+    """Also keep all checkpoints at most this many steps older than the newest. 0: off."""
     keep_window_epochs: NonNegativeFloat = 0.0
-    """Also keep all checkpoints of the last this many epochs. 0: off."""
+    """Also keep all checkpoints at most this many epochs older than the newest. 0: off."""
     pinned: tuple[str, ...] = ()
     """Names of checkpoints (checkpoint_00001200) to keep forever."""
     keep_state_last: NonNegativeInt = 0

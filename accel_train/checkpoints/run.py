@@ -281,7 +281,7 @@ def _comes_later(option: str, resume: str) -> UsageError:
 
 
 def earlier_checkpoints(options: RunOptions) -> list[Path]:
-    """List the checkpoints in ``output_dir``, else the path given by ``resume`` and the checkpoints in it, oldest first."""
+    """List the checkpoints in ``output_dir``, else the path given by ``resume`` and those in it. The newest is last."""
     # Imported here: the saver imports this module, and needs nothing from that one.
     from accel_train.checkpoints.refused import find_saved, place_of
 

@@ -258,7 +258,7 @@ class Saver:
         return PendingSave(self._number, step, temporary, manifest, began, attempt.needed_bytes, job)
 
     def _prepare(self, step: int, attempt: Attempt) -> planning.Plan:
-        """Plan the save and allocate its buffers, reused by later saves until the keys of the optimizer state change."""
+        """Plan the save and allocate its buffers. Later saves reuse them until the optimizer state has other keys."""
         keys: dict[str, list[str]] = {}
         if step > 0 and self._config.save_state:
             keys = self._shards.state_names()

@@ -16,8 +16,8 @@ def check_repository(config: HubConfig) -> None:
     """Create the repository if it does not exist and check write access. Main process, before training.
 
     Makes three requests of at most 30 s each. Raises ``UsageError`` for a missing token, a token without write
-    permission, or an unreachable Hub, while no training time is lost. The answers 429 and 5xx are only logged as a
-    warning, because such trouble passes.
+    permission, or an unreachable Hub, while no training time is lost. The answers 429 and 5xx only log a warning,
+    because such trouble is temporary.
     """
     if config.repo_id is None:
         return
@@ -54,6 +54,6 @@ def _try_repository(repo_id: str, private: bool) -> None:
     with limited_silence(30.0):
         api = hub_api()
         api.whoami()
-        # Created first: the rights of a repository that does not exist cannot be asked for.
+        # Created first: the permissions of a repository that does not exist cannot be queried.
         api.create_repo(repo_id, private=private, exist_ok=True)
         api.auth_check(repo_id, write=True)

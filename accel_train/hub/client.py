@@ -35,7 +35,7 @@ def limit_silence() -> None:
         client.timeout = _silence_seconds()
         return client
 
-    # A factory, because huggingface_hub builds a client anew, in a forked child for example.
+    # A factory, because huggingface_hub builds new clients, in a forked child for example.
     set_client_factory(build_client)
 
 

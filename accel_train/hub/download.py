@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 SPEC = re.compile(r"(?:hub:)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 STEP = re.compile(r"step-(\d{8,})(?P<more>-.+)?")
-"""Names of pushed steps: the step, and more where another run or version had its name already."""
+"""Branch or tag of a pushed step. It has a suffix if another run or version had taken the plain name."""
 ATTEMPTS = 5
 """Attempts per file, each with the retries of ``huggingface_hub`` itself."""
 
@@ -58,7 +58,7 @@ def download(spec: str, directory: Path) -> Path:
 def download_once(spec: str, cache: Path) -> Path:
     """Download a pushed checkpoint into ``cache`` unless it is there. One process. Raises like ``download``.
 
-    Without a way to the Hub it is the one that the same ``spec`` gave last, with a warning.
+    If the Hub is out of reach, returns the checkpoint that the same ``spec`` gave last, with a warning.
     """
     try:
         pinned, pushed = _manifest_at_commit(spec)
@@ -73,7 +73,7 @@ def download_once(spec: str, cache: Path) -> Path:
     folder = cache / "hub" / contents
     path = _present(folder / manifests.checkpoint_name(pushed["step"])) or download(pinned, folder)
     noted = {"spec": spec, "pinned": pinned, "checkpoint": f"{contents}/{path.name}"}
-    # Without the notes the checkpoint is asked for again, which is no reason to fail.
+    # Without the notes the next call needs the Hub again, which is no reason to fail.
     with suppress(OSError):
         for name in (spec, pinned):
             atomic_files.replace_json(_note(name, cache), noted)
@@ -89,7 +89,7 @@ def at_commit(spec: str, cache: Path) -> str:
 
 
 def _present(path: Path) -> Path | None:
-    """Return a checkpoint of the cache if it verifies, and delete it otherwise."""
+    """Return a checkpoint of the cache if it verifies, else None. A damaged one is deleted."""
     if not path.is_dir():
         return None
     try:
@@ -179,7 +179,7 @@ def _get_manifest(repo: str, revision: str | None, oid: str, folder: Path) -> Js
 
 
 def _refuse_another_step(repo: str, revision: str | None, step: int) -> None:
-    """Raise ``UsageError`` if the name of a step leads to the checkpoint of another one: anyone may move a branch."""
+    """Raise ``UsageError`` if a revision named after a step holds another step: anyone may move a branch."""
     match = STEP.fullmatch(revision or "")
     if match is None or int(match[1]) == step:
         return
@@ -214,7 +214,7 @@ def _resolve(repo: str, revision: str | None) -> str:
 def _persist(call: Callable[[], T], repo: str, revision: str | None = None) -> T:
     """Call with retries and translate the error of the last attempt. Raises like ``download``.
 
-    ``revision`` is for the remedy. None: the newest.
+    ``revision`` is only used in the remedy. None stands for the newest.
     """
     from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundError
 

@@ -55,14 +55,14 @@ class Problem:
     status: int | None = None
     """HTTP status, None without a response."""
     of_checkpoint: bool = False
-    """A file of the checkpoint cannot be read now, which keeps no other from being pushed."""
+    """True if a file of the checkpoint cannot be read now. Other checkpoints can still be pushed."""
 
 
 def describe(error: BaseException) -> Problem:
     """Classify an error of a push or download.
 
-    An HTTP response anywhere in the chain of causes is judged by its status. Without one the network, or the disk, is
-    assumed to be down for a while. ``ValueError`` and the like would only be raised again.
+    If an HTTP response is anywhere in the chain of causes, its status decides. Without one the network, or the disk,
+    is assumed to be down for a while. ``ValueError`` and the like are not retried, because they would recur.
     """
     response = _find_response(error)
     if response is None:
@@ -112,7 +112,7 @@ def _find_response(error: BaseException) -> Any:
 
 
 def _is_switched_off(error: BaseException) -> bool:
-    """Return True for a network that was not asked, because HF_HUB_OFFLINE says so."""
+    """Return True if HF_HUB_OFFLINE kept the request from being sent."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     return any(isinstance(cause, OfflineModeIsEnabled) for cause in _chain(error))

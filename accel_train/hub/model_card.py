@@ -23,7 +23,7 @@ TEXT_LINES = 60
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Facts for the card beside the checkpoint and its report."""
+    """Facts for the card in addition to the checkpoint and its report."""
 
     repo_id: str
     revision: str
@@ -34,7 +34,7 @@ class CardFacts:
     command: str | None = None
     """Training command, secrets hidden."""
     labels: Labels = field(default_factory=Labels)
-    """Which of the metrics are of baselines."""
+    """Labels of the metrics, which tell those of baselines."""
 
 
 def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], facts: CardFacts, description: Any = None) -> str:
@@ -119,7 +119,7 @@ def _texts(about: Mapping[str, Any], key: str) -> list[str] | None:
 
 
 def _usage(described: Mapping[str, Any], about: Mapping[str, Any], facts: CardFacts) -> str:
-    """Return the lines to load the recipe's pipeline, for a model of this package."""
+    """Return code that loads the recipe's pipeline, empty unless it is one of this package."""
     named = described.get("pipeline")
     if not isinstance(named, str) or not named.startswith("accel_train."):
         return ""
@@ -136,7 +136,7 @@ def _metrics(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> dict[str, fl
     metrics: Any = checkpoint.manifest.get("metrics")
     if not metrics:
         metrics = _json(texts.get(f"{REPORT}/{EVALUATION_FILE}"))
-        # The report is of the run, which may have been evaluated again since.
+        # The report belongs to the run, which may have been evaluated again since.
         if metrics.get("step") != checkpoint.step:
             return {}
     if not isinstance(metrics, Mapping):
@@ -171,7 +171,7 @@ def _summary(checkpoint: Checkpoint, texts: Mapping[str, bytes]) -> str:
 
 
 def _report_files(texts: Mapping[str, bytes], ending: str, step: int) -> list[tuple[str, str]]:
-    """Return title and name of the files to show. The report is of the run, which may have gone on since ``step``."""
+    """Return title and name of the files to show. The run, and its report, may have continued after ``step``."""
     found: list[tuple[str, str]] = []
     for name in texts:
         path = PurePosixPath(name)
@@ -189,7 +189,7 @@ def _report_files(texts: Mapping[str, bytes], ending: str, step: int) -> list[tu
 
 
 def _by_step(texts: Mapping[str, bytes], path: PurePosixPath) -> dict[int, str]:
-    """Return the pages or pictures of single evaluations by step, which lie in the folder of that name."""
+    """Return the pages or pictures of single evaluations by step, from the folder with the name of ``path``."""
     pages: dict[int, str] = {}
     for name in texts:
         other = PurePosixPath(name)
@@ -200,7 +200,7 @@ def _by_step(texts: Mapping[str, bytes], path: PurePosixPath) -> dict[int, str]:
 
 
 def _evaluated_step(texts: Mapping[str, bytes]) -> int | None:
-    """Return the step of the last evaluation, which has written the report."""
+    """Return the step of the last evaluation, which wrote the report, or None."""
     step = _json(texts.get(f"{REPORT}/{EVALUATION_FILE}")).get("step")
     return step if isinstance(step, int) else None
 
@@ -240,7 +240,7 @@ def _loading(checkpoint: Checkpoint, facts: CardFacts) -> str:
             lines.append("    model.load_state_dict(load_file(file), strict=False)")
         parts.append(_python(lines))
     if weights:
-        # The EMA last, in whose place are the trained weights of the same names.
+        # The EMA comes last, because it replaces the trained weights of the same names.
         lines = [*reading, "weights = {}", f"for name in {_listed([*weights, *averaged])}:"]
         lines.append(f"    weights |= load_file(hf_hub_download({where}, name, {revision}))")
         parts.append(f"With safetensors alone:\n\n{_python(lines)}")
@@ -248,7 +248,7 @@ def _loading(checkpoint: Checkpoint, facts: CardFacts) -> str:
 
 
 def _weights(files: Mapping[str, Any], stem: str) -> list[str]:
-    """Return the files of the weights, of which a large model has several."""
+    """List the weight files of a collection. A large model has several."""
     return sorted(name for name in map(str, files) if name.startswith(stem) and name.endswith(".safetensors"))
 
 

@@ -58,10 +58,10 @@ class HubConfig:
 
 
 def refuse_choice_of_pushes(config: HubConfig, best_metric: str | None, *, saves_state: bool = True) -> None:
-    """Raise ``UsageError`` for ``push: best`` without a metric to compare by, and for choices that choose nothing.
+    """Raise ``UsageError`` for ``push: best`` without a metric to compare by, and for options without effect.
 
-    ``saves_state`` is False if the checkpoints of the run have no optimizer state, which then cannot be pushed. Only
-    for pushes during a run. By hand any checkpoint can be pushed, with the other options.
+    ``saves_state`` is False if the checkpoints of the run have no optimizer state, which then cannot be pushed. This is
+    for pushes during a run. Any checkpoint can be pushed by hand, whatever these options choose.
     """
     if config.repo_id is None:
         because = "without hub.repo_id, for nothing is pushed"
@@ -70,7 +70,7 @@ def refuse_choice_of_pushes(config: HubConfig, best_metric: str | None, *, saves
         return
     if config.push == "best" and best_metric is None:
         raise UsageError(
-            "hub.push: best needs a figure to compare by; set checkpoints.best_metric, or hub.push every or last"
+            "hub.push: best needs a metric to compare by; set checkpoints.best_metric, or hub.push every or last"
         )
     if config.push != "every":
         because = f"with hub.push: {config.push}"

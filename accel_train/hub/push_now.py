@@ -26,7 +26,7 @@ def push_now(run_or_checkpoint: Path, config: HubConfig) -> list[str]:
 
     For a run: its waiting and failed entries, or its newest checkpoint if there are none. Entries are pushed with their
     queued options, or with those of ``config`` if it names a repository. For a checkpoint directory: that checkpoint.
-    What is pushed from a run is in its queue meanwhile, so that retention keeps it. Network errors are retried for
+    A checkpoint of a run is in its queue while it is pushed, so that retention keeps it. Network errors are retried for
     ``finish_minutes``. Raises ``UsageError`` for errors of the user, and ``HubError`` if the Hub is unreachable or
     refuses. Unfinished entries of a run then stay in its queue.
     """
@@ -62,7 +62,7 @@ def _push_of_run(queue: HubQueue, entry: Entry, minutes: float) -> str:
     with queue.pushing() as holder:
         is_queued = entry.checkpoint in queue.names()
         if holder is None:
-            # One that waits already keeps its options for the case that this push fails.
+            # An entry that waits already keeps its options, in case this push fails.
             if not is_queued:
                 queue.add(entry)
             return _push_queued(queue, entry, minutes)
@@ -89,12 +89,12 @@ def _push_run(queue: HubQueue, config: HubConfig) -> list[str]:
             raise UsageError(problem)
         entries = [_entry_of(newest.path, config)]
     repositories = {(entry.repo_id, entry.private) for entry in entries}
-    # All of them before the first upload, which may take long.
+    # All repositories are checked before the first upload, which may take long.
     for repo_id, private in sorted(repositories):
         check_repository(replace(config, repo_id=repo_id, private=private))
     waiting = queue.names()
     for entry in entries:
-        # The newest, if nothing was queued: retention must not delete it during the upload.
+        # If nothing was queued, the newest is added now: retention must not delete it during the upload.
         if entry.checkpoint not in waiting:
             queue.add(entry)
     urls: list[str] = []
@@ -102,7 +102,7 @@ def _push_run(queue: HubQueue, config: HubConfig) -> list[str]:
     for entry in entries:
         try:
             urls.append(_push_queued(queue, entry, config.finish_minutes))
-        # One that cannot be pushed must not keep the others back.
+        # One that cannot be pushed must not hold back the others.
         except (UsageError, HubError) as error:
             problems.append(str(error))
     if problems:
@@ -142,7 +142,7 @@ def _push_queued(queue: HubQueue, entry: Entry, minutes: float) -> str:
     try:
         pushed = _push_with_retries(path, entry, queue.run, minutes)
     except StateMissingError as error:
-        # It stays if it was queued without the state.
+        # An entry queued without the state stays.
         if entry in queue.entries():
             queue.drop(entry, str(error))
         raise UsageError(str(error)) from None

@@ -81,7 +81,7 @@ class Pusher:
         self._held: Checkpoint | None = None
         """The last commit until it is offered. The metrics of an evaluation may still join it."""
         self.broken_off = False
-        """``finish`` was asked to stop while it waited."""
+        """True if ``finish`` was asked to stop while it waited."""
         self._on = is_main and config.repo_id is not None
         if is_main:
             self._take_over_queue()
@@ -96,17 +96,17 @@ class Pusher:
             self._guarded(lambda: self._offer(checkpoint))
 
     def hold(self, checkpoint: Checkpoint) -> None:
-        """Keep a committed checkpoint for ``offer_held``, in place of one held before."""
+        """Keep a committed checkpoint for ``offer_held``. Replaces one held before."""
         self._held = checkpoint
 
     def offer_held(self) -> None:
-        """Offer the held checkpoint, if any. A step after its commit it has the metrics of its evaluation."""
+        """Offer the held checkpoint, if any. One step after the commit it has the metrics of its evaluation."""
         if self._held is not None:
             self.offer(self._held)
             self._held = None
 
     def busy(self) -> set[str]:
-        """Names of waiting checkpoints, including the one being pushed. Retention must keep them. Any process."""
+        """Return the names of waiting checkpoints and the one being pushed. Retention must keep them. Any process."""
         return self._queue.names()
 
     def finish(self, *, preempted: bool = False, asked_to_stop: Callable[[], bool] = lambda: False) -> HubStatus:
@@ -134,7 +134,7 @@ class Pusher:
         if self._worker is not None:
             if self._worker.stdin is not None:
                 self._worker.stdin.close()
-            # Not asked to end: a push continues after the next start from what the Hub has by then.
+            # Killed at once, because the next start continues a push from what the Hub has by then.
             self._worker.kill()
             self._worker.wait()
             self._worker = None
@@ -178,7 +178,7 @@ class Pusher:
         metric = checkpoint.manifest.get("metrics", {}).get(self._metric)
         if not isinstance(metric, (int, float)) or not math.isfinite(metric):
             # Not an error: with evaluations rarer than saves most checkpoints have no metrics.
-            logger.warning("hub.push best: %s has no figure %s and is not pushed", checkpoint.path.name, self._metric)
+            logger.warning("hub.push best: %s has no metric %s and is not pushed", checkpoint.path.name, self._metric)
             return False
         if "best" in offers and not self._is_better(metric, float(offers["best"])):
             return False
@@ -215,7 +215,7 @@ class Pusher:
         while queue.names() and time.monotonic() < deadline:
             if self._worker is None or self._worker.poll() is not None:
                 starts += 1
-                # A worker that cannot even start would be started until the time is over.
+                # Otherwise a worker that cannot even start would be restarted until the time is over.
                 if starts > LAST_STARTS:
                     break
                 self._wake()
@@ -223,7 +223,7 @@ class Pusher:
                 self.broken_off = True
                 logger.info("hub: asked to stop; what still waits is pushed by the next start")
                 break
-            # The queue is a folder, and nothing tells of its change.
+            # Polled, because the queue is a folder, which reports no changes.
             time.sleep(0.05)
 
     def _status(self) -> HubStatus:
@@ -285,7 +285,7 @@ def push_the_rest(
 ) -> HubStatus:
     """Push the remaining checkpoints of a run without steps left, as the end of training does. Main process.
 
-    Its last start may have left a queue, or a ``push: last`` undone because it was asked to stop in its last step.
+    Its last start may have left a queue, or no ``push: last`` because it was asked to stop in its last step.
     Raises and waits like ``Pusher``.
     """
     pusher = Pusher(run, config, is_main=True, best_metric=best_metric, best_mode=best_mode)
@@ -304,7 +304,7 @@ def _start_worker(run: Path) -> subprocess.Popen[bytes]:
         search_path.append(os.environ["PYTHONPATH"])
     variables["PYTHONPATH"] = os.pathsep.join(search_path)
     with (run / "hub" / "worker.log").open("ab") as output:
-        # Not in a session of its own. The end of the pipe tells the worker to end.
+        # Not in a new session. The end of the pipe tells the worker to end.
         worker = subprocess.Popen(
             [sys.executable, "-m", "accel_train.hub.worker", str(run), str(os.getpid())],
             stdin=subprocess.PIPE,

@@ -62,7 +62,7 @@ class HubQueue:
         self.directory = run / "hub"
 
     def names(self) -> set[str]:
-        """Names of the checkpoints in the queue. Retention must keep them."""
+        """Return the names of the checkpoints in the queue. Retention must keep them."""
         return {path.stem for path in self._files("queue")}
 
     def add(self, entry: Entry) -> None:
@@ -81,7 +81,7 @@ class HubQueue:
             try:
                 found.append(_entry(_load(path), path.stem))
             except strict_json.UnreadableError:
-                continue  # it waits on: a later look may read it
+                continue  # it stays in the queue: a later call may read it
             except (FileNotFoundError, ValueError) as error:
                 if not os.path.lexists(path):
                     continue  # pushed in the meantime
@@ -94,7 +94,7 @@ class HubQueue:
         return sorted(found, key=lambda entry: entry.step)
 
     def next(self, after: Entry | None = None) -> Entry | None:
-        """Return the oldest entry to push, or the next one ``after`` another if there is one.
+        """Return the oldest entry to push. With ``after``, return the first of a later step if there is one.
 
         ``every`` entries older than the newest entry are dropped.
         """
@@ -104,7 +104,7 @@ class HubQueue:
         newest = waiting[-1]
         kept: list[Entry] = []
         for entry in waiting:
-            # `main` would only pass through the older one on its way to the newest.
+            # Pushing the older one would only delay the newest, which `main` shows in the end.
             is_superseded = entry != newest and entry.repo_id == newest.repo_id
             if entry.reason == "every" and is_superseded:
                 self.drop(entry, f"behind: {newest.checkpoint} is newer", event="coalesced")
@@ -128,7 +128,7 @@ class HubQueue:
 
     def done(self, entry: Entry, where: Mapping[str, str]) -> None:
         """Move an entry to ``pushed`` with the place of its commit."""
-        # It leaves the queue last: a process that waits for this reads the record next.
+        # The entry leaves the queue last: a process waiting for that reads the record next.
         record = asdict(entry) | dict(where) | {"pushed_at": _now()}
         self._write("pushed", entry.checkpoint, record)
         (self.directory / "failed" / f"{entry.checkpoint}.json").unlink(missing_ok=True)
@@ -154,12 +154,12 @@ class HubQueue:
     def offers(self, run_id: str) -> Json:
         """Return the record of the offers in this run, or a new one if the saved record is of another run.
 
-        Raises ``UnreadableError`` if it cannot be read now: counted anew, a worse checkpoint would be the best.
+        Raises ``UnreadableError`` if it cannot be read now: with a new record, a worse checkpoint would seem the best.
         """
         saved = _read(self.directory / "offers.json", now=True)
         if saved.get("run_id") == run_id and _are_offers(saved):
             return saved
-        # After `--overwrite` the directory holds another run, whose pushes are counted anew.
+        # After `--overwrite` the directory holds another run, whose pushes are counted from 0.
         return {"run_id": run_id, "committed": 0}
 
     def save_offers(self, offers: Mapping[str, Any]) -> None:

@@ -52,15 +52,15 @@ def push_checkpoint(path: Path, entry: Entry, run: Path) -> dict[str, str]:
 
     Returns ``repo_id``, ``revision``, ``commit`` and ``url``. Safe to call again after any failure: an applied commit
     is found by its title even if its response was lost. A concurrent commit makes this one fail (412) and is not
-    overwritten. Raises ``NotPushableError`` for a checkpoint failing verification, and the errors of
+    overwritten. Raises ``NotPushableError`` for a checkpoint that fails verification, and the errors of
     ``huggingface_hub``.
     """
     manifest, _ = pushed_manifest(path, entry.include_state)
     place = _Place(hub_api(), entry, _digest(manifest))
-    # Asked before anything is uploaded: after a lost answer there is nothing left to do.
+    # Looked up before any upload: if only the response was lost, nothing is left to do.
     oid = place.find(place.main)
     if oid is None:
-        # The step may have been committed on a branch of its own before the answer was lost.
+        # The step may have been committed on a branch of its own before the response was lost.
         branch, commits = place.branch()
         oid = place.find(commits)
         if oid is None:
@@ -73,8 +73,8 @@ def pushed_manifest(path: Path, include_state: bool) -> tuple[bytes, list[str]]:
     """Return the manifest to push and the names of its files.
 
     Without optimizer state the manifest is rewritten with ``state: false``. Otherwise it is returned byte for byte.
-    Both verify against the pushed files. Raises ``NotPushableError``, also for a state that is not there: a resume from
-    the Hub would miss it only when it is needed. Raises ``UnreadableError`` for a manifest that cannot be read now.
+    Both verify against the pushed files. Raises ``NotPushableError``, also for a missing state, which would otherwise
+    be noticed only at a resume from the Hub. Raises ``UnreadableError`` for a manifest that cannot be read now.
     """
     try:
         manifest, raw = manifests.read_with_text(path)
@@ -96,7 +96,7 @@ def pushed_manifest(path: Path, include_state: bool) -> tuple[bytes, list[str]]:
 
 
 def _digest(manifest: bytes) -> str:
-    # Of the files alone: metrics join a manifest later, and it is still the same checkpoint.
+    # Covers the files alone: metrics may join a manifest later, and it is still the same checkpoint.
     files = manifests.parse(manifest)["files"]
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -127,8 +127,8 @@ class _Place:
     def branch(self) -> tuple[str | None, list[GitCommitInfo]]:
         """Return the branch to commit on and its commits. None stands for ``main``.
 
-        A step older than the newest on main gets a branch of its own, because main never goes back. The branch has
-        another name than the step's until it is committed: it begins at a checkpoint of main, and the upload may take
+        A step older than the newest on main gets a branch of its own, because main never goes back. Until the commit
+        this branch does not have the step's name: it begins at another checkpoint of main, and the upload may take
         hours or be refused.
         """
         newest = next((match for match in map(_parse_title, self.main) if match), None)
@@ -157,7 +157,7 @@ class _Place:
         if commits:
             head = commits[0].commit_id
             existing = self.api.list_repo_files(self.entry.repo_id, revision=head)
-        # For the text of the card only: `name` decides after the commit, by the names taken by then.
+        # For the text of the card only. After the commit `name` decides, by the names taken by then.
         revision = self._free_name() or "main"
         if branch in self._names:
             revision = branch
@@ -186,12 +186,12 @@ class _Place:
         if oid not in (branches.get(name), tags.get(name)):
             self._point(name, oid, as_tag=self.entry.revisions == "tag" and not is_beside_main)
         if is_beside_main:
-            # Last: until here the commit was on no other branch.
+            # Deleted last, because until now no other branch held the commit.
             api.delete_branch(repo, branch=self._unfinished)
         return name
 
     def _point(self, name: str, oid: str, as_tag: bool) -> None:
-        """Make the branch or tag ``name`` of the commit ``oid``, in place of another one of this name."""
+        """Create the branch or tag ``name`` at the commit ``oid``. Replaces an existing one of this name."""
         api = self.api
         repo = self.entry.repo_id
         branches, tags = self._targets()
@@ -208,8 +208,8 @@ class _Place:
     def _free_name(self, oid: str | None = None) -> str | None:
         """Return the first candidate name: unused, pointing at ``oid``, or replaceable.
 
-        Names used by another run or a person are left alone. After going back and training the step again, a run moves
-        the name from its earlier commit, if main still has it.
+        Names used by another run or a person are left alone. A run that went back and trained the step again moves the
+        name from its earlier commit, if main still has that.
         """
         branches, tags = self._targets()
         in_main = {found.commit_id for found in self.main}
@@ -222,13 +222,13 @@ class _Place:
         return None
 
     def _targets(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Commit ids of the branches and of the tags, by name."""
+        """Return the commit ids of the branches and of the tags, by name."""
         branches = {ref.name: ref.target_commit for ref in self._refs.branches}
         tags = {ref.name: ref.target_commit for ref in self._refs.tags}
         return branches, tags
 
     def _step_of_ours(self, name: str, target: str) -> int | None:
-        """Return the step of the commit ``target`` of a branch or tag, or None unless this run has made it."""
+        """Return the step of the commit ``target`` of a branch or tag, or None if this run did not make it."""
         # Commits of main are known already and cost no request.
         head = [found for found in self.main if found.commit_id == target]
         if not head:
@@ -269,7 +269,7 @@ def _operations(
     texts["README.md"] = build_card(checkpoint, texts, card, _description(checkpoint)).encode()
     adds += [CommitOperationAdd(name, content) for name, content in texts.items()]
     added = {add.path_in_repo for add in adds}
-    # A model that was pushed in two files and now has one would otherwise be both.
+    # Otherwise a model that was pushed in two files and now has one would be there in both forms.
     obsolete = [name for name in existing if OURS.fullmatch(name) and name not in added]
     return [*adds, *(CommitOperationDelete(name) for name in obsolete)]
 
@@ -303,7 +303,7 @@ def _description(checkpoint: Checkpoint) -> Any:
 
 
 def _last_start(run: Path) -> tuple[str | None, Labels]:
-    """Return the command of the run's last start and the labels of its metrics. None and empty ones if unreadable."""
+    """Return the command of the run's last start, or None, and the labels of its metrics, empty if unreadable."""
     environment: Any = {}
     try:
         with (run / METRICS_FILE).open(encoding="utf-8") as lines:

@@ -67,6 +67,6 @@ def backoff_seconds(failures: int, problem: Problem) -> float:
     # Far above the limit already. After enough failures, 2.0**1024 would raise OverflowError.
     doublings = min(failures - 1, 30)
     wait = min(base * 2.0**doublings, LONGEST_BACKOFF_SECONDS)
-    # Jitter spreads the requests of many runs over time, also of those with one seed.
+    # Jitter spreads the requests of many runs over time, even of those with the same seed.
     jittered = wait * random.SystemRandom().uniform(0.5, 1.0)
     return max(jittered, problem.retry_after_seconds)

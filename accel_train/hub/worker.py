@@ -25,15 +25,15 @@ from accel_train.store.strict_json import UnreadableError
 NICENESS = 10
 """Lowers the priority, so that the training loop goes first when cores are short."""
 POLL_SECONDS = 30.0
-"""Seconds between an idle worker's looks for entries queued by hand. Training wakes it immediately."""
+"""Seconds between an idle worker's checks for entries queued by hand. Training wakes it immediately."""
 LOCK_PATIENCE_SECONDS = 60.0
 
 
 def push_one(queue: HubQueue, entry: Entry) -> Problem | None:
     """Make one attempt and return its problem, if any. The entry is then pushed, failed or still waiting.
 
-    A checkpoint that is gone or damaged has failed: it was to be pushed, and the status of the run must show it. One
-    that cannot be read now waits.
+    A checkpoint that is gone or damaged has failed: it should have been pushed, and the status of the run must show
+    that. One that cannot be read now waits.
     """
     from accel_train.hub.repository import push_checkpoint
 
@@ -58,7 +58,7 @@ def push_one(queue: HubQueue, entry: Entry) -> Problem | None:
 
 
 def _is_gone(path: Path) -> bool:
-    """Return True for no directory. Raises ``UnreadableError`` if that cannot be told now."""
+    """Return True if no directory is there. Raises ``UnreadableError`` if that cannot be determined now."""
     try:
         return not stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:

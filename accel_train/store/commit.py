@@ -137,13 +137,13 @@ def clear_name(final: Path) -> Path | None:
 
 
 def _looks_like_checkpoint(directory: Path) -> bool:
-    """True for a checkpoint, damaged or not, and for an empty directory."""
+    """Return True for a checkpoint, damaged or not, and for an empty directory."""
     names = {path.name for path in directory.iterdir()}
     return not names or bool(names & {MANIFEST, "model.safetensors", "model.safetensors.index.json", "optimizer"})
 
 
 def describe_broken_link(path: Path) -> str | None:
-    """Return a sentence about the target if ``path`` is a link to nothing, as with an unmounted disk, else None."""
+    """Return a sentence about the target if ``path`` is a broken link, as with an unmounted disk, else None."""
     # Not the methods of `Path`, which raise for a network disk that is away.
     if os.path.islink(path) and not os.path.exists(path):
         return f"{path} is a link to {path.readlink()}, which does not exist (a disk that is not mounted?)"
@@ -151,7 +151,7 @@ def describe_broken_link(path: Path) -> str | None:
 
 
 def describe_lost(directory: Path) -> str | None:
-    """Return a sentence about the first checkpoint in a directory that is a link to nothing, or None."""
+    """Return a sentence about the first checkpoint in a directory that is a broken link, or None."""
     for path in sorted(directory.glob("checkpoint_*")):
         lost = describe_broken_link(path)
         if lost is not None:
@@ -190,8 +190,8 @@ def hash_file(path: Path) -> str:
 def verify(path: Path, sha256: Callable[[Path], str] = hash_file) -> Checkpoint:
     """Read the manifest and check the size and the sha256 of every file. Raises ``ValueError`` with the reason.
 
-    It is ``UnreadableError`` if a file cannot be read now, which says nothing of its content. ``sha256`` returns the
-    hash of a file; a cache can replace it.
+    Raises ``UnreadableError`` if a file cannot be read now, which says nothing about its content. ``sha256`` returns
+    the hash of a file, perhaps from a cache.
     """
     manifest = manifests.read(path)
     for name, expected in manifest["files"].items():
@@ -224,7 +224,7 @@ def _check_file(path: Path, name: str, expected: Mapping[str, Any], sha256: Call
     """Compare one file with its entry in the manifest. Raises ``OSError`` if it cannot be read now."""
     file = path / name
     try:
-        # Not `is_file`, for which a file on a lost disk is as good as none.
+        # Not `is_file`, which returns False for a file on a lost disk too.
         status = file.stat()
     except OSError as error:
         if error.errno not in (errno.ENOENT, *NO_FILE):
@@ -264,7 +264,7 @@ def file_identity(status: os.stat_result) -> tuple[int, int, int, int]:
 
 def remember(cache: VerifyCache, path: Path) -> None:
     """Add the hashes of a checkpoint just written by this process, to avoid reading it again."""
-    # After an error they are missing, and it is read again.
+    # After an error the hashes are missing, and the checkpoint is read again.
     with suppress(OSError, ValueError):
         known: dict[str, FileFacts] = {}
         for name, facts in manifests.read(path)["files"].items():
@@ -282,9 +282,9 @@ def unlisted(checkpoint: Checkpoint) -> list[str]:
 def newest_verified(
     directory: Path, *, with_state: bool = False, strict: bool = False
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Find the newest verified checkpoint, and the reasons for passing over newer ones.
+    """Find the newest verified checkpoint, and the reasons for skipping newer ones.
 
-    ``with_state`` also passes over checkpoints without optimizer state, because a run cannot resume from them.
+    ``with_state`` also skips checkpoints without optimizer state, because a run cannot resume from them.
     ``strict`` raises ``UnreadableError`` for one that cannot be read now: only damage is a reason to go back.
     """
     reasons: list[str] = []

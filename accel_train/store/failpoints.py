@@ -1,7 +1,7 @@
 """Places where a test makes the process die, wait or fail, to prove crash safety with real crashes.
 
 ``ACCEL_TRAIN_FAILPOINTS`` is a comma-separated list of ``name[@rank][#n][=action]``. At the n-th passage of that place
-(default 1) on that rank (default: every rank) the action happens:
+(default 1) on that rank (default: every rank) the action is taken:
 
 - ``kill``, the default: SIGKILL to the trainer and its writer.
 - ``sleep:SECONDS``.
@@ -66,7 +66,7 @@ def hit(name: str, rank: int = 0) -> None:
         of_other_rank = match["rank"] is not None and int(match["rank"]) != rank
         if match["name"] != name or of_other_rank:
             continue
-        # By entry and not by name: two entries may wait for different passages of one place.
+        # Counted by entry, not by name: two entries may wait for different passages of one place.
         _passages[text] = _passages.get(text, 0) + 1
         if _passages[text] == int(match["nth"] or 1):
             _act(match["action"] or "kill", name)

@@ -18,7 +18,7 @@ from accel_train.store.names import LOCK_FILE
 logger = logging.getLogger(__name__)
 
 HOLDER = re.compile(r"process (\d+) on (\S+)")
-"""The name of a run in the file. Behind that of another command, such as `checkpoints prune`, stands its purpose."""
+"""Holder's name in the file if it is a run. Other commands, such as `checkpoints prune`, append their purpose to it."""
 
 
 class LockedError(RuntimeError):
@@ -31,21 +31,23 @@ class Lock:
 
     _file: IO[str]
     _earlier: str
-    """The name that a killed process has left in the file, usually empty, and its time in nanoseconds."""
+    """Name that a killed process has left in the file, usually empty."""
     _earlier_time: int
+    """Modification time of the file with that name, in nanoseconds."""
     is_exclusive: bool
     """False on a file system without locks."""
 
     def release(self, error: type[BaseException] | None = None) -> None:
-        """Release the lock, and take the name of this process out of the file, unless ``error`` has ended it.
+        """Release the lock, and remove the name of this process from the file, unless ``error`` has ended it.
 
-        A name that stays tells ``accel-train monitor`` of a dead process, so one that was there before comes back.
+        A name that stays tells ``accel-train monitor`` of a dead process, so an earlier name is restored.
         """
-        # A refused start leaves the run as it was. Any other error may come before the first record, which tells it.
+        # A refused start leaves the run as it was. After any other error the name stays: it may be the only trace of
+        # the failure, if that came before the first record.
         if error is not None and not issubclass(error, UsageError):
             self.close()
             return
-        # Closed already, or on a disk that fails: then the name stays.
+        # If the file is closed already or the disk fails, the name stays.
         with suppress(OSError, ValueError):
             self._file.truncate(0)
             self._file.write(self._earlier)
@@ -63,7 +65,7 @@ def acquire(directory: Path, purpose: str = "") -> Lock:
     """Lock a run directory. ``purpose`` follows the name of this process in the file.
 
     Raises ``LockedError``, or ``OSError`` if the directory cannot be written. A file system without locks (Lustre
-    without ``-o flock``, NFS without lockd) is a warning: the user alone then prevents a second process.
+    without ``-o flock``, NFS without lockd) gives a warning: only the user can then prevent a second process.
     """
     # Not "w": opening must not empty the file that names the present holder.
     lock = (directory / LOCK_FILE).open("a+")
@@ -96,7 +98,7 @@ def acquire(directory: Path, purpose: str = "") -> Lock:
 def holder_of(directory: Path) -> str | None:
     """Return the name of the living process that holds the lock of a run directory, or None. Writes nothing.
 
-    A start at this very moment would be refused: not for a command that watches.
+    A start at this very moment would be refused, so a command that watches a run must not call this.
     """
     # No run, no locks on its file system, or no path.
     with suppress(OSError, ValueError), (directory / LOCK_FILE).open("rb") as file:

@@ -18,7 +18,7 @@ from accel_train.store import strict_json
 from accel_train.store.strict_json import Json
 
 SCHEMA = 2
-"""The only one that is read. A file contains its own hash."""
+"""The only version that is read. A file contains its own hash."""
 MANIFEST = "manifest.json"
 NAME = re.compile(r"checkpoint_(\d{8,})")
 
@@ -33,7 +33,7 @@ MAX_INT64 = 2**63
 
 
 class OtherStepError(ValueError):
-    """A sound manifest is of another step than its directory's name says, as in a copy that was renamed."""
+    """An intact manifest has a different step from its directory's name, as in a renamed copy."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -77,9 +77,9 @@ def read_with_text(directory: Path) -> tuple[Json, bytes]:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """True for a checkpoint, damaged or not, by its name or its manifest. Other programs have manifests of their own.
+    """Return True for a checkpoint, damaged or not, by its name or its manifest. Other programs write manifests too.
 
-    A manifest that cannot be read may be of a checkpoint.
+    A manifest that cannot be read counts, because it may belong to a checkpoint.
     """
     if NAME.fullmatch(directory.name):
         return True
@@ -89,7 +89,7 @@ def is_checkpoint(directory: Path) -> bool:
         return False
     except ValueError:
         return True
-    # In the bytes, because a damaged manifest may not be JSON. One flipped bit leaves one of the two.
+    # Searched in the bytes, because a damaged manifest may not be JSON. A flipped bit leaves one of the two keys.
     return any(f'"{key}"'.encode() in content for key in ("accel_train", strict_json.SEAL))
 
 
@@ -248,7 +248,7 @@ REQUIRED = ("step", "files")
 
 
 def committed(directory: Path) -> list[tuple[int, Path]]:
-    """List the checkpoints in ``directory`` with their steps, oldest first, by step and never by time.
+    """List the checkpoints in ``directory`` with their steps, sorted by step and never by time.
 
     Raises ``UnreadableError`` if the directory cannot be listed now, as on a network disk that is away.
     """
@@ -262,14 +262,14 @@ def committed(directory: Path) -> list[tuple[int, Path]]:
     found: list[tuple[int, Path]] = []
     for path in entries:
         match = NAME.fullmatch(path.name)
-        # A file under such a name is foreign. The commit sets it aside.
+        # A file with such a name is foreign. The commit sets it aside.
         if match and _may_be_directory(path):
             found.append((int(match.group(1)), path))
     return sorted(found)
 
 
 def _may_be_directory(path: Path) -> bool:
-    """Return True for a directory, and for what cannot be looked at now: its verification gives the reason."""
+    """Return True for a directory, and for an entry that cannot be inspected now: `verify` then gives the reason."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
@@ -300,17 +300,17 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """Facts about one checkpoint by which some are kept or chosen."""
+    """Facts about one checkpoint for retention and for the choice of the best one."""
 
     path: Path
     step: int
     epoch: float = math.nan
-    """NaN if the manifest has none. Windows of epochs then never keep the checkpoint."""
+    """NaN if the manifest has none. A window of epochs then never keeps the checkpoint."""
     metrics: Mapping[str, Any] = field(default_factory=Json)
     state: bool = True
-    """The manifest lists optimizer state."""
+    """True if the manifest lists optimizer state."""
     leftover: bool = False
-    """Unlisted state files remain: an earlier strip was interrupted after it had replaced the manifest."""
+    """True if unlisted state files remain: an earlier strip was interrupted after it had replaced the manifest."""
 
 
 def list_facts(directory: Path) -> list[CheckpointFacts]:
@@ -346,14 +346,14 @@ def read_if_valid(path: Path) -> Json | None:
 
 
 def ranked(past: Sequence[CheckpointFacts], metric: str | None, mode: str) -> list[CheckpointFacts]:
-    """Return those of ``past`` with a finite ``metric``, the best first. Of equal ones, the earlier is better."""
+    """Return the checkpoints of ``past`` with a finite ``metric``, best first. Of equal ones, the earlier is better."""
     finite: list[tuple[float, CheckpointFacts]] = []
     for facts in past:
         value = _metric(facts, metric)
         if value is not None:
             finite.append((value, facts))
     sign = -1.0 if mode == "max" else 1.0
-    # A later one with the same metric is no improvement, as early stopping and `hub.push best` count it too.
+    # A later one with the same metric is no improvement. Early stopping and `hub.push best` count in the same way.
     finite.sort(key=lambda pair: (sign * pair[0], pair[1].step))
     return [facts for _, facts in finite]
 
@@ -362,7 +362,7 @@ def _metric(facts: CheckpointFacts, name: str | None) -> float | None:
     if name is None:
         return None
     value = facts.metrics.get(name)
-    # A bool is an int, but no metric to compare by.
+    # A bool is an int, but not a metric.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) else None

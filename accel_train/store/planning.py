@@ -68,7 +68,7 @@ class Plan:
 
     def files(self, stem: str) -> dict[str, str]:
         """Map tensor names to files, for the collection ``stem``."""
-        # With the character behind the stem: exp_avg_sq begins like exp_avg.
+        # With the character after the stem, because exp_avg_sq begins like exp_avg.
         beginnings = (f"{stem}.", f"{stem}-")
         return {slot.name: slot.file for slot in self.tensors if slot.file.startswith(beginnings)}
 
@@ -106,10 +106,10 @@ def plan(collections: Sequence[Collection], elements: Mapping[str, int], world_s
 
     ``elements`` is the number of elements of each parameter. A tensor larger than the limit gets its own file.
     """
-    # Bytes, because writing and hashing take as long as there are bytes.
+    # In bytes, because the time for writing and hashing is proportional to them.
     load = [0] * world_size
     files: list[_File] = []
-    # Collections in a fixed number of files first: those that are spread then even the load out.
+    # Collections that are not spread come first. Those that are spread then even out the load.
     in_order = sorted(enumerate(collections), key=lambda item: item[1].spread)
     for index, collection in in_order:
         names = set(collection.names or elements)
@@ -200,7 +200,7 @@ def cover(extents: Sequence[tuple[int, int]]) -> list[Piece]:
     pieces: list[Piece] = []
     reached = 0
 
-    # By first element, and of several at the same place the longest first.
+    # By first element. Of several with the same one, the longest comes first.
     def start_and_length(item: tuple[int, tuple[int, int]]) -> tuple[int, int]:
         _, (start, length) = item
         return start, -length

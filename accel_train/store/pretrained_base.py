@@ -1,6 +1,6 @@
 """Pretrained files of a model, by reference: a checkpoint then holds only trained tensors.
 
-Beside the weights, a reference has the hashes of what defines their use, such as configs.
+Besides the hashes of the weights, a reference has those of the files that define their use, such as configs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ THREADS = min(8, os.cpu_count() or 1)
 SHA256 = re.compile("[0-9a-f]{64}")
 COMMIT = re.compile("[0-9a-f]{40}")
 COARSE_SECONDS = 5.0
-"""Longer than the resolution of times on any file system."""
+"""Longer than the resolution of file times on any file system."""
 PARSED = ("config.json", "model_index.json")
-"""Ends of the names of files whose JSON is compared instead of their bytes."""
+"""Name endings of files that are compared by their JSON content instead of their bytes."""
 MAX_PARSED_BYTES = 4 << 20
 Options = TypeVar("Options", bound=Any)
 """A dataclass with ``source`` and ``revision`` of a base."""
@@ -36,9 +36,9 @@ Options = TypeVar("Options", bound=Any)
 
 @dataclass(frozen=True)
 class TrainedBase:
-    """Model on the Hub whose parameters are all trained: checkpoints hold these, and the commit that they began with.
+    """Model on the Hub whose parameters are all trained. Checkpoints hold them, and record the commit they came from.
 
-    Every start reads its other files again.
+    Every start reads the model's other files again.
     """
 
     source: str
@@ -69,7 +69,7 @@ class PretrainedBase:
     def reference(self, cache: Path | None = None) -> dict[str, Any]:
         """Return the source, the revision, and the size and sha256 of each file. Reads every byte, in threads.
 
-        ``definition``, where there is any, has the sha256 of each further file by name; for a config, that of its JSON.
+        The key ``definition``, if the base has one, maps each of its files to a sha256, for a config that of its JSON.
         ``cache`` is a directory of remembered hashes: an unchanged file is not read again. Raises ``UsageError`` for a
         missing file.
         """
@@ -96,7 +96,7 @@ class PretrainedBase:
 
     def _digest(self, cache: Path | None, path: Path) -> str:
         if path.name.endswith(PARSED):
-            # Its reader says what is wrong with a file that is no JSON.
+            # If the file is not JSON, its reader reports that.
             with suppress(ValueError):
                 return strict_json.json_sha256(strict_json.read(path, MAX_PARSED_BYTES), self.unread)
         return sha256_of(path, cache)
@@ -113,11 +113,11 @@ def remembered_sha256(path: Path, cache: Path) -> str:
     A program can set the time of modification, but not the time of change, and writing changes both. A file changed in
     the last seconds is hashed again: its times may be too coarse to tell.
     """
-    # The target of a link, as in the cache of the Hub.
+    # Follow links, as in the Hub's cache.
     real = path.resolve()
     identity = _identity(real)
     entry = cache / "sha256" / f"{hashlib.sha256(str(real).encode()).hexdigest()}.json"
-    # A damaged entry is as good as none.
+    # A damaged entry counts as missing.
     with suppress(OSError, ValueError, KeyError, TypeError):
         remembered: Any = json.loads(entry.read_text("utf-8"))
         if remembered["file"] == identity and SHA256.fullmatch(remembered["sha256"]):
@@ -145,7 +145,7 @@ def _sha256(path: Path) -> str:
 
 
 def at_recorded_revision(options: Options, recorded: Mapping[str, Any] | None) -> Options:
-    """Return the options of a base with the commit of a checkpoint's reference, if it is to the same source.
+    """Return the options of a base with the commit recorded by a checkpoint, if the source is the same.
 
     A branch moves on, but the checkpoint belongs to the commit that its run began with.
     """
@@ -161,9 +161,9 @@ def at_recorded_revision(options: Options, recorded: Mapping[str, Any] | None) -
 
 
 def refuse_other_base(recorded: Mapping[str, Any], current: Mapping[str, Any] | None, checkpoint: Path) -> None:
-    """Raise ``UsageError`` unless ``current`` has the very files of the checkpoint's base, and the same definition.
+    """Raise ``UsageError`` unless ``current`` has exactly the files of the checkpoint's base, and the same definition.
 
-    Their place may differ: only names and contents count.
+    Their location may differ: only names and contents count.
     """
     refuse_other_weights(recorded, current, checkpoint)
     assert current is not None, "refused above"
@@ -173,7 +173,7 @@ def refuse_other_base(recorded: Mapping[str, Any], current: Mapping[str, Any] | 
 def refuse_other_definition(recorded: Mapping[str, Any], current: Mapping[str, Any], checkpoint: Path) -> None:
     """Raise ``UsageError`` if the configs and other files that define the base have changed.
 
-    Does nothing if one of the two has none.
+    Does nothing unless both references have such files.
     """
     expected = recorded.get("definition")
     found = current.get("definition")
@@ -196,7 +196,7 @@ def refuse_other_definition(recorded: Mapping[str, Any], current: Mapping[str, A
 
 
 def refuse_other_weights(recorded: Mapping[str, Any], current: Mapping[str, Any] | None, checkpoint: Path) -> None:
-    """Raise ``UsageError`` unless ``current`` has the very files of the checkpoint's frozen parameters."""
+    """Raise ``UsageError`` unless ``current`` has exactly the files of the checkpoint's frozen parameters."""
     named = f"{checkpoint}: its frozen weights are those of {_describe(recorded)}"
     if current is None:
         raise UsageError(f"{named}, and this model was built without a base; build it from that base")
@@ -227,7 +227,7 @@ def _describe(reference: Mapping[str, Any]) -> str:
 
 
 def looks_like_path(source: str) -> bool:
-    """Return True if it cannot be a Hub id (``name`` or ``owner/name``), or lies in this project's folder of runs."""
+    """Return True if ``source`` cannot be a Hub id (``name`` or ``owner/name``), or begins with ``runs/``."""
     return source.startswith((".", "/", "~", "$", "runs/")) or source.count("/") > 1 or source.endswith("/")
 
 

@@ -1,4 +1,4 @@
-"""Retention: plan from facts alone which checkpoints stay, then apply the plan.
+"""Retention: decide from facts alone which checkpoints stay, then apply the plan.
 
 Only verified checkpoints count, they are ordered by step, and no clock is involved. Standard library only, because the
 writer process runs this too.
@@ -103,8 +103,8 @@ def plan(
     """Decide on removals and strips. A pure function of its arguments.
 
     ``newest`` is the step just committed; unless it is in ``verified``, nothing is removed. ``busy`` are names of
-    checkpoints being pushed. If the run went back to an earlier checkpoint, later steps than ``newest`` do not count
-    for ``keep_last``, and those with optimizer state are removed. Damaged checkpoints do not count either. They are
+    checkpoints being pushed. If the run went back to an earlier checkpoint, steps after ``newest`` do not count for
+    ``keep_last``, and those with optimizer state are removed. Damaged checkpoints do not count either. They are
     removed once ``keep_last`` newer ones verify. ``unreadable`` checkpoints, with the errors of ``survey``, do not
     count and are never removed.
     """
@@ -133,7 +133,7 @@ def _plan(
 
 
 def _later_weights(verified: Sequence[CheckpointFacts], newest: int) -> dict[str, list[str]]:
-    # No start resumes from them, so they are no danger, and may be all that an earlier start has left.
+    # No start resumes from them, so they do no harm, and they may be all that is left of an earlier start.
     return {one.path.name: ["weights alone of a later step"] for one in verified if one.step > newest and not one.state}
 
 
@@ -195,7 +195,7 @@ def _damaged_reason(step: int, past: Sequence[CheckpointFacts], keep: Keep) -> s
 
 
 def _to_strip(past: Sequence[CheckpointFacts], keep: Keep, names: Collection[str]) -> tuple[Path, ...]:
-    """Select from ``past`` (newest first) those of ``names`` to strip, also those with an interrupted strip."""
+    """Select from ``past`` (newest first) those of ``names`` to strip, including those with an interrupted strip."""
     selected: list[CheckpointFacts] = []
     if keep.keep_state_last > 0:
         with_state = [facts for facts in past if facts.state]
@@ -214,7 +214,7 @@ def step_of(path: Path) -> int:
 def leftovers(directory: Path, newest: int) -> list[Path]:
     """List unfinished saves and deletions of a run that no living process holds, of this host and of others.
 
-    ``newest`` is the newest step that verifies. A save beyond it that lacks its final name alone is not listed.
+    ``newest`` is the newest step that verifies. A later save that is complete but not renamed is not listed.
     """
     own, others = commit.unfinished(directory)
     return [path for path in sorted(own + others) if not _is_worth_a_name(path, newest)]
@@ -296,10 +296,10 @@ def survey(directory: Path, cache: commit.VerifyCache) -> Survey:
 
 
 def keeps_all(directory: Path, keep: Keep, newest: int) -> bool:
-    """True if nothing is to be removed or stripped, and no file needs hashing."""
+    """Return True if nothing is to be removed or stripped, and so no file needs hashing."""
     if keep.keep_last > 0 or keep.keep_state_last > 0:
         return False
-    # Steps of a future that the run went back from are removed even if everything else is kept.
+    # Steps that the run went back from are removed even if everything else is kept.
     if any(step > newest for step, _ in manifests.committed(directory)):
         return False
     return not any(facts.leftover for facts in list_facts(directory))

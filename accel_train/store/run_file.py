@@ -1,6 +1,6 @@
 """``run.json``: the experiment of a run directory, and the changes allowed between two starts.
 
-Checkpoints and exports hold the options of their experiment as well, for whoever loads the model. ``RUN@STEP`` and
+Checkpoints and exports also hold the options of their experiment, for whoever loads the model. ``RUN@STEP`` and
 ``RUN@best`` name a checkpoint of a run by its step or by the best metric.
 """
 
@@ -27,12 +27,12 @@ from accel_train.wording import shortened, shown
 logger = logging.getLogger(__name__)
 
 RUN_SCHEMA = 2
-"""The only one that is read. The file contains its own hash."""
+"""The only version that is read. The file contains its own hash."""
 MAX_BYTES = 16 << 20
 WRITTEN_OPTIONS = (("experiment.json", "options"), (manifests.MANIFEST, "experiment"))
 """File and key with the options of an experiment: in an export, in a checkpoint."""
 CHOICE = re.compile(r"(.+)@(best|\d+)")
-"""End of a path that chooses a checkpoint of a run."""
+"""Last part of a path that chooses a checkpoint of a run."""
 
 
 class ExperimentOptions(dict[str, Any]):
@@ -74,7 +74,7 @@ def has_trained(directory: Path) -> bool:
     except ValueError:
         # Somebody's run, which `read_run` recreates or refuses.
         return True
-    # An incomplete file is somebody's run as well.
+    # An incomplete file belongs to somebody's run as well.
     return bool(saved.get("trained")) or any(key not in saved for key in _NEEDED)
 
 
@@ -87,12 +87,11 @@ def refuse_changes(
     defaults: Mapping[str, Any],
     shapes: Sequence[str] = (),
 ) -> list[str]:
-    """Raise ``UsageError`` if ``place``, an option with its value, has another experiment. Names both values of each
-    difference.
+    """Raise ``UsageError`` with both values of each difference if ``place`` holds a different experiment.
 
-    ``allow`` and ``free`` are options or groups of options allowed to differ. An option newer than the run counts as
-    its default there. Those in ``shapes`` decide the shapes of the weights, and are not proposed for ``allow``. Returns
-    the differences in ``allow``.
+    ``place`` is an option with its value. ``allow`` and ``free`` are options or groups of options that may differ. An
+    option newer than the run is assumed to have had its default. Those in ``shapes`` decide the shapes of the weights,
+    and are not proposed for ``allow``. Returns the differences in ``allow``.
     """
     refuse_unknown_allowed(allow, {**saved["experiment"], **experiment})
     resolved = saved.get("resolved", {})
@@ -125,7 +124,7 @@ def refuse_changes(
 
 
 def _remedies(option: str, changed: Mapping[str, tuple[Any, Any]], advice: str, shapes: Sequence[str]) -> str:
-    """Say what to do about ``changed``. With ``advice`` alone those among ``shapes`` would fail later."""
+    """Say what to do about ``changed``. Those among ``shapes`` would fail later even if ``advice`` were followed."""
     fixed = [key for key in changed if is_covered(key, shapes)]
     if not fixed:
         return f"give another --{option}, go back to the saved values, or {advice}"
@@ -137,7 +136,7 @@ def _remedies(option: str, changed: Mapping[str, tuple[Any, Any]], advice: str, 
 
 
 def _advice(keys: Sequence[str], experiment: Mapping[str, Any]) -> str:
-    """Say how to take changes of all ``keys`` on purpose. Changed data are better recorded than allowed."""
+    """Say how to accept changes of all ``keys`` on purpose. Changed data are better recorded than allowed."""
     allow = f"--allow {' '.join(keys)}"
     if DATA_FINGERPRINT not in keys or experiment.get(DATA_CHANGED) != "refuse":
         return f"take the change on purpose with {allow}"
@@ -150,7 +149,7 @@ def _advice(keys: Sequence[str], experiment: Mapping[str, Any]) -> str:
 
 
 def _same_files(changed: Iterable[str]) -> str:
-    """Name what changes the data without a change of files or options, as a line, if the data alone differ."""
+    """Return a line on how data can differ although their files are the same, if only the data differ, else nothing."""
     if [*changed] != [DATA_FINGERPRINT]:
         return ""
     return (
@@ -162,8 +161,8 @@ def _same_files(changed: Iterable[str]) -> str:
 def options_since(before: Mapping[str, Any], experiment: Mapping[str, Any]) -> str:
     """Name the options added to the recipe since the run began.
 
-    Their defaults are taken for the former behaviour. This holds for options of this package, and for one of your own
-    only if its default changes nothing.
+    Their defaults are assumed to be the former behaviour. This holds for options of this package, and for one of your
+    own only if its default changes nothing.
     """
     added = [f"{name} {experiment[name]!r}" for name in sorted(experiment.keys() - before.keys())]
     if not added:
@@ -358,7 +357,7 @@ def find_chosen(chosen: Choice, run: Path | None, checkpoints: Sequence[Path]) -
 
 
 def best_of(run: Path | None, checkpoints: Sequence[Path]) -> Path | None:
-    """Return the best checkpoint by ``checkpoints.best_metric`` of the run, None without the option or the metric."""
+    """Return the best checkpoint by ``checkpoints.best_metric`` of the run, or None without the option or metric."""
     metric, mode = best_metric(run)
     best = manifests.ranked(_facts(checkpoints), metric, mode)
     return best[0].path if best else None
@@ -371,7 +370,7 @@ def _facts(checkpoints: Sequence[Path]) -> list[manifests.CheckpointFacts]:
 
 
 def best_metric(run: Path | None) -> tuple[str | None, str]:
-    """Return ``checkpoints.best_metric`` and ``best_mode`` of a run. None without one, or with an unreadable config."""
+    """Return ``checkpoints.best_metric`` and ``best_mode`` of a run. The metric is None without a readable config."""
     options: dict[str, Any] = {}
     if run is not None:
         # Listing checkpoints also works beside a config.yaml that cannot be read.
@@ -382,7 +381,7 @@ def best_metric(run: Path | None) -> tuple[str | None, str]:
 
 def options_of(run: Path, group: str) -> dict[str, Any]:
     """Return a group of options from the run's config.yaml, empty if there is none. Raises ``UsageError``."""
-    # Late, because a reader of run.json alone needs no YAML.
+    # Imported late, because a reader of run.json alone needs no YAML.
     from accel_train.options.strict_yaml import YamlError, read_yaml
 
     path = run / CONFIG_FILE

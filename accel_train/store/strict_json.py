@@ -110,13 +110,13 @@ def parse(content: bytes | str) -> Any:
 
 
 def json_sha256(value: Any, unread: tuple[str, ...] = ()) -> str:
-    """Return the sha256 of what JSON says: without the order of keys, white space, ``unread`` keys and provenance."""
+    """Return the sha256 of a JSON value, whatever its key order, white space, ``unread`` keys and provenance."""
     text = json.dumps(without_provenance(value, unread), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def without_provenance(value: Any, unread: tuple[str, ...] = ()) -> Any:
-    """Return a JSON value without ``unread`` keys and those by which libraries note where a config came from."""
+    """Return a JSON value without ``unread`` keys and without those where libraries note the origin of a config."""
     if isinstance(value, list):
         return [without_provenance(each, unread) for each in cast("list[Any]", value)]
     if not isinstance(value, dict):
@@ -124,7 +124,7 @@ def without_provenance(value: Any, unread: tuple[str, ...] = ()) -> Any:
     return {
         key: without_provenance(each, unread)
         for key, each in cast("dict[str, Any]", value).items()
-        # The class of a pipeline is no provenance.
+        # The class of a pipeline is not provenance.
         if key not in unread and key != "transformers_version" and (key[:1] != "_" or key == "_class_name")
     }
 
@@ -146,7 +146,7 @@ def _without_seal(value: Mapping[str, Any]) -> Json:
 
 
 def _digest(value: Mapping[str, Any]) -> str:
-    # One form of each value, so that a rewritten file with other spaces or order keeps its hash.
+    # One canonical form, so that a file rewritten with other spaces or key order keeps its hash.
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 

@@ -42,7 +42,7 @@ INTEGERS = {
 }
 """Dtypes of buffers, to be matched exactly by the model."""
 DTYPE_NAMES = {dtype: name for name, dtype in (FLOATS | INTEGERS).items()}
-"""Names in safetensors files, of the dtypes of a checkpoint."""
+"""Names in safetensors files of the dtypes that a checkpoint can hold."""
 
 # Exceptions of safetensors, json and torch for malformed files. RecursionError is a RuntimeError.
 MALFORMED = (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError)
@@ -66,7 +66,7 @@ class TensorInfo:
 
 
 def is_pickle(path: Path) -> bool:
-    """True if reading this file would run a program in it, by its name. ``.metadata`` is a DCP file."""
+    """Return True if, by its name, reading this file would run a program in it. ``.metadata`` is a DCP file."""
     return path.suffix.lower() in PICKLES or path.name == ".metadata"
 
 
@@ -279,7 +279,7 @@ def refuse_nonfinite(name: str, tensor: Tensor, file: Path) -> None:
 
 
 def has_ema(directory: Path) -> bool:
-    """Return True for a directory with averaged weights. Of a checkpoint, only files in the manifest count.
+    """Return True for a directory with EMA weights. In a checkpoint, only files listed in the manifest count.
 
     Raises ``UsageError`` for a damaged manifest.
     """
@@ -293,7 +293,7 @@ def has_ema(directory: Path) -> bool:
 
 
 def best_stem(directory: Path) -> Literal["model", "ema"]:
-    """Return ``ema`` for a directory with averaged weights, or else ``model``."""
+    """Return ``ema`` for a directory with EMA weights, or else ``model``."""
     return "ema" if has_ema(directory) else "model"
 
 
@@ -341,7 +341,7 @@ def _read_finite(
 ) -> dict[str, Tensor]:
     """Read all tensors before any is used, so that NaN in the last parameter leaves the model unchanged.
 
-    Buffers of the model, among ``known``, may hold infinity, as attention masks and observers of ranges do.
+    Buffers, which ``known`` tells from parameters, may hold infinity, as attention masks and range observers do.
     """
     loaded: dict[str, Tensor] = {}
     for name, info in tensors.items():
@@ -349,7 +349,7 @@ def _read_finite(
         if isinstance(known[name], nn.Parameter):
             refuse_nonfinite(name, loaded[name], info.file)
         elif loaded[name].isnan().any():
-            # Training itself may never read it, so that the run can go on.
+            # Only a warning, because training itself may never read this buffer.
             logger.warning(
                 "%s: the buffer %s holds NaN: a batch norm keeps it after one batch that was not finite, and an "
                 "evaluation that reads it gives NaN; take an earlier checkpoint, or reset that buffer",

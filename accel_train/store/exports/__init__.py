@@ -1,1 +1,1 @@
-"""Exports: their files against their hashes, and those of adapters as peft writes them."""
+"""Exports: verification of their files, and the layout of adapters in peft's format."""

@@ -37,10 +37,10 @@ def adapter_key(name: str, adapter: str = ADAPTER) -> str | None:
 
 
 def folders(directory: Path) -> dict[str, Path]:
-    """Return the folders with the weights of an adapter, by the beginning of its keys in the whole model.
+    """Return the folders with the weights of an adapter, by the prefix of its keys in the whole model.
 
-    A folder of peft is the only one, with an empty beginning. An export of adapters of several components has one for
-    each. Empty for any other directory, such as a checkpoint.
+    A directory written by peft is itself the only folder, with an empty prefix. An export of adapters for several
+    components has one folder for each. Returns no folder for any other directory, such as a checkpoint.
     """
     if not (directory / CONFIG_FILE).is_file():
         return {}

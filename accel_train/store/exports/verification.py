@@ -1,4 +1,4 @@
-"""Files of an export, against the sha256 that were written with it."""
+"""Verify the files of an export against the sha256 written with them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from accel_train.store.commit import hash_file
 
 MAX_DESCRIPTION_BYTES = 16 << 20
 EXPORTED_OPTIONS = "experiment.json"
-"""In every export, also of a recipe that describes no model in config.json."""
+"""Options of the run. In every export, even if the recipe describes no model in config.json."""
 
 
 def verify_export(directory: Path, proofs: Sequence[str]) -> None:
-    """Compare the files of an export with their hashes, in the files named ``proofs``. Raises ``UsageError``.
+    """Compare the files of an export with their hashes, listed in the files named ``proofs``. Raises ``UsageError``.
 
-    Folders of others have none.
+    A folder of another program has no such list, and passes.
     """
     for name in proofs:
         path = directory / name
@@ -37,7 +37,7 @@ def verify_export(directory: Path, proofs: Sequence[str]) -> None:
 
 def _sha256(directory: Path, name: str) -> str | None:
     path = directory / name
-    # The list is data like the rest: it must not have files read outside of the folder.
+    # The list is as untrusted as the files: it must not lead to files outside the folder.
     if ".." in Path(name).parts or not path.is_file():
         return None
     return hash_file(path)
