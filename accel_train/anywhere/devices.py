@@ -1,4 +1,4 @@
-"""How many devices there are now."""
+"""Count the devices that are available now."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class ListedDevices:
         self._misses = 0
 
     def count(self) -> int:
-        """Return the number in the file. While it is absent or half written, the last number stands."""
+        """Return the number in the file. While the file is absent or half written, the last number counts."""
         found = _number_in(self.path)
         self._misses = self._misses + 1 if found is None else 0
         if found is not None:
             self._last = found
-        # Not at the first look, which may meet a file that is being written.
+        # Not after the first miss, because the file may just be being written.
         if self._misses == LOOKS_BEFORE_A_WORD:
             print(
                 f"accel-train run: {self.path} has no number from 0 to {LARGEST} any more; going on with {self._last} "
@@ -93,7 +93,7 @@ class VisibleDevices:
     def count(self) -> int:
         """Return the number of accelerators, counted once a minute. A machine without any counts as 1.
 
-        While no count succeeds, the last number stands.
+        While no count succeeds, the last number is returned.
         """
         if self._is_cpu:
             return 1
@@ -113,7 +113,8 @@ def visible_vram_gib() -> float:
 
 def _answer(program: str) -> int | None:
     """Return the number that a program prints, None if it fails or takes too long."""
-    # In a process of its own: a driver tells one process always the same number, and its memory is the run's.
+    # In a separate process: a driver gives the same process always the same number, and counting may take memory of
+    # the devices, which belongs to the run.
     command = [sys.executable, "-c", program]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST_SECONDS)

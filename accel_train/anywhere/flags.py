@@ -24,9 +24,9 @@ class Request:
     devices: str | None = None
     """File with the number of devices. None: the accelerators visible to torch."""
     vram_gib: float | None = None
-    """Memory of a GPU, for the plan. None: without a plan."""
+    """Memory of a GPU in GiB, for the plan. None: no plan."""
     rehearse: bool = False
-    """CPU processes take the place of the devices."""
+    """Use CPU processes in place of the devices."""
     max_restarts: int = 3
     grace_seconds: float = 300.0
 

@@ -22,7 +22,7 @@ CPU_FILE = "distributed_type: {kind}\nuse_cpu: true\nnum_processes: {processes}\
 
 @dataclass(frozen=True)
 class Layout:
-    """How one start is launched."""
+    """Launch file, number of processes and arguments of one start."""
 
     file: Path
     strategy: str
@@ -35,7 +35,7 @@ class Layout:
 
 
 class Layouts:
-    """Chooses a layout for each number of devices, each once."""
+    """Choose a layout for each number of devices. A plan is made only once per number of processes."""
 
     def __init__(self, request: Request, options: Mapping[str, Any], folder: Path, *, on_cpu: bool) -> None:
         """Read the launch files.
@@ -59,7 +59,7 @@ class Layouts:
         """Return the processes of the layout for ``devices``, or 0 if none fits so few."""
         if self._files:
             return max((processes for processes, _, _ in self._files if processes <= devices), default=0)
-        # A process without samples would be refused.
+        # A process without samples would be refused, so there are at most as many as samples of a step.
         processes = min(devices, self._batch)
         # A plan divides the global batch into equal shares.
         while self._request.vram_gib is not None and processes and self._batch % processes:
@@ -67,7 +67,7 @@ class Layouts:
         return processes
 
     def choose(self, devices: int) -> Layout:
-        """Return the layout for ``devices``, using ``processes`` of them. Raises ``UsageError`` without a plan."""
+        """Return the layout for ``devices``, using ``processes`` of them. Raises ``UsageError`` if planning fails."""
         processes = self.processes(devices)
         for number, path, strategy in self._files:
             if number == processes:
@@ -95,7 +95,7 @@ class Layouts:
         command = ["plan", "--gpus", str(processes), "--vram_gib", f"{self._request.vram_gib:g}", "--write", str(place)]
         words = [*command, self._request.recipe, *self._request.arguments]
         print(f"accel-train run: planning for {processes} device(s)", file=sys.stderr, flush=True)
-        # In a process of its own: a search imports torch and the recipe, and holds simulated models.
+        # In a separate process, because a search imports torch and the recipe, and holds simulated models.
         done = subprocess.run(
             tied_to_parent([sys.executable, "-m", "accel_train.cli", *words], signal.SIGKILL),
             capture_output=True,
@@ -106,7 +106,7 @@ class Layouts:
             output = (done.stdout + done.stderr).strip()
             raise UsageError(f"no plan for {processes} device(s): accel-train {shlex.join(words)} said:\n{output}")
         machine = read_machine_config(place / LAUNCH)
-        # It takes the place of the preset that was named. Flags follow it: --overwrite and the like are in no preset.
+        # The plan's preset replaces the given one. Flags are kept, because --overwrite and the like are in no preset.
         flags = list(self._request.arguments)
         if flags and not flags[0].startswith("-"):
             flags.pop(0)

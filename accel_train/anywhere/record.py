@@ -1,4 +1,4 @@
-"""The record of a run over its starts, and whether they make up one trajectory."""
+"""Record the starts of a run, and judge whether they make up one trajectory."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ class Segment:
     layout: str
     processes: int
     ended: str
-    """Why: finished, stopped, a change of devices, or a failure with its exit code."""
+    """Reason of the end: finished, stopped, a change of devices, or a failure with its exit code."""
     run_id: str | None
     """None if the start failed before it had a run directory."""
     resumed_from: int | None
-    """Step of the checkpoint resumed from, 0 for none. None if it did not get as far as training."""
+    """Step of the checkpoint resumed from, 0 without one. None if the start did not get as far as training."""
     last_step: int | None
-    """Last step known to the log, by a training line, a checkpoint or its end."""
+    """Last step in the log, by a training line, a checkpoint or the end of the run."""
     seconds: float
     repeated: Mapping[int, float] = field(default_factory=dict[int, float])
-    """Relative difference of the loss, by step that an earlier start had logged as well."""
+    """Relative difference of the loss by step, for steps that an earlier start had logged too."""
     reached_before: int = 0
-    """Last step that the log or a checkpoint knew of before it, whatever command had trained it."""
+    """Last step in the log or in a checkpoint before this start, whatever command trained it."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What a run's log and checkpoints said at one moment."""
+    """State of a run's log and checkpoints at one moment."""
 
     starts: int = 0
     losses: Losses = field(default_factory=dict[int, float])
@@ -68,7 +68,7 @@ class Observed:
 
 
 def losses_of(records: Sequence[Line]) -> dict[int, float]:
-    """Return the logged losses by step. Of a step repeated after a restart, the last counts."""
+    """Return the logged losses by step. If a step was repeated after a restart, the last loss counts."""
     lines = last_pass(records, "train")
     losses: dict[int, float] = {}
     for line in lines:
@@ -85,7 +85,7 @@ def _reached(records: Sequence[Line]) -> list[int]:
 def segment_of(
     directory: Path, before: Observed, *, layout: str, processes: int, ended: str, seconds: float
 ) -> Segment:
-    """Describe the start just ended. ``before`` was read before it began."""
+    """Describe the start that has just ended. ``before`` was read before it began."""
     records = _records(directory)
     present = run_id(directory)
     # --overwrite has deleted the log that was read before.
@@ -128,14 +128,14 @@ def _records(directory: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the starts make up one trajectory, with the compared values."""
+    """Judgement on whether the starts make up one trajectory, with the compared values."""
 
     problems: tuple[str, ...]
-    """Empty: it is one."""
+    """Reasons against it. Empty if it is one trajectory."""
     steps: int
     """Last step reached."""
     layouts: tuple[str, ...]
-    """Different ones, in order of first use."""
+    """Layouts without duplicates, in order of first use."""
     repeated: int
     """Logged steps that were trained more than once, after a failure."""
     largest_difference: float
@@ -149,7 +149,7 @@ def judge(segments: Sequence[Segment], precision: str) -> Verdict:
     reached = 0
     for number, segment in enumerate(trained, start=1):
         begin = segment.resumed_from or 0
-        # Compared with the start before: numbers begin at 1, positions at 0.
+        # Compared with the previous start: numbers begin at 1, indices at 0.
         if number > 1 and segment.run_id != trained[number - 2].run_id:
             problems.append(f"start {number} belongs to another run, {segment.run_id}")
         # The run may be older than this command, which then vouches for what follows.
@@ -162,7 +162,7 @@ def judge(segments: Sequence[Segment], precision: str) -> Verdict:
         reached = max(reached, segment.last_step or 0)
     differences = [value for segment in trained for value in segment.repeated.values()]
     worst = largest(differences)
-    # In a lower precision the layout decides how sums are rounded, and only the figure is given.
+    # In a lower precision the layout decides how sums are rounded, so the difference is only reported.
     if precision == "fp32" and worst > TOLERANCE:
         problems.append(f"a repeated step has another loss: {worst:.1e} relative, and at most {TOLERANCE:.0e} is due")
     layouts = tuple(dict.fromkeys(segment.layout for segment in trained))
@@ -175,9 +175,9 @@ def load(directory: Path) -> list[Segment]:
         content = json.loads((directory / RECORD_FILE).read_text())
         segments = [Segment(**_with_steps(entry)) for entry in content["segments"]]
     except (OSError, ValueError, KeyError, TypeError):
-        # Only the account of earlier starts is lost, and a run must not end for it.
+        # Only the record of earlier starts is lost, which is no reason to end a run.
         return []
-    # Of a run that --overwrite has replaced since.
+    # Leaves out segments of a run that --overwrite has replaced since.
     present = run_id(directory)
     return [segment for segment in segments if segment.run_id in (present, None)]
 
@@ -201,7 +201,7 @@ def save(directory: Path, segments: Sequence[Segment], precision: str) -> Verdic
 
 
 def page(segments: Sequence[Segment], verdict: Verdict) -> str:
-    """Return the page about a run's starts, in Markdown."""
+    """Build the page about a run's starts, in Markdown."""
     rows = ["| start | layout | from step | to step | minutes | ended |", "|---|---|---|---|---|---|"]
     for number, segment in enumerate(segments, start=1):
         first = "-" if segment.resumed_from is None else str(segment.resumed_from)

@@ -1,7 +1,7 @@
-"""Starts a run again and again: with another layout when the devices change, with the same one after a failure.
+"""Start a run again and again: with another layout when the devices change, with the same one after a failure.
 
-torchrun inside each start watches its own processes. This one watches the number of devices and the checkpoints, so
-that a run stops with a save while it can, and continues with what is left.
+torchrun inside each start watches its own processes. This module watches the number of devices and the checkpoints, so
+that a run saves and stops while it can, and continues with the devices that are left.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def _has_no_accelerator() -> bool:
 
 
 class Stops:
-    """Notes a signal to this process. The child gets SIGTERM from ``Supervisor``, which saves and exits with 75."""
+    """Notes a signal to this process. ``Supervisor`` then sends SIGTERM to the child, which saves and exits with 75."""
 
     def __init__(self) -> None:
         self.requested = False
 
     def __enter__(self) -> Stops:
-        # nohup ignores SIGHUP for the process, and a shell SIGINT for one in the background.
+        # nohup makes the process ignore SIGHUP, and a shell makes one in the background ignore SIGINT.
         heard = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
@@ -75,7 +75,7 @@ class Stops:
             signal.signal(number, handler)
 
     def _note(self, *_: object) -> None:
-        # No more than that: a handler may interrupt a start half made.
+        # Nothing more, because the handler may interrupt a start that is half made.
         self.requested = True
 
 
@@ -84,7 +84,7 @@ class _Ended:
     code: int
     reason: str
     changed: bool
-    """It was asked to stop because the devices changed."""
+    """True if the start was asked to stop because the devices changed."""
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Supervisor:
     """Id of the run in the directory before this command, which --overwrite may replace."""
 
     def run(self) -> int:
-        """Start until the run is finished, stopped or given up."""
+        """Start the run until it is finished, stopped or given up, and return the exit code."""
         self._before = record.run_id(self.directory)
         self.segments = record.load(self.directory)
         while True:
@@ -116,13 +116,13 @@ class Supervisor:
             if layout is None:
                 return self._stopped()
             ended = self._start(layout)
-            # Whatever ended, the devices are counted anew: they may be the reason.
+            # The devices are counted again after any end, because they may be the reason.
             code = self._code_to_return(ended)
             if code is not None:
                 return code
 
     def _choose(self, count: int) -> Layout | None:
-        """Return the layout for so many devices, None if this process was asked to stop. Raises ``UsageError``."""
+        """Return the layout for ``count`` devices, None if this process was asked to stop. Raises ``UsageError``."""
         try:
             layout = self.layouts.choose(count)
         except UsageError:
@@ -148,10 +148,10 @@ class Supervisor:
         _say(f"starting {layout}")
         began = time.monotonic()
         child = subprocess.Popen(
-            # Its launcher saves on SIGTERM, should this process be killed.
+            # If this process is killed, the launcher gets SIGTERM and saves.
             tied_to_parent(self._command(layout)),
             env=os.environ | self._environment(),
-            # Ctrl-C reaches this process alone, which asks for one stop and not for two.
+            # Ctrl-C then reaches this process alone, which asks for one stop and not for two.
             start_new_session=True,
         )
         ended = self._watch(child, layout)
@@ -184,7 +184,7 @@ class Supervisor:
         deadline = math.inf
         candidate = layout.processes
         while True:
-            # Suppressed is only that it has not ended yet.
+            # Only the timeout is suppressed: the child has not ended yet.
             with suppress(subprocess.TimeoutExpired):
                 code = child.wait(SECONDS_BETWEEN_LOOKS)
                 return _Ended(code, _reason(code, asked), changed=asked is not None and not self.stops.requested)
@@ -197,7 +197,7 @@ class Supervisor:
             if self.stops.requested:
                 asked = "stopped"
             elif wanted == candidate != layout.processes:
-                # Twice the same, because devices may come or go one after the other.
+                # Counted twice, because devices may come or go one after the other.
                 asked = f"stopped for {wanted} process(es)"
             candidate = wanted
             if asked is not None:
@@ -220,18 +220,18 @@ class Supervisor:
             return self._finish()
         if self.stops.requested or (ended.code == EXIT_PREEMPTED and not ended.changed):
             return self._stopped()
-        # The same words would be refused again.
+        # The same command would be refused again.
         if ended.code == 2:
             return 2
         if ended.code == EXIT_PREEMPTED:
             return None
-        # A run that gets on between failures is worth a new start, however many there were.
+        # A run that makes progress between failures is worth a new start, however many there were.
         newest = self._newest_step()
         self._failures = 1 if newest > self._newest else self._failures + 1
         self._newest = newest
         if self._failures > self.request.max_restarts:
             _say(f"failed {self._failures} times in a row without a new checkpoint (--max_restarts)")
-            # Of a process that was killed, the code is the negative signal.
+            # The code of a killed process is its negative signal.
             return max(ended.code, 1)
         _say(f"exit code {ended.code}; starting again from the newest checkpoint")
         return None
@@ -240,7 +240,7 @@ class Supervisor:
         return max((step for step, _ in manifest.committed(self.directory / "checkpoints")), default=-1)
 
     def _stopped(self) -> int:
-        """Say how to go on. Last of all, behind the reports of launchers."""
+        """Print how to continue, after the reports of the launchers, and return exit code 75."""
         newest = self._newest_step()
         saved = "nothing is saved" if newest < 0 else f"step {newest} is saved"
         without = " without --overwrite" if "--overwrite" in self.request.arguments else ""

@@ -29,12 +29,12 @@ from accel_train.pipeline import Pipeline
 from accel_train.store.commit import hash_file
 
 Outputs = Sequence[Mapping[str, Any]] | None
-"""Outputs of each example by name, where the files must give those of another model."""
+"""Outputs of each example by name, if the files must reproduce those of another model, else None."""
 TOLERANCE = 1e-4
-"""Largest difference of an output relative to the largest one. Rounding makes 1e-6, a wrong weight far more."""
+"""Largest difference allowed, relative to the largest output. Rounding causes 1e-6, a wrong weight far more."""
 FORMAT = 1
 MISSING_PACKAGE = 2
-"""Exit code of verify.py where a package is not installed."""
+"""Exit code of verify.py if a package is not installed."""
 NOT_COMPARED = re.compile("^FAILED: not compared, because (.*)$", re.MULTILINE)
 WITHOUT_LIBRARY = f"""
 import runpy, sys
@@ -75,18 +75,18 @@ class ProofError(RuntimeError):
 
 
 class NotRepeatedError(RuntimeError):
-    """verify.py found no package that it needs in a process of its own. The files are complete all the same."""
+    """verify.py lacked a package in its own process, so nothing was compared. The files are complete all the same."""
 
 
 def write_proof(directory: Path, pipeline: Pipeline, outputs: Outputs = None) -> str:
     """Write model.py, example.json, example.safetensors and verify.py into an export, and run verify.py.
 
-    ``pipeline`` was loaded from ``directory``, so its outputs are of the exported weights. ``outputs`` are those of its
-    examples before the weights were written, and are stored instead. Returns the output of verify.py. Raises
+    ``pipeline`` was loaded from ``directory``, so its outputs are those of the exported weights. ``outputs``, if given,
+    are stored instead: those of its examples before the weights were written. Returns the output of verify.py. Raises
     ``ProofError`` if it found a difference, and ``NotRepeatedError`` if it could not compare.
     """
     (directory / "model.py").write_text(model_source(pipeline), "utf-8")
-    # The file itself, which imports nothing of the library, and not a template that no test would run.
+    # A copy of the module itself, which imports nothing of the library. No test would run a template.
     script = Path(str(verify_script.__file__)).read_text("utf-8")
     (directory / "verify.py").write_text(script, "utf-8")
     _write_example(directory, pipeline, outputs)
@@ -106,7 +106,7 @@ def model_source(pipeline: Pipeline) -> str:
 
 
 def packages(source: str) -> list[str]:
-    """List the packages imported by a model.py, beside the standard library."""
+    """List the packages imported by a model.py, except for the standard library."""
     found: set[str] = set()
     # Also inside of functions: the loader imports safetensors in its body.
     for node in ast.walk(ast.parse(source)):
@@ -129,7 +129,7 @@ def _write_example(directory: Path, pipeline: Pipeline, known: Outputs) -> None:
         outputs: dict[str, str] = {}
         if known is None:
             with torch.no_grad():
-                # By the library's own model: the copy in model.py is what has to agree with it.
+                # Computed by the library's own model, with which the copy in model.py has to agree.
                 found = example.call(pipeline.model, description)
         else:
             found = known[number]
@@ -142,7 +142,7 @@ def _write_example(directory: Path, pipeline: Pipeline, known: Outputs) -> None:
         examples.append({"name": example.name, "function": function, "arguments": arguments, "outputs": outputs})
     save_file(tensors, directory / "example.safetensors")
     paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
-    # All but the list itself.
+    # All except for the list itself.
     files = [path for path in paths if path.name != "example.json"]
     proof = {
         "format": FORMAT,
@@ -175,7 +175,7 @@ def _run(script: Path) -> str:
     # -B writes no __pycache__ into the export.
     command = [sys.executable, "-P", "-B", "-c", WITHOUT_LIBRARY, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    # A fresh process, as on the machine of whoever gets the export.
+    # It ran in a fresh process, as on the machine of whoever gets the export.
     if done.returncode == MISSING_PACKAGE and (reason := NOT_COMPARED.search(done.stdout)):
         raise NotRepeatedError(reason[1])
     if done.returncode:

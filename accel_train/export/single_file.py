@@ -1,9 +1,9 @@
 """Write one Python file with some classes and functions of the library, and all that they use.
 
 The file is cut out of the sources, so there is no second copy of a model to maintain. It imports the standard library
-and torch. Left out are: a method, or a class attribute of a module of torch, whose name occurs nowhere in the file, not
-even as a string; the mixin for the Hub; and the bounds of a number, ``Annotated[int, ...]``. No module of the library
-is imported or run to find this out. What a module does at its top beside imports and definitions is refused.
+and torch. Left out are methods, and class attributes of a ``nn.Module``, whose names are nowhere in the file, not even
+as a string. So are the mixin for the Hub and the bounds of a number, ``Annotated[int, ...]``. No module of the library
+is imported or run to find this out. Statements at a module's top other than imports and definitions are refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _is_module_of_torch(node: ast.ClassDef) -> bool:
 
 
 def _refuse_keywords(source: Source, node: Definition) -> None:
-    """Raise ``NotSelfContainedError`` for keywords of a class, other than those that go with a dropped base."""
+    """Raise ``NotSelfContainedError`` for keywords of a class, except for those that belong to a dropped base."""
     if not isinstance(node, ast.ClassDef):
         return
     has_dropped = any(ast.unparse(base) in DROPPED_BASES for base in node.bases)
@@ -71,7 +71,7 @@ class SingleFile:
         self.attributes: set[str] = set()
         """Every attribute that the file reads."""
         before = -1
-        # A name that occurs lets a method in, whose own body may name others.
+        # A name that occurs keeps the method of that name, whose body may name others.
         while before != self._size():
             before = self._size()
             for source in list(self.sources.values()):
@@ -79,7 +79,7 @@ class SingleFile:
                     self._read(source, name)
             for module, name in roots:
                 self._want(self._source(module), name)
-        # One file has one namespace, where modules had their own.
+        # One file has a single namespace, where each module had its own.
         self._refuse_collisions()
 
     def text(self) -> str:
@@ -130,7 +130,7 @@ class SingleFile:
                     refuse_library(source, node)
 
     def _parts(self, definition: Definition) -> Iterator[ast.AST]:
-        """Yield the parts of a definition that stay."""
+        """Yield the parts of a definition that the file keeps."""
         if isinstance(definition, ast.ClassDef):
             yield from definition.decorator_list
             yield from (base for base in definition.bases if ast.unparse(base) not in DROPPED_BASES)
@@ -176,7 +176,7 @@ class SingleFile:
         top = imported.module.split(".")[0]
         if top == sources.PACKAGE:
             if imported.submodule is not None:
-                # The file has the namespace under the module's own name, and an alias would not be found.
+                # The file defines the namespace under the module's own name, so an alias would not be found.
                 if imported.submodule.rpartition(".")[2] != name:
                     raise NotSelfContainedError(f"{source.name}: import {imported.submodule} under its own name")
                 return
@@ -288,7 +288,7 @@ def _first_line(source: Source, node: ast.stmt) -> int:
 
 
 def _without_double_blanks(lines: list[str]) -> list[str]:
-    """Remove what is left where members of a class were: blank lines in a row, and those at the end."""
+    """Remove the blank lines that dropped members leave: repeated ones, and those at the end."""
     kept: list[str] = []
     for line in lines:
         if line.strip() or (kept and kept[-1].strip()):

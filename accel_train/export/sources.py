@@ -1,4 +1,4 @@
-"""Sources of the library, of which ``single_file`` cuts parts out: their imports, their definitions, and the rest."""
+"""Sources of the library, from which ``single_file`` cuts parts: their imports, definitions and other statements."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class NotSelfContainedError(ValueError):
 
 @dataclass(frozen=True)
 class Import:
-    """What a name of a module stands for: ``attribute`` of ``module``, or the module itself."""
+    """Meaning of an imported name: ``attribute`` of ``module``, or the module itself."""
 
     module: str
     attribute: str | None
 
     @property
     def submodule(self) -> str | None:
-        """Name of the library's module that is imported as a whole, if it is one."""
+        """Name of the library's module that is imported as a whole, or None for any other import."""
         name = self.module if self.attribute is None else f"{self.module}.{self.attribute}"
         if self.module.split(".")[0] != PACKAGE or not _is_module(name):
             return None
@@ -50,13 +50,13 @@ class Source:
 
     @cached_property
     def lines(self) -> list[str]:
-        # As Python counts them. A form feed ends none.
+        # Split as Python counts lines: a form feed does not end one.
         return self.text.split("\n")
 
     def refuse_other_statements(self) -> None:
-        """Raise ``NotSelfContainedError`` for what the top of the module does beside imports and definitions.
+        """Raise ``NotSelfContainedError`` for statements at the top of the module other than imports and definitions.
 
-        It would be missing from the file, which would compute something else.
+        They would be missing from the file, which could then compute something else.
         """
         for node in self.tree.body:
             if not _is_plain(node):
@@ -148,7 +148,7 @@ def names_defined(node: ast.stmt) -> list[str]:
 
 
 def refuse_library(source: Source, node: ast.Import | ast.ImportFrom) -> None:
-    """Raise ``NotSelfContainedError`` for an import of the library inside of a definition, which would stay there."""
+    """Raise ``NotSelfContainedError`` for an import of the library inside a definition: the file would keep it."""
     modules = (
         [alias.name for alias in node.names] if isinstance(node, ast.Import) else ["." * node.level + str(node.module)]
     )
@@ -157,7 +157,7 @@ def refuse_library(source: Source, node: ast.Import | ast.ImportFrom) -> None:
 
 
 def is_text(node: ast.stmt | None) -> bool:
-    """Return True for a docstring, also one behind an assignment."""
+    """Return True for a docstring, including one below an assignment."""
     value: Any = getattr(node, "value", None)
     if not (isinstance(node, ast.Expr) and isinstance(value, ast.Constant)):
         return False

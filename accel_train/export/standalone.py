@@ -1,4 +1,4 @@
-"""Loading in the exported ``model.py``: this function is cut out of here and joined to the model."""
+"""Loader of the exported ``model.py``: this function is cut out of here and added to the model."""
 
 from __future__ import annotations
 

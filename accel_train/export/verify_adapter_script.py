@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         print("FAILED: the export does not name the files of its base")
         return 1
     base_folder = Path(arguments[0])
-    # The files of an adapter on a denoiser alone are named in its folder, and people have that of the pipeline.
+    # If only the denoiser has adapters, its files are recorded relative to its folder, but users have the pipeline's.
     folders = [base_folder, *(base_folder / name for name in DENOISERS)]
     others = [other_files(folder, recorded) for folder in folders]
     if all(others):

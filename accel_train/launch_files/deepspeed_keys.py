@@ -1,7 +1,7 @@
-"""Keys of a deepspeed_config_file. Each must be known here, and leave the result of a run as it is.
+"""Keys of a deepspeed_config_file. Each must be known here, and must not change the result of a run.
 
 DeepSpeed ignores an unknown key at the top, and refuses one in a section only when the engine is built. Keys that
-change speed and memory alone may have any value. Keys that change the arithmetic may have one value, which is that of
+only change speed and memory may have any value. Keys that change the arithmetic may have one value, which is that of
 every other strategy. All others, such as DeepSpeed's own data sampling, are refused.
 """
 
@@ -24,7 +24,7 @@ ANY = "any"
 BOOLEAN = "boolean"
 COUNT = "count"
 COUNT_OR_AUTO = "count or auto"
-"""Accelerate puts a number by the model's width in the place of ``auto``."""
+"""Accelerate replaces ``auto`` by a number that depends on the model's width."""
 _PREDIVIDE = "the gradient is averaged as by the other strategies"
 _SCALING = "the loss is scaled in the same way under every launch file"
 _ROUNDED = "the weights and gradients would be rounded, and the run be another"
@@ -38,7 +38,7 @@ _TOP: Mapping[str, object] = {
     "train_micro_batch_size_per_gpu": ANY,
     "fp16": ANY,
     "bf16": ANY,
-    # Refused with words of their own, beside the experiment's.
+    # Refused with their own message, where they are compared with the experiment.
     "optimizer": ANY,
     "scheduler": ANY,
     # Accelerate replaces the number, so that nothing is printed.

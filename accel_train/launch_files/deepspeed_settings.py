@@ -1,4 +1,4 @@
-"""Read `deepspeed_config` of a launch file with the deepspeed_config_file in it, and check their keys.
+"""Read `deepspeed_config` of a launch file and the deepspeed_config_file that it names, and check their keys.
 
 Keys for another ZeRO stage are refused here: Accelerate drops them silently. So are keys of DeepSpeed's own file that
 it would ignore, or that would change the result of a run.
@@ -26,7 +26,7 @@ _REPLACED_BY_DEEPSPEED_FILE = (
     "offload_param_nvme_path",
     "zero3_save_16bit_model",
 )
-"""Keys refused by `DeepSpeedPlugin` beside a deepspeed_config_file, but only once the processes run."""
+"""Keys that `DeepSpeedPlugin` refuses beside a deepspeed_config_file, but only once the processes run."""
 _NO_NVME = "optimizer and weights are offloaded to host memory only, from where checkpoints are written"
 
 
@@ -49,7 +49,7 @@ class DeepSpeedSettings:
 
 
 def read_deepspeed(section: Section, top: Section, machines: int) -> DeepSpeedSettings:
-    """Read `deepspeed_config` and the deepspeed_config_file in it."""
+    """Read `deepspeed_config` and the deepspeed_config_file that it names."""
     found = _deepspeed_file(section, top)
     _check_multinode(section, machines)
     if found is None:
@@ -209,7 +209,7 @@ def _check_multinode(section: Section, machines: int) -> None:
 
 
 def check_file_of_environment(environment: Mapping[str, str]) -> None:
-    """Check a file given by a flag of `accelerate launch`, of which no launch file tells. Raises as `check_keys`."""
+    """Check a DeepSpeed file given by a flag of `accelerate launch`, in no launch file. Raises like `check_keys`."""
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if file == "none":
         return
@@ -221,7 +221,7 @@ def check_file_of_environment(environment: Mapping[str, str]) -> None:
 
 
 def refuse_offload(settings: Mapping[str, object], source: str) -> None:
-    """Refuse what `read_deepspeed` refuses of offloading, in the settings of a process: flags have set them as well."""
+    """Refuse the same offloading as `read_deepspeed` in the settings of a process, which flags may have set."""
     zero = settings.get("zero_optimization")
     if not isinstance(zero, dict):
         return
@@ -255,7 +255,7 @@ def check_keys(top: Section) -> None:
 
 
 def _section(top: Section, name: str) -> Section:
-    """Return a section, without keys if it is absent or no mapping. Of the latter the reader speaks."""
+    """Return a section, empty if it is absent. One that is not a mapping is refused here or by its reader."""
     content: object = top.values
     for part in name.split(".") if name else ():
         content = content.get(part) if isinstance(content, dict) else None
@@ -271,7 +271,7 @@ def _check_value(section: Section, key: str, kind: object) -> None:
         if not _same(value, kind.value):
             wanted = str(kind.value).lower()
             raise section.refuse(key, f"{wanted}: {kind.reason}", f"write {wanted}, or delete it")
-    # The words for them in YAML 1.1 are not those of DeepSpeed.
+    # DeepSpeed does not take YAML 1.1's other words for true and false.
     elif kind == BOOLEAN and not isinstance(value, bool):
         raise section.refuse(key, "true or false", "write one of them, or delete it")
     elif kind in (COUNT, COUNT_OR_AUTO) and not (_is_count(value) or (kind == COUNT_OR_AUTO and value == "auto")):

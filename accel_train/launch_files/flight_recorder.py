@@ -6,15 +6,15 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 PREFIX = "flight_recorder_"
-"""Name of a file before the number of its process, as torch appends it."""
+"""Prefix of the file names. torch appends the number of the process."""
 ENTRIES = "2000"
-"""Collectives that torch keeps."""
+"""Number of collectives that torch keeps."""
 
 
 def set_up(logs: Path, environment: MutableMapping[str, str]) -> None:
     """Let NCCL's watchdog write ``logs/flight_recorder_N`` at a timeout. Before the processes are connected.
 
-    What the user has set stays, by its older name too, which torch still reads.
+    Variables set by the user stay, including those with an older name that torch still reads.
     """
     settings = {
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): ENTRIES,

@@ -1,4 +1,4 @@
-"""The network interface of a launch: NCCL is given prefixes of names, gloo takes whole names only."""
+"""The network interface of a launch: NCCL takes prefixes of names, gloo takes whole names only."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 def share_with_gloo(environment: MutableMapping[str, str]) -> None:
     """Let gloo use the interface that NCCL is told to use. Before the processes are connected.
 
-    Exactly one of them, because every process must give gloo the same number. Nothing changes where the user has named
-    gloo's own, where NCCL is told what to leave out (``^lo``), or where no interface matches.
+    Names exactly one of them, because every process must give gloo the same number. Nothing changes if the user has
+    named gloo's own, if NCCL is told what to leave out (``^lo``), or if no interface matches.
     """
     value = environment.get(NCCL_VARIABLE, "")
     if not value or value.startswith("^") or GLOO_VARIABLE in environment:
@@ -26,7 +26,7 @@ def share_with_gloo(environment: MutableMapping[str, str]) -> None:
 
 
 def matches(value: str, interfaces: Sequence[str], *, exact: bool) -> list[str]:
-    """List the interfaces that a value without ``^`` names. ``=`` in front of it asks for whole names, as does gloo."""
+    """List the interfaces that a value without ``^`` matches. ``exact`` or a leading ``=`` requires whole names."""
     exact = exact or value.startswith("=")
     # NCCL takes `eth0:1`, with a port, as well.
     names = [name.partition(":")[0] for name in value.removeprefix("=").split(",")]

@@ -27,7 +27,7 @@ from accel_train.wording import did_you_mean, nearest
 Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 MachinePrecision = Literal["no", "fp16", "bf16", "fp8"]
 NO_FILE = "no launch file"
-"""Stands in messages for the path."""
+"""Shown in messages instead of a path."""
 DEFAULT_PORT = 29500
 """Accelerate's rendezvous port if the file has none."""
 
@@ -76,7 +76,7 @@ class MachineConfig:
 
     path: Path
     distributed_type: str
-    """Spelling of the file."""
+    """As spelled in the file."""
     strategy: Strategy
     num_processes: int | None
     """Total over all machines. None if the file leaves it to the command line."""
@@ -118,7 +118,7 @@ def read_machine_config(
 ) -> MachineConfig:
     """Read and check a launch file. `num_processes`, from a flag, overrides the number of the file.
 
-    A `simulated` machine is any other than this one: its `gpu_ids` may be fewer than the processes, and become None.
+    A `simulated` machine need not be this one: its `gpu_ids` may be fewer than the processes, and become None.
     Raises `UsageError` with file, line, key, requirement and remedy. Uses neither devices nor the network. The first
     call imports accelerate, later ones take about 5 ms.
     """
@@ -171,7 +171,7 @@ def _read(path: Path, document: Document, num_processes: int | None, *, simulate
     machines = top.integer("num_machines", 1, low=1)
     processes = read_processes(top, kind, machines, num_processes)
     fsdp, deepspeed = _read_sharding(top, sections, kind, machines, processes)
-    # Nothing here depends on it, and Accelerate would take any text for true.
+    # Only checked: nothing here depends on it, but Accelerate would take any text for true.
     top.boolean("same_network", False)
     return MachineConfig(
         path=path,
@@ -388,7 +388,7 @@ def _rdzv_backend(top: Section) -> str:
 
 def _notes(top: Section) -> dict[str, str]:
     notes: dict[str, str] = {}
-    # Their flags have other defaults than None, and the launcher fills in from the file only what is None.
+    # The launcher takes from the file only what is None among its flags, and these flags default to other values.
     ignored = "is not obeyed: `accelerate launch` 1.15 reads it from the command line only; give it"
     backend = _rdzv_backend(top)
     if backend != "static":

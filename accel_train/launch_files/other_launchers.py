@@ -1,4 +1,4 @@
-"""Keys of a launch file that have `accelerate launch` start the processes of all machines, by mpirun or DeepSpeed.
+"""Keys of a launch file that make `accelerate launch` start the processes of all machines, by mpirun or DeepSpeed.
 
 Accelerate obeys them. `accel-train launch` starts the processes of its own machine only, so it refuses them.
 """
@@ -14,7 +14,7 @@ _OF_DEEPSPEED = ("deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_
 
 
 def refuse_other_launchers(machine: MachineConfig) -> None:
-    """Raise ``UsageError`` for a file whose processes mpirun, pdsh or another launcher starts from one machine."""
+    """Raise ``UsageError`` for a file whose processes are started from one machine by mpirun, pdsh or the like."""
     required = "absent: `accel-train launch` starts the processes of its own machine only"
     mpirun = _section(machine, "mpirun_config")
     if mpirun.values.get("mpirun_hostfile") is not None:

@@ -26,7 +26,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
-    """Let the kernel send this process a signal when its parent ends, even by SIGKILL. ``exec`` keeps the setting.
+    """Make the kernel send this process a signal when its parent ends, even by SIGKILL. ``exec`` keeps the setting.
 
     Does nothing outside Linux. No signal is sent if the parent has already ended.
     """
@@ -36,16 +36,16 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 
 
 def killed_with_parent() -> None:
-    """``end_with_parent`` for work that nobody else waits for. A recipe takes SIGTERM for a request to save first."""
+    """Call ``end_with_parent`` with SIGKILL, for work that nobody waits for. A recipe would save first at SIGTERM."""
     end_with_parent(signal.SIGKILL)
 
 
 def tied_to_parent(command: Sequence[str], number: int = signal.SIGTERM) -> list[str]:
     """Return a command that calls ``end_with_parent`` and then becomes ``command``, in one process. Costs 20 ms.
 
-    This process must start it, with no other program around it: a child of any other parent ends at once, as one whose
-    parent has ended. Not a ``preexec_fn``: that runs Python between fork and exec, where a lock held by another thread
-    is never released, and numpy and torch start threads.
+    This process must start it directly: a child of any other parent ends at once, as if its parent had ended. Not a
+    ``preexec_fn``: that runs Python between fork and exec, where a lock held by another thread is never released, and
+    numpy and torch start threads.
     """
     if sys.platform != "linux":
         return list(command)

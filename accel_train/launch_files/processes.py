@@ -1,7 +1,7 @@
 """The number of processes of a launch, and the flags that replace numbers of the launch file.
 
-A flag is refused by its own name: Accelerate takes 0 processes for a flag that is absent, and other numbers out of
-range end in its tracebacks.
+Flags are checked here, with errors that name them: Accelerate takes 0 processes for an absent flag, and ends in a
+traceback for other numbers out of range.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def device_of_process(environment: Mapping[str, str], visible: int) -> int:
     Accelerate takes the local rank modulo the number of devices, and NCCL then ends in "Duplicate GPU detected".
     """
     rank = int(environment.get("LOCAL_RANK", "0"))
-    # Children of torchrun see the same devices. All of them refuse, because only the first one speaks.
+    # Children of torchrun see the same devices. All of them refuse, because only the first one reports it.
     needed = int(environment.get("LOCAL_WORLD_SIZE", rank + 1))
-    # Tasks that srun started by themselves have a device each, whose index is 0 in all of them.
+    # Tasks started by srun have one device each, whose index is 0 in all of them.
     if visible == 1 and "TORCHELASTIC_RUN_ID" not in environment:
         return 0
     refuse_shared_devices(needed, visible)

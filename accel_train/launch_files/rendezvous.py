@@ -18,11 +18,11 @@ RESOLUTION_SECONDS = 1800.0
 
 A pod has no name before it runs, and a node to be added and an image to be pulled take many minutes."""
 PAUSE_SECONDS = 2.0
-"""Between two questions. Resolvers remember for some seconds that a name was unknown."""
+"""Pause between two look-ups. Resolvers remember for some seconds that a name was unknown."""
 NOT_YET = (socket.EAI_AGAIN, socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 """Answers to a name that may be known later: no answer, an unknown name, a name without an address."""
 NAME = re.compile(r"(?!-)[\w-]{1,63}(?<!-)(\.(?!-)[\w-]{1,63}(?<!-))*\.?", re.ASCII)
-"""What a name server takes for a name."""
+"""Host names that a name server accepts."""
 
 
 def check_rendezvous(machine: MachineConfig) -> None:
@@ -77,10 +77,10 @@ def _resolve(section: Section, host: str, port: int) -> list[tuple[int, tuple[An
 
 
 def _warn_where_elsewhere(host: str, addresses: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
-    """Say that no address of machine 0 is one of this machine's: a second machine 0 would wait in silence."""
+    """Warn if no address of machine 0 belongs to this machine: a second machine 0 would wait in silence."""
     if any(_is_own(family, address) for family, address in addresses):
         return
-    # No error: a service of a cluster forwards an address of its own.
+    # Not an error, because a service of a cluster may forward an address of its own.
     print(
         f"machine_rank: 0, but main_process_ip {host} is no address of this machine ({socket.gethostname()}); if no "
         "service forwards it here, give every machine its own --machine_rank, and 0 to the one that has the address",
@@ -90,7 +90,7 @@ def _warn_where_elsewhere(host: str, addresses: Sequence[tuple[int, tuple[Any, .
 
 
 def _is_own(family: int, address: tuple[Any, ...]) -> bool:
-    """Return True for an address of this machine. Lists of interfaces lack some, such as 127.0.1.1 for its name."""
+    """Return True for an address of this machine. Tried by binding, because lists of interfaces lack 127.0.1.1."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address[0], 0, *address[2:]))
@@ -100,9 +100,9 @@ def _is_own(family: int, address: tuple[Any, ...]) -> bool:
 
 
 def _may_come(host: str, error: Exception) -> bool:
-    """Return True if a later answer may differ: for a name, and not for a number that is no address."""
+    """Return True if a later look-up may succeed: for a name, but not for a number that is not an address."""
     is_number = re.fullmatch(r"[\d.]+", host) is not None
-    # No name ends with it (RFC 6761): it stands in the preset, to be replaced.
+    # No real name ends with `.invalid` (RFC 6761): the preset has one as a placeholder.
     if is_number or NAME.fullmatch(host) is None or host.endswith(".invalid"):
         return False
     return isinstance(error, socket.gaierror) and error.errno in NOT_YET

@@ -37,7 +37,7 @@ MISLEADING_VARIABLES = {
     "NCCL_SOCKET_NTHREADS": "affects the socket transport only and costs CPU time; unset it on NVLink or InfiniBand",
     "NCCL_NSOCKS_PERTHREAD": "affects the socket transport only and costs CPU time; unset it on NVLink or InfiniBand",
 }
-"""Widespread advice without effect or with harm (torch 2.13 headers, NCCL documentation)."""
+"""Variables of widespread advice that have no effect or do harm (torch 2.13 headers, NCCL documentation)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequenc
     source = "the environment"
     if flags is not None:
         file = file or flags.get("config_file")
-        # torchrun reads no such file, so it counts under `accelerate launch` only, which skips it with --cpu.
+        # torchrun reads no such file. `accelerate launch` does, except with --cpu.
         if not flags.get("cpu"):
             default = default_machine_config_path()
         source = "the command line of `accelerate launch`"
@@ -108,7 +108,7 @@ def _after_launch(line: Sequence[str]) -> list[str] | None:
 
     The interpreter and its options may come first.
     """
-    # Only the first words: later ones may be arguments of a script, with the same name.
+    # Only the first words, because later ones may be arguments of a script with the same name.
     head = [Path(word).name for word in line[:6]]
     for name in ("accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli", "accelerate"):
         if name not in head:
@@ -170,14 +170,14 @@ SET_BY_NOTEBOOK_LAUNCHER = {"NPROC", "NODE_RANK", "MIXED_PRECISION"}
 
 
 IN_ITS_PLACE = {"bf16": "--precision bf16", "fp16": "--precision fp16", "fp8": "--float8 rowwise --precision bf16"}
-"""Flags of the experiment, by precision of the launcher. Of any other, none has the effect."""
+"""Flags of the experiment in place of a launcher's precision. No flag replaces any other precision."""
 
 
 def refuse_experiment_settings(requested: Requested, environment: Mapping[str, str], precision: str) -> None:
-    """Refuse another precision, or compilation, in the launch request. Both belong to the experiment."""
+    """Refuse a different precision, or compilation, in the launch request. Both belong to the experiment."""
     precisions = [environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()]
-    # Accelerate does not read this name, so `notebook_launcher(mixed_precision=)` would have no effect. By itself the
-    # variable may be anybody's.
+    # Accelerate does not read this name, so `notebook_launcher(mixed_precision=)` would have no effect. Without the
+    # launcher's other variables it may have another origin.
     if environment.keys() >= SET_BY_NOTEBOOK_LAUNCHER:
         precisions.append(environment["MIXED_PRECISION"].lower())
     if requested.machine is not None and requested.machine.mixed_precision is not None:
@@ -209,7 +209,7 @@ def refuse_experiment_settings(requested: Requested, environment: Mapping[str, s
 
 
 def refuse_accumulation(requested: Requested, environment: Mapping[str, str], accumulation_steps: int) -> None:
-    """Refuse accumulation steps contradicting the batch sizes. 1, every launcher's default, passes."""
+    """Refuse accumulation steps that contradict the batch sizes. 1, every launcher's default, passes."""
     key = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     value = environment.get(key, "1")
     if value not in ("1", "auto", str(accumulation_steps)):
@@ -223,9 +223,9 @@ _AXES = {"TP": "tensor", "CP": "context", "SP": "sequence"}
 
 
 def refuse_unsupported(requested: Requested, environment: Mapping[str, str]) -> None:
-    """Refuse activation checkpointing of FSDP, and other parallelism than that of data.
+    """Refuse FSDP's activation checkpointing, and any parallelism other than data parallelism.
 
-    Flags of `accelerate launch` arrive as variables, and the reader of the launch file has not seen them.
+    Flags of `accelerate launch` arrive as variables, which the reader of the launch file has not seen.
     """
     machine = requested.machine
     place = None
@@ -267,7 +267,7 @@ def notices(
     if machine is None:
         return misleading_variables(environment)
     given = flags or {}
-    # A flag with the same value is obeyed, and leaves nothing to say.
+    # A flag with the same value is obeyed, and needs no notice.
     sentences: list[str] = []
     for key, text in machine.notes.items():
         if given.get(key) != machine.raw.get(key):
@@ -283,7 +283,7 @@ def notices(
 
 
 def clear_environment(environment: MutableMapping[str, str]) -> None:
-    """Remove variables overriding our own arguments, and switch RAM-efficient loading off.
+    """Remove variables that override our own arguments, and switch RAM-efficient loading off.
 
     RAM-efficient loading is the launcher's default for FSDP. One process of each host builds the weights anyway.
     """

@@ -92,7 +92,7 @@ class Section:
         return value
 
     def boolean(self, key: str, default: bool) -> bool:
-        """Read true or false, or a word for them in YAML 1.1, and so in Accelerate."""
+        """Read true or false, or one of YAML 1.1's other words for them, which Accelerate takes too."""
         value = self.values.get(key)
         if isinstance(value, bool):
             return value
@@ -134,7 +134,7 @@ class Section:
 
 
 def shown(value: object) -> str:
-    """Format a value as in the file, shortened. Text that would pass for a number, or for nothing, has its quotes."""
+    """Format a value as in the file, shortened. Text that looks like a number, or is blank, keeps its quotes."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -175,7 +175,7 @@ def known_keys() -> Mapping[str, Mapping[str, KnownKey]]:
 
 
 def read_sections(path: Path, document: Document) -> tuple[Section, dict[str, Section]]:
-    """Read the top and all sections, empty if absent. All their keys are known, and null only where it is allowed."""
+    """Read the top and all sections, empty if absent. Refuses unknown keys, and null where it is not allowed."""
     values = dict(document.values)
     top = Section(path, "", values, document.places)
     if "fp16" in values:
@@ -211,7 +211,7 @@ def _section(path: Path, document: Document, name: str) -> Section:
 def _full_key(section: str, key: str) -> str:
     """Add the launcher's prefix to a key without it."""
     prefix = _PREFIXES.get(section, "")
-    # As Accelerate does it: the bare `fsdp` or `fp8` counts, without the underscore.
+    # As in Accelerate, a bare `fsdp` or `fp8` counts as the prefix, without the underscore.
     has_prefix = key.startswith(prefix.rstrip("_"))
     if not has_prefix and prefix + key in known_keys()[section]:
         return prefix + key
@@ -230,11 +230,11 @@ def _check_value(section: Section, key: str, known: KnownKey) -> None:
     value = section.values[key]
     if value is None and not known.null_allowed:
         raise section.refuse(key, "a value", "write one, or delete the line")
-    # The word for a DeepSpeed value that is filled in later. Keys that do not allow it refuse it when they are read.
+    # `auto` is for a DeepSpeed value that is filled in later. Keys that do not allow it refuse it when they are read.
     if value is None or value == "auto":
         return
     if known.kind is int:
-        # The type only. A key that is interpreted has a range, which its reader checks.
+        # Only the type is checked. If a key is interpreted here, its reader checks the range.
         section.integer(key, 0, low=-(2**62))
     elif known.kind is float:
         if not _is_finite_number(value):

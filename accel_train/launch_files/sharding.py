@@ -48,7 +48,7 @@ def read_fsdp(section: Section, mesh: Section, processes: int | None) -> FsdpSet
         )
     policy = section.choice("fsdp_auto_wrap_policy", FSDP_AUTO_WRAP_POLICY, "NO_WRAP")
     layers = _transformer_layers(section, str(policy))
-    # Accelerate reads it under that policy alone, and drops it without a word under any other.
+    # Accelerate reads it under that policy only, and drops it silently under any other.
     if "fsdp_min_num_params" in section.values and policy != "SIZE_BASED_WRAP":
         raise section.refuse(
             "fsdp_min_num_params",
@@ -149,7 +149,7 @@ def _mesh_sizes(mesh: Section, processes: int | None) -> tuple[int | None, int |
             "2 or more: FSDP has nothing to shard over otherwise",
             "delete parallelism_config to shard over all processes, or use `distributed_type: MULTI_GPU`",
         )
-    # torch would say it too, but on every process and after minutes in a queue.
+    # torch would refuse it too, but on every process and after minutes in a queue.
     if processes is not None and replicate * shard != processes:
         key = _SHARD if _SHARD in mesh.values else _REPLICATE
         raise mesh.refuse(

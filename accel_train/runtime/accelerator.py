@@ -70,10 +70,10 @@ def build_accelerator(
     ZeRO's own settings (clipping, accumulation, batch sizes, precision) are generated from the arguments. NCCL writes
     its last collectives to ``logs`` when one of them times out. ``config`` must be equal on all ranks.
 
-    Raises ``UsageError`` if the machine differs from the launch request, or one process from another, and names both.
-    ``MissingProcessError`` if a process does not come.
+    Raises ``UsageError`` with both values if the machine differs from the launch request, or one process from another,
+    and ``MissingProcessError`` if a process never connects.
     """
-    # Called here, because it looks whether Accelerate has state before this run makes some.
+    # Called first, because it checks whether Accelerate has state already, before this run creates any.
     begin_run().callback(_forget_accelerator())
     step_overhead.remember_lookups()
     end_with_the_launcher()
@@ -127,7 +127,7 @@ def strategy_family(requested: Requested, world_size: int) -> str:
 def _forget_accelerator() -> Callable[[], None]:
     """Return a function that resets Accelerate's shared state. Call it before ``build_accelerator``.
 
-    The reset does nothing if Accelerate had state already, which belongs to somebody else, or with several processes,
+    The reset does nothing if Accelerate had state already, which belongs to other code, or with several processes,
     whose process group outlives the run.
     """
     process_state = cast("Any", PartialState)
@@ -255,7 +255,7 @@ def _on_cpu() -> bool:
 def zero_plugin(
     requested: Requested, precision: Precision, max_grad_norm: float, micro_batch_size: int, world_size: int
 ) -> DeepSpeedPlugin:
-    """Build DeepSpeed's plugin, with settings generated from the experiment. Nothing is written twice.
+    """Build DeepSpeed's plugin, with settings generated from the experiment, so that no file has to repeat them.
 
     A DeepSpeed file with other values is refused.
     """

@@ -36,7 +36,7 @@ def load_communication() -> None:
     accelerator: Any = get_accelerator()
     builder: Any = accelerator.create_op_builder("ShareMemCommBuilder")
     compatible: dict[str, bool] = deepspeed.ops.__compatible_ops__
-    # DeepSpeed then does without it, or the package brings it compiled.
+    # Then DeepSpeed works without it, or its package ships it compiled.
     if builder is None or not compatible.get(builder.NAME) or installed_ops.get(builder.NAME):
         return
     from torch.utils.cpp_extension import _get_build_directory  # pyright: ignore[reportPrivateUsage]
@@ -67,7 +67,7 @@ def one_at_a_time(folder: Path) -> Generator[None]:
 def clear(folder: Path) -> None:
     """Delete torch's lock file in ``folder`` if its process is dead, else print its holder.
 
-    Compilers that outlive a dead process are waited for.
+    Waits first for compilers that outlive a dead process.
     """
     baton = folder / "lock"
     # The open files of another user's processes are invisible, so another user's lock stays.
@@ -104,7 +104,7 @@ def _compiling_in(folder: Path) -> list[int]:
     """List the compilers working in ``folder``. A person's shell may be there too and does not count."""
     found: list[int] = []
     for process in psutil.process_iter():
-        # A process may end between the questions.
+        # A process may end between these calls.
         with suppress(psutil.Error, OSError):
             name = process.name()
             if name not in COMPILERS and "-g++" not in name:

@@ -1,4 +1,4 @@
-"""Options of the exchange of gradients under DDP and of prefetching under FSDP2. Options without effect are refused.
+"""Options for gradient reduction under DDP and for prefetching under FSDP2. Options without effect are refused.
 
 The launch file sets FSDP2's resharding (``fsdp_reshard_after_forward``) and ZeRO's buckets. The search for unused
 parameters is off and has no option, because every parameter takes part in every step.
@@ -33,7 +33,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """Exchange of gradients under DDP, prefetching of weights under FSDP2. Refused under any other strategy."""
+    """Gradient reduction under DDP and prefetching of weights under FSDP2. Refused under any other strategy."""
 
     gradient_as_bucket_view: bool | None = None
     """DDP: gradients are views of the communication buckets, which saves 4 bytes per parameter and a copy.
@@ -45,8 +45,8 @@ class DistributedConfig:
 
     comm_hook: Literal["none", "bf16", "powersgd"] = "none"
     """DDP, for slow links between hosts. bf16 halves the bytes and rounds gradients to 8 bits of fraction, GPUs only.
-    powersgd sends low-rank factors and carries their error over to the next step, in memory as large as the gradients,
-    and not with precision fp16. Both make the result depend on the number of processes."""
+    powersgd sends low-rank factors and carries their error over to the next step, in memory as large as the gradients.
+    It is refused with precision fp16. Both make the result depend on the number of processes."""
 
     powersgd_rank: PositiveInt | None = None
     """powersgd: rank of the factors of each matrix. Twice the rank is twice the bytes. None: 1."""
@@ -60,8 +60,9 @@ class DistributedConfig:
     """DDP: promise that every step uses the same parameters in the same way. Not with accumulation."""
 
     fsdp2_prefetch: PositiveInt | None = None
-    """FSDP2: blocks whose weights are gathered ahead of the computing one, in forward and backward, each in memory
-    until its use. For slow links. None: torch's default: the next block, as far as the host runs ahead."""
+    """FSDP2: number of blocks whose weights are gathered ahead of the one that computes, in forward and backward. Each
+    stays in memory until its use. For slow links. None: torch's default, the next block as far as the host runs
+    ahead."""
 
     def __post_init__(self) -> None:
         if self.comm_hook != "powersgd":
@@ -81,7 +82,7 @@ def ddp_handlers(
     """Return the value of ``Accelerator(kwargs_handlers=...)``: one handler for DDP, none otherwise.
 
     ``strategy`` is "single", "ddp", "fsdp2" or "zero". Raises ``UsageError`` for options that would be ignored, fail or
-    spoil the training.
+    corrupt the training.
     """
     _refuse_ignored(config, strategy)
     if strategy != "ddp":
@@ -126,7 +127,7 @@ def _refuse_ignored(config: DistributedConfig, strategy: str) -> None:
 
 
 def _ddp_handler(config: DistributedConfig) -> DistributedDataParallelKwargs:
-    # Accelerate passes it on to whatever hook is set, and other hooks take no such state.
+    # Empty without powersgd: Accelerate passes it to any hook, and other hooks take no such state.
     state: dict[str, int] = {}
     if config.comm_hook == "powersgd":
         state = {
@@ -135,7 +136,7 @@ def _ddp_handler(config: DistributedConfig) -> DistributedDataParallelKwargs:
         }
     return DistributedDataParallelKwargs(
         bucket_cap_mb=config.bucket_cap_mb or BUCKET_MIB,
-        # None is the default, which is True.
+        # None stands for the default, True.
         gradient_as_bucket_view=config.gradient_as_bucket_view is not False,
         static_graph=config.static_graph,
         comm_hook=_HOOKS[config.comm_hook],

@@ -77,10 +77,10 @@ def _launcher_is_gone() -> bool:
 def leave(number: int, *, told: bool = False) -> NoReturn:
     """End this process at once with exit code 75, and tell the others. Safe in a handler and in any thread.
 
-    ``number`` is the signal, or 0 for the ``STOP`` file. ``told`` means by another process.
+    ``number`` is the signal, or 0 for the ``STOP`` file. ``told`` is True if another process passed the stop on.
     """
     EARLY.leaving = True
-    # Before the message, after which a second signal may come.
+    # Undone before the message, because a second signal may follow that.
     if EARLY.undo is not None:
         with suppress(Exception):
             EARLY.undo()
@@ -107,10 +107,10 @@ class EarlyStop:
     def __init__(self) -> None:
         self.installed = False
         self.leaving = False
-        """True once this process is about to end. Its main thread may still fail where others have left before it."""
+        """True once this process is about to end. Its main thread may still fail because others have left already."""
         self.others: Others | None = None
         self.undo: Callable[[], None] | None = None
-        """Takes back a note on the disk that only a crash should leave."""
+        """Removes a note on the disk that only a crash should leave."""
         self._owner = 0
         self._stop_file: Path | None = None
         self._pipe: tuple[int, int] | None = None
@@ -159,11 +159,11 @@ class EarlyStop:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._owner:
-            # A worker that was forked meanwhile dies of the signal, as it would without this handler.
+            # A worker forked since then dies of the signal, as it would without this handler.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        # Again while the others are told: that takes seconds at most.
+        # A repeated signal is ignored while the others are being told, which takes seconds at most.
         if not self.leaving:
             leave(number)
 
@@ -179,7 +179,7 @@ class EarlyStop:
                 os.close(pipe)
                 return
             number = read[0]
-            # Python writes the number of every signal with a handler, not of these alone.
+            # Python writes the number of every signal with a handler, not only of these.
             if number in STOPPING:
                 # Time for the main thread to run the handler, or to hand over to `StopRequests`, which clears the pipe.
                 time.sleep(SECONDS_FOR_THE_HANDLER)
@@ -190,7 +190,7 @@ class EarlyStop:
         if self._pipe is None or self._stop_file is None or self.leaving:
             return
         if self._stop_file.exists():
-            # The next start must train.
+            # Otherwise the file would stop the next start too.
             with suppress(OSError):
                 self._stop_file.unlink()
             leave(0)
@@ -218,14 +218,14 @@ def look_for_stop_file(directory: Path) -> None:
 
 
 def ignore_stops() -> None:
-    """Ignore SIGTERM and the like: a signal while the interpreter shuts down would turn a finished run into a death."""
+    """Ignore SIGTERM and the like: during the interpreter's shutdown one would make a finished run count as killed."""
     if threading.current_thread() is threading.main_thread():
         for number in STOPPING:
             signal.signal(number, signal.SIG_IGN)
 
 
 def listened() -> list[signal.Signals]:
-    """Return the signals asking for a stop. SIGHUP is left out if it is ignored, as under nohup."""
+    """Return the signals that ask for a stop. SIGHUP is left out if it is ignored, as under nohup."""
     numbers: list[signal.Signals] = list(STOPPING)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
@@ -239,9 +239,9 @@ class _Stopped(BaseException):
 
 @contextmanager
 def stoppable(text: str) -> Generator[None]:
-    """End at Ctrl-C, SIGTERM or SIGHUP in the body with ``text`` and exit code 128 + signal. Main thread only.
+    """Make Ctrl-C, SIGTERM or SIGHUP in the body print ``text`` and exit with 128 + signal. Main thread only.
 
-    Every ``finally`` in the body runs first, and so temporary folders are deleted.
+    Every ``finally`` in the body runs first, so that temporary folders are deleted.
     """
 
     times = [-math.inf]
@@ -254,7 +254,7 @@ def stoppable(text: str) -> Generator[None]:
             raise _Stopped(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    # nohup ignores SIGHUP for the process, and a shell SIGINT for one in the background.
+    # nohup makes the process ignore SIGHUP, and a shell makes one in the background ignore SIGINT.
     before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
     for number in before:
         signal.signal(number, stop)

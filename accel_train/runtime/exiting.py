@@ -71,10 +71,10 @@ def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
     """Decorate a recipe's ``main``: release the process-wide state of the run, even after an error.
 
     Releases the lock on its directory, its log handlers and, with one process, Accelerate's shared state. A notebook or
-    a sweep may then call ``main`` again. A failure has been logged before. Several processes keep their process group.
+    a sweep may then call ``main`` again. Failures are logged before. Several processes keep their process group.
     """
 
-    # Now: the path may be relative, and the recipe may change its directory.
+    # Resolved now: the path may be relative, and the recipe may change its directory.
     file = _file_of(main)
 
     @functools.wraps(main)
@@ -88,7 +88,7 @@ def one_run(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
                 code = _run_once(main, argv)
                 if code is not None:
                     return code
-                # Here the error is gone, and with it the frames that held the model.
+                # The error is gone by now, and with it the frames that held the model.
                 _free_memory()
                 # The next round resumes, even if the command says --overwrite (`policy.of_this_start`).
                 _continues = True
@@ -145,15 +145,15 @@ def run_main(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     Until there is something to save, a stop (SIGTERM, SIGUSR1, Ctrl-C, the launcher's death) ends the process at once
     with exit code 75.
     """
-    # Late, so that a command that trains nothing does not pay for it.
+    # Imported late, so that a command that trains nothing does not pay for it.
     from accel_train.runtime.early_stop import leave_when_asked
 
     _imports.close()
     # What was imported stays until the end, so collections need not look at it: 0.5 s of CPU before the first step.
     gc.freeze()
     leave_when_asked()
-    # Overwritten by the real code. Without it the launcher takes a crash for a stop during the imports. Only now: a
-    # process that torchrun ends just before the handler is set has not failed.
+    # Overwritten by the real code. Without it the launcher takes a crash for a stop during the imports. Not earlier,
+    # because a process that torchrun ends just before the handler is set has not failed.
     report_exit_code(1)
     exit_with(main)
 
@@ -164,7 +164,7 @@ def before_imports() -> None:
     A recipe calls it before its other imports, which take seconds. Without such a text ``load_config`` writes one. The
     garbage collector is off until ``run_main``: nothing that modules create is garbage.
     """
-    # Late, so that a command of another kind does not pay for it.
+    # Imported late, so that other commands do not pay for it.
     from accel_train.options import help_cache
 
     text = help_cache.find()
@@ -188,7 +188,7 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     except MendedError as error:
         _report(f"error (exit code {EXIT_PREEMPTED}: start the same command again): {error}")
         code = EXIT_PREEMPTED
-        # Once: a disk that damages what is written has no end.
+        # Only once: a disk that damages what is written would cause restarts for ever.
         asks_again = is_first
     except UsageError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0" and not _processes_are_connected():
@@ -212,7 +212,7 @@ def exit_with(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         code = 1
     except Exception as error:
         if _stopped_before_the_first_step():
-            # Perhaps its consequence, such as a collective without the processes that have left.
+            # The error may follow from the stop, as in a collective without the processes that have left.
             code = EXIT_PREEMPTED
         elif _leaves_without_teardown():
             # Python would print the same, and then wait in gloo's teardown for a host that is gone.
@@ -238,7 +238,7 @@ def discard_unread_output() -> bool:
 
 
 def _is_written(stream: TextIO) -> bool:
-    """Write the rest of a stream. Returns False if it was lost, not if the reader has left a run that wrote it all."""
+    """Flush a stream. Returns False if output was lost, but not if its reader left after all of it was written."""
     try:
         stream.flush()
     except OSError as error:
@@ -304,7 +304,7 @@ def _log(text: str) -> None:
     """Write to the log of this process, or to its file in an existing output directory if logging is not set up."""
     root = logging.getLogger()
     handlers = [handler for handler in root.handlers if isinstance(handler, logging.FileHandler)]
-    # By name: a notebook or a test may have file handlers of its own, which are none of ours.
+    # Recognised by name, because a notebook or a test may have file handlers of its own.
     own = [h for h in handlers if Path(h.baseFilename).name.startswith("rank_")]
     if own:
         record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, "%s", (text,), None)
@@ -312,13 +312,13 @@ def _log(text: str) -> None:
             handler.handle(record)
         return
     directory = requested_output_dir()
-    # A refused start must not write into the log of the run that is under way. Looked up, as the modules below.
+    # A refused start must not write into the log of a running one. Looked up instead of imported, as further below.
     lock = sys.modules.get("accel_train.store.lock")
     if directory is None or (lock is not None and lock.holder_of(directory)):
         return
     path = directory / "logs" / f"rank_{_rank()}.log"
     when = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime())
-    # The directory may be what was refused, for a name that no file system takes.
+    # The start may have been refused for this directory, with a name that no file system accepts.
     with suppress(OSError, ValueError):
         if path.is_file():
             with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -357,7 +357,7 @@ def reported_exit_code(path: Path, *, stopped: bool) -> int | None:
     for code in preference:
         if code in codes:
             return code
-    # A code of the recipe's own.
+    # An exit code that only the recipe defines.
     return max(codes, default=None)
 
 
@@ -383,7 +383,7 @@ def _leaves_without_teardown() -> bool:
     finished run. If a host is cut off, the shutdown waits for it for ever.
     """
     torch = sys.modules.get("torch")
-    # As text: this may be the end of a start that was refused because it is no number.
+    # Compared as text: the start may have been refused because the variable is not a number.
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
     return several and torch is not None and not torch.accelerator.is_available()
 

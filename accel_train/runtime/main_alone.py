@@ -18,7 +18,7 @@ from accel_train.runtime import signals
 T = TypeVar("T")
 
 PREPARATION_LIMIT = timedelta(hours=24)
-"""Longest wait for a process that prepares alone. Reading a large dataset takes hours and starts anew if it is ended.
+"""Longest wait for a process that prepares alone. Reading a large dataset takes hours, and starts over if interrupted.
 A process that dies closes its connections, which ends the wait at once."""
 
 
@@ -66,7 +66,7 @@ def on_main(accelerator: Accelerator, act: Callable[[], T], *, training: bool = 
 def connect_hosts(accelerator: Accelerator, timeout_seconds: float) -> None:
     """Open the group for waits on the host, before one process works alone: it fails now if a host is out of reach.
 
-    Collective. ``timeout_seconds`` are those of a collective.
+    Collective. ``timeout_seconds`` is the timeout of its collectives.
     """
     if accelerator.num_processes > 1:
         signals.host_group(timeout_seconds)
@@ -75,7 +75,7 @@ def connect_hosts(accelerator: Accelerator, timeout_seconds: float) -> None:
 def place_among_workers(accelerator: Accelerator) -> tuple[int, int]:
     """Return the rank of this process, and the number of processes, for the shared preparation of data.
 
-    In a simulation one process prepares everything: the others are not there.
+    In a simulation one process prepares everything, because the others do not exist.
     """
     if simulated.active() is not None:
         return 0, 1
@@ -84,7 +84,7 @@ def place_among_workers(accelerator: Accelerator) -> tuple[int, int]:
 
 @contextmanager
 def failing_together(accelerator: Accelerator) -> Generator[Callable[[], None]]:
-    """Yield a barrier for work that every process does. An error of one process is raised on all of them.
+    """Yield a barrier for work that every process does. An error of one process is raised on all.
 
     A failing process reports to the others at their next barrier, or at the end of the block. All processes must enter
     the block and, unless one fails, call the barrier equally often. It waits for up to ``PREPARATION_LIMIT``.
@@ -115,7 +115,7 @@ def failing_together(accelerator: Accelerator) -> Generator[Callable[[], None]]:
 def _meet() -> None:
     """Wait on the host until every process is here, for up to ``PREPARATION_LIMIT``.
 
-    A collective would wait as long as its group, and NCCL's watchdog would end the process.
+    A collective would only wait as long as its group's timeout, and NCCL's watchdog would end the process.
     """
     group = signals.host_group()
     sign = torch.zeros(1)

@@ -24,7 +24,7 @@ TESTED = (Version("1.15"), Version("1.16"))
 
 
 def connect(strategy: str | None, timeout: timedelta) -> None:
-    """Start gloo and set the state so that ``Accelerator`` takes the path of ``strategy``. All ranks.
+    """Start gloo and set Accelerate's state so that ``Accelerator`` takes the path of ``strategy``. All ranks.
 
     ``AcceleratorState`` chooses its branch by the distributed type of ``PartialState``. With the type of a GPU machine
     it sets up FSDP and DeepSpeed as on GPUs, while the device stays CPU.

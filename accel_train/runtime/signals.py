@@ -50,7 +50,7 @@ class StopRequests:
         self._file = directory / STOP_FILE if main else None
         self._looked = 0.0
         self._parent = os.getppid()
-        # Its thread ends the process at a signal, and from here on there may be work to save.
+        # Its thread would end the process at a signal, and from here on there may be work to save.
         early_stop.EARLY.end()
         self._previous: dict[int, Any] = {}
         for number in listened():
@@ -137,14 +137,14 @@ class Agreement:
 
         Returns None at the first call. One process gets its own ``values`` back.
         """
-        # The vector has no names, and all ranks must mean the same by each place.
+        # The vector has no names, so all ranks must mean the same value by each position.
         assert values.keys() == self._signs.keys()
         if self._world_size == 1:
             return values
         agreed: dict[str, int] | None = None
         if self._pending is not None:
             work, reduced = self._pending
-            # Begun a step ago, so that it has long been done: this waits for nobody.
+            # Begun a step ago, so it has long been done and this does not block.
             work.wait()
             agreed = {}
             values_of_all = reduced.tolist()
@@ -183,17 +183,17 @@ class Agreement:
 
 
 _host_groups = weakref.WeakKeyDictionary[Any, Any]()
-"""Ours beside each default group. torch owns both: one that outlived `destroy_process_group` would abort the exit."""
+"""Our gloo group for each default group. Held weakly: a group that outlives `destroy_process_group` aborts the exit."""
 
 
 def host_group(timeout_seconds: float = 1800.0) -> Any:
     """Return the gloo group of all processes, for messages between hosts that wait for no device.
 
-    The first call opens it, with its timeout: all ranks together.
+    The first call opens it with ``timeout_seconds`` and is a collective. Later calls ignore the argument.
     """
     default = dist.group.WORLD
     if dist.get_backend() == "fake":
-        # The other processes of a simulation are not there.
+        # A simulation has no other processes.
         return default
     group = _host_groups.get(default, lambda: None)()
     if group is None:

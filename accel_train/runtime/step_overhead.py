@@ -1,4 +1,4 @@
-"""Keep work of Python and Accelerate out of the steps of the training loop.
+"""Keep overhead of Python and Accelerate out of the steps of the training loop.
 
 Python's garbage collector runs only where the loop waits anyway. A collection walks over every container of the
 process. With torch and a model loaded a full one takes 0.1 to 0.5 s, at an arbitrary step that differs between
@@ -54,11 +54,11 @@ def remember_lookups() -> bool:
     """Cache the look-ups of Accelerate's optimizer in every step, and return True if it was not cached before.
 
     Accelerate 1.15 searches all of ``sys.path`` for ``lomo_optim`` twice per step, 27 us each time, about half of its
-    overhead. Its ``zero_grad`` takes the signature of the optimizer's apart, another 9 us. Any process may call it, any
+    overhead. Its ``zero_grad`` inspects the signature of the optimizer's, another 9 us. Any process may call it, any
     number of times.
     """
     module: Any = optimizer
-    # Another version of Accelerate may not look them up at all.
+    # Other versions of Accelerate may not do these look-ups at all.
     if getattr(module, "inspect", None) is inspect:
         module.inspect = SimpleNamespace(signature=_signature)
     look_up = getattr(module, "is_lomo_available", None)

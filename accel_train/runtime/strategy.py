@@ -1,4 +1,4 @@
-"""Name the strategy of sharing a model among the processes, and verify that ``prepare`` applied it."""
+"""Name the strategy that distributes a model over the processes, and verify that ``prepare`` applied it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accel_train.runtime.distributed_options import DistributedConfig, verify_dd
 
 Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 INSTRUCTION_LIMITS = ("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-"""Variables by which MKL and oneDNN use other instructions than the CPU has. Neither library tells what it uses."""
+"""Variables that limit the instructions used by MKL and oneDNN. Neither library reports which ones it uses."""
 EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
 """Methods by which Accelerate asks a model for the modules that FSDP2 shards apart from the rest."""
 
@@ -44,9 +44,9 @@ def strategy_of(accelerator: Accelerator) -> Strategy:
 
 
 def device_of_updates(accelerator: Accelerator) -> torch.device:
-    """Return the device of weights and state while the optimizer steps: the CPU where FSDP2 keeps its shards there."""
+    """Return the device of weights and state while the optimizer steps: the CPU if FSDP2 keeps its shards there."""
     if strategy_of(accelerator) == "fsdp2":
-        # Here, because its import takes a second that --help has no use for.
+        # Imported late, because it takes a second that --help does not need.
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         plugin: Any = accelerator.state.fsdp_plugin
@@ -58,12 +58,12 @@ def device_of_updates(accelerator: Accelerator) -> torch.device:
 def layout_of(accelerator: Accelerator) -> dict[str, Any]:
     """Describe the machines and the sharding. A bit-exact continuation requires the same. Collective.
 
-    What may differ between machines is one value if all processes have the same, else a list of theirs by rank.
+    A property that may differ between machines is one value if all processes agree, else a list of values by rank.
     """
     groups: dict[str, Any] = {}
     mesh: Any = getattr(accelerator, "parallelism_config", None)
     if mesh is not None and mesh.dp_replicate_size > 1:
-        # HSDP: as many groups hold all shards, and their gradients are summed in a second reduction.
+        # HSDP: this many groups hold all shards each, and a second reduction sums their gradients.
         groups["replicas"] = mesh.dp_replicate_size
     return {
         "strategy": strategy_of(accelerator),
@@ -75,13 +75,13 @@ def layout_of(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _machines(accelerator: Accelerator) -> dict[str, Any]:
-    """Return what the bits depend on in the machine of each process. Collective."""
+    """Return the properties of each process's machine that may change the bits of a result. Collective."""
     device = accelerator.device.type
     cpu = _instructions()
     if device == "cuda":
         device = torch.cuda.get_device_name()
     else:
-        # MKL chooses its kernels by the model too. Beside a GPU the host sums nothing with it.
+        # MKL also chooses its kernels by the CPU's model. With a GPU the host sums nothing with it.
         cpu = f"{cpu_name()}, {cpu}"
     # A CPU sums in as many parts as there are threads.
     mine = {"device": device, "threads": torch.get_num_threads(), "cpu": cpu}
@@ -93,7 +93,7 @@ def _machines(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _instructions() -> str:
-    """Return the instruction set that torch's kernels use, and the limits that a person set for its libraries."""
+    """Return the instruction set that torch's kernels use, and the limits that the user set for its libraries."""
     limits = [f"{name}={os.environ[name]}" for name in INSTRUCTION_LIMITS if os.environ.get(name)]
     return ", ".join([torch.backends.cpu.get_cpu_capability(), *limits])
 
@@ -129,7 +129,7 @@ def _asked(model: nn.Module, name: str) -> Any:
 
 
 def _embeddings_shared_further(model: nn.Module) -> bool:
-    """Return True if a parameter of an embedding is one of a module that Accelerate 1.15 shards in another unit."""
+    """Return True if an embedding shares a parameter with a module that Accelerate 1.15 shards in another unit."""
     asked = [each for each in (_asked(model, name) for name in EMBEDDINGS) if isinstance(each, nn.Module)]
     units = [{*each.modules()} for each in asked]
     if len({id(getattr(each, "weight", each)) for each in asked}) == 1:
@@ -146,11 +146,11 @@ def _shares(model: nn.Module, unit: set[nn.Module]) -> bool:
 
 
 def name_wrapped_classes(accelerator: Accelerator, model: torch.nn.Module) -> list[str]:
-    """Let FSDP2 shard by the classes in the model, and return a notice of those it names and lacks.
+    """Let FSDP2 shard by the classes in the model, and return a notice of those that the model names and lacks.
 
-    Without names in the launch file Accelerate reads ``_no_split_modules`` of the whole model alone, and stops at the
-    first class that this size of it lacks, as ``UpBlock2D`` in some UNets. So the classes of its parts that are there
-    are set on the model. Raises ``UsageError`` for a class of the launch file that the model lacks.
+    Without names in the launch file Accelerate reads only the ``_no_split_modules`` of the whole model, and fails at
+    the first class that this size of it lacks, such as ``UpBlock2D`` in some UNets. So the classes named by any of its
+    parts that exist are set on the model. Raises ``UsageError`` for a class of the launch file that the model lacks.
     """
     if strategy_of(accelerator) != "fsdp2":
         return []
@@ -195,7 +195,7 @@ def _refuse_lacking(given: Sequence[str], there: set[str], name: str, present: S
 
 
 def _classes_around_embeddings(model: nn.Module, wanted: Sequence[str]) -> list[str]:
-    """Return those ``wanted`` whose only module holds an embedding, as in BERT. None if no other would be left.
+    """Return the ``wanted`` classes whose only module holds an embedding, as in BERT. Empty if no other would be left.
 
     Accelerate 1.15 shards such an embedding a second time, and the first step would fail.
     """
@@ -210,17 +210,17 @@ def _classes_around_embeddings(model: nn.Module, wanted: Sequence[str]) -> list[
 
 
 def refuse_unshardable(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Raise ``UsageError`` for a parameter that FSDP2 refuses in the middle of the preparation or of the first step.
+    """Raise ``UsageError`` for a parameter that FSDP2 would refuse only during preparation or the first step.
 
-    These are one without dimensions, one that is not contiguous, and one that two units share. Before torch 2.13 a
-    shared one was divided silently into two. Any process may call it, after ``name_wrapped_classes``.
+    These are parameters without dimensions, not contiguous, or shared by two units. Before torch 2.13 a shared one
+    was silently split into two. Any process may call it, after ``name_wrapped_classes``.
     """
     if strategy_of(accelerator) != "fsdp2":
         return
     unit_of: dict[str, str] = {}
     chosen = _units(accelerator, model)
     first: dict[int, str] = {}
-    # Every name of a shared module or parameter. A module follows the one that holds it.
+    # Includes every name of a shared module or parameter. A module comes after the one that holds it.
     for name, module in model.named_modules(remove_duplicate=False):
         holder = name.rpartition(".")[0]
         unit_of[name] = chosen.get(id(module), unit_of.get(holder, ""))
@@ -248,7 +248,7 @@ def _remedy_of_tied(accelerator: Accelerator) -> str:
 
 
 def _units(accelerator: Accelerator, model: nn.Module) -> dict[int, str]:
-    """Return the name of the unit of each module that begins one, by ``id``, as Accelerate 1.15 forms them."""
+    """Map the ``id`` of each module that begins a unit to the unit's name, as Accelerate 1.15 forms units."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 
     is_unit = fsdp2_prepare_auto_wrap_policy(accelerator.state.fsdp_plugin, model)

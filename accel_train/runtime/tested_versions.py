@@ -1,6 +1,6 @@
 """Tested versions of other packages, and their private names used here.
 
-A private name may change in any release. Where one is used, its public counterpart does not exist or lacks what is
+A private name may change in any release. It is used only where no public counterpart exists or does what is
 needed. ``tests/runtime/test_tested_versions.py`` keeps the table complete and looks up each dotted name.
 """
 
@@ -17,7 +17,7 @@ from accel_train import __version__
 
 @dataclass(frozen=True)
 class Tested:
-    """One package: its newest release to pass the tests, and its private names in use."""
+    """One package: its newest release that passed the tests, and its private names in use."""
 
     newest: str
     """Release line, such as 2.13. Patch releases are assumed to be alike."""

@@ -1,4 +1,4 @@
-"""Number of torch threads: what the CPU's part of the computation needs, unless a person set a number.
+"""Choose the number of torch threads by the CPU's part of the computation, unless the user set a number.
 
 A run on a CPU takes the spare cores of the machine, an optimizer in host memory its process's share of all cores. With
 more threads than free cores speed collapses, because each parallel region waits for the thread that is not running. Two
@@ -31,7 +31,7 @@ SAMPLE_SECONDS = 0.01
 
 
 def asked(environment: Mapping[str, str], flags: Mapping[str, Any] | None) -> bool:
-    """Return True if a person set the number of threads. ``flags`` of ``accelerate launch`` are None without it."""
+    """Return True if the user set the number of threads. ``flags`` of ``accelerate launch`` are None without it."""
     if environment.get(THREADS_UNASKED_VARIABLE):
         return False
     if flags is not None and flags.get("num_cpu_threads_per_process") is not None:
@@ -56,13 +56,13 @@ def choose(cores: int, local_processes: int, load: float, all_cores: int) -> int
 
     ``load`` is that of ``all_cores`` of the machine (``current_load``). About 1 of it is this start itself.
     """
-    # A quarter of a core is the tail of the previous command and must not cost a thread.
+    # A quarter of a core may be left over from the previous command, and must not cost a thread.
     spare = math.floor(all_cores - max(0.0, load - 1) + 0.25)
     return max(1, min(cores, spare) // local_processes)
 
 
 def current_load() -> float:
-    """Return the system's load average over the last minute, or the threads that run at the moment if they are fewer.
+    """Return the system's load average over the last minute, or the number of threads running now if that is lower.
 
     A command that has just ended, such as the installation before a first run, is still in the average, and would cost
     the whole run its threads. Takes 50 ms.
@@ -92,7 +92,7 @@ def updates_on_host(accelerator: Accelerator, optimizer: str) -> bool:
 
 
 def resolve_threads(device: str, *, updates_on_host: bool = False) -> str:
-    """Set torch's number of threads unless a person set one, and return a line for the log."""
+    """Set torch's number of threads unless the user set one, and return a line for the log."""
     if _asked():
         return f"{torch.get_num_threads()} torch thread(s), as {THREADS_VARIABLE} or the launcher's flag says"
     cores, reason = usable_cores()
@@ -104,11 +104,11 @@ def resolve_threads(device: str, *, updates_on_host: bool = False) -> str:
         torch.set_num_threads(choose(cores, local_processes, load, all_cores))
     elif updates_on_host:
         # The launcher's 1 would leave every other core idle while the devices wait. The load does not count: a machine
-        # with GPUs is rarely shared, and that of a run just before this one would last for the whole run.
+        # with GPUs is rarely shared, and the load of a previous run would cost threads for the whole run.
         torch.set_num_threads(max(1, cores // local_processes))
         reason += ", shared by the optimizers on the host"
     elif torch.get_num_threads() > cores:
-        # With a GPU and its updates there the host computes no sum of the model: the number changes no result.
+        # If the GPU also computes the updates, the host computes no sum of the model: the number changes no result.
         torch.set_num_threads(cores)
     return (
         f"{torch.get_num_threads()} torch thread(s): {cores} core(s) usable ({reason}), {local_processes} process(es) "
@@ -117,16 +117,16 @@ def resolve_threads(device: str, *, updates_on_host: bool = False) -> str:
 
 
 def keep_threads(manifest: Mapping[str, Any], device: str, *, updates_on_host: bool = False) -> list[str]:
-    """Restore this process's number of threads of the checkpoint on a resume: another number sums in another order.
+    """Restore on a resume the checkpoint's number of threads for this process: another number sums in another order.
 
     That holds for a model on the CPU, and for the gradient norm where updates are computed on the host. Nothing changes
-    if a person set a number, or if this machine lacks the cores. The comparison of layouts then names the difference.
+    if the user set a number, or if this machine lacks the cores. The comparison of layouts then names the difference.
     Returns at most one line for the log.
     """
     before: Any = manifest.get("layout", {}).get("threads")
     rank = int(os.environ.get("RANK", "0"))
     if isinstance(before, list):
-        # One number for each process. A process beyond them has none to keep.
+        # One number for each process. A rank beyond the list has none to keep.
         before = next(iter(before[rank : rank + 1]), None)
     now = torch.get_num_threads()
     if device != "cpu" and not updates_on_host:

@@ -1,1 +1,1 @@
-"""Processes that others wait for: whether all come with the same start, and what is said when one leaves."""
+"""Processes that wait for each other: all must arrive with the same start, and the others hear when one leaves."""

@@ -1,4 +1,4 @@
-"""Start the process group, once all processes have come with the same start."""
+"""Start the process group once all processes have arrived, started in the same way."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def connect(
 ) -> None:
     """Start the process group with our timeout. All ranks.
 
-    Raises ``UsageError`` on every rank if one has another ``config`` (None is not compared), another ``plugin``, other
-    code or another number of processes, and ``MissingProcessError`` if one does not come.
+    Raises ``UsageError`` on every rank if one has a different ``config`` (None is not compared), ``plugin``, code or
+    number of processes, and ``MissingProcessError`` if one does not arrive.
     """
     # DeepSpeed's later subgroups read their timeout, in minutes, from the environment (accelerate#3711).
     minutes = math.ceil(timeout.total_seconds() / 60)
@@ -46,16 +46,16 @@ def connect(
 
 
 def _let_go(group: object) -> None:
-    """Let go of the process group, as a callback that has held it until ``main`` has ended.
+    """Do nothing. As a callback with the process group as its argument, this keeps the group until ``main`` has ended.
 
-    DDP's reducer would hold it last, and free it under the GIL. That waits for gloo's threads, which need the GIL to
-    free what they have gathered (torch 2.13): some runs that end right behind a collective would hang.
+    Otherwise DDP's reducer would hold it last, and free it under the GIL. That waits for gloo's threads, which need the
+    GIL to free what they have gathered (torch 2.13): some runs that end right after a collective would hang.
     """
 
 
 def _connect(requested: Requested, attempt: str | None, timeout: timedelta, *, cpu: bool) -> None:
     if requested.rehearsal:
-        # Late: a real run has no use for it.
+        # Imported late, because a real run does not need it.
         from accel_train.runtime import rehearsal
 
         rehearsal.connect(requested.strategy, timeout)
@@ -93,9 +93,9 @@ def _store_of(attempt: str | None, timeout: timedelta) -> dict[str, Any]:
     """Return arguments of ``init_process_group`` for several processes that meet at torchrun's store, else none.
 
     That store outlives its processes: after a restart it still holds the addresses of those that have ended, and torch
-    2.13 reads them again. New processes would wait for those, until the timeout.
+    2.13 reads them again. New processes would wait for the old ones until the timeout.
     """
-    # The store of process 0 ends with it.
+    # A store held by process 0 ends with it, and needs no prefix.
     if attempt is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     world_size = int(os.environ["WORLD_SIZE"])

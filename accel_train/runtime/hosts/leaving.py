@@ -1,6 +1,6 @@
-"""A stop before the first step reaches every process: a signal or the ``STOP`` file comes to one process or host.
+"""Pass a stop before the first step on to every process: a signal or ``STOP`` file may reach only one process or host.
 
-The others would fail in their next collective, with an error in place of exit code 75.
+The others would otherwise fail in their next collective, with an error instead of exit code 75.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from contextlib import suppress
 from torch.distributed import Store
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the store."""
+"""Seconds between two checks of the store."""
 ANSWER_SECONDS = 5.0
-"""How long a process that leaves waits for the others to hear of it."""
+"""Longest time that a leaving process waits for the others to hear of it."""
 SAME_SIGNAL_SECONDS = 1.0
 """A launcher that ends a host sends SIGTERM to all of its processes within this time."""
 
 
 class Others:
-    """The other processes of a start. ``store`` is used by nothing else: a handler cannot wait for its lock."""
+    """The other processes of a start. Nothing else may use ``store``, because a handler cannot wait for its lock."""
 
     def __init__(self, store: Store, world_size: int, host: str, processes_of_host: int) -> None:
         self._store = store
@@ -57,7 +57,7 @@ class Others:
 
     def _tell(self, terminated: bool) -> None:
         with suppress(RuntimeError):
-            # torchrun sends SIGTERM to the others of a host when one has failed, and nobody has asked for a stop then.
+            # When one process fails, torchrun sends SIGTERM to the others of its host: nobody has asked for a stop.
             if terminated and not self._is_whole_host():
                 return
             self._store.set("asked", "")

@@ -1,4 +1,4 @@
-"""Explain the errors of collectives in which another process is missing: torch's own texts do not."""
+"""Explain the errors of collectives in which another process is missing, which torch's own messages do not."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ COMMON_CALLS = ("evaluate", "report", "save_if_due")
 def explain(error: BaseException | None) -> None:
     """Add a note to the error of a collective: its name, its meaning and the remedy. Other errors get none.
 
-    An error may come here twice, on its way out of a step and out of the run, and gets one note.
+    An error may pass here twice, on its way out of a step and out of the run, and gets one note only.
 
-    torch names neither the operation nor the option, and the process with the error is the one that waited in vain.
+    torch names neither the operation nor the option, and raises in the process that waited, not in the missing one.
     """
     # torch's are RuntimeErrors. In those of pipes, files and requests the same words have another meaning.
     if not isinstance(error, RuntimeError) or any("called at" in note for note in getattr(error, "__notes__", ())):
@@ -45,7 +45,7 @@ def explain(error: BaseException | None) -> None:
     for frame in frames:
         if "site-packages" not in frame.filename:
             caller = frame
-    # In Python, by a loss for example. The errors of collectives come out of torch, mostly of C++.
+    # Raised by Python code, such as a loss. The errors of collectives come from within torch, mostly from C++.
     if caller is frames[-1] and (caller.line or "").startswith("raise "):
         return
     where = f"{operation}, called at {caller.filename}:{caller.lineno},"

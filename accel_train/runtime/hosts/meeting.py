@@ -27,9 +27,9 @@ from accel_train.wording import shortened
 FIRST_LINE_SECONDS = 15.0
 """Wait before the first line about missing processes. The next one comes after twice as long, and so on."""
 LONGEST_PAUSE_SECONDS = 0.25
-"""Between two looks at the store."""
+"""Longest pause between two checks of the store."""
 SECONDS_TO_READ = 10.0
-"""How long a refused process leaves the others to read what it was started with."""
+"""Time that a refused process gives the others to read what it was started with."""
 
 _Answer = TypeVar("_Answer")
 
@@ -37,18 +37,18 @@ logger = logging.getLogger(__name__)
 
 
 class MissingProcessError(RuntimeError):
-    """A process has not come to connect within ``collective_timeout_seconds``, and only its own host knows why."""
+    """A process did not connect within ``collective_timeout_seconds``, and only its own host knows why."""
 
 
 class _Missing(NamedTuple):
-    """What a process waits for."""
+    """Description of what a process waits for."""
 
     text: str
     other_counts: str = ""
-    """The processes that were started with another number of processes, with the remedy. Empty if there are none."""
+    """Processes that were started with a different number of processes, with the remedy. Empty if there are none."""
 
     def too_late(self, seconds: float) -> Exception:
-        """Return the error for a wait of so many seconds that has ended."""
+        """Return the error for a wait that has ended after ``seconds``."""
         late = f"collective_timeout_seconds: {seconds:g}: {self.text} has not come in time"
         if self.other_counts:
             return UsageError(f"{late}: {self.other_counts}")
@@ -65,18 +65,18 @@ class _Missing(NamedTuple):
 def meeting(facts: Facts, timeout: timedelta) -> Generator[str | None]:
     """Wait for all processes and compare what they were started with, then connect them in the body. All ranks.
 
-    Yields the name of this attempt for ``PrefixStore``, or None where nobody was waited for.
+    Yields the name of this attempt for ``PrefixStore``, or None if there was no wait at a store.
 
-    Raises ``UsageError`` on every process if one was started with other ``facts`` or, after ``timeout``, with another
-    number of processes, and ``MissingProcessError`` if one does not come for any other cause. Does nothing for one
-    process, and does not wait where they are connected already.
+    Raises ``UsageError`` on every process if one was started with other ``facts`` or, after ``timeout``, with a
+    different number of processes, and ``MissingProcessError`` if one does not arrive for any other reason. Does nothing
+    for one process. Processes that are connected already only compare.
     """
-    # The other processes of a simulation are not there.
+    # A simulation has no other processes.
     if launched_processes(os.environ) == 1 or simulated.active() is not None:
         yield None
         return
     if dist.is_initialized():
-        # Late: it has its place above this module, and is seldom needed.
+        # Imported late: these modules are above this one, and rarely needed.
         from accel_train.runtime import signals
         from accel_train.runtime.main_alone import gather_on_hosts
 
@@ -88,7 +88,7 @@ def meeting(facts: Facts, timeout: timedelta) -> Generator[str | None]:
         return
     meeting_point = _Meeting(timeout)
     meeting_point.compare(facts)
-    # It is open until here, because process 0 holds it for the others, whose groups connect through the same port.
+    # The store stays open during the body: process 0 holds it for the others, whose groups connect by the same port.
     try:
         yield meeting_point.attempt
     except dist.DistError as error:
@@ -136,12 +136,12 @@ class _Meeting:
             self._wait(lambda: self._arrivals.check([self._answer]), self._describe_no_answer)
             self.attempt = self._arrivals.get(self._answer).decode()
         self._store = PrefixStore(f"{self.attempt}/{self._world_size}", self._arrivals)
-        # For processes that count another number of them, and therefore wait at another place.
+        # Read by processes started with a different number of processes, which therefore wait under another prefix.
         self._counts = PrefixStore(f"{self.attempt}/counts", self._arrivals)
         self._counts.set(str(self._rank), json.dumps([self._world_size, self._host]))
 
     def answer(self) -> None:
-        """Name this attempt to all that have arrived."""
+        """Publish the name of this attempt to all processes that have arrived."""
         # All, because this process may have arrived last. Those that have ended read nothing.
         arrived = self._arrivals.add("arrivals", 0)
         for number in range(self._answered + 1, arrived + 1):
@@ -170,7 +170,7 @@ class _Meeting:
         self._store.set(f"here/{self._rank}", json.dumps([self._host, digest(text)]))
         if not self._wait_for_others(self._of_all("here")):
             return False
-        # One that came may have ended since, and its next start must still find process 0 answering.
+        # A process may have ended after it arrived, and its next start must still find process 0 answering.
         self._store.set(f"ready/{self._rank}", "")
         if self._rank > 0:
             return self._wait_for_others(["complete"])
@@ -189,7 +189,7 @@ class _Meeting:
     def _is_superseded(self) -> bool:
         if self._rank > 0:
             return self._arrivals.get(self._answer).decode() != self.attempt
-        # At every look: each process waits for its answer before it comes here.
+        # Answered at every check, because each process waits for its answer before it gets here.
         self.answer()
         return False
 
@@ -198,7 +198,7 @@ class _Meeting:
 
     def _open(self) -> Store:
         if not self._is_holder:
-            # By hand, because torch prints a warning for every attempt.
+            # Tried with a plain socket, because torch prints a warning for every failed attempt.
             self._wait(self._answers, self._describe_silence)
         return TCPStore(
             *self._address,
@@ -230,7 +230,7 @@ class _Meeting:
                 logger.warning("waiting for %s", self._look(describe))
                 following *= 2
                 next_line = now + following
-            # Most processes come within a second, and all of them ask one store.
+            # Most processes arrive within a second, and all of them poll one store.
             time.sleep(pause)
             pause = min(pause * 1.3, LONGEST_PAUSE_SECONDS)
 
@@ -248,7 +248,7 @@ class _Meeting:
         missing: list[str] = []
         here: list[str] = []
         state = "here"
-        # One that is not ready by now has ended.
+        # All have arrived, so one that is not ready by now has ended.
         if self._store.check(self._of_all("here")):
             state = "ready"
         for rank in range(self._world_size):
@@ -258,7 +258,7 @@ class _Meeting:
             else:
                 missing.append(str(rank))
         if not missing:
-            # It alone ends the meeting.
+            # Only process 0 ends the meeting.
             missing.append("0")
             del here[0]
         text = (
@@ -301,12 +301,12 @@ class _Meeting:
         return f"{address}:{port}"
 
     def _let_others_read(self) -> None:
-        """Wait some seconds until all have read, because the store ends with process 0 or its launcher."""
+        """Wait some seconds until all have read the facts, because the store ends with process 0 or its launcher."""
         end = time.monotonic() + SECONDS_TO_READ
         # The store may have ended: with a launcher, or with process 0 if this process took too long.
         with suppress(dist.DistError):
             self._wait_for_all("readers", end)
-            # Not before the others know, who would look for the rest of the time at a store that is gone.
+            # Leave only when the others know: otherwise they would poll a store that is gone for the rest of the time.
             self._wait_for_all("informed", end if self._is_holder else 0.0)
 
     def _wait_for_all(self, name: str, end: float) -> None:

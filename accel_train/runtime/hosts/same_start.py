@@ -1,6 +1,6 @@
-"""Compare what every process has been started with: options, launch settings, package versions and code.
+"""Compare what the processes have been started with: options, launch settings, package versions and code.
 
-Hosts with another command or an older copy of the code would train together without an error.
+Hosts with a different command or an older copy of the code would train together without an error.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from accel_train.runtime.tested_versions import installed_versions
 from accel_train.wording import shortened
 
 MAY_DIFFER = ("cache_dir", "num_workers", "workers")
-"""Last names of options that may differ between hosts: they change where and how fast data are read, not which."""
+"""Last parts of the names of options that may differ between hosts: they do not change which data are read."""
 COMPARED_PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "diffusers", "peft")
-"""Packages that compute. Another release may compute another result, and collectives may not fit together."""
+"""Packages that compute. A different release may give a different result, and its collectives may not match."""
 LAUNCH_VARIABLES = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_USE_")
-"""Beginnings of the variables by which a launcher says how a model is spread."""
+"""Prefixes of the variables by which a launcher says how a model is distributed."""
 SHOWN = 5
 """Most differences in one message."""
 
 Facts = Mapping[str, Mapping[str, str]]
-"""What must be the same on every process: a kind, such as ``options``, then a name, then the value as text."""
+"""Values that must be the same on every process: by kind, such as ``options``, then by name, each as text."""
 
 REMEDIES = {
     "options": "every process needs the same options: give the same command on every host, with the same preset or "
@@ -42,7 +42,7 @@ REMEDIES = {
 
 
 class Started(NamedTuple):
-    """A process that has come to connect."""
+    """A process that has arrived to connect."""
 
     host: str
     rank: int
@@ -50,17 +50,17 @@ class Started(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where it runs, for messages."""
+        """Host and rank, for messages."""
         return f"on {self.host} (process {self.rank})"
 
 
 def facts_of_start(config: object) -> Facts:
-    """Return what the other processes must have too. Reads every file of this package: 25 ms."""
+    """Return the facts that all processes must share. Reads every file of this package: 25 ms."""
     options: dict[str, str] = {}
     for name, value in flatten(to_tree(config)).items():
         if name.rpartition(".")[2] not in MAY_DIFFER:
-            # As written in a file or command, so that a variable of each host stays a variable. Whether output_dir is
-            # one place all the same is found when it is opened.
+            # As written in a file or command, so that a variable of each host stays a variable. Opening output_dir
+            # then checks that it is one place for all hosts.
             options[name] = repr(value)
     return {"options": options, "packages": installed_versions(COMPARED_PACKAGES), "files": _hashes()}
 
@@ -68,7 +68,7 @@ def facts_of_start(config: object) -> Facts:
 def launch_settings(
     strategy: str | None, environment: Mapping[str, str], deepspeed: Mapping[str, Any] | None
 ) -> dict[str, str]:
-    """Return what decides how a model is spread: the strategy, its variables and DeepSpeed's settings."""
+    """Return what decides how a model is distributed: the strategy, its variables and DeepSpeed's settings."""
     settings = {"strategy": strategy or "data parallel"}
     settings |= {name.lower(): value for name, value in environment.items() if name.startswith(LAUNCH_VARIABLES)}
     settings |= {f"deepspeed_config.{name}": repr(value) for name, value in flatten(deepspeed or {}).items()}
@@ -82,14 +82,14 @@ def _hashes() -> dict[str, str]:
     if recipe is not None:
         folder = Path(recipe).parent
         files |= {f"{folder.name}/{path.relative_to(folder)}": path for path in _own_modules(folder, package)}
-        # By its name alone: copies of one recipe may lie in different folders.
+        # By its name alone, because copies of one recipe may lie in different folders.
         files[Path(recipe).name] = Path(recipe)
     found: dict[str, str] = {}
     for name, path in files.items():
         try:
             found[name] = f"hash {hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()}"
         except OSError:
-            # An editor's link to nowhere, or a file replaced at this moment.
+            # A broken link left by an editor, or a file that is being replaced.
             found[name] = "unreadable"
     return found
 
@@ -109,8 +109,8 @@ def _own_modules(folder: Path, package: Path) -> list[Path]:
 
 
 def packed(facts: Facts) -> str:
-    """Return facts as text, the same for the same facts."""
-    # Hosts may list their files in another order.
+    """Return facts as text. Equal facts give equal texts."""
+    # Hosts may list their files in a different order.
     return json.dumps(facts, sort_keys=True)
 
 
@@ -120,7 +120,7 @@ def digest(text: str) -> str:
 
 
 def refuse_different_start(first: Started, others: Iterable[Started]) -> None:
-    """Raise ``UsageError`` for the first of ``others`` with other facts than ``first``, with both values of each."""
+    """Raise ``UsageError`` for the first of ``others`` whose facts differ from ``first``, with both values of each."""
     for other in others:
         for kind, remedy in REMEDIES.items():
             different = _differences(kind, first, other)
@@ -132,7 +132,7 @@ def _differences(kind: str, first: Started, other: Started) -> list[str]:
     ours, theirs = (started.facts.get(kind, {}) for started in (first, other))
     found: list[str] = []
     names = ours.keys() | theirs.keys()
-    # A package that one host alone has is not in use, and neither is a file.
+    # A package or file that only one of the two hosts has is not in use.
     if kind in ("packages", "files"):
         names = ours.keys() & theirs.keys()
     for name in sorted(names):
