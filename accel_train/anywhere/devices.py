@@ -80,7 +80,7 @@ class VisibleDevices:
 
     def __init__(self) -> None:
         """Count for the first time. Raises ``UsageError`` if that fails."""
-        found = _answer(COUNT)
+        found = _printed_number(COUNT)
         if found is None:
             raise UsageError(
                 "devices: a process that counts the accelerators with torch failed or took longer than "
@@ -98,9 +98,9 @@ class VisibleDevices:
         if self._is_cpu:
             return 1
         if time.monotonic() - self._counted > SECONDS_BETWEEN_COUNTS:
-            found = _answer(COUNT)
+            found = _printed_number(COUNT)
             # A change stops the run, so it takes two counts: one may meet a driver that is busy.
-            if found not in (None, self._last) and found == _answer(COUNT):
+            if found not in (None, self._last) and found == _printed_number(COUNT):
                 self._last = found
             self._counted = time.monotonic()
         return self._last
@@ -108,10 +108,10 @@ class VisibleDevices:
 
 def visible_vram_gib() -> float:
     """Return the memory in GiB of the smallest GPU visible to torch, 0 without any."""
-    return (_answer(MEMORY) or 0) / GIB
+    return (_printed_number(MEMORY) or 0) / GIB
 
 
-def _answer(program: str) -> int | None:
+def _printed_number(program: str) -> int | None:
     """Return the number that a program prints, None if it fails or takes too long."""
     # In a separate process: a driver gives the same process always the same number, and counting may take memory of
     # the devices, which belongs to the run.

@@ -73,12 +73,12 @@ class Layouts:
             if number == processes:
                 return Layout(path, strategy, processes, self._request.arguments)
         if self._request.vram_gib is None:
-            return self._plain(processes)
+            return self._without_a_plan(processes)
         if processes not in self._planned:
             self._planned[processes] = self._plan(processes)
         return self._planned[processes]
 
-    def _plain(self, processes: int) -> Layout:
+    def _without_a_plan(self, processes: int) -> Layout:
         strategy, cpu_type = "ddp", "MULTI_CPU"
         if processes == 1:
             strategy, cpu_type = "single", "NO"

@@ -63,20 +63,20 @@ def collections(
     precision = config.save_precision
     trained = list(shards.parameters)
 
-    def read_average(name: str) -> Tensor:
+    def read_ema(name: str) -> Tensor:
         # Looked up at each save, because the average of a schedule-free optimizer is computed on demand.
         return ema.averages[name]
 
     found = [_weights(shards, precision, saved)]
     if ema.is_on:
-        found.append(Collection("ema", read_average, precision, names=trained))
+        found.append(Collection("ema", read_ema, precision, names=trained))
     for key, names in state.items():
         found.append(_optimizer_state(shards, key, names))
     # Training resumes from the exact fp32 weights, never from the rounded ones.
     if precision != "fp32" and config.save_state:
         found.append(Collection("optimizer/master", shards.master, spread=True, names=trained))
         if ema.is_on:
-            found.append(Collection("optimizer/master_ema", read_average, spread=True, names=trained))
+            found.append(Collection("optimizer/master_ema", read_ema, spread=True, names=trained))
     return found
 
 

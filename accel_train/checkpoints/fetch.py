@@ -107,19 +107,19 @@ def find_weights(init_from: str | None) -> tuple[Path | None, list[str]]:
     if not has_model and peft_layout.folders(source):
         # A checkpoint was verified above, an export was not.
         verify_export(source, (ADAPTER_DESCRIPTION,))
-        return source, [f"adapters of {source}{_collection(source)}"]
+        return source, [f"adapters of {source}{_ema_remark(source)}"]
     if has_model:
         return source, [f"weights of {source}", *(f"refused: {reason}" for reason in reasons)]
     problem = "is a file" if source.exists() else "does not exist"
     if source.is_dir():
-        problem = f"holds {_content(source)}"
+        problem = f"holds {_listing(source)}"
     raise UsageError(
         f"init_from: {source} {problem}; a run with a checkpoint, a directory with model.safetensors, or an export of "
         "adapters or a folder of peft, is required; correct --init_from or leave it out"
     )
 
 
-def _collection(export: Path) -> str:
+def _ema_remark(export: Path) -> str:
     """Return a remark for an export of EMA weights, else an empty text."""
     path = export / EXPORTED_OPTIONS
     is_ema = path.is_file() and strict_json.read_object(path).get("weights") == "ema"
@@ -193,7 +193,7 @@ def _find(place: str) -> Checkpoint:
         return commit.verify(path)
     except ValueError as error:
         raise UsageError(
-            f"resume: {error} (it holds {_content(path)}); name a checkpoint_ directory or a run"
+            f"resume: {error} (it holds {_listing(path)}); name a checkpoint_ directory or a run"
         ) from None
 
 
@@ -204,7 +204,7 @@ def as_seen_here(checkpoint: Checkpoint | None, directory: Path) -> Checkpoint |
     return replace(checkpoint, path=directory / "checkpoints" / checkpoint.path.name)
 
 
-def _content(directory: Path) -> str:
+def _listing(directory: Path) -> str:
     found = sorted(path.name for path in directory.iterdir())
     return ", ".join(found[:6]) or "nothing"
 

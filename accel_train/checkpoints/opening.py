@@ -147,7 +147,7 @@ def _prepare_directory(directory: Path, overwrite: bool) -> locks.Lock:
     return lock
 
 
-def _demand(options: RunOptions) -> str | None:
+def _requiring_option(options: RunOptions) -> str | None:
     """Return the option that requires an existing checkpoint, for error messages, or None."""
     # With `resume: never` the initial weights are evaluated.
     if options.evaluate_only and options.resume != "never":
@@ -214,7 +214,7 @@ def _refuse_without_checkpoint(options: RunOptions, directory: Path, reasons: li
             f"{directory}: checkpoints exist and none can be loaded; refusing to restart from step 0:\n  "
             + "\n  ".join(reasons)
         )
-    demand = _demand(options)
+    demand = _requiring_option(options)
     if demand is not None:
         raise UsageError(f"{demand}, but {directory} holds no checkpoint yet; train first, with --resume auto")
 
@@ -227,7 +227,7 @@ def _warn_about_unlisted(checkpoint: Checkpoint) -> None:
 
 def _start(options: RunOptions, directory: Path, experiment: Json, resolved: Json) -> Json:
     """Start in an unused directory, from step 0 or from the checkpoint named by ``resume``."""
-    demand = _demand(options)
+    demand = _requiring_option(options)
     if demand is not None:
         initial = "; or give --resume never as well, to evaluate the initial weights" if options.evaluate_only else ""
         raise UsageError(

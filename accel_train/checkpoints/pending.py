@@ -61,14 +61,14 @@ class Attempt:
 
     def agree(self, value: Any) -> list[Any] | None:
         """Return the values of all ranks, or None if any rank has failed. A collective."""
-        answers = self.gather((value, self._described()))
+        answers = self.gather((value, self._describe_error()))
         failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
         self.reason = "; ".join(failed)
         if failed:
             return None
         return [value for value, _ in answers]
 
-    def _described(self) -> str | None:
+    def _describe_error(self) -> str | None:
         if self.error is None:
             return None
         if self.ran_out_of_memory:

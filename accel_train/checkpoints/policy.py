@@ -95,7 +95,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         # Other names may be metrics of the user's own, whose direction only the user knows.
-        if self.best_metric and self.best_mode == "min" and _is_better_the_larger(self.best_metric):
+        if self.best_metric and self.best_mode == "min" and _larger_is_better(self.best_metric):
             raise UsageError(
                 f"checkpoints.best_mode: min: {self.best_metric} is better the larger it is, and min would keep the "
                 "worst; give --checkpoints.best_mode max"
@@ -160,7 +160,7 @@ _KEEP_MORE = ("keep_best", "keep_every", "keep_window_steps", "keep_window_epoch
 """Options that keep checkpoints older than the newest ``keep_last``."""
 
 
-def _is_better_the_larger(metric: str) -> bool:
+def _larger_is_better(metric: str) -> bool:
     # Match whole words: `err2` is not `r2`. Other loggers separate words with slashes, dots and hyphens.
     words = "_".join(["", *words_of(metric)])
     return words.endswith(tuple(f"_{last}" for last in LARGER_IS_BETTER))
@@ -238,7 +238,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         # A resume also accepts options saved by the run that the recipe no longer has.
-        if not self._goes_on:
+        if not self._continues_a_run:
             refuse_unknown_allowed(self.allow, [*self.experiment, DATA_FINGERPRINT])
         if self.overwrite and (self.resume == "must" or self.evaluate_only):
             raise UsageError(
@@ -251,7 +251,7 @@ class RunOptions:
             )
 
     @property
-    def _goes_on(self) -> bool:
+    def _continues_a_run(self) -> bool:
         """True if the options of an earlier start will be compared with these."""
         if self.overwrite or self.resume == "never":
             return False

@@ -52,7 +52,7 @@ def remove_new(directory: Path, before: frozenset[Path], rank: int) -> None:
 def _wait_for_main(directory: Path, before: frozenset[Path]) -> None:
     """Wait some seconds for the main process, because torchrun ends all processes once the first exits."""
     deadline = time.monotonic() + SECONDS_TO_BE_HEARD
-    while _of_main(directory, before) and not has_trained(directory) and time.monotonic() < deadline:
+    while _files_of_main(directory, before) and not has_trained(directory) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -73,7 +73,7 @@ def _remove_under_lock(directory: Path, before: frozenset[Path]) -> None:
         # If it stayed, the next start would find a used directory and resume from it.
         commit.remove(checkpoint)
     _rmdir(directory / "checkpoints", before)
-    for file in (*directory.glob("logs/rank_*.log"), *_of_main(directory, before)):
+    for file in (*directory.glob("logs/rank_*.log"), *_files_of_main(directory, before)):
         _unlink(file, before)
 
 
@@ -95,7 +95,7 @@ def _copied(directory: Path) -> str | None:
     return None if parent is None else parent["checkpoint"]
 
 
-def _of_main(directory: Path, before: frozenset[Path]) -> list[Path]:
+def _files_of_main(directory: Path, before: frozenset[Path]) -> list[Path]:
     """List the files created by the main process since ``before``. The lock, held here, comes last."""
     files = (directory / name for name in ("logs/rank_0.log", *OF_A_START))
     return [file for file in files if file not in before and os.path.lexists(file)]

@@ -73,9 +73,9 @@ def _load_adapter(
     else:
         logger.warning("init_from: nothing in %s says which files its base is, so the base is not compared", directory)
     tensors: dict[str, weights.TensorInfo] = {}
-    for beginning, folder in folders.items():
+    for prefix, folder in folders.items():
         found = weights.find_tensors(folder, peft_layout.WEIGHTS_STEM)
-        tensors |= peft_layout.of_whole(found, beginning)
+        tensors |= peft_layout.of_whole(found, prefix)
     by_name = {parameters.get(key, key): info for key, info in tensors.items()}
     weights.load_tensors(directory, by_name, model, required=parameters.values())
 
@@ -278,7 +278,7 @@ def _compare_layouts(
         saved[key] = saved_experiment.get(key)
         current[key] = experiment.get(key)
     names = [key for key in dict.fromkeys([*current, *saved]) if saved.get(key) != current.get(key)]
-    changed = [_change(key, saved.get(key), current.get(key), accelerator.num_processes) for key in names]
+    changed = [_describe_change(key, saved.get(key), current.get(key), accelerator.num_processes) for key in names]
     rest = _other_options(saved_experiment, experiment, [*ORDER, *free])
     if changed:
         logger.info("not bit-exact: the order of floating-point reductions differs (%s)", ", ".join(changed))
@@ -292,7 +292,7 @@ def _compare_layouts(
         logger.info("bit-exact: the same layout as when it was saved%s", rest)
 
 
-def _change(name: str, before: Any, now: Any, processes: int) -> str:
+def _describe_change(name: str, before: Any, now: Any, processes: int) -> str:
     """Describe a change of the layout. A list has one value per process."""
     lists = [each if isinstance(each, list) else [each] * processes for each in (before, now)]
     if list not in (type(before), type(now)) or any(len(each) != processes for each in lists):

@@ -231,7 +231,7 @@ def earlier_assets(options: RunOptions) -> Path | None:
     """
     found = _newest_assets(earlier_checkpoints(options))
     if found is None and options.resume.startswith(HUB) and options.experiment.get("data.changed") == "allow":
-        raise _comes_later("--data.changed allow", options.resume)
+        raise _not_downloaded_yet("--data.changed allow", options.resume)
     return found
 
 
@@ -253,7 +253,7 @@ def assets_of_weights(options: RunOptions) -> WeightsAssets | None:
     if folder is not None:
         return WeightsAssets(folder, resumes=True)
     if options.resume.startswith(HUB) and is_covered(DATA_FINGERPRINT, options.allow):
-        raise _comes_later(f"--allow {DATA_FINGERPRINT}", options.resume)
+        raise _not_downloaded_yet(f"--allow {DATA_FINGERPRINT}", options.resume)
     # A resume has weights of its own.
     if options.init_from is None or earlier_checkpoints(options) or options.resume not in POLICIES:
         return None
@@ -272,7 +272,7 @@ def _newest_assets(places: Sequence[Path]) -> Path | None:
     return next((place / "assets" for place in reversed(places) if commit.is_intact(place, "assets")), None)
 
 
-def _comes_later(option: str, resume: str) -> UsageError:
+def _not_downloaded_yet(option: str, resume: str) -> UsageError:
     return UsageError(
         f"{option} with --resume {resume}: what the run has learned from its data so far is required while the new "
         "ones are read, and a checkpoint on the Hub comes later; download it first (hf download ORG/NAME --revision "

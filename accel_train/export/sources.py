@@ -59,7 +59,7 @@ class Source:
         They would be missing from the file, which could then compute something else.
         """
         for node in self.tree.body:
-            if not _is_plain(node):
+            if not _is_understood(node):
                 raise NotSelfContainedError(
                     f"{self.name}, line {node.lineno}: {shown(node)!r} is no import, function, class or assignment to "
                     "one name, and the file would lack it"
@@ -109,7 +109,7 @@ class Source:
         return found
 
 
-def _is_plain(node: ast.stmt) -> bool:
+def _is_understood(node: ast.stmt) -> bool:
     """Return True for a statement at the top of a module that ``Source`` understands."""
     if isinstance(node, ast.If):
         return ast.unparse(node.test) == "TYPE_CHECKING"

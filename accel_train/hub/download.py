@@ -76,7 +76,7 @@ def download_once(spec: str, cache: Path) -> Path:
     # Without the notes the next call needs the Hub again, which is no reason to fail.
     with suppress(OSError):
         for name in (spec, pinned):
-            atomic_files.replace_json(_note(name, cache), noted)
+            atomic_files.replace_json(_note_file(name, cache), noted)
     return path
 
 
@@ -84,7 +84,7 @@ def at_commit(spec: str, cache: Path) -> str:
     """Download a pushed checkpoint like ``download_once``, and return ``spec`` with its commit in place of a branch."""
     download_once(spec, cache)
     with suppress(OSError, ValueError, KeyError):
-        return str(strict_json.read_object(_note(spec, cache))["pinned"])
+        return str(strict_json.read_object(_note_file(spec, cache))["pinned"])
     return spec
 
 
@@ -104,12 +104,12 @@ def _present(path: Path) -> Path | None:
 def _downloaded_before(spec: str, cache: Path) -> Path | None:
     """Return the checkpoint that ``spec`` gave last, if it is still in the cache."""
     with suppress(OSError, ValueError, KeyError):
-        noted = strict_json.read_object(_note(spec, cache))
+        noted = strict_json.read_object(_note_file(spec, cache))
         return _present(cache / "hub" / str(noted["checkpoint"]))
     return None
 
 
-def _note(spec: str, cache: Path) -> Path:
+def _note_file(spec: str, cache: Path) -> Path:
     """Return the file that says which checkpoint ``spec`` gave last."""
     name = hashlib.sha256("@".join(map(str, _parse(spec))).encode()).hexdigest()[:16]
     return cache / "hub" / f"{name}.json"
@@ -132,7 +132,7 @@ def pushed_steps(spec: str) -> list[int]:
     """List the steps with a branch or tag in a repository, in order. One process. Raises like ``download``."""
     repo, _ = _parse(spec)
     with limited_silence(60.0):
-        refs = _persist(lambda: hub_api().list_repo_refs(repo), repo)
+        refs = _call_hub(lambda: hub_api().list_repo_refs(repo), repo)
     matches = [STEP.fullmatch(ref.name) for ref in (*refs.branches, *refs.tags)]
     return sorted({int(match[1]) for match in matches if match and not match["more"]})
 
@@ -162,7 +162,7 @@ def _fetch(repo: str, revision: str | None, temporary: Path) -> None:
 
 
 def _get(repo: str, name: str, oid: str, folder: Path) -> Path:
-    file = _persist(lambda: hub_api().hf_hub_download(repo, name, revision=oid, local_dir=folder), repo, oid)
+    file = _call_hub(lambda: hub_api().hf_hub_download(repo, name, revision=oid, local_dir=folder), repo, oid)
     return Path(file)
 
 
@@ -196,9 +196,9 @@ def _resolve(repo: str, revision: str | None) -> str:
 
     api = hub_api()
     try:
-        info = _persist(lambda: api.repo_info(repo, revision=revision), repo, revision)
+        info = _call_hub(lambda: api.repo_info(repo, revision=revision), repo, revision)
     except RevisionNotFoundError:
-        refs = _persist(lambda: api.list_repo_refs(repo), repo)
+        refs = _call_hub(lambda: api.list_repo_refs(repo), repo)
         # Names of steps sort by step, so the last ones are the newest.
         names = sorted({ref.name for ref in (*refs.branches, *refs.tags)})
         more = ""
@@ -211,7 +211,7 @@ def _resolve(repo: str, revision: str | None) -> str:
     return str(info.sha)
 
 
-def _persist(call: Callable[[], T], repo: str, revision: str | None = None) -> T:
+def _call_hub(call: Callable[[], T], repo: str, revision: str | None = None) -> T:
     """Call with retries and translate the error of the last attempt. Raises like ``download``.
 
     ``revision`` is only used in the remedy. None stands for the newest.

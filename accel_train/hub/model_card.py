@@ -53,7 +53,7 @@ def build_card(checkpoint: Checkpoint, texts: Mapping[str, bytes], facts: CardFa
     for title, name in _report_files(texts, ".png", checkpoint.step):
         sections.append((title, f"![{title}]({name})"))
     for title, name in _report_files(texts, ".md", checkpoint.step):
-        sections.append((title, _beginning(name, texts[name])))
+        sections.append((title, _excerpt(name, texts[name])))
     sections.append(("How to use", _usage(described, about, facts)))
     sections.append(("How to load", _loading(checkpoint, facts)))
     sections.append(("How it was trained", f"```bash\n{facts.command}\n```" if facts.command else ""))
@@ -209,7 +209,7 @@ def _title(name: str) -> str:
     return PurePosixPath(name).stem.replace("_", " ").capitalize()
 
 
-def _beginning(name: str, content: bytes) -> str:
+def _excerpt(name: str, content: bytes) -> str:
     """Return the first lines of a Markdown text."""
     lines = content.decode("utf-8", errors="replace").splitlines()
     # Headings of the text go two levels down, below the heading of their section.

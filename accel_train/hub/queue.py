@@ -116,7 +116,7 @@ class HubQueue:
     def drop(self, entry: Entry, reason: str, event: str = "dropped") -> None:
         """Remove an entry without a push and log the reason."""
         self.log(event, checkpoint=entry.checkpoint, reason=reason)
-        self._leave(entry)
+        self._remove_from_queue(entry)
 
     def fail(self, entry: Entry, reason: str) -> None:
         """Move an entry to ``failed`` with the reason, the Hub's or that of the checkpoint."""
@@ -124,7 +124,7 @@ class HubQueue:
         # Recorded before it leaves the queue: a crash in between loses nothing.
         self._write("failed", entry.checkpoint, record)
         self.log("failed", checkpoint=entry.checkpoint, reason=reason)
-        self._leave(entry)
+        self._remove_from_queue(entry)
 
     def done(self, entry: Entry, where: Mapping[str, str]) -> None:
         """Move an entry to ``pushed`` with the place of its commit."""
@@ -133,7 +133,7 @@ class HubQueue:
         self._write("pushed", entry.checkpoint, record)
         (self.directory / "failed" / f"{entry.checkpoint}.json").unlink(missing_ok=True)
         self.log("pushed", checkpoint=entry.checkpoint, **where)
-        self._leave(entry)
+        self._remove_from_queue(entry)
 
     def failed(self) -> dict[str, str]:
         """Return the reasons of the failed entries, by checkpoint."""
@@ -228,7 +228,7 @@ class HubQueue:
     def _write(self, folder: str, name: str, value: Mapping[str, Any]) -> None:
         atomic_files.replace_json(self._folder(folder) / f"{name}.json", strict_json.sealed(value))
 
-    def _leave(self, entry: Entry) -> None:
+    def _remove_from_queue(self, entry: Entry) -> None:
         (self.directory / "queue" / f"{entry.checkpoint}.json").unlink(missing_ok=True)
 
 

@@ -38,7 +38,7 @@ def check_rendezvous(machine: MachineConfig) -> None:
     if machine.num_machines > 1:
         addresses = _resolve(section, str(machine.main_process_ip), port)
         if machine.machine_rank == 0:
-            _warn_where_elsewhere(str(machine.main_process_ip), addresses)
+            _warn_if_elsewhere(str(machine.main_process_ip), addresses)
     # Without a port on a single machine, accelerate and torchrun look for a free one themselves.
     chosen_by_launcher = machine.num_machines == 1 and not machine.main_process_port
     if machine.machine_rank == 0 and port != 0 and not chosen_by_launcher:
@@ -76,7 +76,7 @@ def _resolve(section: Section, host: str, port: int) -> list[tuple[int, tuple[An
         time.sleep(PAUSE_SECONDS)
 
 
-def _warn_where_elsewhere(host: str, addresses: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
+def _warn_if_elsewhere(host: str, addresses: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
     """Warn if no address of machine 0 belongs to this machine: a second machine 0 would wait in silence."""
     if any(_is_own(family, address) for family, address in addresses):
         return

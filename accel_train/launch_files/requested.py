@@ -80,8 +80,8 @@ def read_request(environment: Mapping[str, str], command_lines: Sequence[Sequenc
     return Requested(
         machine=machine,
         source=source,
-        num_processes=_asked_processes(override, machine),
-        strategy=_asked_strategy(environment),
+        num_processes=_requested_processes(override, machine),
+        strategy=_requested_strategy(environment),
         rehearsal=rehearsal,
     )
 
@@ -131,13 +131,13 @@ def _overriding_processes(environment: Mapping[str, str], flags: Mapping[str, An
     return None
 
 
-def _asked_processes(override: int | None, machine: MachineConfig | None) -> int | None:
+def _requested_processes(override: int | None, machine: MachineConfig | None) -> int | None:
     if override is not None or machine is None:
         return override
     return machine.num_processes
 
 
-def _asked_strategy(environment: Mapping[str, str]) -> str | None:
+def _requested_strategy(environment: Mapping[str, str]) -> str | None:
     if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         return "deepspeed"
     if environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true":

@@ -109,7 +109,7 @@ def embeddings_optional(model: torch.nn.Module) -> Generator[None]:
     hidden: list[str] = []
     shared = _embeddings_shared_further(model)
     for name in EMBEDDINGS:
-        if shared or _asked(model, name) is None:
+        if shared or _embedding_of(model, name) is None:
             # On the instance, so that deleting it uncovers the method of the class again.
             setattr(model, name, lambda: None)
             hidden.append(name)
@@ -120,7 +120,7 @@ def embeddings_optional(model: torch.nn.Module) -> Generator[None]:
             delattr(model, name)
 
 
-def _asked(model: nn.Module, name: str) -> Any:
+def _embedding_of(model: nn.Module, name: str) -> Any:
     """Return the embedding that a model names, or None."""
     try:
         return getattr(model, name, lambda: None)()
@@ -130,15 +130,15 @@ def _asked(model: nn.Module, name: str) -> Any:
 
 def _embeddings_shared_further(model: nn.Module) -> bool:
     """Return True if an embedding shares a parameter with a module that Accelerate 1.15 shards in another unit."""
-    asked = [each for each in (_asked(model, name) for name in EMBEDDINGS) if isinstance(each, nn.Module)]
+    asked = [each for each in (_embedding_of(model, name) for name in EMBEDDINGS) if isinstance(each, nn.Module)]
     units = [{*each.modules()} for each in asked]
     if len({id(getattr(each, "weight", each)) for each in asked}) == 1:
         # Tied to each other, they are one unit.
         units = [set[nn.Module]().union(*units)]
-    return any(_shares(model, unit) for unit in units)
+    return any(_shares_a_parameter(model, unit) for unit in units)
 
 
-def _shares(model: nn.Module, unit: set[nn.Module]) -> bool:
+def _shares_a_parameter(model: nn.Module, unit: set[nn.Module]) -> bool:
     """Return True if modules in ``unit`` have a parameter in common with modules outside of it."""
     inside = {id(parameter) for module in unit for parameter in module.parameters(recurse=False)}
     outside = (module for module in model.modules() if module not in unit)
@@ -199,7 +199,7 @@ def _classes_around_embeddings(model: nn.Module, wanted: Sequence[str]) -> list[
 
     Accelerate 1.15 shards such an embedding a second time, and the first step would fail.
     """
-    asked = {_asked(model, name) for name in EMBEDDINGS}
+    asked = {_embedding_of(model, name) for name in EMBEDDINGS}
     count = Counter(type(module).__name__ for module in model.modules())
     inside = (module for module in model.modules() if module is not model and not asked.isdisjoint(module.modules()))
     found = {type(module).__name__ for module in inside}
@@ -265,7 +265,7 @@ def _units(accelerator: Accelerator, model: nn.Module) -> dict[int, str]:
 def _embeddings_apart(model: nn.Module, units: Mapping[int, str]) -> list[nn.Module]:
     """Return the embeddings that Accelerate shards apart from the rest, without those within one of ``units``."""
     with embeddings_optional(model):
-        asked = [_asked(model, name) for name in EMBEDDINGS]
+        asked = [_embedding_of(model, name) for name in EMBEDDINGS]
     taken = {id(inner) for module in model.modules() if id(module) in units for inner in module.modules()}
     return [each for each in asked if each is not None and id(each) not in taken]
 

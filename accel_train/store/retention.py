@@ -217,10 +217,10 @@ def leftovers(directory: Path, newest: int) -> list[Path]:
     ``newest`` is the newest step that verifies. A later save that is complete but not renamed is not listed.
     """
     own, others = commit.unfinished(directory)
-    return [path for path in sorted(own + others) if not _is_worth_a_name(path, newest)]
+    return [path for path in sorted(own + others) if not _only_lacks_its_name(path, newest)]
 
 
-def _is_worth_a_name(unfinished: Path, newest: int) -> bool:
+def _only_lacks_its_name(unfinished: Path, newest: int) -> bool:
     match = commit.TEMPORARY.fullmatch(unfinished.name)
     assert match, f"{unfinished} is not the name of an unfinished save"
     is_complete = unfinished.name.startswith(".tmp-") and (unfinished / manifests.MANIFEST).exists()

@@ -39,13 +39,13 @@ def connect(
     with meeting(_facts(requested, config, plugin), timeout) as attempt:
         _connect(requested, attempt, timeout, cpu=cpu)
     if dist.is_initialized() and dist.get_backend() == "gloo":
-        current_run.callback(_let_go, dist.group.WORLD)
+        current_run.callback(_hold, dist.group.WORLD)
     # Only a recipe under `run_main` leaves before its first step.
     if attempt is not None and EARLY.installed:
         EARLY.hear(_others(attempt, timeout))
 
 
-def _let_go(group: object) -> None:
+def _hold(group: object) -> None:
     """Do nothing. As a callback with the process group as its argument, this keeps the group until ``main`` has ended.
 
     Otherwise DDP's reducer would hold it last, and free it under the GIL. That waits for gloo's threads, which need the

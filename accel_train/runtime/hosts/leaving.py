@@ -32,7 +32,7 @@ class Others:
 
     def listen(self, leave: Callable[[], None]) -> None:
         """Call ``leave`` in a thread once another process has been asked to stop, until ``end``."""
-        threading.Thread(target=self._look, args=(leave,), name="stop of others", daemon=True).start()
+        threading.Thread(target=self._poll, args=(leave,), name="stop of others", daemon=True).start()
 
     def end(self) -> None:
         """Stop listening: from the first step on the processes agree on a stop at every step."""
@@ -48,7 +48,7 @@ class Others:
         # The store of a host that is gone does not answer.
         thread.join(ANSWER_SECONDS)
 
-    def _look(self, leave: Callable[[], None]) -> None:
+    def _poll(self, leave: Callable[[], None]) -> None:
         # The store ends with process 0 or its launcher.
         with suppress(RuntimeError):
             while not self._over.wait(LOOK_SECONDS):

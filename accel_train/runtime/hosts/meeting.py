@@ -184,7 +184,7 @@ class _Meeting:
     def _wait_for_others(self, names: list[str]) -> bool:
         """Wait for ``names`` in the store. Returns False if process 0 has begun a newer attempt meanwhile."""
         self._wait(lambda: self._is_superseded() or self._store.check(names), self._describe_missing)
-        return not self._look(self._is_superseded)
+        return not self._ask_store(self._is_superseded)
 
     def _is_superseded(self) -> bool:
         if self._rank > 0:
@@ -221,20 +221,20 @@ class _Meeting:
         pause = 0.01
         following = FIRST_LINE_SECONDS
         next_line = time.monotonic() + following
-        while not self._look(done):
+        while not self._ask_store(done):
             now = time.monotonic()
             if now > self._end:
-                raise self._look(describe).too_late(self._seconds)
+                raise self._ask_store(describe).too_late(self._seconds)
             # One line for each host: its processes wait for the same.
             if now > next_line and os.environ.get("LOCAL_RANK", "0") == "0":
-                logger.warning("waiting for %s", self._look(describe))
+                logger.warning("waiting for %s", self._ask_store(describe))
                 following *= 2
                 next_line = now + following
             # Most processes arrive within a second, and all of them poll one store.
             time.sleep(pause)
             pause = min(pause * 1.3, LONGEST_PAUSE_SECONDS)
 
-    def _look(self, ask: Callable[[], _Answer]) -> _Answer:
+    def _ask_store(self, ask: Callable[[], _Answer]) -> _Answer:
         """Return the answer of the store. Raises ``MissingProcessError`` if the store has ended with its process."""
         try:
             return ask()

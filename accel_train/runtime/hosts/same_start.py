@@ -62,7 +62,7 @@ def facts_of_start(config: object) -> Facts:
             # As written in a file or command, so that a variable of each host stays a variable. Opening output_dir
             # then checks that it is one place for all hosts.
             options[name] = repr(value)
-    return {"options": options, "packages": installed_versions(COMPARED_PACKAGES), "files": _hashes()}
+    return {"options": options, "packages": installed_versions(COMPARED_PACKAGES), "files": _file_hashes()}
 
 
 def launch_settings(
@@ -75,7 +75,7 @@ def launch_settings(
     return settings
 
 
-def _hashes() -> dict[str, str]:
+def _file_hashes() -> dict[str, str]:
     package = Path(__file__).parents[2]
     files = {f"accel_train/{path.relative_to(package)}": path for path in package.rglob("*.py")}
     recipe = recipe_file()

@@ -54,6 +54,6 @@ def _has_weights(folder: Path) -> bool:
     return any(folder.glob(f"{WEIGHTS_STEM}*.safetensors"))
 
 
-def of_whole(tensors: Mapping[str, T], beginning: str) -> dict[str, T]:
+def of_whole(tensors: Mapping[str, T], prefix: str) -> dict[str, T]:
     """Return the tensors of one of the ``folders`` by their keys in the whole model."""
-    return {f"{PREFIX}{beginning}{key.removeprefix(PREFIX)}": tensor for key, tensor in tensors.items()}
+    return {f"{PREFIX}{prefix}{key.removeprefix(PREFIX)}": tensor for key, tensor in tensors.items()}
