@@ -96,7 +96,7 @@ class HubQueue:
     def next(self, after: Entry | None = None) -> Entry | None:
         """Return the oldest entry to push. With ``after``, return the first of a later step if there is one.
 
-        ``every`` entries older than the newest entry are dropped.
+        ``every`` entries older than the newest entry are dropped if they go to the same repository.
         """
         waiting = self.entries()
         if not waiting:
