@@ -1,4 +1,4 @@
-"""``accel-train compare``: run two configs of a recipe, each of their differences, or several values of one option.
+"""``accel-train compare``: run a recipe with two configs, each of their differences, or several values of an option.
 
 Variants take turns, and each run is a process of its own. Seed, data, global batch and number of steps must be the
 same in all of them. If they are not, the comparison is refused.
@@ -42,7 +42,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # also the limit on variants
 def compare(request: Request) -> int:
     """Run everything, print and write the result. Return 1 if a gate or a run fails or a signal stops it, else 0.
 
-    A run that fails and a signal end the comparison, with the result of the rounds that are complete.
+    A failed run or a signal ends the comparison early, and the result then covers the rounds completed so far.
     Raises ``UsageError`` for an unfair comparison. Main thread only, because it handles the stop signals.
     """
     gates = [read_gate(text) for text in request.gates]
@@ -95,8 +95,8 @@ def decide_gates(gates: Sequence[Gate], a: Observations, b: Observations) -> lis
 def _decide(gate: Gate, values: Sequence[float]) -> Decision:
     """Decide a gate by the interval over the rounds if it is about the machine, else by the median.
 
-    All rounds train one seed. How much they differ says how sure a time is, and nothing about a loss of another seed.
-    The loss at equal time is read at a step that the times of a round decide.
+    All rounds train with one seed. Their spread shows the noise of the machine, not how a loss varies with the seed.
+    The loss at equal time counts as about the machine, because the times of a round decide at which step it is read.
     """
     metric = gate.name.removesuffix("_ratio").removesuffix("_delta")
     about_machine = metric in ("speedup", EQUAL_TIME) or metric.endswith((*RATIOS, "data_wait_fraction"))
@@ -144,7 +144,7 @@ def read_variants(request: Request, recipe: Path) -> tuple[str | None, list[Vari
         except UsageError as error:
             if not (request.ablate and side.flags):
                 raise
-            # Some options of B have an effect beside others of B only.
+            # Some options of B are refused without others of B.
             print(f"not by itself: {side.name} ({error})", flush=True)
             continue
         variants.append(Variant(LETTERS[len(variants)], side.name, side.source, flags, config))
@@ -184,7 +184,7 @@ def single_options(a: Options, b: Options) -> list[tuple[str, tuple[str, ...]]]:
     differing = [name for name in names_in_order if a.get(name) != b.get(name)]
     skipped = ("output_dir", *EQUAL)
     names = [name for name in differing if name not in skipped and not name.startswith("hub.")]
-    # Options in EQUAL have an error of their own, once the variants are read.
+    # Differences in EQUAL are refused later, with an error of their own.
     if not names and not set(EQUAL).intersection(differing):
         raise UsageError("--ablate: the two configs have the same options; there is nothing to take apart")
     options: list[tuple[str, tuple[str, ...]]] = []
@@ -241,7 +241,7 @@ def _common_flags(request: Request, config: Options, source: str, key: str | Non
     for name, other in (EXCLUSIVE, EXCLUSIVE[::-1]):  # a preset may set the other one
         if (name in flags or name == key) and config.get(other) is not None:
             flags[other] = "None"
-    off = {"hub.repo_id": "None", "profile.steps": "None", "profile.memory": "False"}  # a push, and slower steps
+    off = {"hub.repo_id": "None", "profile.steps": "None", "profile.memory": "False"}  # they push, or slow steps down
     kept = {key, "profile.steps"} if key == "profile.memory" else {key}
     flags |= {name: value for name, value in off.items() if config.get(name) and name not in kept}
     words: list[str] = []

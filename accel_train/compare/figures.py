@@ -22,10 +22,10 @@ TAIL_SHARE = 0.1
 # At equal time the runs are at different steps, and losses of single steps differ by chance. The mean of fewer lines
 # is mostly noise.
 LINES_AT_EQUAL_TIME = 5
-# Endings of metrics that are compared as B / A, because 0 means none. All others are compared as B - A.
+# Name suffixes of metrics with a true zero, which are compared as B / A. All others are compared as B - A.
 RATIOS = ("_seconds", "_per_second", "_gib", "mfu")
 EQUAL_TIME = "loss_equal_time"
-# Metrics of the wall and CPU time of a step, and the fields of a log line that they are differences of.
+# Metric -> field of a log line. The metric is the mean increase of the field per step, in wall or CPU time.
 LOOP_TIMES = {"loop_step_seconds": "elapsed_seconds", "loop_step_cpu_seconds": "processor_seconds"}
 # Metrics with one value per log interval.
 WITHIN_A_RUN = ("step_seconds", "samples_per_second")
@@ -80,7 +80,7 @@ def window_of(runs: Sequence[Run]) -> Window:
     last = common[-1] if common else 0
     warmup = math.ceil(WARMUP_SHARE * last)
     earlier = [p for p in common if p < last] or [0]
-    # Compilation, warm caches and growing buffers are behind the first quarter.
+    # After the first quarter, compilation is done, caches are warm and buffers no longer grow.
     warm = [p for p in earlier if p >= warmup] or earlier[-1:]
     first = warm[0]
     if first == 0:
@@ -159,7 +159,7 @@ def _step_times(run: Run, lines: Mapping[int, Line], window: Window) -> dict[str
         batch = lines[window.last].get("global_batch_size")
         if batch is not None:
             values["samples_per_second"] = ratio(float(batch), step_seconds)
-    # The start of a run has no log line, so a run measured whole has no such times.
+    # Step 0 has no log line, so a run measured from its start has no such times.
     if window.first in lines:
         first_line = lines[window.first]
         last_line = lines[window.last]
@@ -246,7 +246,7 @@ def _interval_metrics(run: Run, window: Window, whole: Observations) -> dict[str
         (step_seconds,) = whole["step_seconds"]
         (per_second,) = whole["samples_per_second"]
         samples = step_seconds * per_second
-        # From the interval's own time: the logged rate is an average over at least WINDOW_STEPS steps.
+        # From the interval's own time: the logged throughput is an average over at least WINDOW_STEPS steps.
         values["samples_per_second"] = [ratio(samples, s) for s in seconds]
     return values
 

@@ -45,13 +45,13 @@ class Plan:
 
     @property
     def is_ablation(self) -> bool:
-        """True if the variants in between are the first with a single option of the last."""
+        """True if each variant in between is the first one with a single option taken from the last."""
         return self.key is None and len(self.variants) > 2
 
     def differences(self) -> dict[str, list[Any]]:
         """Return the values of each option differing between variants, except ``output_dir``."""
         names = dict.fromkeys(name for variant in self.variants for name in variant.config)
-        # Every run has its own, which is no difference of the experiment.
+        # Each run has its own directory, which is not a difference of the experiment.
         names.pop("output_dir", None)
         differing: dict[str, list[Any]] = {}
         for name in names:
@@ -131,7 +131,7 @@ def _size(effect: Effect) -> str:
 
 
 def _ablation_table(result: Result) -> list[str]:
-    """Show the effect of each option by itself on time, memory and loss, and in the last line of all together."""
+    """Show the effect of each option by itself on time, memory and loss, and in the last line that of all options."""
     first, *others = result.plan.variants
     rows = [[f"against {first.name}", "step time", "with saves and logs", "processor time", "memory", "loss"]]
     for variant, found in zip(others, result.effects, strict=True):
@@ -174,7 +174,7 @@ def _vary_table(result: Result) -> list[str]:
                 cell += "*"
             cells.append(cell)
         rows.append([name, *cells])
-    # A star and no words, because the table is as wide as there are values.
+    # A star instead of words, because the table has a column for each value.
     note = "* differs from the first value: the interval of their ratio or difference excludes none"
     if _is_of_seeds(result):
         note = "a row shows how far the seeds lie apart"
@@ -194,12 +194,12 @@ def _speed_lines(result: Result) -> list[str]:
 
 
 def _is_of_seeds(result: Result) -> bool:
-    """Return True if the values are seeds: rounds repeat the losses of each, and their interval says nothing."""
+    """Return True if the seed is varied. Rounds then repeat each seed's losses, so their intervals mean nothing."""
     return result.plan.key == "seed"
 
 
 def best_lines(result: Result) -> list[str]:
-    """Name the setting of highest throughput and those indistinguishable from it."""
+    """Name the setting with the highest throughput and those indistinguishable from it."""
     throughput = [values.get("samples_per_second") for values in result.values]
     known = {index: values for index, values in enumerate(throughput) if values}
     if not known:
@@ -209,7 +209,7 @@ def best_lines(result: Result) -> list[str]:
     names = [variant.name for variant in result.plan.variants]
     close: list[str] = []
     for index, values in known.items():
-        # Round by round: the noise of a machine is alike for the runs of one round.
+        # Compared round by round, because the runs of one round share the noise of the machine.
         pairs = zip(known[best], values, strict=True)
         speedup = estimate([ratio(x, y) for x, y in pairs])
         if index != best and (speedup.low is None or speedup.includes(1.0)):

@@ -1,4 +1,4 @@
-"""What is asked of a comparison."""
+"""Request for a comparison, as given on the command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from accel_train.config import UsageError
 
 @dataclass(frozen=True)
 class Request:
-    """Options of the command line."""
+    """Options of ``accel-train compare``. Raises ``UsageError`` for values that contradict each other."""
 
     recipe: str
     sources: tuple[str, ...]
@@ -17,11 +17,11 @@ class Request:
     config_file: str | None = None
     """Launch file for ``accel-train launch``. None runs the recipe as one plain process."""
     num_processes: int | None = None
-    """In place of the number in the launch file."""
+    """Overrides the number of processes in the launch file."""
     common: tuple[str, ...] = ()
-    """``key=value`` of options for every run."""
+    """Options for every run, each as ``key=value``."""
     vary: str | None = None
-    """``key=v1,v2``."""
+    """The option to vary, as ``key=v1,v2``."""
     ablate: bool = False
     """Also run A with each differing option of B by itself."""
     max_steps: int | None = None
@@ -58,7 +58,7 @@ class Request:
             )
 
     def settings(self) -> dict[str, str]:
-        """Return the options of ``common`` by name. Raises ``UsageError`` for one without a value, and for two."""
+        """Return the options of ``common`` by name. Raises ``UsageError`` for one without a value or given twice."""
         found: dict[str, str] = {}
         for text in self.common:
             name, equals, value = text.removeprefix("--").partition("=")
@@ -70,5 +70,5 @@ class Request:
         return found
 
     def processes(self) -> list[str]:
-        """Return the flag for ``accel-train launch``, if there is one."""
+        """Return ``--num_processes`` and its value for ``accel-train launch``, or an empty list if it is not set."""
         return [] if self.num_processes is None else ["--num_processes", str(self.num_processes)]

@@ -1,4 +1,4 @@
-"""Rounds of a comparison: runs in turns, each checked against the first, until the last one or what ends them."""
+"""Rounds of a comparison: the variants take turns, and each run is checked against the first one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accel_train.metrics.progress import format_seconds
 EQUAL = ("seed", "global_batch_size", "max_steps", "max_epochs")
 """Options that must be the same in every variant, except for the varied one."""
 MAY_DIFFER = ("output_dir", "micro_batch_size")
-"""Options that may differ between two runs of a variant. Out of memory, a run makes its micro-batches smaller."""
+"""Options that may differ between two runs of a variant. A run out of memory makes its micro-batches smaller."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Rounds:
     asked: int
     """Number of rounds asked for."""
     cut_short: str | None = None
-    """What ended them before the last one."""
+    """What ended the comparison before the last round. None if all rounds are complete."""
 
     def print_end(self) -> None:
-        """Say on stderr what ended them, if it was not the last one."""
+        """Print to stderr what ended the comparison before the last round, if anything did."""
         if self.cut_short is not None:
             text = f"{self.cut_short}\nthe result of {len(self.runs)} of {self.asked} rounds:"
             print(text, file=sys.stderr, flush=True)
@@ -49,7 +49,7 @@ class Runner:
     output: Path
 
     def run_rounds(self, variants: Sequence[Variant], key: str | None, gates: Sequence[Gate]) -> Rounds:
-        """Run every round, or those before a run that fails or a signal. In the first one the error is raised."""
+        """Run the rounds up to the last one, a failed run or a signal. An error in the first round is raised."""
         done: list[Run] = []
         rounds: list[Sequence[Run]] = []
         for number in range(1, self.request.rounds + 1):
@@ -68,10 +68,10 @@ class Runner:
     def _run_round(
         self, number: int, done: list[Run], variants: Sequence[Variant], key: str | None, gates: Sequence[Gate]
     ) -> None:
-        # A drift of the machine over time favours no variant if every other round is the other way round.
+        # Every other round runs in reverse order, so that a drift of the machine over time favours no variant.
         for variant in variants if number % 2 else reversed(variants):
             run = self._run(variant, number)
-            # Now, not after all rounds.
+            # Checked now, not after all rounds.
             refuse_changed_options([one for one in done if one.letter == run.letter], run)
             done.append(run)
             refuse_unequal_runs(done[0], run, key)
@@ -126,7 +126,7 @@ def refuse_changed_options(earlier: Sequence[Run], run: Run) -> None:
 
 
 def refuse_unequal_runs(first: Run, run: Run, key: str | None) -> None:
-    """Raise ``UsageError`` for differences invisible in the options: data, number of steps, global batch size."""
+    """Raise ``UsageError`` for differences that options do not show: data, number of steps, global batch size."""
     may_change_data = key is not None and key.startswith("data.")
     batches = [one.lines[-1].get("global_batch_size") for one in (first, run)]
     if first.fingerprint != run.fingerprint and not may_change_data:

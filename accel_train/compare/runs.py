@@ -31,7 +31,7 @@ Line = Mapping[str, Any]
 Options = Mapping[str, Any]
 """Dotted option -> its value."""
 
-# Output lines shown of a failed run.
+# Number of output lines shown for a failed run.
 LINES_SHOWN = 20
 # Time between SIGTERM and SIGKILL for the processes of an interrupted run that nobody continues.
 GRACE_SECONDS = 10.0
@@ -53,7 +53,7 @@ class InterruptedRunError(Exception):
 
 
 class Child(Protocol):
-    """The part of ``subprocess.Popen`` in use."""
+    """The part of ``subprocess.Popen`` that is used here."""
 
     pid: int
 
@@ -135,9 +135,10 @@ def _literal(text: str) -> Any:
 
 
 def folder_for_runs(kept: str | None, option: str, command: str) -> AbstractContextManager[str]:
-    """Enter the directory ``kept``, made if it is not there, or a temporary one without it. Raises ``UsageError``.
+    """Return a context manager for the directory ``kept``, created if missing, or for a temporary one if it is None.
 
-    ``option`` names it in the error, and ``command`` the temporary one.
+    Raises ``UsageError`` for a file, and for a directory that is not empty or not writable. ``option`` is the flag that
+    the error names, and ``command`` is part of the temporary directory's name.
     """
     if kept is None:
         # A run that is being killed may still create files while they are deleted.
@@ -155,7 +156,7 @@ def folder_for_runs(kept: str | None, option: str, command: str) -> AbstractCont
 
 
 def start_child(words: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a command that ends with this process. It writes to ``output`` and reads nothing."""
+    """Start a command that ends when this process does. It writes to ``output`` and reads no input."""
     return subprocess.Popen(
         # If this process is killed, it cannot end its run, so the kernel has to.
         tied_to_parent(words),
@@ -163,7 +164,7 @@ def start_child(words: Sequence[str], output: IO[bytes], environment: Mapping[st
         stdout=output,
         stderr=subprocess.STDOUT,
         env=environment,
-        # Its group can be ended as a whole, and Ctrl-C reaches this process alone.
+        # A group of its own can be ended as a whole, and Ctrl-C reaches only this process.
         start_new_session=True,
     )
 
@@ -177,11 +178,12 @@ def run_once(
 ) -> tuple[float, float]:
     """Run ``command`` to its end with its output in ``log``. Return wall time and CPU time in seconds.
 
-    The run itself checks ``gates`` (``refuse_unknown_gates``). It gets ``environment`` in addition to that of this
-    process. An exception here also ends the processes of the run. ``save_seconds`` is the time to save before they are
-    killed, for a run that can be continued.
-    A run that refuses its options raises ``UsageError``, any other exit code but 0 ``RunFailedError``, both with the
-    last lines of the output.
+    The run itself checks ``gates`` (``refuse_unknown_gates``). ``environment`` is added to the variables of this
+    process. An exception here, such as that of a stop signal, also ends the processes of the run. ``save_seconds`` is
+    the time that a run that can be continued has to save before it is killed.
+
+    Raises ``UsageError`` if the run refuses its options (exit code 2), and ``RunFailedError`` for any other exit code
+    except 0. Both show the last lines of the output.
     """
     started = time.perf_counter()
     # The system counts all children so far, so the run's share is a difference.
@@ -233,7 +235,7 @@ def _end_group(child: subprocess.Popen[bytes], save_seconds: float | None) -> No
 
 
 def report_failure(error: RunFailedError | InterruptedRunError, result: str) -> int:
-    """Print why a command ends early, and return its exit code. ``result`` says what a signal has left of it."""
+    """Print why a command ends early, and return its exit code. ``result`` describes what is left after a signal."""
     text = f"error: {error}"
     if isinstance(error, InterruptedRunError):
         text = f"interrupted by {error}: {result}"
@@ -242,13 +244,13 @@ def report_failure(error: RunFailedError | InterruptedRunError, result: str) -> 
 
 
 def kill_family(child: Child) -> None:
-    """Kill a command and its descendants, if it runs."""
+    """Kill a command and its descendants, if it is still running."""
     import psutil
 
     if child.poll() is not None:
         return
     family: list[psutil.Process] = []
-    # Found first: without their parent they could not be told from anybody else's.
+    # Listed first: once the parent is gone, nothing connects them with it.
     with suppress(psutil.Error):
         family = psutil.Process(child.pid).children(recursive=True)
     child.send_signal(signal.SIGKILL)
@@ -270,7 +272,7 @@ def _tail(text: str) -> str:
 
 @contextmanager
 def _on_stop_signals(handler: Callable[[int, FrameType | None], object]) -> Generator[None]:
-    # nohup ignores SIGHUP for the process, and a shell SIGINT for one in the background.
+    # Ignored signals stay ignored: nohup ignores SIGHUP, and a shell makes background processes ignore SIGINT.
     heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in heard}
     try:
@@ -292,7 +294,7 @@ def stop_signals_raise() -> Generator[None]:
 
 @contextmanager
 def stop_signals_held() -> Generator[None]:
-    """Deliver stop signals that arrive in the body after it: an exception within a start would lose the process.
+    """Hold stop signals until the end of the body: an exception while a process starts would lose track of it.
 
     Main thread only. A process started in the body has the usual handlers.
     """
@@ -313,7 +315,7 @@ def _interrupt(number: int, _: FrameType | None) -> NoReturn:
 def read_run(letter: str, number: int, directory: Path, seconds: float, cpu_seconds: float) -> Run:
     """Read the files of the run in ``directory``.
 
-    Raises ``RunFailedError`` without a training line, and if the run has started again inside itself.
+    Raises ``RunFailedError`` if there is no training line, or if the run restarted by itself.
     """
     path = directory / "metrics.jsonl"
     if not path.is_file():
@@ -343,7 +345,7 @@ def read_run(letter: str, number: int, directory: Path, seconds: float, cpu_seco
 
 
 def _refuse_another_start(path: Path, records: Sequence[Line]) -> None:
-    """Raise ``RunFailedError`` for a start after a training line: the clocks of the lines have begun again with it."""
+    """Raise ``RunFailedError`` for a restart after a training line, because it resets the clocks of later lines."""
     has_trained = False
     cause = ""
     for record in records:

@@ -79,7 +79,7 @@ def loss_sums(
     logits (B, S, V) of any float dtype, tokens (B, S) uncorrupted. A sample without masked positions gives 0. The
     caller multiplies by each sample's `weight` and divides by the sum of `term_weight` over the global batch.
     """
-    # At all positions: only the device knows how many are masked, so a selection of them would wait for it.
+    # At all positions: selecting the masked ones would wait for the device, which alone knows how many there are.
     flat_logits = _without_mask(logits, mask_id).flatten(0, -2)  # (B * S, V)
     losses = F.cross_entropy(flat_logits, tokens.flatten(), reduction="none").view_as(tokens)
     # `where`, not a product: 0 * inf of an unmasked position would be NaN.
@@ -109,13 +109,13 @@ def correct_counts(
     masked: Tensor,
     mask_id: int,
 ) -> Tensor:
-    """Count the masked positions with a correct most likely token: (B,) int64."""
+    """Count the masked positions whose most likely token is correct: (B,) int64."""
     predicted = _without_mask(logits, mask_id).argmax(-1)  # (B, S)
     return ((predicted == tokens) & masked).sum(-1)
 
 
 def gain(nll: float, other: float) -> float:
-    """Return by which share ``nll`` is below ``other``. 0 where that is 0, as with texts without a word."""
+    """Return the share by which ``nll`` is below ``other``. Returns 0 if ``other`` is 0, as for texts without words."""
     if other == 0:
         return 0.0
     return 1 - nll / other

@@ -1,4 +1,4 @@
-"""Discrete levels of noise of a pretrained model, its target, and weights of its loss by the signal-to-noise ratio.
+"""Discrete noise levels of a pretrained model, its prediction target, and loss weights by signal-to-noise ratio.
 
 Level k of N has x = a[k] x0 + b[k] eps. DDPM has a = sqrt(alpha_bar), b = sqrt(1 - alpha_bar), rectified flow
 a = 1 - sigma, b = sigma. The signal-to-noise ratio is SNR = (a / b)^2.
@@ -20,9 +20,9 @@ SnrWeighting = Literal["none", "min_snr", "soft_min_snr", "debiased"]
 SCHEDULED = ("epsilon", "v_prediction", "sample")
 """Values of ``prediction_type`` in a scheduler with ``alphas_cumprod``."""
 LARGEST_DEBIASED_SNR = 1000.0
-"""Above it the weight of ``debiased`` stays as it is, as in kohya's sd-scripts."""
+"""The weight of ``debiased`` is constant above this SNR, as in kohya's sd-scripts."""
 SMALLEST_DEBIASED_SNR = 1e-4
-"""Below it too, because SNR 0 would weigh infinitely much. The noisiest level of Stable Diffusion has 0.005."""
+"""It is constant below this SNR too, since it is infinite at 0. The noisiest level of Stable Diffusion has 0.005."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class NoiseLevels:
     weight: Tensor | None = None
     """Weight of the squared error in the model's own training, (N,) fp32. None: 1 at every level."""
     straight: bool = False
-    """True for a flow with another prediction target than the flow."""
+    """True for a straight path whose prediction target is not the flow."""
 
     @property
     def is_flow(self) -> bool:
@@ -107,9 +107,9 @@ def snr_weight(snr: Tensor, prediction: Prediction, weighting: SnrWeighting, gam
     """Return the weight of each sample's squared error, in the shape of ``snr``.
 
     min_snr (Hang et al. 2023, arXiv:2303.09556) is min(SNR, gamma) on x0; soft_min_snr (Crowson et al. 2024,
-    arXiv:2401.11605) is SNR gamma / (SNR + gamma). The error of eps is SNR times the error of x0, the error of v SNR +
-    1 times, so their weights are divided by these factors. debiased (Yu et al. 2023, arXiv:2310.08442) is 1 / sqrt(SNR)
-    on eps, so sqrt(SNR) on x0, and 1 / (SNR + 1) on v.
+    arXiv:2401.11605) is SNR gamma / (SNR + gamma). The squared error of eps is SNR times that of x0, and the squared
+    error of v is SNR + 1 times that of x0, so their weights are divided by these factors. debiased (Yu et al. 2023,
+    arXiv:2310.08442) is 1 / sqrt(SNR) on eps, so sqrt(SNR) on x0, and 1 / (SNR + 1) on v.
     """
     if weighting == "none":
         return torch.ones_like(snr)
@@ -118,7 +118,7 @@ def snr_weight(snr: Tensor, prediction: Prediction, weighting: SnrWeighting, gam
             return 1 / (snr.clamp(max=LARGEST_DEBIASED_SNR) + 1)
         bounded = snr.clamp(SMALLEST_DEBIASED_SNR, LARGEST_DEBIASED_SNR)
         return bounded.sqrt() if prediction == "sample" else bounded.rsqrt()
-    # Of eps, written so that SNR 0 gives the limit and not 0 / 0.
+    # The weight on eps, written so that SNR 0 gives the limit and not 0 / 0.
     of_epsilon = (gamma / snr).clamp(max=1) if weighting == "min_snr" else gamma / (snr + gamma)
     if prediction == "epsilon":
         return of_epsilon
@@ -133,7 +133,7 @@ def levels_of(scheduler: Any, source: str) -> NoiseLevels:
     name = type(scheduler).__name__
     prediction = scheduler.config.get("prediction_type")
     if prediction == "flow_prediction":
-        # Sampled with a solver of its own, trained as diffusers' script does.
+        # Its own solver is for sampling. Training uses the levels of flow matching, as diffusers' script does.
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
         if scheduler.config.get("stochastic_sampling") or scheduler.config.get("invert_sigmas"):
@@ -142,7 +142,7 @@ def levels_of(scheduler: Any, source: str) -> NoiseLevels:
                 "with the usual ones"
             )
         flow: Any = scheduler
-        # Behind the last timestep is sigma 0.
+        # The sigmas have one more value than the timesteps, a final 0.
         return flow_levels(flow.sigmas[: len(flow.timesteps)], flow.timesteps)
     alphas = getattr(scheduler, "alphas_cumprod", None)
     if alphas is None or prediction not in SCHEDULED:

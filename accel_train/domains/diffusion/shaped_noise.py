@@ -11,7 +11,7 @@ from torch import Tensor
 from accel_train import rng
 
 COARSEST_FACTOR = 2.0
-"""Each level of multi-resolution noise is 2 to 4 times coarser than the one before, in kohya's sd-scripts."""
+"""Level n of multi-resolution noise is r^n times coarser, with r drawn from 2 to 4, as in kohya's sd-scripts."""
 
 
 class NoiseKey(NamedTuple):
@@ -33,9 +33,10 @@ def shaped_noise(
 ) -> Tensor:
     """Return noise (B, *shape) for latents of ``shape`` (C, H, W).
 
-    ``offset`` adds as much of one draw for each channel (Guttenberg 2023, "Diffusion with offset noise").
-    ``iterations`` above 0 add upsampled noise of as many coarser resolutions, each ``discount`` times weaker, and
-    divide by the standard deviation of each sample (Whitaker 2023, "Multi-resolution noise").
+    ``offset`` is the factor of one added draw per channel (Guttenberg 2023, "Diffusion with offset noise").
+    ``iterations`` is the number of levels of upsampled noise to add, from the full resolution to coarser ones, each
+    ``discount`` times as strong as the one before. The sum is then divided by the standard deviation of each sample
+    (Whitaker 2023, "Multi-resolution noise").
     """
     noise = key.normal("noise", shape)  # (B, C, H, W)
     if offset > 0:
@@ -49,7 +50,7 @@ def _with_coarser(noise: Tensor, key: NoiseKey, iterations: int, discount: float
     channels, height, width = noise.shape[1:]
     # From 0, as in kohya's sd-scripts: the first level has the full resolution and the full strength.
     for number in range(iterations):
-        # One factor for the whole step: sizes of the samples of a micro-batch must not differ.
+        # One factor for the whole step, because the samples of a micro-batch must have the same size.
         draw = rng.host_uniform(key.seed, f"{key.stream}/factor{number}", key.step)
         factor = (COARSEST_FACTOR + COARSEST_FACTOR * draw) ** number
         rows = max(1, int(height / factor))
@@ -59,7 +60,7 @@ def _with_coarser(noise: Tensor, key: NoiseKey, iterations: int, discount: float
         # A level that is one value high or wide has no coarser one.
         if rows == 1 or columns == 1:
             break
-    # Each level added variance, but a noise level assumes that of its noise is 1.
+    # Each level added variance, but the noise schedule assumes a variance of 1.
     return noise / noise.flatten(1).std(1).view(-1, 1, 1, 1)
 
 

@@ -69,7 +69,7 @@ def training_times(
 ) -> Tensor:
     """Return times (B,) float32 in [TIME_EPSILON, 1 - TIME_EPSILON]. No device wait.
 
-    Uniform, or of the density and shift of `config`, which keep the order of the draws and so their even spread.
+    They are uniform, or follow the density and shift of `config`. Both are monotone, so draws stay evenly spread.
 
     Keyed by the batch's `position` (low_discrepancy) or `occurrence` (uniform). low_discrepancy (Kingma et al.
     2021, appendix I.1) spreads the whole global batch evenly: the loss varies less between steps and keeps its
@@ -162,7 +162,7 @@ def _rescale(time: Tensor) -> Tensor:
     return time.mul_(1 - 2 * TIME_EPSILON).add_(TIME_EPSILON)
 
 
-# Asked for in every step, mostly with the same count.
+# Called in every step, mostly with the same count.
 @lru_cache(maxsize=16)
 def _lattice_multiplier(count: int) -> int:
     """Return the multiplier coprime to `count` with the largest distance between lattice points.

@@ -88,7 +88,7 @@ class Buckets:
 
         def order(size: Size) -> tuple[float, int]:
             aspect = math.log(size[1] / size[0])
-            # A cover scaled to one side loses exp(-|difference|) of the other.
+            # A picture scaled to cover a bucket keeps exp(-|difference|) of its area.
             loss = abs(wanted - aspect)
             # Rounded, or the last bit of a logarithm would decide between a bucket and its mirror image.
             return round(loss, 9), -math.prod(size)
@@ -116,7 +116,7 @@ def _sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, ...]:
         other = longest_other // step * step
         if other and side <= max_aspect * other:
             found |= {(side, other), (other, side)}
-    # Of two heights for one width the larger one has the other's pixels too.
+    # Drops each size that is no wider than a taller one.
     largest: list[Size] = []
     for size in sorted(found, reverse=True):
         if not largest or size[1] > largest[-1][1]:
@@ -125,7 +125,7 @@ def _sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, ...]:
 
 
 def frame(original: Size, target: Size, *, place: tuple[float, float] = CENTRE, flipped: bool = False) -> Frame:
-    """Scale a picture to cover the target and cut the rest off.
+    """Scale a picture to cover the target, and crop the rest.
 
     `place` in [0, 1] tells where the target lies in the scaled picture, from top to bottom and from left to right.
     """
@@ -183,7 +183,7 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 
 def to_image(pixels: Tensor) -> Image.Image:
-    """Return (3, H, W) from -1 to 1 as an RGB image. Values beyond are cut off."""
+    """Return (3, H, W) from -1 to 1 as an RGB image. Values beyond are clamped."""
     from PIL import Image
 
     scaled = pixels.detach().float().add(1.0).mul(127.5)

@@ -22,9 +22,9 @@ from accel_train.store import strict_json
 from accel_train.store.run_file import experiment_options
 
 FORMAT = "pictures-2"
-"""Part of the key of cached rows: another number where other rows are written for the same options."""
+"""Part of the key of cached rows. Raise the number when the same options give other rows."""
 OWN_ROWS = "rows-2"
-"""Part of the folder name of cached rows of your own pictures: another number where their fields or order change. The
+"""Part of the folder name of cached rows of your own pictures. Raise the number when their fields or order change. The
 identity of their latents does not contain it."""
 SHAPES_SEED = 0
 HELDOUT_SHAPES = 1024
@@ -38,7 +38,7 @@ DECIDE_SHAPES = ("pictures.latents", "pictures.vae", "pictures.size", "pictures.
 OF_TEXTS = ("latents", "encoder", "latent_dim", "normalise", "read", "shuffle_blocks")
 """Options of the `data` group for latents of texts and for shards of texts."""
 OF_SOURCES = ("heldout_path", "split", "text_column")
-"""Options of the `data` group that pictures of your own have."""
+"""Options of the `data` group that only pictures of your own have."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,16 @@ class PictureConfig:
 
 @dataclass(frozen=True)
 class _Source:
-    """What is written into the cache."""
+    """Source of the rows in one folder of the cache."""
 
     facts: tuple[Any, ...]
-    """All that decides it."""
+    """Everything that the rows depend on."""
     parts: Callable[[], Parts]
     total: int = 0
-    """Pictures whose progress is shown."""
+    """Number of pictures, for the progress display."""
     notices: tuple[str, ...] = ()
     rows: str = ""
-    """Version of rows, if not that of ``FORMAT`` alone."""
+    """Version of the rows in addition to ``FORMAT``, or empty."""
     split_keys: Mapping[str, int] = field(default_factory=dict[str, int])
     """`split_key` of captions, as far as they are known."""
 
@@ -132,11 +132,11 @@ def prepare_pictures(
 ) -> CaptionedPictures | None:
     """Write the rows of `data.path` into the cache unless they are there. Every rank calls it (up to four barriers).
 
-    With an autoencoder rank 0 encodes the pictures on `device`, and every rank keeps it there to decode samples. About
-    `heldout_fraction` of the emoji's names are held out; of shapes, the pairs of colour and form absent from training
-    pictures; of your own, those of `heldout_path`, or by their captions. `weights` are the assets
-    beside the weights of this start, which name the commit of the autoencoder. Returns None where the data are texts.
-    Raises ``UsageError``.
+    With an autoencoder, rank 0 encodes the pictures on `device`, and every rank keeps the autoencoder there to decode
+    samples. Held out are about `heldout_fraction` of the emoji's names, the shapes with pairs of colour and form absent
+    from training pictures, and of your own pictures those of `heldout_path`, or a share by their captions. `weights`
+    are the assets beside the weights of this start, which name the commit of the autoencoder. Returns None if the data
+    are texts. Raises ``UsageError``.
     """
     if config.latents == "none":
         return None
@@ -156,7 +156,7 @@ def prepare_pictures(
     def write(directory: Path) -> None:
         write_rows(directory, source.parts(), patching, source.total)
         if patching.vae is not None:
-            # Another machine's autoencoder rounds otherwise, and the data are the same.
+            # Another machine's autoencoder rounds differently, but the data count as the same.
             (directory / IDENTITY_FILE).write_text(key)
 
     name = hashlib.sha256(f"{source.rows} {key}".encode()).hexdigest() if source.rows else key
@@ -170,7 +170,7 @@ def prepare_pictures(
 def _bundled(config: PictureConfig, data: DataOptions) -> _Source:
     if data.path == SHAPES:
         return _Source((SHAPES, SHAPES_SEED, config.samples, HELDOUT_SHAPES), partial(_shapes, config))
-    # All that decides the rows: another choice is another folder of the cache, and no run reads rows of another.
+    # Everything that the rows depend on, so that each choice has a folder of its own in the cache.
     facts = ("emoji", emoji.file_hash(), data.heldout_fraction, *config.leave_out)
     return _Source(facts, partial(_emoji, config, data.heldout_fraction))
 
@@ -208,13 +208,13 @@ def _vae(
         return None
     load = partial(load_vae, config.vae, option="--pictures.vae")
     own = load(revision=revision) if rank == 0 else None
-    # A branch may move on between two looks.
+    # A branch may move on between two requests.
     commit = of_rank_0(revision if own is None else own.reference.revision, world_size, barrier)
     return load(revision=commit) if own is None else own
 
 
 def _patching(config: PictureConfig, vae: PictureVae | None, device: str) -> Patching:
-    """Return how pictures become tokens. Raises ``UsageError`` for a size that the autoencoder cuts."""
+    """Return the patching of the options. Raises ``UsageError`` for a size that is not a multiple of a token's side."""
     if vae is None:
         return Patching(config.patch)
     patching = Patching(config.patch, vae.to(device), config.vae_batch_size)
@@ -242,7 +242,7 @@ def _shapes(config: PictureConfig) -> Parts:
     captions, pictures = shapes.pictures(SHAPES_SEED, config.samples, config.size)
     yield "train", Captioned([(caption,) for caption in captions], pictures)
     captions, pictures = shapes.pictures(SHAPES_SEED, HELDOUT_SHAPES, config.size, heldout=True)
-    # One of each: held-out texts are sorted, and the first ones would all have the same few captions.
+    # One picture per caption: held-out texts are sorted, so the first ones would share a few captions.
     first = [index for index, caption in enumerate(captions) if caption not in captions[:index]]
     yield "heldout", Captioned([(captions[index],) for index in first], pictures[first])
 

@@ -31,7 +31,7 @@ from accel_train.domains.images.sources import CLASS_FOLDERS, NO_CAPTION, LeftOu
 from accel_train.domains.models.pictures.decoding import Colour, colour, decode_picture
 
 FEW = 4
-"""Held-out pictures. With fewer, the loss on them is that of single pictures."""
+"""Fewest held-out pictures without a notice. The loss on fewer depends on single pictures."""
 
 
 class Sample(NamedTuple):
@@ -139,7 +139,7 @@ class PictureData:
 
 
 def refuse_unread(config: PictureDataConfig) -> None:
-    """Raise ``UsageError`` for an option that none of the sources of pictures reads. Looks at their kinds alone."""
+    """Raise ``UsageError`` for an option that none of the sources of pictures reads. Looks only at their kinds."""
 
     def read_by() -> Iterator[set[str]]:
         for path in (config.path, config.heldout_path):
@@ -166,7 +166,7 @@ def prepare_pictures(
     and captions cannot be used.
     """
     if config.path == PictureDataConfig.path and not expand_path(config.path).exists():
-        # A value that nobody has given is no name on the Hub.
+        # A default that nobody has given is not looked up on the Hub.
         raise UsageError(
             f"{option} {config.path!r}: the default, and there is no such folder here; give a folder of pictures, "
             "parquet files, a folder of dataset.save_to_disk, a Hub id, or emoji for the bundled ones"
@@ -192,7 +192,7 @@ def prepare_pictures(
     if config.heldout_path is not None:
         heldout, heldout_notices = read(config.heldout_path, "--data.heldout_path")
         notices += [f"held out: {notice}" for notice in heldout_notices]
-        # By content: a copy under another name would be learned and then called held out.
+        # By content: a copy under another name would be trained on and still count as held out.
         known = {sample.picture.content for sample in heldout}
         train = [sample for sample in samples if sample.picture.content not in known]
     else:
@@ -203,7 +203,7 @@ def prepare_pictures(
             f"{option} {config.path!r}: {len(heldout)} held-out samples and none to train on; at least 1 is "
             "required. Bring more pictures, or lower --data.heldout_fraction."
         )
-    # Held-out pictures stand still, or their loss would differ from evaluation to evaluation.
+    # Held-out pictures are not flipped or randomly cropped, or their loss would differ between evaluations.
     still = View(colour(config.background), max_pixels=config.max_pixels)
     moving = View(still.background, config.crop == "random", config.flip, config.max_pixels)
     train_data = PictureDataset(train, moving, config.group_size)
@@ -244,7 +244,7 @@ def _samples(found: Pictures, config: PictureDataConfig, named: str) -> tuple[li
 
 
 def _target_sizes(original: Size, config: PictureDataConfig) -> list[Size]:
-    """Return the bucket of a picture in each of its resolutions. None of them if it would have to be enlarged."""
+    """Return a picture's bucket in each of its resolutions. Without `enlarge`, those that enlarge it are left out."""
     buckets = config.buckets
     largest = buckets.largest_filled(original)
     chosen = [largest]
@@ -259,15 +259,15 @@ def _target_sizes(original: Size, config: PictureDataConfig) -> list[Size]:
 def split_heldout(samples: Sequence[Sample], fraction: float) -> tuple[list[Sample], list[Sample]]:
     """Return (training, held-out) samples. A picture is held out if its content hash is below `fraction`.
 
-    The split of a picture depends on its file alone: it stays when others come, and equal files are on one side. If no
-    hash is below it, the smallest one is held out; a single picture is not. Held-out samples are sorted by hash, so the
-    first are a fair choice.
+    The split of a picture depends only on its file: it stays the same when others are added, and equal files are on one
+    side. If no hash is below it, the smallest one is held out, but a single picture is not. Held-out samples are sorted
+    by hash, so the first ones are as good as a random choice.
     """
     contents = {sample.picture.content for sample in samples}
     if len(contents) < 2 or fraction == 0:
         return list(samples), []
     smallest = min(contents)
-    # A hash is a number of hexadecimal digits, evenly distributed below 16 to their count.
+    # A hash is a hexadecimal number, evenly distributed below 16 to the power of its number of digits.
     limit = fraction * 16 ** len(smallest)
     train: list[Sample] = []
     heldout: list[Sample] = []

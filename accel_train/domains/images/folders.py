@@ -1,6 +1,6 @@
 """Folders of pictures: captions in text files of the same name, or in rows of ``metadata.jsonl`` or ``metadata.csv``.
 
-Folders below are read too. Hidden files and folders, directories of runs and the cache are skipped.
+Subfolders are read too. Hidden files and folders, directories of runs and the cache are skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from accel_train.wording import shortened
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 OTHER_PICTURES = (".heic", ".heif", ".jxl", ".jp2", ".psd", ".svg", ".eps", ".ico", ".tga", ".exr", ".hdr", ".dng")
-"""Pictures that are not read. They are counted, and not taken for other files."""
+"""Suffixes of pictures that are not read. Such files are reported as left out."""
 METADATA = "metadata.jsonl"
 METADATA_FILES = (METADATA, "metadata.csv")
 """Files of rows. The first one in a folder is read."""
@@ -39,7 +39,7 @@ CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap", ".text", ".tags")
 """Suffixes of text files. One beside a picture of the same name holds its caption."""
 
 REPEATS = re.compile(r"\d+_.*[^\W\d_].*")
-"""Folders of kohya's scripts: repeats of their pictures, and a caption for those without."""
+"""Folder names of kohya's scripts, such as ``10_dog``: repeats of the pictures, and a caption for those without one."""
 
 
 def is_mask(file: Path) -> bool:
@@ -59,10 +59,10 @@ def _pictures_among(files: Sequence[Path]) -> list[Path]:
 def list_folder(folder: Path, source: Source, cache: Path) -> Listing:
     """List the pictures of a folder with their captions.
 
-    Below the folder of a ``metadata.jsonl`` or ``metadata.csv`` its rows are the pictures: ``file_name`` and a caption.
-    Elsewhere the caption of ``a.png`` is the text of ``a`` + `source.caption_extension`. Files such as ``a.mask.png``
-    are masks and no pictures. Directories of runs and ``cache`` are left out. Raises ``UsageError`` for a folder
-    without pictures, and for a picture whose only caption is in a file that is not read.
+    In and below a folder with a ``metadata.jsonl`` or ``metadata.csv``, its rows list the pictures: ``file_name`` and a
+    caption. Elsewhere the caption of ``a.png`` is the text of ``a`` + `source.caption_extension`. Files such as
+    ``a.mask.png`` are masks, not pictures. Directories of runs and ``cache`` are left out. Raises ``UsageError`` for a
+    folder without pictures, and for a picture whose only caption is in a file that is not read.
     """
     tree = _walk(folder, cache)
     files = tree.files
@@ -103,7 +103,7 @@ def _captioned(folder: Path, files: Sequence[Path], pictures: Sequence[Path], so
 
 
 def _about_repeats(folder: Path, entries: Sequence[Entry]) -> list[str]:
-    """Say that names of folders such as ``10_dog`` are not read."""
+    """Return a notice that folder names such as ``10_dog`` are not read, if there are any."""
     parents = (part for entry in entries for part in (folder / entry.name).relative_to(folder.parent).parts[:-1])
     names = [name for name in dict.fromkeys(parents) if REPEATS.fullmatch(name)]
     if not names:
@@ -117,7 +117,7 @@ def _about_repeats(folder: Path, entries: Sequence[Entry]) -> list[str]:
 
 
 def _metadata_files(files: Sequence[Path]) -> list[Path]:
-    """Return the files of rows among all files of a tree: at most one of a folder, outer folders first."""
+    """Return the files of rows among all files of a tree: at most one per folder, outer folders first."""
     found: dict[Path, Path] = {}
     for name in METADATA_FILES:
         for file in files:
@@ -127,14 +127,14 @@ def _metadata_files(files: Sequence[Path]) -> list[Path]:
 
 
 def has_rows(folder: Path, *, below: bool) -> bool:
-    """Return True for a folder with captions in rows, or with ``below`` for one that has such a folder below."""
+    """Return True for a folder with captions in rows. With ``below``, folders at any depth below it count too."""
     if not below:
         return any(os.path.lexists(folder / name) for name in METADATA_FILES)
     return bool(_metadata_files(_walk(folder, None).files))
 
 
 def _several(folder: Path, metadata: Sequence[Path]) -> str:
-    """Say that folders below are read together: they may be splits, of which one was meant."""
+    """Return a notice that several folders are read together: they may be splits, and only one was meant."""
     names = shortened([_name(file, folder) for file in metadata], SHOWN_NAMES)
     alone = metadata[-1].parent
     return f"captions of {names} and of other folders are read together; to read one alone, give its path: {alone}"
@@ -151,7 +151,7 @@ class _Unread:
 
     @property
     def kind(self) -> str:
-        """Such files in words."""
+        """Description of such files, for messages."""
         return self.file.name if self.file.name in UNREAD_METADATA else f"{self.file.suffix} files"
 
 
@@ -188,7 +188,8 @@ def _above(picture: Path, by_folder: Mapping[Path, Path]) -> Path | None:
 def _about_unread(folder: Path, unread: Sequence[_Unread], pictures: int, source: Source) -> list[str]:
     """Return a line for each kind of captions that are not read.
 
-    Raises ``UsageError`` if a picture has no other: it would be left out, or learned with `data.default_caption`.
+    Raises ``UsageError`` if a picture has no other caption: it would be left out, or learned with
+    `data.default_caption`.
     """
     lacking = [item for item in unread if not item.picture.caption]
     if lacking:
@@ -265,7 +266,7 @@ def _walk(folder: Path, cache: Path | None) -> _Tree:
     Links to folders are followed, unless that would read a file twice.
     """
     tree = _Tree()
-    # By what it is, not by its path: a circle of links has endless paths to one folder.
+    # By device and inode, not by path: a cycle of links has endless paths to one folder.
     seen = {_identity(parent) for parent in (folder.resolve(), *folder.resolve().parents)}
     cache_identity = _identity(cache) if cache is not None and cache.is_dir() else None
     # Folders first: with a link before the folder that it leads to, the names would be those of the link.
@@ -292,7 +293,7 @@ def _walk(folder: Path, cache: Path | None) -> _Tree:
             if current != folder:
                 tree.runs.append(_name(current, folder))
                 continue
-            # Pictures in the directory of the run itself.
+            # The directory of a run was given as the source itself.
             names = [name for name in names if name not in RUN_FOLDERS]
         for path in (current / name for name in names):
             # os.path: a link that leads to itself is no folder, and no error.
@@ -320,7 +321,7 @@ def _by_name(folder: Path, files: Sequence[Path], extension: str) -> Listing:
     by_stem: dict[Path, list[Path]] = {}
     for picture in _pictures_among(files):
         by_stem.setdefault(picture.with_suffix(""), []).append(picture)
-    # Last, and so taken, the ones written as the option is: a.txt before a.TXT.
+    # Files whose extension is spelled like the option come last and win: a.txt over a.TXT.
     texts = _by_stem(sorted(files, key=lambda file: file.suffix == extension), {extension.lower()})
     entries: list[Entry] = []
     left_out: list[LeftOut] = []
@@ -339,12 +340,12 @@ def _by_name(folder: Path, files: Sequence[Path], extension: str) -> Listing:
                 left_out.append(LeftOut(_name(texts[stem], folder), "caption is not readable text", str(error)[:80]))
                 continue
         entries.append(Entry(names[0], caption, FileBytes(same_name[0])))
-    # Often a picture that was renamed without its caption, so it is said.
+    # Often a picture that was renamed without its caption, so it is reported.
     alone = [text for stem, text in texts.items() if stem not in by_stem]
     left_out += [LeftOut(_name(text, folder), "caption without a picture") for text in alone]
     return Listing(entries, left_out)
 
 
 def _read_caption(file: Path) -> str:
-    # utf-8-sig takes the byte-order mark of some editors away.
+    # utf-8-sig removes the byte-order mark that some editors write.
     return on_one_line(read_regular(file).decode("utf-8-sig"))

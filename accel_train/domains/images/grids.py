@@ -44,7 +44,7 @@ def report_pictures(
 ) -> None:
     """Write ``pictures.png``: the held-out picture of each prompt, those sampled for it over time, and `more`.
 
-    The pictures of each evaluation lie in ``pictures/STEP.png`` below each other. Call it on the main process. A write
+    The pictures of each evaluation are stacked in ``pictures/STEP.png``. Call it only on the main process. A write
     error is logged as a warning.
     """
     folder = directory / "pictures"
@@ -95,7 +95,7 @@ def evenly(values: Sequence[T], most: int) -> Sequence[T]:
 
 
 def draw_grid(prompts: Sequence[str], columns: Sequence[Column]) -> Image.Image:
-    """Draw a grid with the prompts on the left and the columns' titles above. Small pictures are enlarged unblurred."""
+    """Draw a grid with prompts on the left and the columns' titles above. Small pictures are enlarged unsmoothed."""
     from PIL import Image, ImageDraw, ImageFont
 
     height, width = columns[0].pictures.shape[1:3]
@@ -114,7 +114,7 @@ def draw_grid(prompts: Sequence[str], columns: Sequence[Column]) -> Image.Image:
         left = LABEL + number * (cell[0] + GAP)
         pen.text((left, 2), column.title, fill="black", font=font)
         for row, picture in enumerate(column.pictures):
-            # Pixels of a small picture are what the model drew. Smoothing would make up more.
+            # Pixels of a small picture are what the model drew. Smoothing would invent detail.
             enlarged = Image.fromarray(picture.numpy()).resize(cell, Image.Resampling.NEAREST)
             grid.paste(enlarged, (left, HEADER + row * (cell[1] + GAP)))
     return grid

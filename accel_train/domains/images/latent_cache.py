@@ -56,9 +56,9 @@ class Latents(NamedTuple):
 
 
 EncodePixels = Callable[[Tensor], Latents]
-"""Pixels (B, 3, H, W) float32 from -1 to 1, of one size, on the CPU. Not yet scaled or shifted as a model wants it."""
+"""Maps pixels (B, 3, H, W) float32 from -1 to 1 on the CPU to latents, not yet scaled or shifted for a model."""
 EncodeTexts = Callable[[Sequence[str]], Mapping[str, Tensor]]
-"""Texts to named tensors (B, ...), of one shape for all texts."""
+"""Maps texts to named tensors (B, ...), of one shape for all texts."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class EncoderIdentity:
     weights: str
     """`weights_hash` of all its modules."""
     settings: Mapping[str, str | int | float | bool | None] = field(default_factory=dict[str, Any])
-    """dtype, tokens at most, hashes of configs and tokenizers, ..."""
+    """dtype, maximum number of tokens, hashes of configs and tokenizers, ..."""
 
     def about(self, kind: str, **more: object) -> dict[str, Any]:
-        """Return the description of its folder in the cache."""
+        """Return the description of the encoder's folder in the cache, where equal descriptions share a folder."""
         return {"kind": kind, **asdict(self), "settings": dict(self.settings), **more}
 
 
@@ -98,7 +98,7 @@ def draw(latents: Latents, seed: int, step: int, occurrence: Tensor) -> Tensor:
     """Draw a latent (B, C, h, w) from each distribution: mean + exp(logvar / 2) * noise.
 
     The noise is keyed by (seed, step, occurrence) (B,), so it is the same on any process, from a cache or not. As in
-    diffusers' DiagonalGaussianDistribution, the log-variance is cut to [-30, 20].
+    diffusers' DiagonalGaussianDistribution, the log-variance is clamped to [-30, 20].
     """
     if latents.logvar is None:
         return latents.mean
@@ -118,7 +118,7 @@ class Filling:
     batch_size: int = 8
     progress: bool = False
     local_rank: int = field(default_factory=lambda: int(os.environ.get("LOCAL_RANK", "0")))
-    """Among the processes of this host, which share a disk. Set by the launcher, like their number."""
+    """Rank among the processes of this host, which usually share a disk. Set by the launcher, like their number."""
     local_world_size: int = field(default_factory=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -127,7 +127,7 @@ class _Job(NamedTuple):
 
     key: str
     name: str
-    """For messages."""
+    """Name for messages."""
     shape: Size
     """Jobs of one shape are computed in one batch."""
     item: Any
@@ -198,7 +198,7 @@ def cached_texts(
     Every process calls it (five barriers), as `cached_latents`.
     """
     cache = TensorCache(root, identity.about("texts"), cap_bytes)
-    # Each once and in order: a set would give every process other shares.
+    # Each once and in order: a set is ordered differently on each process, and so would be the shares.
     unique = dict.fromkeys(["", *texts])
     jobs = [_Job(text_key(text), repr(text[:60]), (0, 0), text) for text in unique]
 
@@ -224,24 +224,24 @@ def _fill(
     # Two samples of one picture and frame are one entry.
     by_key = {job.key: job for job in jobs}
     _leases.append(cache.lease(list(by_key)))
-    # The main process first, whose log is read. Then the others, whose disk may be another one.
+    # The main process first, because its log is the one to be read. Then the others, whose disk may be another one.
     damaged = cache.delete_damaged() if filling.rank == 0 else 0
     filling.barrier()
     damaged += cache.delete_damaged()
     if damaged:
         logger.warning("%s: %s damaged entries of the cache are deleted and computed again", label, f"{damaged:,}")
     missing = cache.missing(by_key)
-    # Who looks after another has begun to write sees fewer missing, and would take other shares than the rest.
+    # A process that looks after another has begun to write sees fewer missing entries, and would divide them otherwise.
     filling.barrier()
     among_all = missing[filling.rank :: filling.world_size]
     on_host = missing[filling.local_rank :: filling.local_world_size]
-    # Behind the next barrier a shared disk has every entry, so the second pass computes on separate disks only. The
-    # last one finds what is left if processes of a host have separate disks too.
+    # After the first pass a shared disk has every entry, so the second one computes only on separate disks. The last
+    # one computes what is left if processes of a host have separate disks too.
     for keys in (among_all, on_host, missing):
         own = [by_key[key] for key in cache.missing(keys)]
         _compute_all(cache, own, compute, filling, label, sum(map(_cost, by_key.values())))
         filling.barrier()
-    # The last entries may have gone over it.
+    # The last entries may have exceeded the cap.
     cache.keep_within_cap()
 
 

@@ -45,7 +45,7 @@ class _Rows:
         self.fields: set[str] = set()
 
     def add(self, file: Path, place: str, row: Mapping[str, Any]) -> None:
-        """Take a row of ``file``, unless another file has named its picture."""
+        """Add a row of ``file``, unless another file has named its picture."""
         self.fields |= row.keys()
         name = _file_name(row, place, self.source)
         picture = self._picture(file.parent / name)
@@ -80,7 +80,7 @@ class _Rows:
 def list_rows(folder: Path, metadata: Sequence[Path], pictures: Sequence[Path], source: Source) -> Listing:
     """List the pictures that rows name. Pictures below the folder of a file that no row names are left out.
 
-    ``metadata`` are the files, outer folders first. A picture is that of the first file that names it.
+    ``metadata`` are the files, outer folders first. A picture belongs to the first file that names it.
     """
     rows = _Rows(folder, pictures, source)
     for file in metadata:
@@ -95,11 +95,11 @@ def list_rows(folder: Path, metadata: Sequence[Path], pictures: Sequence[Path], 
 
 
 def _rows(file: Path, named: str, source: Source, left_out: list[LeftOut]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (file:line, row)."""
+    """Yield (file:line, row). Raises ``UsageError`` for an unreadable file."""
     try:
         content = read_regular(file).removeprefix(b"\xef\xbb\xbf")
         if file.suffix == ".csv":
-            # As a list: what is wrong with it is found before the first row is used.
+            # As a list, so that errors in the file are found before the first row is used.
             yield from list(_csv_rows(content.decode(), named, left_out))
         else:
             yield from _json_rows(content, named, left_out)
@@ -129,7 +129,7 @@ def _json_rows(content: bytes, named: str, left_out: list[LeftOut]) -> Iterator[
 
 
 def _csv_rows(text: str, named: str, left_out: list[LeftOut]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield rows of CSV below its header. Those with another number of values than columns are left out."""
+    """Yield rows of CSV below its header. Rows whose number of values differs from that of columns are left out."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header = next(reader, [])
     if len(set(header)) < len(header):
@@ -150,7 +150,7 @@ def _file_name(row: Mapping[str, Any], place: str, source: Source) -> str:
             f"{source.named}: {place} has no text in 'file_name', its fields are {sorted(row)}. Each row must name its "
             "picture below the folder."
         )
-    # As `find` and some tools write names.
+    # Prefixed to names by `find` and some tools.
     return name.removeprefix("./")
 
 

@@ -67,7 +67,7 @@ class PriorConfig:
 
     @property
     def makes_path(self) -> bool:
-        """Return True if a start makes the folder ``path`` where there is none."""
+        """True if a start creates the folder ``path`` when it does not exist."""
         return self.count > 0
 
 
@@ -167,7 +167,7 @@ class PictureDataConfig:
         refuse_extension(self.caption_extension, "--data.caption_extension")
 
     def _refuse_prior_below(self) -> None:
-        """Raise ``UsageError`` where the next start would read the drawn pictures of the class as training pictures."""
+        """Raise ``UsageError`` if the next start would read the drawn pictures of the class as training pictures."""
         if self.prior.path is None or self.prior.count == 0:
             return
         # Through links as well.
@@ -190,7 +190,7 @@ class PictureDataConfig:
         return None if self.cache_gib is None else int(self.cache_gib * 2**30)
 
     def source(self, path: str, option: str = "--data.path") -> Source:
-        """Return what is read at `path`."""
+        """Return the source to read at `path`, with these options."""
         return Source(
             path=path,
             split=self.split,

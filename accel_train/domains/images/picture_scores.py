@@ -30,12 +30,12 @@ class Drawn(Protocol):
 
     @property
     def latents(self) -> Tensor:
-        """From the captions."""
+        """Latents sampled for the captions."""
         ...
 
     @property
     def unconditional(self) -> Tensor | None:
-        """Without a caption."""
+        """Latents sampled without a caption, or None."""
         ...
 
 
@@ -81,7 +81,7 @@ class PictureScores:
         # In pixels, as people see them: distances of latents depend on the scale of their encoder.
         sampled = self.pixels(latents)
         true = self.pixels(batch["latent"])
-        # Of both at once, because a search reads every training latent.
+        # One search for both, because it reads every training latent.
         near, near_true = self.nearest(torch.cat([latents.float(), batch["latent"].float()])).chunk(2)
         captions = [self.decode(row) for row in batch["tokens"].cpu()]
         said = [self.decode(row) for row in tokens.cpu()]
@@ -149,7 +149,7 @@ def _words_right(said: str, caption: str) -> float:
     if not words:
         # Right if nothing was said.
         return float(not said.split())
-    # Words beyond the caption's are not counted. `caption_exact` is where they are wrong.
+    # Extra words are not counted here. `caption_exact` counts them as wrong.
     found = said.split()[: len(words)]
     return sum(one == other for one, other in zip(found, words, strict=False)) / len(words)
 
@@ -172,22 +172,22 @@ def build_scores(
 
 
 def metric_names(scores: Scores) -> list[str]:
-    """List the metrics of an evaluation with these scores. None has none."""
+    """List the metrics of an evaluation with these scores. Empty if ``scores`` is None."""
     return scores.metric_names() if scores else []
 
 
 def notices(scores: Scores) -> tuple[str, ...]:
-    """Return lines for the log about the pictures behind these scores. None has none."""
+    """Return log lines about the pictures behind these scores. Empty if ``scores`` is None."""
     return scores.pictures.notices if scores else ()
 
 
 def metrics(scores: Scores, sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the metrics of an evaluation with these scores. None has none."""
+    """Return the metrics of an evaluation with these scores. Empty if ``scores`` is None."""
     return scores.metrics(sums) if scores else {}
 
 
 def report(scores: Scores, directory: Path, step: int, batch: Batch, drawn: Drawn) -> None:
-    """Write ``pictures.png`` with these scores, on the main process. None writes nothing."""
+    """Write ``pictures.png`` with these scores. Call it on the main process. Does nothing if ``scores`` is None."""
     if scores is not None:
         scores.report(directory, step, batch, drawn)
 

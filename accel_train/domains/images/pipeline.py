@@ -123,12 +123,12 @@ class PicturePipeline:
 
     @classmethod
     def recognises(cls, description: Mapping[str, Any]) -> bool:
-        """Return True for a folder of diffusers, to put adapters on: its model_index.json names a pipeline."""
+        """Return True for the model_index.json of a diffusers pipeline, which adapters can be put on."""
         return str(description.get("_class_name")).endswith("Pipeline")
 
     @classmethod
     def from_directory(cls, directory: Path, device: str = "cpu") -> PicturePipeline:
-        """Read a checkpoint or an export, or a base alone, a folder of diffusers that further adapters are put on.
+        """Read a checkpoint, an export, or a base alone: the folder of a diffusers pipeline to attach adapters to.
 
         Raises ``UsageError``, also if the base is not on this machine.
         """
@@ -150,9 +150,9 @@ class PicturePipeline:
         return found
 
     def attach(self, adapters: Mapping[str, Path]) -> None:
-        """Put further adapters beside the first, by name: directories of checkpoints or exports, verified already.
+        """Add further adapters by name, from directories of checkpoints or exports that are already verified.
 
-        Raises ``UsageError`` for adapters of another base, for misfitting ones, and for names in use.
+        Raises ``UsageError`` for adapters of another base, for adapters that do not fit, and for names in use.
         """
         refuse_names(adapters, self.adapters)
         if not self.adapters:
@@ -168,7 +168,7 @@ class PicturePipeline:
         self._choose(self._chosen)
 
     def _take_options(self, adapter: Path) -> None:
-        """Let a base alone be that of its first adapter's training: with its variant, dtypes and text encoders."""
+        """Give a base alone the options of its first adapter's training: variant, dtypes and trained text encoders."""
         refuse_whole_model("", adapter)
         described = read_description(adapter)
         if "base" not in described or "pipeline" in self.__dict__:
@@ -180,7 +180,7 @@ class PicturePipeline:
 
     @contextmanager
     def using(self, adapter: str | None) -> Generator[None]:
-        """Draw with an adapter, or with the base alone for ``base``. None: the one in use, at first that of the run."""
+        """Draw with an adapter in the body, or for ``base`` with the base alone. None keeps the one in use."""
         before = self._chosen
         name = before if adapter is None else adapter
         refuse_unknown(name, self.adapters)
@@ -193,25 +193,25 @@ class PicturePipeline:
     def _choose(self, name: str) -> None:
         self._chosen = name
         if self.adapters:
-            # Switched and not taken off: the same pipeline draws all, from the same noise.
+            # Switched, not removed: the same pipeline draws with all of them, from the same noise.
             self.base.choose(self.pipeline, None if name == BASE else name)
 
     @classmethod
     def write_merged(cls, adapters: Path, directory: Path, precision: Precision) -> WrittenModel:
-        """Write the base of a checkpoint with its adapter merged, with a line about it, none for our own MMDiT.
+        """Write the base of a checkpoint with its adapter merged. Return a line about it, or none for our own MMDiT.
 
         It is a pipeline as diffusers saves it, or an export of recipes/mmdit.py. Merged in fp32 and rounded once.
         Raises ``UsageError`` for a missing or different base, and for values out of the range of ``precision``.
         """
         described = read_described(adapters)
-        # Text encoders too: what training has rounded for its embeddings would stay rounded.
+        # Text encoders in fp32 too: the rounding of encoder_precision in training would stay in the weights.
         whole = replace(base_config(described, adapters), encoder_precision="fp32")
         if isinstance(find_base(whole), DiffusersBase):
             found = cls._load(whole, described, adapters, "cpu")
             pipeline = found.pipeline
-            # Safe: values that are not finite are an error before they are in the weights.
+            # safe_fusing raises for values that are not finite before they are in the weights.
             pipeline.fuse_lora(safe_fusing=True)
-            # What has been fused stays in the weights.
+            # Removes the adapter layers. What has been fused stays in the weights.
             pipeline.unload_lora_weights()
             parts = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
             for name, part in parts.items():
@@ -225,7 +225,7 @@ class PicturePipeline:
         # Older transformers refuse a file without it.
         save_file(found.model.state_dict(), directory / "model.safetensors", metadata={"format": "pt"})
         of_base = read_description(found.base.directory)
-        # The options of its run, where times are found otherwise, stay behind.
+        # Recorded here, because the options of the base's run, which usually hold the times, are not copied.
         objective = {**of_base["objective"], "times": asdict(found.base.times)}
         atomic_files.write_json_in_place(directory / "config.json", {**of_base, "objective": objective})
         shutil.copytree(found.base.directory / ASSETS, directory / ASSETS)
@@ -273,8 +273,8 @@ class PicturePipeline:
         """Return the picture of a prompt, (3, H, W) from -1 to 1.
 
         ``adapter`` is one of ``adapters``, by default the one in use, and ``scale`` its strength: 0 draws as the base,
-        1 as trained. Guidance leads away from ``negative_prompt``. Raises ``UsageError`` for a ``side`` not drawn,
-        values out of range, those without effect, and another ``scale`` of DoRA.
+        1 as trained. Guidance leads away from ``negative_prompt``. Raises ``UsageError`` for a ``side`` that the base
+        cannot draw, for values out of range or without effect, and for any other ``scale`` of DoRA than 0 and 1.
         """
         _refuse_out_of_range(steps, guidance, side)
         pixels = int(self.sampler.get("side", SIDE)) if side is None else side
@@ -296,7 +296,7 @@ class PicturePipeline:
             yield
 
     def sample(self, options: PictureOptions) -> list[str]:
-        """Draw as ``accel-train sample`` is asked to, and return the lines to print."""
+        """Draw the pictures of ``accel-train sample`` into files, and return the lines to print."""
         prompts = [*options.prompt, *read_lines(options.prompt_file, "prompt_file")]
         folder = expand_path(options.output or "pictures")
         folder.mkdir(parents=True, exist_ok=True)
@@ -318,12 +318,12 @@ class PicturePipeline:
         return lines
 
     def examples(self) -> Sequence[Example]:
-        """Return none: the base is not part of an export, so nothing in it can be repeated alone."""
+        """Return no examples: an export does not contain the base, so it cannot reproduce a picture by itself."""
         return []
 
     @classmethod
     def write_for_others(cls, directory: Path) -> list[str]:
-        """Write the adapter of an export as diffusers, kohya's scripts and ComfyUI read it. Return lines about it.
+        """Write the adapter of an export in the formats of diffusers, kohya and ComfyUI. Return lines about it.
 
         ``directory`` holds peft's files and config.json.
         """
@@ -368,7 +368,7 @@ def write_files(
 ) -> None:
     """Write the files beside the weights of a checkpoint: peft's config, and the description of the pipeline.
 
-    ``base_files`` are those of the start. Reads no file of the base, which may be gone or updated by now.
+    ``base_files`` are those recorded at the start. Reads no file of the base, which may be gone or updated by now.
     """
     adapted: Any = model
     adapter_files.write_settings(directory, lora.adapter_config(model, base.location, base.revision))

@@ -23,11 +23,11 @@ from accel_train.store.pretrained_base import (
 
 
 def at_commit(config: BaseConfig) -> BaseConfig:
-    """Return the options with the commit of a branch or tag on the Hub. One process, for all.
+    """Return the options with a branch or tag on the Hub replaced by its commit. One process calls it, for all.
 
-    Without a network it is the one in the cache. Raises ``UsageError`` for a source that cannot be read.
+    Without a network, the commit is the one in the cache. Raises ``UsageError`` for a source that cannot be read.
     """
-    # Late: whoever reads a checkpoint has no need of it.
+    # Imported late, because reading a checkpoint does not need it.
     from accel_train.domains.images.trained_mmdit import finding
 
     source = config.source
@@ -97,7 +97,7 @@ def with_trained_text(base: Base, described: Mapping[str, Any]) -> Base:
 
 def _refuse_moved(config: BaseConfig, directory: Path) -> None:
     source = str(config.source)
-    # A folder is recorded with its absolute path, and other sources have none.
+    # A folder is recorded with its absolute path. Other sources are no absolute paths.
     if config.revision is not None or not Path(source).is_absolute() or Path(source).is_dir():
         return
     raise UsageError(

@@ -1,7 +1,7 @@
-"""Every picture of a source read once: its content hash, its size, and whether it can be decoded.
+"""Scan of a source: each picture is read once, for its content hash, its size, and to see if it can be decoded.
 
 Pictures decoded without a fault are remembered by content hash. A later start reads and hashes each file, and decodes
-the new ones only.
+only the new ones.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ READ_BY = {
     "caption_column": "a table, a dataset, or a metadata.jsonl or .csv",
     "caption_extension": "a folder of pictures without metadata.jsonl or .csv",
 }
-"""Options of a source, and what reads them."""
+"""Options of a source, and the sources that read them, for messages."""
 
 
 class Scan(NamedTuple):
@@ -53,7 +53,7 @@ class Scan(NamedTuple):
     """Width and height are those of the upright picture, in pixels."""
     frames: int = 1
     fault: str = ""
-    """Why it cannot be decoded."""
+    """Reason why it cannot be decoded. Empty if it can."""
 
 
 class Picture(NamedTuple):
@@ -62,7 +62,7 @@ class Picture(NamedTuple):
     name: str
     caption: str | None
     content: str
-    """sha256 of the file, in hexadecimal: the same in another folder, another one after an edit."""
+    """sha256 of the file, in hexadecimal. A move to another folder does not change it, but an edit does."""
     width: int
     height: int
     """Width and height are those of the upright picture, in pixels."""
@@ -112,11 +112,11 @@ def read_pictures(
     listing = list_pictures(source, cache)
     memory = _memory_file(cache, source, max_pixels)
     known = _remembered(memory)
-    # Every n-th and not a stretch: large pictures often lie side by side.
+    # Every n-th entry, not a contiguous range: large pictures often lie side by side.
     own = range(rank, len(listing.entries), world_size)
     with Progress("pictures", len(own), enabled=progress and rank == 0) as bar:
         scanned = _scan_all(listing.entries, own, known, max_pixels, bar.update)
-    # Another host may read far more slowly than a collective would wait.
+    # Another host may take longer to read than a collective would wait.
     barrier()
     scans = _shared(scanned, world_size)
     if rank == 0:
@@ -136,7 +136,7 @@ def read_pictures(
 
 def list_pictures(source: Source, cache: Path) -> Listing:
     """List a folder, parquet or Arrow files, a saved dataset, one of the Hub, or bundled emoji. Reads no picture."""
-    # Each kind of source by those who read one: tables need much that folders have no use for.
+    # Imported late, because tables need much that folders do not.
     from accel_train.domains.images.demo import emoji
     from accel_train.domains.images.folders import list_folder
     from accel_train.domains.images.tables import list_dataset, list_shards
@@ -155,7 +155,7 @@ def list_pictures(source: Source, cache: Path) -> Listing:
             f"{source.named}: a folder of pictures, parquet files, a folder of dataset.save_to_disk or a Hub id is "
             "required. Unpack an archive first."
         )
-    # Of a path the Hub would say what its ids are made of, of which none begins with a dot.
+    # The Hub would answer a path with the syntax of its ids. None of them begins with a dot.
     if parse_hub_id(source.path) is None or source.path.startswith("."):
         raise UsageError(
             f"{source.named}: there is no {path}; a folder of pictures, parquet files, a folder of "
@@ -165,7 +165,7 @@ def list_pictures(source: Source, cache: Path) -> Listing:
 
 
 def options_read(source: Source) -> set[str]:
-    """Return the names of the options that a source of this kind reads. All of them for one that is not there."""
+    """Return the names of the options that a source of this kind reads: all of them if it is not on this machine."""
     from accel_train.domains.images.demo import emoji
     from accel_train.domains.images.folders import has_rows
 
@@ -187,17 +187,17 @@ def options_read(source: Source) -> set[str]:
 
 
 def options_given(source: Source) -> dict[str, Any]:
-    """Return the options of a source with another value than their default."""
+    """Return the options of a source that differ from their defaults."""
     defaults = Source(source.path)
     values = {name: getattr(source, name) for name in READ_BY}
     return {name: value for name, value in values.items() if value != getattr(defaults, name)}
 
 
 def refuse_options(source: Source, read_by: Iterable[Collection[str]]) -> None:
-    """Raise ``UsageError`` for an option of a source that is given, and is read by none of several sources.
+    """Raise ``UsageError`` if an option of a source is given, but none of several sources reads it.
 
-    ``read_by`` has the options that each of them reads. It is not iterated if none is given: to find them may list
-    all files of a folder.
+    ``read_by`` has the options that each of them reads. It is not iterated if no option is given, because finding them
+    may list all files of a folder.
     """
     given = options_given(source)
     read = set[str]().union(*read_by) if given else set[str]()
@@ -210,9 +210,9 @@ def refuse_options(source: Source, read_by: Iterable[Collection[str]]) -> None:
 
 
 def without_unread_columns(source: Source) -> Source:
-    """Return a source without columns that it has no use for: they may be those of another one."""
+    """Return a source without column options that it does not read: they may be meant for another source."""
     columns = {"image_column", "caption_column"}
-    # The kind of source is looked for last: it may take a listing of all files.
+    # The kind of source comes last, because finding it may list all files.
     if columns.isdisjoint(options_given(source)) or options_read(source) & columns:
         return source
     return replace(source, image_column=None, caption_column=None)
@@ -234,7 +234,7 @@ def scan_picture(content: bytes, known: Mapping[str, Scan], max_pixels: int = de
     try:
         # First, because a small file may unpack to gigabytes of pixels.
         header = decoding.read_header(content, max_pixels=max_pixels)
-        # All of it: a file that was cut has a whole header.
+        # All pixels, because a truncated file still has a whole header.
         decoding.decode_picture(content, max_pixels=max_pixels)
     except PictureError as error:
         return Scan(digest, fault=str(error))
@@ -254,7 +254,7 @@ def _scan_all(
         try:
             content = entries[index].content.read()
         except OSError as error:
-            # One unreadable file is left out with its reason, and does not end the run.
+            # An unreadable file is left out with its reason, and does not end the run.
             return index, Scan("", fault=f"cannot be read: {error}")
         return index, scan_picture(content, known, max_pixels)
 
@@ -305,12 +305,12 @@ def _remembered(file: Path) -> dict[str, Scan]:
 
 
 def _remember(file: Path, scans: Sequence[Scan]) -> None:
-    # Without what could not be read at all, and faults that another version of Pillow may not have.
+    # Without files that could not be read, and without faults that another version of Pillow may not find.
     sound = [list(scan) for scan in scans if not scan.fault]
-    # Of a cache that another user has made, or a full one, it stays as it is: the next start decodes again.
+    # If the cache belongs to another user, or the disk is full, nothing is remembered: the next start decodes again.
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
         part.write_text(json.dumps(sound), "utf-8")
-        # Renamed when it is whole, because another process may read it at any time.
+        # Renamed when it is complete, because another process may read it at any time.
         part.replace(file)

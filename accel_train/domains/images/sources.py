@@ -1,6 +1,6 @@
 """Listing of a source of pictures: pictures with captions, and omissions with their reasons.
 
-A listing has read no picture. ``scanning`` reads each file once and leaves out unusable ones.
+A listing reads no picture. ``scanning`` reads each file once and leaves out unusable ones.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ OPTIONS = {name: f"--data.{name}" for name in ("split", "image_column", "caption
 """Fields of a source and their options, in messages."""
 
 NO_CAPTION = "picture without a caption"
-"""Reason of an omission."""
+"""Reason for leaving a picture out."""
 CLASS_FOLDERS = (
     "Where each class has a folder, a metadata.csv with the columns file_name and text makes its name the caption."
 )
 """Remedy for pictures without captions."""
 
 SHOWN_NAMES = 3
-"""Names in a notice of omissions."""
+"""Number of names shown in a notice of omissions."""
 KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object", bytes: "bytes"}
-"""Values of rows that are no text, in words."""
+"""Descriptions of values of rows that are not text."""
 NOT_REGULAR = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -41,12 +41,12 @@ NOT_REGULAR = {
     stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a folder",
 }
-"""What is no regular file, in words."""
+"""Descriptions of paths that are not regular files."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where pictures and captions are found."""
+    """Location of pictures and captions."""
 
     path: str
     """Folder, parquet files, a folder of ``dataset.save_to_disk``, or a Hub id."""
@@ -61,7 +61,7 @@ class Source:
     option: str = "--data.path"
     """Name of the path in messages."""
     options: Mapping[str, str] = field(default_factory=OPTIONS.copy)
-    """Names of the other fields as options, in messages. Those that are no options are not in it."""
+    """Names of the other fields as options, in messages. Fields without an option are not in it."""
 
     @property
     def named(self) -> str:
@@ -70,7 +70,7 @@ class Source:
 
 
 class Bytes(Protocol):
-    """Where the bytes of a picture lie. Can be pickled, for the workers of a loader."""
+    """Location of a picture's bytes. Can be pickled, for the workers of a loader."""
 
     def read(self) -> bytes: ...
 
@@ -115,7 +115,7 @@ class Listing:
 
 
 def read_regular(path: Path) -> bytes:
-    """Read a regular file. Raises ``OSError``, also for a named pipe: to open one waits until somebody writes to it."""
+    """Read a regular file. Raises ``OSError``, also for a named pipe, which would wait until somebody writes to it."""
     kind = stat.S_IFMT(path.stat().st_mode)
     if kind != stat.S_IFREG:
         raise OSError(f"{NOT_REGULAR.get(kind, 'something else')}, and a regular file is required")
@@ -125,10 +125,10 @@ def read_regular(path: Path) -> bytes:
 def caption_of_row(
     row: Mapping[str, Any], column: str | None, place: str, option: str | None = OPTIONS["caption_column"]
 ) -> str | LeftOut | None:
-    """Return the caption of a row in `column`, or with None in ``text`` or ``caption``.
+    """Return the caption of a row, from `column`, or from ``text`` or ``caption`` if `column` is None.
 
-    None without one: the value is null, or NaN as tables write a missing text. ``LeftOut`` for a value that is no text,
-    and for one that no tokenizer takes.
+    Returns None if there is no caption: the value is null, or NaN, as tables write a missing text. Returns ``LeftOut``
+    for a value that is not text, and for a text that no tokenizer takes.
     Raises ``UsageError`` for a `column` missing from the row.
     """
     if column is not None and column not in row:
@@ -148,19 +148,19 @@ def caption_of_row(
 
 
 def _has_surrogate(text: str) -> bool:
-    # Escapes of JSON can spell half a character.
+    # Escapes in JSON can spell half of a surrogate pair.
     return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def choice_notices(fields: Collection[str], source: Source, *, one_column: bool = False) -> list[str]:
     """Return a line if two `fields` may hold captions and no column is chosen.
 
-    With ``one_column`` only the first is read. Else a row without a value there has that of the second.
+    With ``one_column`` only the first is read. Otherwise a row without a value there takes that of the second.
     """
     found = [name for name in CAPTION_COLUMNS if name in fields]
     if source.caption_column is not None or len(found) < 2:
         return []
-    # A source of which the column is no option has nothing to propose.
+    # A source without an option for the column has nothing to propose.
     option = source.options.get("caption_column")
     other = "" if option is None else f"; {option} chooses another"
     first, second = found
@@ -170,7 +170,7 @@ def choice_notices(fields: Collection[str], source: Source, *, one_column: bool 
 
 
 def refuse_extension(extension: str, option: str) -> None:
-    """Raise ``UsageError`` for an extension of caption files that no file has by itself."""
+    """Raise ``UsageError`` for an extension of caption files that is not a dot and one word."""
     if not re.fullmatch(r"\.[^./]+", extension):
         raise UsageError(
             f"{option} {extension!r}: a dot and one word are required, such as .txt or .caption. The caption of a.png "

@@ -28,12 +28,12 @@ from accel_train.domains.images.sources import (
 from accel_train.wording import did_you_mean, nearest, shortened
 
 CACHE_BYTES = 2**28
-"""Decoded row groups kept by each process."""
+"""Bytes of decoded row groups kept by each process."""
 CAPTIONS_AT_ONCE = 4096
 PLACES = "a folder of pictures, parquet files, a folder of dataset.save_to_disk"
-"""What may be given in place of a dataset of the Hub, in messages."""
+"""Alternatives to a dataset of the Hub, for messages."""
 PICTURE_TYPES = ("Image", "binary", "large_binary", "Value('binary", "struct<bytes")
-"""Beginnings of the types of such columns. A picture of `datasets` is a struct of bytes and path in parquet."""
+"""Prefixes of the types of picture columns. In parquet, a picture of `datasets` is a struct of bytes and path."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _listing(
     contents: Sequence[Bytes],
     notices: Sequence[str],
 ) -> Listing:
-    """List the rows. Those whose caption is no text are left out."""
+    """List the rows. Those whose caption is not text are left out."""
     entries: list[Entry] = []
     left_out: list[LeftOut] = []
     for place, caption, content in zip(places, captions, contents, strict=True):
@@ -122,7 +122,10 @@ def _captions(
 
 
 def _class_names_of_shards(index: ShardIndex, column: str) -> Sequence[str]:
-    """Return the names of a column's classes, which `datasets` has written into each file. Empty for other columns."""
+    """Return the names of a column's classes, as written by `datasets` into each file. Empty for other columns.
+
+    Raises ``UsageError`` if the files have different classes.
+    """
     found: dict[tuple[str, ...], Path] = {}
     for file in index.files:
         feature = _feature(read_schema(file, index.format), column)
@@ -137,11 +140,11 @@ def _class_names_of_shards(index: ShardIndex, column: str) -> Sequence[str]:
 
 
 def _feature(schema: Any, column: str) -> Any:
-    """Return the feature that `datasets` has written for a column. None: none that fits, and its values are plain."""
+    """Return the feature that `datasets` has written for a column. None if none fits, so that its values are plain."""
     import datasets
 
     try:
-        # This column's alone: others may have types that this version does not know.
+        # Only this column's: others may have types that this version does not know.
         described = json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]
         features = datasets.Features.from_dict({column: described})
         fits = features.arrow_schema.field(column) == schema.field(column)
@@ -158,7 +161,7 @@ def _class_names(feature: Any) -> Sequence[str]:
 
 
 def _class_name(value: Any, names: Sequence[str]) -> Any:
-    """Return the name of a numbered class, or None for -1, which `datasets` writes where there is none."""
+    """Return the name of a numbered class, or None for -1, which `datasets` writes for a missing class."""
     if names and value == -1:
         return None
     return names[value] if value in range(len(names)) else value
@@ -176,17 +179,17 @@ def list_dataset(source: Source) -> Listing:
     named = source.caption_column
     if named is not None:
         _require_column("caption_column", named, types, source)
-    # Read without all others, which may be pictures that would be decoded for their words.
+    # Without the other columns, whose pictures would be decoded just to read the captions.
     wanted = CAPTION_COLUMNS if named is None else (named,)
     captions = dataset.select_columns([name for name in wanted if name in types])
     classes = {name: _class_names(features[name]) for name in captions.column_names}
     if isinstance(features[image_column], datasets.Image):
-        # The bytes of the file: `datasets` would decode it without turning it upright.
+        # As bytes of the file, because `datasets` would decode it without turning it upright.
         dataset = dataset.cast_column(image_column, datasets.Image(decode=False))
     pictures = dataset.select_columns([image_column])
     rows = captions if captions.column_names else [{}] * len(dataset)
     places = [f"row {row}" for row in range(len(dataset))]
-    # A column that is named is in every row.
+    # A column that is named exists in every row.
     found: list[str | LeftOut | None] = []
     for row, place in zip(rows, places, strict=True):
         named_classes = {name: _class_name(value, classes[name]) for name, value in row.items()}
@@ -216,7 +219,7 @@ def _load(source: Source) -> Any:
 
 
 def _only_picture_column(types: Mapping[str, str], source: Source) -> str:
-    """Return the only column of pictures. `types` describes each column."""
+    """Return the only column of pictures. `types` describes each column. Raises ``UsageError`` for none or several."""
     found = [name for name, kind in types.items() if kind.startswith(PICTURE_TYPES)]
     if len(found) != 1:
         remedy = "Give a table with one."

@@ -1,4 +1,4 @@
-"""Trained adapters on their base, by peft: read in peft's layout or a checkpoint's, chosen by name, merged."""
+"""Trained adapters on their base, with peft: read from peft's layout or a checkpoint, choose by name, scale, merge."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from accel_train.wording import did_you_mean, nearest, shortened
 
 logger = logging.getLogger(__name__)
 INITS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal")
-"""Initialisations of adapters without a change of the base. Others, such as pissa, change it."""
+"""Initialisations of adapters that leave the base unchanged. Others, such as pissa, change it."""
 BASE = "base"
-"""Stands for no adapter where one is chosen."""
+"""Name that selects the base without an adapter."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 def is_adapter(directory: Path) -> bool:
     """Return True for a directory with adapters: a checkpoint, an export, or a folder written by peft."""
-    # By peft's config, which all three have: weights alone do not tell.
+    # All three have peft's config. Weights alone do not identify adapters.
     return (directory / CONFIG_FILE).is_file()
 
 
 def read_adapter(directory: Path) -> dict[str, TensorInfo]:
-    """Find the tensors of the adapter of a directory, by peft's keys; the EMA in a checkpoint with one.
+    """Find the adapter's tensors in a directory, by peft's keys. Takes the EMA of a checkpoint that has one.
 
     Raises ``UsageError`` for a malformed file, and for a directory without adapters.
     """
-    # An export and a folder of peft have one set. A checkpoint may have trained and averaged weights.
+    # An export and a folder of peft have one set. A checkpoint may have the trained weights and their EMA.
     exported: dict[str, TensorInfo] = {}
     for beginning, folder in peft_layout.folders(directory).items():
         exported |= peft_layout.of_whole(weights.find_tensors(folder, peft_layout.WEIGHTS_STEM), beginning)
@@ -64,9 +64,9 @@ def embeds_base(directory: Path) -> bool:
 
 
 def add_adapter(model: nn.Module, name: str, directory: Path) -> None:
-    """Put the adapter of a directory on its base, in place, and choose it.
+    """Add the adapter in ``directory`` to its base, in place, and select it.
 
-    Raises ``UsageError`` for one of another kind than LoRA, one for other layers than the model's, and a damaged one.
+    Raises ``UsageError`` for an adapter that is not LoRA, does not fit the model's layers, or is damaged.
     """
     tensors = read_adapter(directory)
     settings = _settings(directory)
@@ -84,14 +84,14 @@ def add_adapter(model: nn.Module, name: str, directory: Path) -> None:
     with TensorReader(tensors) as reader, torch.no_grad():
         for key, info in tensors.items():
             value = reader.read(key)
-            # A single NaN would spread through every picture or text, without a word about where it came from.
+            # A single NaN would spread through every picture or text, with no hint of where it came from.
             weights.refuse_nonfinite(key, value, info.file)
             model.get_parameter(names[key]).copy_(value)
     choose_adapter(model, name)
 
 
 def _settings(directory: Path) -> Any:
-    """Read adapter_config.json as peft's own. Raises ``UsageError`` for an adapter of another kind."""
+    """Read adapter_config.json as peft's ``LoraConfig``. Raises ``UsageError`` for any other kind of adapter."""
     path = directory / CONFIG_FILE
     try:
         values = strict_json.read_object(path)
@@ -108,7 +108,7 @@ def _settings(directory: Path) -> Any:
             "peft first (save_pretrained, path_initial_model_for_weight_conversion)"
         )
     try:
-        # As for training: `inject` gives fp32 to parameters with a gradient alone, and inference mode takes it away.
+        # As for training: `inject` casts only parameters with a gradient to fp32, and inference mode would freeze them.
         return import_peft().LoraConfig(**values | {"inference_mode": False, "init_lora_weights": True})
     except (TypeError, ValueError) as error:
         raise UsageError(
@@ -136,9 +136,9 @@ def _refuse_misfits(directory: Path, tensors: Mapping[str, TensorInfo], expected
 
 
 def refuse_other_scale(initial_weights: Path | None, config: LoraConfig, parts: Sequence[PartOfModel] = ()) -> None:
-    """Raise ``UsageError`` for adapters to start from that another rank, alpha or variant was trained with.
+    """Raise ``UsageError`` if the adapters to start from were trained with another rank, alpha or variant.
 
-    The weights of another alpha or of rsLoRA fit, and would be multiplied by another number than in their training.
+    Weights trained with another alpha or with rsLoRA would fit, but be scaled by another factor than in their training.
     ``initial_weights`` is a checkpoint, or None. A part of rank 0 has no adapters.
     """
     if initial_weights is None or not is_adapter(initial_weights):
@@ -157,10 +157,10 @@ def refuse_other_scale(initial_weights: Path | None, config: LoraConfig, parts: 
 
 
 def _refuse_other_patterns(directory: Path, trained: Any, parts: Sequence[PartOfModel]) -> None:
-    """Raise ``UsageError`` for peft's settings with scales for some layers alone. Their weights would fit."""
+    """Raise ``UsageError`` if peft's settings scale some layers differently. Their weights would fit unnoticed."""
     patterns = {**trained.rank_pattern, **trained.alpha_pattern}
     foreign = sorted(patterns.keys() - {part.pattern for part in parts})
-    # Those of a checkpoint are of this project's own options.
+    # The patterns of a checkpoint come from this project's own options.
     if foreign and peft_layout.folders(directory):
         raise UsageError(
             f"init_from: the adapters of {directory} have another rank or alpha on {shortened(foreign, 3)}, which no "
@@ -203,7 +203,7 @@ def _shown(value: Any) -> str:
 
 
 def choose_adapter(model: nn.Module, name: str | None) -> None:
-    """Compute with one adapter from now on. None: as the base alone, bit for bit."""
+    """Compute with the adapter ``name`` from now on, or with None as the base alone, bit for bit."""
     for layer in _adapted_layers(model):
         layer.enable_adapters(name is not None)
         if name is not None:
@@ -212,9 +212,9 @@ def choose_adapter(model: nn.Module, name: str | None) -> None:
 
 @contextmanager
 def scaled_adapter(parts: Iterable[nn.Module], name: str, scale: float) -> Generator[None]:
-    """Compute with ``scale`` times an adapter in the body: 0 as the base alone, bit for bit, 1 as it was trained.
+    """Scale the adapter ``name`` in the body. 0 computes as the base alone, bit for bit, and 1 as trained.
 
-    Raises ``UsageError`` for another scale of DoRA.
+    Raises ``UsageError`` for any other scale of a DoRA adapter.
     """
     adapted = [layer for part in parts for layer in _adapted_layers(part)]
     layers: list[Any] = [layer for layer in adapted if name in layer.scaling]
@@ -224,7 +224,7 @@ def scaled_adapter(parts: Iterable[nn.Module], name: str, scale: float) -> Gener
             "be scaled with it; 0 (the base) or 1 (as trained) is required. Leave it out, or train adapters with "
             "--lora.variant lora"
         )
-    # Switched off and not scaled by 0: peft scales the matrices alone, and magnitudes would still change the base.
+    # Switched off, not scaled by 0: peft scales only the matrices, so DoRA's magnitudes would still change the output.
     switched_off = [layer for layer in layers if scale == 0 and not layer.disable_adapters]
     # By layer: an adapter may have its own alpha in each.
     before = [dict(layer.scaling) for layer in layers]
@@ -242,17 +242,17 @@ def scaled_adapter(parts: Iterable[nn.Module], name: str, scale: float) -> Gener
 
 
 def merge_adapter(model: nn.Module, name: str) -> None:
-    """Add an adapter to the weights of its base, and take all adapters off, in place.
+    """Merge an adapter into the weights of its base, and remove all adapters, in place.
 
-    The base must be in a float dtype. A layer that shares its weight, as a head tied to the embeddings does, gets its
-    own. Raises ``UsageError`` if a merged weight is not finite, and for a model that is always tied.
+    The base must be in a float dtype. A layer that shares its weight, such as a head tied to the embeddings, gets its
+    own. Raises ``UsageError`` if a merged weight is not finite, and for a class that always ties its weights.
     """
     _untie_adapted(model)
     paths = [path for path, module in model.named_modules() if hasattr(module, "get_base_layer")]
     for path in paths:
         layer: Any = model.get_submodule(path)
         try:
-            # safe_merge computes a copy first, and so leaves the base whole if a weight is not finite.
+            # safe_merge computes a copy first, and so leaves the base intact if a weight is not finite.
             layer.merge(safe_merge=True, adapter_names=[name])
         except ValueError as error:
             raise UsageError(f"{path}: cannot be merged ({error}); take an earlier checkpoint") from None
@@ -274,7 +274,7 @@ def _untie_adapted(model: nn.Module) -> None:
     untied: Any = model
     for config in (untied.config, untied.config.get_text_config()):
         config.tie_word_embeddings = False
-    # Some classes tie whatever their config says, and would drop the new weight when they are loaded.
+    # Some classes tie weights whatever their config says, and would drop the new weight on loading.
     if untied.get_expanded_tied_weights_keys(all_submodels=True):
         raise UsageError(
             f"{type(model).__name__} always ties its head to its embeddings, so an adapter on the head cannot be "
@@ -311,11 +311,11 @@ def compare_bases(
 ) -> None:
     """Raise ``UsageError`` for adapters of another base than the files of ``reference``, the base of ``owner``.
 
-    ``recorded`` are the base files named by the adapters in ``directory``. Without it, as in peft's own folders, it
-    warns.
+    ``recorded`` are the base files named by the adapters in ``directory``. If they or those of ``reference`` are not
+    known, as for peft's own folders, only a warning is logged.
     """
     if recorded is None or reference is None:
-        # To refuse these would refuse most adapters that there are.
+        # Most existing adapters do not name these files, so they cannot be refused.
         logger.warning("%s: nothing says which files its base is, so it is not compared with %s", directory, owner)
     else:
         refuse_other_base(recorded, reference, directory)

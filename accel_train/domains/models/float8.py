@@ -13,7 +13,7 @@ from torch.nn import functional
 
 FLOAT8 = torch.float8_e4m3fn
 STORED = torch.int8
-"""Dtype of the stored weight, whose bits are float8: peft would give the adapters of a float8 weight its dtype too."""
+"""Dtype that the float8 bits are stored in, because peft would give adapters the dtype of a float8 weight."""
 LARGEST = torch.finfo(FLOAT8).max
 
 
@@ -24,7 +24,7 @@ class Float8Linear(nn.Linear):
 
     @classmethod
     def of(cls, layer: nn.Linear, device: torch.device) -> Float8Linear:
-        """Round the weight of ``layer`` to float8 on ``device``. One on the meta device stays there."""
+        """Round the weight of ``layer`` to float8 on ``device``. A weight on the meta device stays there."""
         # On the meta device, because its weight is replaced at once.
         made = cls(layer.in_features, layer.out_features, bias=False, device="meta")
         weight = layer.weight.detach()
@@ -50,7 +50,7 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scale of each row, (out, 1) in fp32, and the bits of the rounded weight, (out, in) int8."""
     weight = weight.float()
     largest = weight.abs().amax(dim=1, keepdim=True)  # (out, 1)
-    # The largest value of a row is the largest of the format. A row of zeros has no scale, and 1 keeps it finite.
+    # Maps a row's largest magnitude to the largest value of the format. A row of zeros takes scale 1, and stays finite.
     scale = torch.where(largest > 0, largest / LARGEST, 1.0)
     return scale, (weight / scale).to(FLOAT8).view(STORED)
 
@@ -61,7 +61,7 @@ def decode(bits: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """The linear layer. Autograd would keep the decoded weight of every layer until the backward."""
+    """Linear layer that keeps only the bits. Autograd would keep every layer's decoded weight until the backward."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bits: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

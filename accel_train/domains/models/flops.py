@@ -12,8 +12,8 @@ from accel_train.domains.models.mmdit import MODALITIES, MultimodalMMDiTConfig
 
 TRAINING_FACTOR = 3
 """A training step costs three forwards: the backward has two matrix products for each of the forward. Not counted:
-recomputation by activation checkpointing (it lowers MFU), and the saving of layers with an input without gradient (less
-than 0.5 % beyond toy models)."""
+recomputation by activation checkpointing (it lowers MFU), and what layers save whose input needs no gradient (less than
+0.5 % beyond toy models)."""
 
 
 def flops_per_sample(config: MultimodalMMDiTConfig, text_length: int, latent_length: int) -> int:

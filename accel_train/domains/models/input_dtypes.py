@@ -1,4 +1,4 @@
-"""Inputs of a denoiser in the dtype of its weights, where no autocast takes care of it."""
+"""Casting the inputs of a denoiser to the dtype of its weights, for strategies without autocast."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of weights multiplied as they are. Quantised weights are decoded to the dtype of their input."""
+"""Dtypes of weights that are multiplied as stored. Quantised weights are decoded to the dtype of their input."""
 KEPT = frozenset(("timestep", "guidance", "time_ids", "txt_ids", "img_ids"))
-"""Inputs embedded in fp32: bf16 could not tell apart neighbouring times, sizes and places."""
+"""Inputs embedded in fp32: bf16 could not tell apart neighbouring times, sizes and positions."""
 
 
 def cast_inputs(model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Cast latents and embeddings to the dtype of the weights, as a forward pre-hook of a denoiser of diffusers.
+    """Cast latents and embeddings to the dtype of the weights: a forward pre-hook for a denoiser of diffusers.
 
-    Under FSDP2 and DeepSpeed there is no autocast, and diffusers multiplies its inputs as they come. Latents are the
-    first input, and a second one without a name is the time, which stays fp32.
+    Under FSDP2 and DeepSpeed there is no autocast, and diffusers does not cast its inputs. Latents are the first input.
+    A second positional input is the time, which stays fp32.
     """
     weights = [parameter for parameter in model.parameters() if parameter.dtype in COMPUTED_IN]
     dtype = weights[0].dtype

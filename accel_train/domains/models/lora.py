@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) on the linear layers of any model, by peft, and in its file format."""
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on the linear layers of any model, with peft and in its file format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 LINEAR = ("Linear", "Conv1D")  # the second is GPT-2's name for a linear layer
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 HEAD = re.compile(r"(^|[._])(head|lm_head|classifier|score)$|^proj_out$")
-"""Blocks of diffusers have a proj_out of their own, not a head."""
+"""Only a model's own proj_out is a head: blocks of diffusers have layers of that name too."""
 GROUPS = ("all-linear", "attention")
 
 
@@ -73,7 +73,7 @@ class PartOfModel(NamedTuple):
     alpha: float | None
     """None: the rank."""
     options: str = "lora"
-    """Group of the options of both."""
+    """Option group that rank and alpha come from."""
 
     @property
     def pattern(self) -> str:
@@ -119,7 +119,7 @@ def apply_lora(
 
 
 def loading_precision(config: LoraConfig, precision: Precision) -> Precision:
-    """Return the dtype to load the base in: ``base_precision``, or the compute dtype before 8 or 4 bits."""
+    """Return the dtype to load the base in: ``base_precision``, or the compute dtype if it is quantised afterwards."""
     base = config.base_precision
     if base == "int8" or base == "fp8" or base == "nf4":
         return precision
@@ -128,7 +128,7 @@ def loading_precision(config: LoraConfig, precision: Precision) -> Precision:
 
 def freeze_base(model: nn.Module, base: BasePrecision, precision: Precision, device: torch.device) -> None:
     """Freeze all parameters and give them the precision ``base``, in place, as ``apply_lora`` describes."""
-    # Everything, also what has no adapter: norms and embeddings belong to the base.
+    # Everything, including layers without an adapter: norms and embeddings belong to the base.
     model.requires_grad_(False)
     if base == "int8" or base == "fp8" or base == "nf4":
         head = _head_of(model)
@@ -154,7 +154,7 @@ def freeze_base(model: nn.Module, base: BasePrecision, precision: Precision, dev
 def inject(model: nn.Module, settings: Any, name: str) -> None:
     """Give the target layers of peft's ``settings`` an adapter, in place. A model may have several, by name."""
     adapted: Any = model
-    # By these marks peft takes its own layers for those of bitsandbytes.
+    # With these attributes peft picks its own layers for bitsandbytes.
     adapted.is_loaded_in_8bit = any(type(module).__name__ == "Linear8bitLt" for module in model.modules())
     adapted.is_loaded_in_4bit = any(type(module).__name__ == "Linear4bit" for module in model.modules())
     with warnings.catch_warnings():
@@ -162,19 +162,19 @@ def inject(model: nn.Module, settings: Any, name: str) -> None:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         # It also warns of every further adapter, and a model may have several here.
         warnings.filterwarnings("ignore", "Already found a `peft_config` attribute", UserWarning)
-        # A merge unties the head (`merge_adapter`), and what training computes is right.
+        # Training computes the right thing with a tied head, and a merge unties it (`merge_adapter`).
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
-        # It settles by itself how each layer has its weight: GPT-2's Conv1D has it transposed.
+        # peft finds out by itself which layers have their weight transposed, such as GPT-2's Conv1D.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)
         import_peft().inject_adapter_in_model(settings, model, name)
-    # peft gives an adapter the dtype of its layer, and what trains is fp32.
+    # peft gives an adapter the dtype of its layer, but trained parameters are fp32.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
 
 def describe_lora(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Return a notice of the adapters and their size, none with rank 0."""
+    """Return notices of the adapters, their size and their limits. Returns none with rank 0."""
     if config.rank == 0:
         return []
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -188,7 +188,7 @@ def describe_lora(model: nn.Module, config: LoraConfig) -> list[str]:
 
 
 def _describe_experts(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Return a notice of experts without adapters, where adapters were asked for on every linear layer."""
+    """Return a notice of experts without adapters, if every linear layer was to have one."""
     experts = _stacked_experts(model)
     if not experts or not (config.targets is None or "all-linear" in config.targets):
         return []
@@ -221,7 +221,7 @@ def _describe_tied_head(model: nn.Module) -> list[str]:
         return []
     plain: Any = model
     head = plain.get_output_embeddings()
-    # peft's layer shows the weight of the layer inside.
+    # peft's layer exposes the weight of the layer inside.
     if not hasattr(head, "get_base_layer") or head.weight is not plain.get_input_embeddings().weight:
         return []
     return [
@@ -245,7 +245,7 @@ def import_peft() -> Any:
 
 
 def resolve_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Return the names of the target layers as peft takes them: the last parts of their paths where they suffice.
+    """Return the names of the target layers as peft takes them: the last parts of their paths if those are unambiguous.
 
     Raises ``UsageError`` for a name without a layer.
     """
@@ -258,7 +258,7 @@ def resolve_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def with_effect(model: nn.Module, targets: Sequence[str], idle: Collection[str]) -> tuple[str, ...]:
-    """Return targets without the layers ``idle``, out of reach of the loss, and log their omission.
+    """Return targets without the ``idle`` layers, which do not influence the loss, and log their omission.
 
     They would have no gradient, and DDP refuses those. Raises ``UsageError`` if no layer is left.
     """
@@ -276,7 +276,7 @@ def with_effect(model: nn.Module, targets: Sequence[str], idle: Collection[str])
 
 def target_layers(model: nn.Module, targets: Sequence[str], option: str = "lora.targets") -> set[str]:
     """Return the paths of the target layers. Raises ``UsageError`` for a name without a layer."""
-    # By the name of the class: transformers' Conv1D would have to be imported to be compared with.
+    # By class name, because comparing with transformers' Conv1D would need an import.
     linear = [name for name, module in model.named_modules() if type(module).__name__ in LINEAR]
     head = _head_of(model)
     chosen: set[str] = set()
@@ -296,7 +296,7 @@ def target_layers(model: nn.Module, targets: Sequence[str], option: str = "lora.
 
 
 def _head_of(model: nn.Module) -> str | None:
-    """Return the path of the output layer of a model of transformers, which may have any name. None: it has none."""
+    """Return the path of a transformers model's output layer, which may have any name. None if there is none."""
     if not hasattr(model, "get_output_embeddings"):
         return None
     plain: Any = model

@@ -129,8 +129,8 @@ class ModelConfig:
     2048/24/32 (3.8 B: 1.2 B per stream, 1.2 B of modulation), sd3_medium 1536/24/24 (2.1 B) with the tanh GELU of
     SD3."""
     blocks_from: str | None = None
-    """Folder or Hub id of SD3 in diffusers' form: the blocks start from its weights, all else anew. With size
-    sd3_medium, bias true and qk_norm false."""
+    """Folder or Hub id of SD3 in diffusers' form: the blocks start from its weights, and the rest is newly initialised.
+    Needs size sd3_medium, bias true and qk_norm as in the source, false for SD3."""
     width: PositiveInt | None = None
     """Channels per token, a multiple of 2 * heads. None: by size. Cost grows with the square of the width."""
     depth: PositiveInt | None = None
@@ -362,7 +362,7 @@ class LatentEncoder(nn.Module):
         self.project = nn.Linear(2 * width, width)
 
     def forward(self, latents: Tensor) -> Tensor:
-        # The norm's dtype, because the bits of a quantised linear layer have another one than its input.
+        # The norm's dtype, because a quantised linear layer stores bits of another dtype than its input.
         x = self.expand(latents.to(self.norm.weight.dtype))  # (B, L, 2 D)
         return self.project(F.gelu(self.norm(x)))
 
@@ -398,7 +398,7 @@ class MultimodalMMDiT(nn.Module, PyTorchModelHubMixin):
         self.latent_encoder = LatentEncoder(config.latent_dim, width)
         self.latent_positions = nn.Embedding(config.max_latent_length, width)
         if config.latent_grid is not None:
-            # What is learned starts near zero and is added to them. Not saved: a checkpoint has the same tensors.
+            # Learned positions start near zero and are added. Not saved: they follow from the config.
             self.register_buffer("grid_positions", sincos_2d(width, config.latent_grid), persistent=False)
         self.conditioning = TimeConditioning(config.transformer.modulation_width)
         self.text_head = nn.Linear(width, config.vocabulary_size)

@@ -17,7 +17,7 @@ def to_patches(pictures: Tensor, patch: int) -> Tensor:
 
 
 def from_patches(patches: Tensor, grid: tuple[int, int], patch: int) -> Tensor:
-    """Return pictures (N, H, W, 3) uint8 of patches (N, h * w, patch * patch * 3). Values outside [-1, 1] are cut."""
+    """Return pictures (N, H, W, 3) uint8 of patches (N, h * w, patch * patch * 3). Values are clamped to [-1, 1]."""
     return from_values(joined(as_grid(patches.float(), grid), patch))
 
 
@@ -27,7 +27,7 @@ def to_values(pictures: Tensor) -> Tensor:
 
 
 def from_values(pixels: Tensor) -> Tensor:
-    """Return pixels (N, 3, H, W) as pictures (N, H, W, 3) uint8. Values outside [-1, 1] are cut."""
+    """Return pixels (N, 3, H, W) as pictures (N, H, W, 3) uint8. Values are clamped to [-1, 1]."""
     levels = (pixels.permute(0, 2, 3, 1) + 1) * HALF_RANGE
     return levels.round().clamp(0, 255).to(torch.uint8)
 

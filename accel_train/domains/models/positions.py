@@ -25,9 +25,9 @@ def centred_places(grid: tuple[int, int], whole: tuple[int, int], device: torch.
 def sincos_2d(width: int, grid: tuple[int, int], base: int | None = None, interpolation: float = 1.0) -> Tensor:
     """Return sinusoids (h * w, width) fp32 of the places of a grid (h, w), row by row.
 
-    The first half of the channels holds the column, the second half the row; of each half the first quarter-width are
-    sines, then cosines, of frequencies 1 down to nearly 1 / 10,000. `base` stretches a grid of any size to `base` units
-    a side, so that a model meets the coordinates it was trained on (DiT's interpolation); None counts places from 0.
+    The first half of the channels encodes the column, the second half the row. Each half has width / 4 sines, then as
+    many cosines, of frequencies 1 down to nearly 1 / 10,000. `base` stretches a grid of any size to `base` units a
+    side, so that a model meets the coordinates it was trained on (DiT's interpolation). None counts places from 0.
     `interpolation` divides the units further. The width is a multiple of 4.
     """
     quarter = width // 4

@@ -23,14 +23,14 @@ DOWNLOAD_OPTIONS = ("revision", "cache_dir", "force_download", "local_files_only
 WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
 SHOWN_TENSORS = 3
 ORDINARY_AT_LEAST = 2
-"""Tokens. Without its vocabulary a T5 tokenizer still has one for the space."""
+"""Fewest tokens that are not special. A T5 tokenizer without its vocabulary still has one, for the space."""
 UNREAD = ("lm_head.",)
-"""Output layer of a language model. One that encodes texts is read before it."""
+"""Output layer of a language model. As a text encoder, the model is read before it."""
 
 
 OF_OPTIONAL_PACKAGES = ("bitsandbytes", "torchao", "torch.utils._pytree", "transformers.utils.import_utils")
-"""Loggers that name, at an import, optional packages and kernels that are missing. A run that asks for one is refused
-by name, and for any other they are ten lines before the first of the run.
+"""Loggers that report missing optional packages and kernels at an import. A run that needs one is refused with its
+name. In any other run these are ten lines of noise before the first line of its own.
 """
 
 
@@ -41,7 +41,7 @@ def without_notices_of_imports() -> Generator[None]:
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
-    # DeepSpeed sets its level while it is imported, which a filter outlives.
+    # A filter, because DeepSpeed sets the level of its logger while it is imported.
     deepspeed = logging.getLogger("DeepSpeed")
     deepspeed.addFilter(_is_error)
     try:
@@ -58,7 +58,7 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def without_bars_in_logs() -> Generator[None]:
-    """Silence transformers' progress bars where no terminal shows them: in a file each of their steps is left over."""
+    """Silence transformers' progress bars unless stderr is a terminal: a log file would keep every step of them."""
     from transformers.utils import logging as of_transformers
 
     silenced = not sys.stderr.isatty() and of_transformers.is_progress_bar_enabled()
@@ -72,7 +72,7 @@ def without_bars_in_logs() -> Generator[None]:
 
 
 def near_folder(name: str) -> str:
-    """Return a question for a path that is not there and differs little from a folder beside it, or nothing."""
+    """Return a did-you-mean hint for a missing path with a name close to a folder beside it, else an empty string."""
     path = expand_path(name)
     if path.exists() or not path.parent.is_dir():
         return ""
@@ -110,10 +110,10 @@ def load_directory(
 
 
 def refuse_missing(named: str, model: nn.Module, missing: Iterable[str], unread: tuple[str, ...] = ()) -> None:
-    """Raise ``UsageError`` for tensors of ``model`` that its files lack: a library leaves them random, with a notice.
+    """Raise ``UsageError`` for tensors of ``model`` that its files lack: the library only warns and leaves them random.
 
-    ``missing`` is from its loading info, so tied tensors are not among it. ``named`` begins the message. Those whose
-    names begin with ``unread`` are set to zero instead, for every process and start to have the same.
+    ``missing`` is from the library's loading info, so tied tensors are not among it. ``named`` begins the message.
+    Tensors with a name that begins with ``unread`` are set to zero instead, so that every process and start agrees.
     """
     names = sorted(missing)
     needed = [name for name in names if not name.startswith(unread)] if unread else names
@@ -128,7 +128,7 @@ def refuse_missing(named: str, model: nn.Module, missing: Iterable[str], unread:
 
 
 def refuse_empty_vocabulary(named: str, tokenizer: Any) -> None:
-    """Raise ``UsageError`` for a tokenizer with special tokens alone. ``named`` begins the message.
+    """Raise ``UsageError`` for a tokenizer that has only special tokens. ``named`` begins the message.
 
     transformers builds one if the files of the vocabulary are missing, and then all texts are the same.
     """
@@ -142,7 +142,7 @@ def refuse_empty_vocabulary(named: str, tokenizer: Any) -> None:
 
 
 def config_hash(*modules: nn.Module) -> str:
-    """Hash classes and configs of modules of diffusers and transformers: what their outputs depend on beside weights.
+    """Hash the classes and configs of modules of diffusers and transformers: what determines outputs besides weights.
 
     Without defaults, private keys and versions of libraries, so that another library version finds the same.
     """

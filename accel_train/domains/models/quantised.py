@@ -16,9 +16,9 @@ from accel_train.domains.models.float8 import Float8Linear
 Bits = Literal["int8", "nf4", "fp8"]
 BITS: tuple[str, ...] = get_args(Bits)
 OUTLIERS = 6.0
-"""Features of activations beyond it are multiplied in fp16: the value of the paper, and of transformers."""
+"""Activation features above this magnitude are multiplied in fp16. The value of the paper, and of transformers."""
 PACKED = torch.uint8
-"""Dtype of two values of four bits."""
+"""Dtype that packs two 4-bit values."""
 
 
 def quantise(model: nn.Module, names: Sequence[str], bits: Bits, *, compute: torch.dtype, device: torch.device) -> None:
@@ -26,8 +26,8 @@ def quantise(model: nn.Module, names: Sequence[str], bits: Bits, *, compute: tor
 
     Weights go there one by one, so the whole model in its own dtype need not fit. ``compute`` is the dtype for
     multiplying four-bit values; int8 multiplies as integers, with outliers in fp16; fp8 in the dtype of its input. On
-    the meta device only sizes are set. In a simulation layers of the same bytes take their place. Raises ``UsageError``
-    without bitsandbytes, and on a device unsupported by it; fp8 does not need it, nor does a simulation.
+    the meta device only sizes are set. In a simulation, stand-ins of the same size in bytes take their place. Raises
+    ``UsageError`` without bitsandbytes, and on a device that it does not support. fp8 and a simulation do not need it.
     """
     if bits == "fp8":
         for name in names:
@@ -40,7 +40,7 @@ def quantise(model: nn.Module, names: Sequence[str], bits: Bits, *, compute: tor
         return
     bnb = _import_bitsandbytes(bits)
     if bits == "int8":
-        # It says with every product that fp32 and bf16 inputs are cast.
+        # bitsandbytes logs at every product that fp32 and bf16 inputs are cast.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     for name in names:
         layer = model.get_submodule(name)
@@ -60,11 +60,11 @@ def quantise(model: nn.Module, names: Sequence[str], bits: Bits, *, compute: tor
 def _simulate(
     model: nn.Module, names: Sequence[str], bits: Bits, *, compute: torch.dtype, device: torch.device
 ) -> None:
-    # Imported here, because a training has no use for it.
+    # Imported here, because training does not need it.
     from accel_train.domains.models.simulated_layers import SimulatedLinear4bit, SimulatedLinear8bit
 
     if device.type == "cpu":
-        device = torch.device("cpu")  # with an index it would be another one to fake tensors
+        device = torch.device("cpu")  # with an index, fake tensors would take it for another device
     table = torch.empty(256, device=device)
     for name in names:
         layer = model.get_submodule(name)
@@ -96,7 +96,7 @@ def _int8_layer(bnb: Any, layer: nn.Linear) -> Any:
     made = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=OUTLIERS, device="meta")
     values = layer.weight.data
     if values.device.type != "meta":
-        values = values.cpu()  # it quantises on the way to a device, and leaves weights that are there as they are
+        values = values.cpu()  # it quantises during the copy to a device, and not a weight that is there already
     # Without fp16 weights beside the 8 bits: they serve updates, and this layer is frozen.
     made.weight = bnb.nn.Int8Params(values, requires_grad=False, has_fp16_weights=False)
     return made
@@ -107,7 +107,7 @@ def _nf4_layer(bnb: Any, layer: nn.Linear, compute: torch.dtype) -> Any:
     # The scales of blocks are quantised as well, as in the paper.
     made = bnb.nn.Linear4bit(*sizes, compute, compress_statistics=True, quant_type="nf4", device="meta")
     made.weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=made)
-    # It would repack the weights in the first evaluation on some CPUs, and compute otherwise from then on.
+    # On some CPUs it would repack the weights in the first evaluation, and compute differently from then on.
     made.support_avx512bf16_for_cpu = False
     return made
 
@@ -157,5 +157,5 @@ def _values(layer: Any) -> torch.Tensor:
 
 
 def count_values(parameter: nn.Parameter) -> int:
-    """Return the number of values of a parameter, two for each byte of four bits."""
+    """Return the number of values of a parameter, two for each byte of packed 4-bit values."""
     return parameter.numel() * (2 if parameter.dtype == PACKED else 1)

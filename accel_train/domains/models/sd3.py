@@ -32,9 +32,9 @@ class SD3Config:
     pooled_width: int = 2048
     """Channels of the pooled texts."""
     max_side: int = 192
-    """Rows and columns of patches that have positions. A picture has those of the centre."""
+    """Rows and columns of patches that have positions. A smaller picture takes those of the centre."""
     base_side: int = 64
-    """Side of the positions' coordinates: max_side places span as many units."""
+    """Units that the coordinates of max_side positions span."""
     qk_norm: bool = False
     """RMSNorm on queries and keys, as SD3.5 has."""
 
@@ -90,7 +90,7 @@ class SD3(nn.Module):
         image = self.patches(latents)  # (B, D, h, w)
         height, width = image.shape[-2:]
         image = image.flatten(2).transpose(1, 2).contiguous()  # (B, h w, D)
-        # Positions may be wider than the weights, and then the sum is as well.
+        # Positions may have a wider dtype than the weights, and then the sum has it as well.
         image = (image + self._positions(height, width)).to(image.dtype)
         conditioning = nn.functional.silu(self.conditioning(time, pooled)).to(image.dtype)
         tokens = [image, self.context(text)]  # (B, h w, D) and (B, n, D)
@@ -131,7 +131,7 @@ OUTER = {
     "modulation": "norm_out.linear",
     "out": "proj_out",
 }
-"""Our layers outside the blocks, and diffusers'."""
+"""Layers outside the blocks: our name -> diffusers' name."""
 IMAGE = {
     "modulation.linear": "norm1.linear",
     "out": "attn.to_out.0",
@@ -155,7 +155,7 @@ KINDS = ("weight", "bias")
 def from_diffusers(weights: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
     """Map the state dict of diffusers' `SD3Transformer2DModel` to that of `SD3`.
 
-    Raises ``KeyError`` for a missing tensor, ``UsageError`` for one that would be left over.
+    Raises ``KeyError`` for a missing tensor, ``UsageError`` for one that has no place in the model.
     """
     remaining = dict(weights)
     # Fixed sinusoids, which `SD3` computes.
@@ -183,7 +183,7 @@ def _block(block: dict[str, Tensor], last: bool) -> dict[str, Tensor]:
     found = _stream(block, "0.", IMAGE, "image")
     if not last:
         return found | _stream(block, "1.", TEXT, "text")
-    # The text of the last block gives keys and values only; diffusers computes queries and drops them.
+    # In the last block the text contributes only keys and values. diffusers computes queries and drops them.
     query, key, value = QKV["text"]
     for kind in KINDS:
         modulation = block.pop(f"norm1_context.linear.{kind}")

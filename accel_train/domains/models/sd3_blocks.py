@@ -1,7 +1,7 @@
 """A `MultimodalMMDiT` whose blocks start from those of Stable Diffusion 3's transformer.
 
-SD3 reads outputs of text encoders and has no text of its own to predict. So its blocks alone are taken: with the same
-tokens and conditioning they give diffusers' outputs. Embeddings, times, positions and heads start anew.
+SD3 reads outputs of text encoders and does not predict text. So only its blocks are taken: with the same tokens and
+conditioning they give diffusers' outputs. Embeddings, times, positions and heads are newly initialised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "transformer"
 STEM = "diffusion_pytorch_model"
 WEIGHTS = (f"{STEM}.safetensors", f"{STEM}.safetensors.index.json")
-"""One of them. Without a variant's suffix, because a folder may hold several."""
+"""One of these is required. Their names have no variant's suffix, because a folder may hold several variants."""
 SHARDS = f"{STEM}-*.safetensors"
 SETTINGS = "config.json"
 STREAMS = {"0": "1", "1": "0"}
@@ -68,7 +68,7 @@ def _check_options(options: ModelConfig, init_from: str | None) -> None:
 
 
 def load_blocks(model: MultimodalMMDiT, source: str) -> list[str]:
-    """Load the blocks of a diffusers pipeline or transformer (a folder or Hub id). Return what stays as it was.
+    """Load the blocks of a diffusers pipeline or transformer (a folder or Hub id). Return the names of the other parts.
 
     Every tensor of the source has a place in SD3, and all of its blocks are taken. Raises ``UsageError`` that names
     missing, left-over and misshapen tensors.
@@ -155,7 +155,7 @@ def _target_name(name: str) -> str:
 
 
 def _place(own: dict[str, torch.nn.Parameter], name: str, tensor: Tensor, source: str) -> Tensor:
-    """Return what `tensor` is copied into: a parameter, or its part that SD3's last text stream has."""
+    """Return the destination of `tensor`: a parameter, or the part of it that SD3's last text stream has."""
     place = own.get(name)
     if place is None:
         raise UsageError(
@@ -178,7 +178,7 @@ def _place(own: dict[str, torch.nn.Parameter], name: str, tensor: Tensor, source
 
 
 def _named_parts(names: set[str]) -> list[str]:
-    """Name layers of the blocks one by one, and what is outside by its first name."""
+    """Name layers of the blocks one by one, and everything outside the blocks by its top-level module."""
     parts: set[str] = set()
     for name in names:
         outer, _, rest = name.partition(".")

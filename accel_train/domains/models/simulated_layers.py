@@ -1,6 +1,6 @@
-"""Stand-ins for bitsandbytes' frozen linear layers in a simulation: their bytes, without values.
+"""Stand-ins for bitsandbytes' frozen linear layers in a memory simulation: their size in bytes, without values.
 
-bitsandbytes computes scales from values and makes a tensor subclass of the weight, and fake tensors have neither. What
+bitsandbytes computes scales from values and makes a tensor subclass of the weight. Fake tensors support neither. What
 its kernels allocate follows from the shapes: at rest, in a forward, kept for the backward, and in the backward.
 """
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 BLOCK = 64
-"""Values of a 4-bit weight with a scale of their own."""
+"""Number of values of a 4-bit weight that share a scale."""
 BLOCKS = 256
-"""Scales that share a second one."""
+"""Number of scales that share a scale of their own, of the second level."""
 
 
 class SimulatedLinear4bit(nn.Linear):
@@ -39,7 +39,7 @@ class SimulatedLinear4bit(nn.Linear):
             ((16,), torch.float32),
         ]
         statistics = [torch.empty(size, dtype=dtype, device=device) for size, dtype in sizes]
-        # No buffers, as there: DDP would send them to the other processes.
+        # No buffers, as in bitsandbytes: DDP would send them to the other processes.
         made.statistics = [second_code, *statistics]
         made.bias = layer.bias
         made.compute = compute
@@ -47,11 +47,11 @@ class SimulatedLinear4bit(nn.Linear):
         return made
 
     statistics: list[Tensor]
-    """What it is decoded by."""
+    """Tensors that decode the weight."""
     compute: torch.dtype
     """Dtype of the product."""
     stored: torch.dtype
-    """Dtype of the weight before, which the backward decodes to."""
+    """Dtype of the weight before quantisation, which the backward decodes to."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply in the compute dtype."""
@@ -77,7 +77,7 @@ class SimulatedLinear8bit(nn.Linear):
         return made
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply decoded, as on a CPU. On a GPU integers are multiplied, which are the larger the more rows."""
+        """Multiply the decoded weight, as on a CPU. On a GPU integers are multiplied, and take memory for each row."""
         return _Product8bit.apply(input, self.weight, self.bias, self)
 
 
@@ -90,7 +90,7 @@ def _decoded(layer: Any, dtype: torch.dtype) -> Tensor:
 
 
 class _Product4bit(torch.autograd.Function):
-    """Keeps the packed weight alone."""
+    """Product that keeps only the packed weight for the backward."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: SimulatedLinear4bit) -> Tensor:
@@ -105,7 +105,7 @@ class _Product4bit(torch.autograd.Function):
 
 
 class _Product8bit(torch.autograd.Function):
-    """Keeps the input, although nothing needs it."""
+    """Product that keeps its input for the backward, although only the dtype is needed."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: SimulatedLinear8bit) -> Tensor:

@@ -130,5 +130,5 @@ def double(x: Tensor, length: int) -> Tensor:
     first = 0.75 * x + 0.25 * before
     second = 0.75 * x + 0.25 * after
     both = torch.stack((first, second), dim=2)  # (B, N, 2, D)
-    # The last token of an odd length was copied and not averaged: its second half has nothing to stand for.
+    # The last token of an odd length was copied, not averaged, so its second half is dropped.
     return both.flatten(1, 2)[:, :length]

@@ -18,7 +18,7 @@ TRIAL_SIDE = 64
 """Side in pixels of a trial picture, encoded once to find the channels and the size of latents."""
 CHANNELS = 3
 IDENTITY_FILE = "latents.identity"
-"""File beside stored latents with their identity, in place of their bytes: those differ from machine to machine."""
+"""File beside stored latents that identifies them, because their bytes differ from machine to machine."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PictureVae(nn.Module):
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        """Return the latents (B, C, h, w) of pixels (B, 3, H, W) from -1 to 1: of a distribution, its mean."""
+        """Return the latents (B, C, h, w) of pixels (B, 3, H, W) from -1 to 1. A distribution gives its mean."""
         return _mean(self.module.encode(pixels))
 
     @torch.no_grad()
@@ -98,7 +98,7 @@ def load_vae(source: str, revision: str | None, option: str, expected: VaeRefere
         _refuse_other("weights", found, expected.sha256, f"{option} {source!r}")
         _refuse_other("config", config, expected.config, f"{option} {source!r}")
     path = expand_path(source)
-    # From any directory, as a checkpoint may be read.
+    # Absolute, because a checkpoint may be read from any directory.
     where = str(path.absolute()) if path.is_dir() else source
     reference = VaeReference(where, commit, found, trial.shape[1], TRIAL_SIDE // trial.shape[2], config)
     return PictureVae(module, reference)
@@ -113,7 +113,7 @@ def _refuse_other(part: str, found: str, expected: str, named: str) -> None:
 
 
 def _load(source: str, revision: str | None, option: str) -> tuple[Any, str | None]:
-    """Return the autoencoder, and of a Hub id its commit."""
+    """Return the autoencoder and, for a Hub id, its commit."""
     try:
         import diffusers
     except ImportError:
@@ -156,7 +156,7 @@ def _load(source: str, revision: str | None, option: str) -> tuple[Any, str | No
 
 
 def _subfolders(path: Path) -> Iterator[str | None]:
-    """Yield where the autoencoder may be: of a Hub id one can only try."""
+    """Yield the subfolders that may hold the autoencoder. For a Hub id both have to be tried."""
     if path.is_dir():
         yield "vae" if (path / "vae").is_dir() else None
         return

@@ -1,4 +1,4 @@
-"""A dataset of pictures looked through before a run: sizes, buckets, duplicates, captions, quality, and a verdict."""
+"""Check of a dataset of pictures before a run: sizes, buckets, duplicates, captions, quality, and a verdict."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from accel_train.domains.models.pictures.decoding import decode_picture
 from accel_train.wording import shortened
 
 SHOWN = 8
-"""Pictures named for each reason."""
+"""Most pictures to name for each reason."""
 FLAT = 1.0
 """A picture with less contrast counts as one colour."""
 LOW = 0.5
-"""Lower scores are named as reasons."""
+"""Scores below it are listed as reasons."""
 
 
 @dataclass(frozen=True)
 class CheckConfig:
-    """What is checked, and what is good enough."""
+    """Options of the check, and the thresholds of its verdict."""
 
     resolutions: tuple[PositiveInt, ...] = (512,)
     """Square roots of the largest areas of the buckets, as data.resolutions of a run."""
@@ -49,9 +49,9 @@ class CheckConfig:
     min_side: PositiveInt = 16
     """Shortest side in pixels of a usable picture."""
     max_words: PositiveInt = 60
-    """Words of a caption that is not too long. CLIP reads 77 tokens, about 60 words, and cuts the rest."""
+    """Most words of a caption that is not too long. CLIP reads 77 tokens, about 60 words, and cuts the rest."""
     max_distance: NonNegativeInt = 4
-    """Bits of 64 in which the perceptual hashes of near duplicates differ at most."""
+    """Most bits, of 64, in which the perceptual hashes of near duplicates differ."""
     min_quality: Fraction = 0.25
     """Quality below which a picture counts as not usable."""
     min_dataset_quality: Fraction = 0.5
@@ -83,7 +83,7 @@ class Row(NamedTuple):
 
     @property
     def quality(self) -> float:
-        """0 to 1."""
+        """Quality of the picture, from 0 to 1."""
         return quality.quality(self.scores)
 
     @property
@@ -117,9 +117,9 @@ class Report:
 
     @property
     def usable(self) -> float:
-        """Share of all pictures and captions in use and not below `min_quality`."""
+        """Share of all pictures and captions that are in use and not below `min_quality`."""
         used = len(self.rows) - len(self.low)
-        # Pictures that cannot be read count as well: a dataset of which half is broken is no good one.
+        # Unreadable pictures count as well: a dataset with half of its pictures broken is not a good one.
         every = len(self.rows) + len(self.found.left_out)
         return used / max(1, every)
 
@@ -135,7 +135,7 @@ class Report:
 
     @property
     def quality(self) -> float:
-        """0 to 1."""
+        """Quality of the dataset, from 0 to 1."""
         return quality.dataset_quality([row.quality for row in self.rows], self.usable, self.duplicates)
 
     @property
@@ -181,7 +181,7 @@ def check(path: str, config: CheckConfig, cache: Path) -> Report:
         for made in pool.map(row, found.pictures):
             rows.append(made)
             progress.update(1)
-    # Equal files first, by their hash. What only looks alike is found below, and has them among its groups.
+    # Identical files first, by their hash. The groups of similar-looking pictures below include them.
     by_content: dict[str, list[int]] = {}
     for index, made in enumerate(rows):
         by_content.setdefault(made.picture.content, []).append(index)
@@ -202,7 +202,7 @@ def render(report: Report) -> list[str]:
     lines = [f"{len(rows):,} pictures, {len(report.found.left_out):,} left out"]
     lines += [f"  {notice}" for notice in report.found.notices]
     if report.without_caption:
-        # Not a fault of this check: their captions may be given there.
+        # Not a finding of this check: training may be given a default caption.
         lines.append(f"  {len(report.without_caption):,} more are left out in training without --data.default_caption")
     lines += ["", "sizes (min, median, max)"]
     for name in ("width", "height"):

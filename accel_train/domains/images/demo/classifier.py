@@ -28,12 +28,12 @@ SHIFT = 2
 PATCH = 4
 """Side of the patches varied in colour strength, because a model of patches draws them unevenly."""
 JITTER = 0.8
-"""Largest standard deviation of the strength."""
+"""Largest standard deviation of a patch's colour strength."""
 FALSE_ALARMS = 0.001
 """Allowed share of false positives on the other groups' disturbed training emoji. Small, because few of the judged
 pictures should belong to the group: a threshold of 0 would pass seven times as many."""
 DRAWS = 8
-"""Disturbed copies of each emoji to measure the share on."""
+"""Number of disturbed copies of each emoji to measure this share on."""
 
 
 class EmojiNet(nn.Module):
@@ -139,7 +139,7 @@ def _disturbed(pixels: Tensor, generator: torch.Generator) -> Tensor:
     edge = F.pad(pixels, (SHIFT, SHIFT, SHIFT, SHIFT), value=1.0)
     rolled = edge.roll((down, across), (2, 3))
     moved = rolled[..., SHIFT:-SHIFT, SHIFT:-SHIFT]
-    # The outline tells a flag, and no colour does.
+    # A flag has to be recognised by its outline, not by its colours.
     colours = torch.randperm(3, generator=generator)
     coloured = moved[:, colours]
     count = len(pixels)

@@ -22,9 +22,9 @@ SIDE = 64
 """Pixels of a picture in the file."""
 SIZES = (32, 64)
 SKIN_TONES = "skin tones"
-"""Names all emoji of a skin tone, where groups are left out."""
+"""Stands for all emoji with a skin tone in a list of groups to leave out."""
 PATH = "emoji"
-"""Stands for them in place of a folder of pictures."""
+"""Path that stands for the bundled emoji in place of a folder of pictures."""
 
 
 class Emoji(NamedTuple):
@@ -77,7 +77,7 @@ def check_groups(option: str, names: tuple[str, ...]) -> None:
 def load_pictures(size: int) -> Tensor:
     """Decode the pictures of all emoji: (N, size, size, 3) uint8, in the order of `list_emoji`.
 
-    Those of 32 pixels are means of four of 64. Raises ``UsageError`` for another size.
+    For size 32, each pixel is the mean of four pixels of size 64. Raises ``UsageError`` for any other size.
     """
     from PIL import Image
 

@@ -55,7 +55,7 @@ class Scene:
 
     @property
     def caption(self) -> str:
-        """Always six words: their number gives nothing away."""
+        """Caption of the scene, always six words, so that the length gives nothing away."""
         words = f"{NUMBERS[self.count - 1]} {self.size} {self.colour}"
         if self.place is None:
             return f"{words} {PLURALS[self.form]} scattered about"
@@ -86,7 +86,7 @@ def scenes(seed: int, count: int, heldout: bool = False) -> list[tuple[Scene, Te
     """
     stream = "shapes/heldout" if heldout else "shapes"
     keys = rng.sample_keys(seed, stream, 0, torch.arange(count))
-    # As many draws for every picture, used or not: a scene does not shift the draws of another.
+    # The same number of draws for every picture, used or not, so that no scene shifts the draws of another.
     draws = rng.uniform(keys, (19,))
     found = pairs(heldout)
     return [_scene(row, found) for row in draws]

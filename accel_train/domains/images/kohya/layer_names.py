@@ -1,8 +1,8 @@
 """Names of layers in kohya's sd-scripts and ComfyUI, by their paths in diffusers.
 
-UNets of 1.x and 2.x keep the names of diffusers, XL has the original's (sgm). Transformers also have the original's
-names, with query, key and value as one layer: their adapters are joined to one of the summed rank, with the first
-matrices stacked and the second ones on the diagonal.
+UNets of Stable Diffusion 1.x and 2.x keep the names of diffusers, and XL has those of the original code (sgm).
+Transformers also have their original names, with query, key and value as one layer. The adapters of the three are
+joined to one of the summed rank, with the first matrices stacked and the second ones on the diagonal.
 """
 
 from __future__ import annotations
@@ -184,15 +184,15 @@ class Place(NamedTuple):
     name: str
     part: int = 0
     widths: tuple[int, ...] = ()
-    """Outputs of all parts. Empty: it is the whole layer."""
+    """Number of outputs of each part. Empty for a whole layer."""
     is_swapped: bool = False
-    """Scale and shift, the two halves of its output, are the other way round."""
+    """True if scale and shift, the two halves of its output, are in the opposite order."""
 
 
 def renamed(layers: Mapping[str, Layer], facts: Mapping[str, str]) -> dict[str, Layer]:
-    """Return adapters under the names of kohya, from those by path in diffusers.
+    """Return adapters by their names in kohya's files, from those by their paths in diffusers.
 
-    ``facts`` are from ``kohya_facts``. Raises ``UsageError`` for a layer without a name there, and for two of one name.
+    ``facts`` are from ``kohya_facts``. Raises ``UsageError`` for a layer without such a name, and for two with one.
     """
     parts: dict[str, dict[int, Layer]] = {}
     places: dict[str, Place] = {}
@@ -217,7 +217,7 @@ def renamed(layers: Mapping[str, Layer], facts: Mapping[str, str]) -> dict[str, 
 
 
 def renamed_text(layers: Mapping[str, Layer], component: str, facts: Mapping[str, str]) -> dict[str, Layer]:
-    """Return adapters of a text encoder under the names of kohya, from those by path below ``text_model``'s parent.
+    """Return adapters of a text encoder by their names in kohya's files, from paths below ``text_model``'s parent.
 
     XL numbers its two encoders, ``lora_te1_`` and ``lora_te2_``; others have ``lora_te_``.
     """
@@ -228,11 +228,11 @@ def renamed_text(layers: Mapping[str, Layer], component: str, facts: Mapping[str
 
 
 def place_of(path: str, facts: Mapping[str, str]) -> Place:
-    """Return where a layer of diffusers is in the original model. Raises ``UsageError`` if no name is known."""
+    """Return the place of a diffusers layer in the original model. Raises ``UsageError`` if no name is known."""
     names = facts.get("names", "unet")
     if names == "unet":
         is_xl = facts["ss_base_model_version"].startswith("sdxl")
-        # A level has one more part than layers: what changes the resolution.
+        # A level has one part more than it has layers, the one that changes the resolution.
         return Place(_in_original(path, int(facts["layers_per_block"]) + 1) if is_xl else path)
     if names == "qwen_image":
         return Place(path)
@@ -256,7 +256,7 @@ def place_of(path: str, facts: Mapping[str, str]) -> Place:
     if rest not in JOINED:
         return Place(name, is_swapped=is_swapped)
     width = int(facts["width"])
-    # A single block of Flux has query, key, value and the MLP's first layer in one, whose hidden width is 4 times.
+    # A single block of Flux has query, key, value and the MLP's first layer, 4 times as wide, in one layer.
     widths = (width, width, width, 4 * width) if name.endswith("linear1") else (width, width, width)
     return Place(name, JOINED[rest], widths)
 
@@ -275,7 +275,7 @@ def _joined(parts: Mapping[int, Layer], widths: tuple[int, ...]) -> Layer:
         up[row : row + part.shape[0], column : column + part.shape[1]] = part
         column += part.shape[1]
     down = torch.cat([layer.down for layer in layers])
-    # The rank is that of all parts now, and alpha / rank, the scale, must stay that of each.
+    # The rank is now the sum of all parts, so alpha grows with it: the scale, alpha / rank, must stay the same.
     return Layer(down, up, layers[0].alpha * rank / layers[0].down.shape[0])
 
 

@@ -33,7 +33,7 @@ LARGE_LAYERS = 38
 def kohya_facts(
     family: str, prediction: str, config: Mapping[str, Any], source: str, side: int
 ) -> dict[str, str] | None:
-    """Return metadata of the base, and the facts behind the names of its layers. None: no names are known.
+    """Return metadata of the base, and the facts behind the names of its layers. None if no names are known.
 
     ``family`` is the class of the pipeline, ``prediction`` the prediction type of its scheduler, ``config`` the
     denoiser's, ``side`` the resolution in pixels. Keys without a prefix are for ``layer_names`` and not written.
@@ -78,7 +78,7 @@ def _of_unet(family: str, prediction: str, config: Mapping[str, Any]) -> dict[st
 
 def _of_transformer(names: str, config: Mapping[str, Any]) -> dict[str, str]:
     facts = {"names": names, "layers": str(config.get("num_layers") or config.get("n_layers"))}
-    # Z-Image says its width itself.
+    # Z-Image's config has the width itself.
     facts["width"] = str(config.get("dim") or config["num_attention_heads"] * config["attention_head_dim"])
     if names in VERSIONS:
         facts["ss_base_model_version"] = VERSIONS[names]

@@ -1,1 +1,1 @@
-"""Memory of training adapters on a pipeline, told before anything is loaded."""
+"""Memory for training adapters on a pipeline, estimated before anything is loaded."""

@@ -1,6 +1,6 @@
 """Memory for training adapters on a pipeline, estimated before anything is loaded.
 
-Weights and the state of the optimizer are counted. Activations are simulated figures of published models
+Weights and the state of the optimizer are counted. Activations are taken from simulations of published models
 (``simulated_memory``).
 """
 
@@ -18,7 +18,7 @@ from accel_train.speed.memory.frozen_offload import offloaded_bytes
 
 MEGAPIXEL = 1 << 20
 RESERVED_GIB = 1.0
-"""Context of the device, workspaces of kernels, gaps between allocations: assumed, not simulated."""
+"""Assumed for the device's context, workspaces of kernels and gaps between allocations, which are not simulated."""
 
 
 class Load(NamedTuple):
@@ -114,7 +114,7 @@ def encoder_bytes(base: DiffusersBase) -> int:
 
 
 def nearest(family: str, values: int) -> Model:
-    """Return the smallest simulated model of a family that has as many values, or its largest."""
+    """Return the smallest simulated model of a family with at least as many values, or else its largest."""
     known = MODELS[family]
     return next((model for model in known if model.values >= values), known[-1])
 
@@ -122,13 +122,13 @@ def nearest(family: str, values: int) -> Model:
 def _activations(family: str, load: Load) -> float:
     model = nearest(family, load.values)
     figures = model.none
-    # The modes between them keep more than full does, and are counted as none.
+    # Other modes keep more than full does, and are counted as none.
     if load.checkpointing in ("full", "selective"):
         figures = getattr(model, load.checkpointing)
     found = model.fixed + load.micro_batch_size * (figures.picture + figures.megapixel * load.megapixels)
-    # A larger model than all that were simulated keeps more.
+    # A model that is larger than any simulated one keeps more.
     found *= max(1.0, load.values / model.values)
     if load.precision == "fp32":
-        # The figures are of bf16, at best 2 bytes a value.
+        # Simulated in bf16, with at least 2 bytes for each value.
         found *= FP32_BYTES / 2
     return found

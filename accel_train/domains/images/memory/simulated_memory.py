@@ -1,8 +1,8 @@
 """Simulated memory of published pipelines: what ``memory_need`` adds to weights and the state of the optimizer.
 
-From benchmarks/results/lora_memory.json, written by ``python -m benchmarks.lora_memory``; a test compares them. No GPU
-has measured them. Not in them: workspaces of kernels, the context of a device, fragmentation, and what kernels of 8 and
-4 bits keep.
+The values are those of benchmarks/results/lora_memory.json, written by ``python -m benchmarks.lora_memory``; a test
+compares them. They were not measured on a GPU. They exclude workspaces of kernels, the context of a device,
+fragmentation, and what kernels of 8 and 4 bits keep.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ class Activations(NamedTuple):
     """GiB for each picture of a micro-batch in bf16, beside weights, gradients and the state of the optimizer."""
 
     picture: float
-    """Whatever its size: mostly its caption."""
+    """GiB for a picture of any size, mostly for its caption."""
     megapixel: float
-    """For each of its megapixels."""
+    """GiB for each megapixel of a picture."""
 
 
 class Model(NamedTuple):
@@ -26,7 +26,7 @@ class Model(NamedTuple):
     values: int
     """Number of values in its weights."""
     fixed: float
-    """GiB whatever the micro-batch: buffers, and copies of adapters in bf16."""
+    """GiB for a micro-batch of any size: buffers, and copies of adapters in bf16."""
     none: Activations
     selective: Activations
     full: Activations

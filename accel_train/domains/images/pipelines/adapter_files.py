@@ -34,12 +34,12 @@ KOHYA_FILE = "kohya_lora.safetensors"
 METADATA_KEY = "lora_adapter_metadata"
 """Key of an adapter's settings, as diffusers looks for them."""
 LAYER = ".lora_A."
-"""In the name of one tensor of each layer."""
+"""Part of the name of one tensor of each layer."""
 MAGNITUDE = ".lora_magnitude_vector"
 """End of the key of DoRA's magnitudes, in peft's own files."""
 DENOISER = "denoiser"
 TEXT = "text_encoder"
-"""Beginning of the names of text encoders."""
+"""Prefix of the names of text encoders."""
 TEXT_MODEL = "text_model."
 UNSAVED = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping")
 
@@ -66,8 +66,8 @@ def write_diffusers(directory: Path, tensors: Mapping[str, Tensor], settings: Ma
 
 
 def _key_of_diffusers(part: str, path: str) -> str:
-    # Of text encoders, transformers reads the file. It puts the adapter's name behind `lora_magnitude_vector`, and does
-    # not know that peft's files leave `.weight` out: without it, the magnitudes would stay those of the base.
+    # For text encoders, transformers reads the file. It puts the adapter's name after `lora_magnitude_vector`, and does
+    # not know that peft's files leave `.weight` out. Without it, the magnitudes would stay those of the base.
     return f"{path}.weight" if part.startswith(TEXT) and path.endswith(MAGNITUDE) else path
 
 
@@ -79,7 +79,7 @@ def is_joint(tensors: Mapping[str, Tensor]) -> bool:
 def by_component(tensors: Mapping[str, Tensor], component: str) -> dict[str, dict[str, Tensor]]:
     """Return tensors by component, and by their key below it.
 
-    Those of text encoders are below ``text_model``, as all versions of transformers but 5 have it, and all programs.
+    Keys of text encoders are below ``text_model``, as in other programs and in all versions of transformers except 5.
     """
     if not is_joint(tensors):
         below = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
@@ -126,7 +126,7 @@ def settings_of_part(part: str, tensors: Mapping[str, Tensor], settings: Mapping
 
 
 def write_components(directory: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> list[str]:
-    """Let an export have a folder of peft for each component in place of one for all, and return a line about them.
+    """Replace the one adapter of an export by a folder of peft for each component, and return a line about them.
 
     Does nothing for adapters of the denoiser alone.
     """
@@ -139,7 +139,7 @@ def write_components(directory: Path, tensors: Mapping[str, Tensor], settings: M
         file = folder / f"{WEIGHTS_STEM}.safetensors"
         save_file({f"{PREFIX}{path}": tensor for path, tensor in of_part.items()}, file, metadata={"format": "pt"})
         write_settings(folder, {**settings, **settings_of_part(part, of_part, settings)})
-    # No model of others has all components. peft would put these adapters on one of them, with initial values.
+    # Other programs have no model of all components. peft would put these adapters on one, with initial values.
     for file in directory.glob(f"{WEIGHTS_STEM}*"):
         file.unlink()
     return [f"{', '.join(parts)}: a folder for each, for PeftModel.from_pretrained(COMPONENT, FOLDER) of peft"]
@@ -150,7 +150,7 @@ def write_kohya(
 ) -> str:
     """Write ``kohya_lora.safetensors`` for a UNet or a transformer, and return a line with the number of layers.
 
-    ``facts`` are from ``kohya_facts``. Raises ``UsageError`` for a layer without a name there.
+    ``facts`` are from ``kohya_facts``. Raises ``UsageError`` for a layer without a name in kohya's format.
     """
     parts = by_component(tensors, DENOISER)
     found: dict[str, dict[str, Layer]] = {}
@@ -176,14 +176,14 @@ def write_kohya(
     metadata = written(facts) | {"ss_network_dim": str(rank), "ss_network_alpha": str(alpha)}
     save_file(named, directory / KOHYA_FILE, metadata={"format": "pt", **metadata})
     line = f"{KOHYA_FILE}: {layers} layers, {len(named)} keys, for kohya's scripts and ComfyUI"
-    # It looks for keys of its own alone, and warns where it finds none.
+    # diffusers looks only for its own keys, and just warns if it finds none.
     silent = f"; diffusers draws the base with it, without an error: give it {DIFFUSERS_FILE}"
     return line + (silent if facts.get("names") == "sd3" else "")
 
 
 def _alpha(rank: int, alpha: float, settings: Mapping[str, Any]) -> float:
     if settings.get("use_rslora"):
-        # Its product counts alpha / sqrt(rank) times, that of the file alpha / rank times.
+        # rsLoRA scales by alpha / sqrt(rank), and readers of the file by alpha / rank.
         return float(alpha) * math.sqrt(rank)
     return float(alpha)
 
@@ -199,19 +199,20 @@ def _layers(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Layer]:
 
 
 def read_adapter(directory: Path) -> dict[str, Tensor]:
-    """Read the adapter of a checkpoint, an export or a folder written by peft, by peft's keys. Of a checkpoint with an
-    average it is that.
+    """Read the adapter of a checkpoint, an export or a folder written by peft, by peft's keys.
+
+    Takes the EMA of a checkpoint that has one.
     """
     tensors = adapters.read_adapter(directory)
     with TensorReader(tensors) as reader:
-        # Copies, because the files are closed behind them.
+        # Copies, because the files are closed afterwards.
         return {name: reader.read(name).clone() for name in tensors}
 
 
 def load_directory(pipeline: Any, component: str, directory: Path, name: str) -> None:
-    """Load the adapter of a checkpoint, an export or a folder of peft by diffusers, as ``name``, and choose it.
+    """Load the adapter of a checkpoint, an export or a folder of peft with diffusers, as ``name``, and select it.
 
-    Raises ``UsageError`` as ``load_into``.
+    Raises ``UsageError`` for an unreadable adapter, and if diffusers leaves a tensor out.
     """
     file = directory / DIFFUSERS_FILE
     if file.is_file():
@@ -238,14 +239,14 @@ def peft_settings(directory: Path) -> dict[str, Any]:
 
 
 def load_into(pipeline: Any, component: str, file: Path, adapter: str) -> None:
-    """Load ``pytorch_lora_weights.safetensors`` by diffusers, as ``adapter``.
+    """Load ``pytorch_lora_weights.safetensors`` with diffusers, as ``adapter``.
 
-    Raises ``UsageError`` if it leaves a tensor out.
+    Raises ``UsageError`` if diffusers leaves a tensor out.
     """
     with quiet(), warnings.catch_warnings():
-        # Several adapters are what is asked for.
+        # Several adapters are intended.
         warnings.filterwarnings("ignore", "Already found a `peft_config` attribute", UserWarning)
-        # By the same function that others use, so that what we write is tried whenever it is read.
+        # With the function that other programs call, so that what we write is tested whenever it is read.
         pipeline.load_lora_weights(file.parent, weight_name=file.name, adapter_name=adapter)
     expected = load_file(file)
     # diffusers warns of keys that it does not know and continues without them, with initial values in their place.
@@ -273,11 +274,11 @@ def _loaded(pipeline: Any, component: str, adapter: str) -> dict[str, Tensor]:
 
 
 def _left_out(expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> list[str]:
-    """List the tensors of a file that a model does not have, or with other values."""
+    """List the tensors of a file that a model lacks or holds with other values."""
     missing: list[str] = []
     for key, value in expected.items():
         found = loaded.get(key)
-        # A base of half precision rounds what it takes.
+        # A base in half precision rounds the values that it loads.
         if found is None or not torch.allclose(found.cpu(), value.to(found.dtype), rtol=0, atol=0, equal_nan=True):
             missing.append(key)
     return missing

@@ -1,4 +1,4 @@
-"""Pictures for captions of held-out pictures, drawn without the adapter and with it, and how many show the subject."""
+"""Pictures drawn for held-out captions without the adapter and with it, and the shares that show the subject."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from accel_train.store.exports.peft_layout import ADAPTER
 logger = logging.getLogger(__name__)
 FILE = "before_after.png"
 ROWS = 10
-"""Captions shown. All are counted."""
+"""Captions shown in the picture. The metrics count all."""
 WITHOUT = "judged_without_adapter"
 WITH = "judged_with_adapter"
 JUDGE = ("judge_right_inside", "judge_right_outside")
@@ -46,7 +46,7 @@ class BeforeAfter:
 
 
 def draw(inputs: Inputs, model: nn.Module, options: EvaluationConfig, side: int, seed: int) -> BeforeAfter | None:
-    """Draw the first captions of held-out pictures twice, from the same noise. None if the options ask for none.
+    """Draw the first captions of held-out pictures twice, from the same noise. Returns None if there are none to draw.
 
     Every process calls it, inside ``evaluating``. ``model`` is the denoiser in the pipeline of ``inputs``.
     """
@@ -61,12 +61,12 @@ def draw(inputs: Inputs, model: nn.Module, options: EvaluationConfig, side: int,
         parts = [captions[start : start + size] for start in range(0, len(captions), size)]
         return torch.cat([_pictures(inputs, options, part, side, seed) for part in parts])
 
-    # In turns and not two models: the base is in memory once.
+    # One model draws both in turn, so that the base is in memory once.
     choose_adapter(model, None)
     try:
         without = pictures()
     finally:
-        # Also after an error, or training would go on without its adapter.
+        # Also after an error, or training would continue without its adapter.
         choose_adapter(model, ADAPTER)
     true = [heldout.pixels(row, heldout.frame(row)) for row in chosen.values()]
     return BeforeAfter(captions, _alike(true, side), without, pictures())
@@ -75,7 +75,7 @@ def draw(inputs: Inputs, model: nn.Module, options: EvaluationConfig, side: int,
 def first_of_each(captions: Sequence[str], count: int) -> dict[str, int]:
     """Return the first ``count`` different captions, each with its first row.
 
-    Equal captions, as of one picture in several resolutions, would be drawn as equal pictures.
+    Equal captions, such as those of one picture in several resolutions, would be drawn as equal pictures.
     """
     rows: dict[str, int] = {}
     for row, caption in enumerate(captions):
@@ -99,7 +99,7 @@ def _pictures(inputs: Inputs, options: EvaluationConfig, captions: Sequence[str]
 
 
 def _seed(seed: int, caption: str) -> int:
-    """Return the seed of a caption's noise, whatever is drawn beside it."""
+    """Return the seed of a caption's noise, independent of what else is drawn."""
     digest = hashlib.blake2b(caption.encode(), digest_size=4).digest()
     # Without the sign: a generator reports a negative seed as one beyond int64, where MMDiT's sampler reads it.
     return rng.key(seed, "lora/before_after", int.from_bytes(digest)) & (2**63 - 1)
@@ -114,7 +114,7 @@ def _alike(pictures: Sequence[Tensor], side: int) -> Tensor:
 
 
 def notices(options: EvaluationConfig, inputs: Inputs) -> list[str]:
-    """Return lines on options that ask for more than the held-out pictures, if there are any."""
+    """Return a notice for each option that asks for more than the held-out pictures offer."""
     heldout = inputs.heldout.pictures
     if not len(heldout):
         return []
@@ -129,7 +129,7 @@ def notices(options: EvaluationConfig, inputs: Inputs) -> list[str]:
 
 
 def metric_names(options: EvaluationConfig, inputs: Inputs) -> tuple[str, ...]:
-    """List the metrics of an evaluation: held-out losses, and those of the judge. None without held-out pictures."""
+    """List the metrics of an evaluation: held-out losses, and those of the judge. Empty without held-out pictures."""
     if not len(inputs.heldout):
         return ()
     if options.judge is None:
@@ -172,7 +172,7 @@ def report(directory: Path, drawn: BeforeAfter | None) -> None:
 
 
 def summary(metrics: Mapping[str, float], options: EvaluationConfig) -> list[str]:
-    """Return a line of the log about the classifier's shares. None without them."""
+    """Return a log line about the classifier's shares. Empty without them."""
     if WITH not in metrics:
         return []
     inside, outside = (metrics[name] for name in JUDGE)

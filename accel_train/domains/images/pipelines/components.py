@@ -1,6 +1,6 @@
-"""Parts of a pipeline on the disk, loaded one by one, without the chatter of diffusers and transformers.
+"""Components of a pipeline on disk, loaded one by one, without the chatter of diffusers and transformers.
 
-An unusable one is refused by name before anything is encoded.
+An unusable component is refused by name before anything is encoded.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ CONFIG = "config.json"
 REMEDY = "download the base again, or give another --base.source"
 PROBE = "a red flag, two dogs"
 KNOWN_AT_LEAST = 2
-"""Different tokens of the probe. Without its vocabulary a T5 tokenizer knows the space alone, others nothing."""
+"""Fewest known tokens of the probe. Without its vocabulary a T5 tokenizer knows only the space, others nothing."""
 LONGEST = 10**9
-"""Tokens. A tokenizer without a length has 10**30."""
+"""Largest length of a tokenizer, in tokens. One without a length has 10**30."""
 
 
 def refuse_other_folder(folder: Path, source: str) -> None:
@@ -72,7 +72,7 @@ def largest_picture(directory: Path, denoiser: str) -> tuple[int, int] | None:
 def _config(folder: Path) -> dict[str, Any]:
     try:
         return strict_json.read_object(folder / CONFIG)
-    except (OSError, ValueError):  # its loader says what is wrong
+    except (OSError, ValueError):  # its loader reports what is wrong
         return {}
 
 
@@ -140,9 +140,9 @@ def load_scheduler(kind: Any, source: str, folder: Path) -> Any:
 
 
 def load_tokenizer(kind: Any, source: str, folder: Path, encoder: Any) -> Any:
-    """Load a tokenizer that knows words, and fits its text encoder, if there is one.
+    """Load a tokenizer. Raises ``UsageError`` if it has no vocabulary, or does not fit its text encoder, if any.
 
-    transformers builds one without a vocabulary too, if its files are missing, and then every word is unknown.
+    If the files of its vocabulary are missing, transformers still builds a tokenizer, to which every word is unknown.
     """
     with reading(source, folder, "tokenizer.json"):
         loaded: Any = kind.from_pretrained(folder)

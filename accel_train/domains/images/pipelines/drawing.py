@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def reduction(pipeline: Any) -> int:
-    """Return how many pixels along a side make one latent."""
+    """Return the number of pixels along a side of one latent."""
     return int(pipeline.vae_scale_factor)
 
 
@@ -50,7 +50,7 @@ def prompt_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a pipeline's call for one prompt. ``guidance`` None is the default of the family.
 
-    Spaces and line breaks count as in captions of training, as single spaces. Raises ``UsageError`` for a ``negative``
+    Spaces and line breaks become single spaces, as in training captions. Raises ``UsageError`` for a ``negative``
     prompt that has no effect.
     """
     family = base.family
@@ -78,7 +78,7 @@ def draw_picture(
     steps: int,
     guidance: float | None,
 ) -> Tensor:
-    """Return one picture of a pipeline, (3, H, W) from -1 to 1. Its noise is drawn on the CPU, alike for any device."""
+    """Return one picture of a pipeline, (3, H, W) from -1 to 1. Its noise is the same on any device."""
     return draw_pictures(pipeline, family, prompt, [seed], side, steps, guidance)[0]
 
 

@@ -21,10 +21,10 @@ from accel_train.wording import shortened
 
 logger = logging.getLogger(__name__)
 CUT = ("The following part of your input was truncated", "Token indices sequence length is longer than")
-"""Beginnings of diffusers' warning, which repeats the rest of a caption: megabytes if a caption is a whole book, and of
-transformers', of an error that does not come: pipelines cut such a caption."""
+"""Prefixes of two warnings to suppress. That of diffusers repeats the rest of a caption, megabytes for a whole book.
+That of transformers announces an error that does not occur, because pipelines cut such a caption."""
 OF_TOKENIZERS = "transformers.tokenization_utils_base"
-"""Module, and so logger, of the second."""
+"""Module, and so logger, of the second warning."""
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def encode_texts(pipeline: Any, base: Base, captions: Sequence[str]) -> dict[str
 
 @contextmanager
 def _without_truncated(pipeline: Any) -> Generator[None]:
-    """Suppress the libraries' warnings of captions that are cut; ``describe_cut`` names the captions."""
+    """Suppress the libraries' warnings about captions that are cut. ``describe_cut`` names these captions instead."""
 
     def wanted(record: logging.LogRecord) -> bool:
         return not any(beginning in str(record.msg) for beginning in CUT)
@@ -62,7 +62,10 @@ def _without_truncated(pipeline: Any) -> Generator[None]:
 
 
 def describe_cut(pipeline: Any, base: Base, captions: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a notice for each length at which a diffusers pipeline cuts any of the captions, (name, text)."""
+    """Return a notice for each length at which a diffusers pipeline cuts any of the captions, (name, text).
+
+    Logs a warning if more than half of them are cut.
+    """
     tokenizers = {name: getattr(pipeline, name) for name in pipeline.components if name.startswith("tokenizer")}
     by_length: dict[int, tuple[str, Any]] = {}
     for component, tokenizer in tokenizers.items():
@@ -91,7 +94,7 @@ def _is_longer(caption: str, longest: int, tokenizer: Any) -> bool:
 
 @torch.no_grad()
 def encode_pictures(vae: Any, pixels: Tensor) -> Latents:
-    """Return mean and logvar (B, C, H, W) of pixels (B, 3, H, W) from -1 to 1, on any device, in fp32 on the CPU."""
+    """Return mean and logvar (B, C, h, w), fp32 on the CPU, of pixels (B, 3, H, W) from -1 to 1 on any device."""
     is_video = type(vae).__name__ == "AutoencoderKLQwenImage"
     # The VAE of Qwen-Image is one of videos: a picture is a single frame, (B, 3, 1, H, W).
     given = pixels.to(vae.device)
@@ -141,6 +144,6 @@ def drop_text_encoders(pipeline: Any) -> int:
         # Counted before it is gone, for the notice of the log.
         freed += sum(weight.numel() * weight.element_size() for weight in encoder.parameters())
         pipeline.register_modules(**{name: None})
-    # Modules refer to each other in circles, which only a collection takes apart.
+    # Modules form reference cycles, which only the garbage collector frees.
     gc.collect()
     return freed

@@ -23,7 +23,7 @@ UNREAD = (
 dtype, and the folder its place."""
 CONFIGS = ("config.json", "scheduler_config.json")
 WITH_VOCABULARY = ("tokenizer", "processor")
-"""Begin the names of components that are defined by all files of these patterns."""
+"""Prefixes of the names of components that are defined by the files of ``VOCABULARY``."""
 VOCABULARY = ("*.json", "merges.txt", "vocab.txt", "*.model", "*.jinja")
 
 
@@ -31,7 +31,7 @@ class Predicting(NamedTuple):
     """Inputs of a denoiser for one micro-batch."""
 
     noisy: Tensor
-    """Latents as the denoiser counts them, (B, C, H, W)."""
+    """Noisy latents, normalised for the denoiser, (B, C, H, W)."""
     timestep: Tensor
     """In the scheduler's units, (B,) fp32."""
     conditioning: Conditioning
@@ -44,7 +44,7 @@ class Predicting(NamedTuple):
 
 
 def scale(vae: Any, latents: Tensor) -> Tensor:
-    """Return latents (B, C, H, W) by the VAE's shift and scale, each a number."""
+    """Shift and scale latents (B, C, H, W) by two numbers of the VAE's config."""
     shift = getattr(vae.config, "shift_factor", None) or 0.0
     return (latents - shift) * vae.config.scaling_factor
 
@@ -98,15 +98,15 @@ class Family:
     drawn_step: int = 1
     """Sides of a drawn picture must be a multiple of this many pixels, whatever the VAE."""
     normalise: Callable[[Any, Tensor], Tensor] = scale
-    """(vae, latents as it encodes) -> latents as the denoiser counts them."""
+    """(vae, latents that it has encoded) -> latents normalised for the denoiser."""
     empty: Callable[[Any, Conditioning], dict[str, Tensor]] = _keep_empty
     """(pipeline, embeddings of an empty prompt) -> their replacement in guidance."""
     embed: Callable[[Any, Conditioning], dict[str, Tensor]] = _as_they_are
     """(pipeline, result of ``encode``) -> embeddings. With trained text encoders the argument holds tokens."""
     left_out: Callable[[Conditioning, Conditioning], dict[str, Tensor]] = _all_empty
-    """(conditioning of captions, of an empty one) -> conditioning in their place where captions are dropped."""
+    """(conditioning of captions, of an empty caption) -> conditioning in place of dropped captions."""
     draws_at_once: int = 1
-    """Prompts in one call of the pipeline, where many are drawn."""
+    """Prompts in one call of the pipeline when many are drawn."""
     call: Mapping[str, Any] | None = None
     """Further arguments of the pipeline's call."""
     idle: Callable[[nn.Module], frozenset[str]] = _no_layers

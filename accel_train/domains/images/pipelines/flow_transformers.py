@@ -1,6 +1,6 @@
 """Transformers of rectified flow: SD3, Flux, Flux.2, Sana, Qwen-Image and Z-Image, how they are conditioned and called.
 
-Latents stay pictures (B, C, H, W) here. Models of patches get them packed, and their output is unpacked.
+Latents keep the shape (B, C, H, W) here. Models that work on patches get them packed, and their output is unpacked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accel_train.domains.images.pipelines.unets import ATTENTION, sample_pooled
 TIMES = 1000
 """Timesteps of diffusers' flow schedulers; these transformers take times from 0 to 1."""
 JOINT_ATTENTION = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-"""With the projections of the text."""
+"""Layers of attention, including the projections of the text."""
 
 
 # ------------------------------------------------------------------------------------------------------------- patches
@@ -33,14 +33,14 @@ def pack(latents: Tensor) -> Tensor:
 
 
 def unpack(sequence: Tensor, like: Tensor) -> Tensor:
-    """Return the latents of ``pack``, in the shape of ``like``."""
+    """Undo ``pack``: return the latents in the shape of ``like``."""
     height, width = like.shape[-2:]
     patches = sequence.transpose(1, 2).unflatten(2, (height // 2, width // 2))  # (B, 4 C, H / 2, W / 2)
     return F.pixel_shuffle(patches, 2)
 
 
 def _positions(rows: int, columns: int, names: int, device: torch.device) -> Tensor:
-    """Return for each place of a picture its ids (rows x columns, names), the row second and the column third."""
+    """Return the ids of each place of a picture, (rows * columns, names): the second the row, the third the column."""
     ids = torch.zeros(rows, columns, names, device=device)
     ids[..., 1] = torch.arange(rows, device=device)[:, None]
     ids[..., 2] = torch.arange(columns, device=device)[None, :]
@@ -101,7 +101,7 @@ def _predict_flux(model: nn.Module, inputs: Predicting) -> Tensor:
         guidance=_guidance(inputs),
         pooled_projections=inputs.conditioning["pooled"],
         encoder_hidden_states=prompt,
-        # Tokens of the text have no place in the picture.
+        # Tokens of the text have no position in the picture.
         txt_ids=torch.zeros(prompt.shape[1], 3, device=prompt.device),
         img_ids=_positions(rows, columns, 3, prompt.device),
         return_dict=False,
@@ -211,7 +211,7 @@ def _predict_sana(model: nn.Module, inputs: Predicting) -> Tensor:
         timestep=inputs.timestep * inputs.config.timestep_scale,
         return_dict=False,
     )[0]
-    # A second half of the channels is a learned variance.
+    # A second half of the channels, if there is one, is a learned variance.
     return output[:, : inputs.noisy.shape[1]]
 
 
@@ -246,7 +246,7 @@ SANA = Family(
 def _encode_qwen(pipeline: Any, captions: Sequence[str], length: int | None) -> dict[str, Tensor]:
     prompt, mask = pipeline.encode_prompt(list(captions), device=pipeline.device, max_sequence_length=length)
     if mask is None:
-        # diffusers returns None where no prompt is padded, and a batch needs one kind of value.
+        # diffusers returns None if no prompt is padded, but a batch always needs a tensor.
         mask = torch.ones(prompt.shape[:2], dtype=torch.long, device=prompt.device)
     return {"prompt": prompt, "prompt_mask": mask}
 
@@ -263,7 +263,7 @@ def _predict_qwen(model: nn.Module, inputs: Predicting) -> Tensor:
         guidance=_guidance(inputs),
         encoder_hidden_states=inputs.conditioning["prompt"],
         encoder_hidden_states_mask=inputs.conditioning["prompt_mask"],
-        # Frames, rows and columns: its layout is one of videos, like its VAE.
+        # Frames, rows and columns: the model has a layout of videos, like its VAE.
         img_shapes=[[(1, rows, columns)]] * len(inputs.noisy),
         return_dict=False,
     )[0]
@@ -283,7 +283,7 @@ QWEN_IMAGE = Family(
     name="Qwen-Image",
     pipelines=("QwenImagePipeline",),
     denoiser="transformer",
-    # As diffusers' script: the last block's answers to the prompts are not used, and DDP waits for their gradients.
+    # As in diffusers' script: the last block's outputs for the prompt are unused, and DDP would wait for gradients.
     targets=ATTENTION,
     encode=_encode_qwen,
     predict=_predict_qwen,

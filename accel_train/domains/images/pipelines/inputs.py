@@ -1,4 +1,4 @@
-"""Inputs of a run of adapters: latents of pictures, embeddings of captions, and the base around them."""
+"""Inputs of a run that trains adapters: latents of pictures, embeddings of captions, and the base around them."""
 
 from __future__ import annotations
 
@@ -80,18 +80,19 @@ class Inputs:
         return {name: value[None].to(self.pipeline.vae.device) for name, value in found.items()}
 
     def embeddings(self, text: str) -> dict[str, Tensor]:
-        """Return the denoiser's view of an encoded text, to draw it.
+        """Return the embeddings of an encoded text as the denoiser takes them, to draw it.
 
-        Where text encoders are trained, the denoiser of the pipeline encodes it now: every process must call it.
+        With trained text encoders, the pipeline's denoiser encodes it now, so every process must call it.
         """
         return self.base.family.embed(self.pipeline, self.prompt(text))
 
     def denoising(
         self, levels: NoiseLevels, denoiser_config: Any, options: ObjectiveConfig, times: TimeConfig
     ) -> Denoising:
-        """Return how pictures are noised and what the denoiser is to predict, on the device of the VAE.
+        """Return the noising of pictures and the objective of the denoiser, on the device of the VAE.
 
-        Raises ``UsageError`` for a weighting of another process, and a scale of guidance that the denoiser lacks.
+        Raises ``UsageError`` for a loss weighting of another process than the base's, and for a guidance scale that the
+        denoiser does not take.
         """
         refuse_foreign_weights(options, times, levels, self.base.source)
         if not getattr(denoiser_config, "guidance_embeds", False):
@@ -111,15 +112,15 @@ class Inputs:
         )
 
     def _left_out(self) -> Mapping[str, Tensor]:
-        """Return what stands in for a dropped caption: what guidance leads away from, or tokens of the empty prompt."""
+        """Return the stand-in for a dropped caption: what guidance leads away from, or tokens of the empty prompt."""
         empty = self.prompt("")
-        # Tokens are encoded by the trained encoders, and zeros in their place would be other words.
+        # Trained encoders take tokens, and zeros in their place would be other words.
         if self.base.trained_text:
             return empty
         return self.base.family.empty(self.pipeline, empty)
 
     def call_once(self, denoising: Denoising, model: nn.Module) -> Tensor:
-        """Call a denoiser on one picture, wherever its weights are. For the proof of its attention."""
+        """Return a denoiser's error on one picture, (1,), on the device of its weights. Used to check its attention."""
         device = self.pipeline.vae.device
         sample = {name: value[None].to(device) for name, value in self.train[0].items()}
         batch = self.encoded({**sample, "sample": torch.zeros(1, dtype=torch.int64, device=device)})
@@ -129,7 +130,7 @@ class Inputs:
 
 
 class StartOptions(Protocol):
-    """Options of a start that caches alone, or opens a run."""
+    """Options of a start that only fills the cache, or opens a run."""
 
     @property
     def cache_only(self) -> bool: ...
@@ -142,7 +143,7 @@ class StartOptions(Protocol):
 
 
 def refuse_beside_cache_only(config: StartOptions) -> None:
-    """Raise ``UsageError`` for what a start would do with its run, where it ends before there is one."""
+    """Raise ``UsageError`` for options of a run beside ``cache_only``, with which no run is opened."""
     if config.cache_only:
         because = "with cache_only: true, which ends before a run is opened"
         refuse_without_effect(config, "", ("evaluate_only", "overwrite", "resume"), because)
@@ -199,7 +200,7 @@ def prepare_inputs(
 
     def with_latents(data: PictureDataset, masks: Masks | None = None) -> CachedPictures:
         latents = None
-        # A crop that is drawn anew each time has no latent to keep.
+        # A random crop is different each time, so it has no latent to cache.
         if not data.view.random_crop:
             latents = cached_latents(data, encode, vae_id, pictures.cache, cap_bytes=config.cap_bytes, filling=filling)
         return CachedPictures(data, latents, texts, masks)

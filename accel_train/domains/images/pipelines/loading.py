@@ -86,7 +86,7 @@ class DiffusersBase:
 
     @property
     def location(self) -> str:
-        """Where it is found again from any directory."""
+        """Hub id or path by which it is found from any directory."""
         return self.source if self.revision else str(self.directory)
 
     @property
@@ -116,7 +116,7 @@ class DiffusersBase:
         model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
         if not self.trained_text:
             return model
-        # It knows the families, which know nothing of bases.
+        # Imported late, because only trained text encoders need it.
         from accel_train.domains.images.trained_text.joint import DenoiserWithText
 
         encoders = {name: self.component(name, precision) for name in self.trained_text}
@@ -125,7 +125,7 @@ class DiffusersBase:
     def component(self, component: str, precision: Precision) -> nn.Module:
         """Load a component in training mode. On the meta device it has no weights."""
         _build_whole()
-        # From its config alone: a simulation has no values to read.
+        # A simulation has no values to read, and builds the component from its config alone.
         if not simulated.weights_have_no_values():
             return self._model(component, precision).train()
         kind = self._class(component)
@@ -169,12 +169,12 @@ class DiffusersBase:
         """Return the names of the files, one or several, from which a component may be loaded."""
         dotted = rf"\.{re.escape(variant)}" if variant else ""
         part = r"(-\d{5}-of-\d{5})?"
-        # Older releases of diffusers write the variant behind the number.
+        # Older releases of diffusers write the variant after the number.
         pattern = re.compile(rf"{_stem(component)}({dotted}{part}|{part}{dotted})\.safetensors")
         return sorted(path.name for path in (self.directory / component).glob("*") if pattern.fullmatch(path.name))
 
     def _variant(self, component: str) -> str | None:
-        """Return the variant of the files. Text encoders may have none of it, as pipelines take them."""
+        """Return the variant of a component's files. None if it has no such files, which only a denoiser must have."""
         variant = self.config.variant
         is_missing = not self._weights_of(component, variant)
         if variant and is_missing and component == self.family.denoiser:
@@ -184,17 +184,17 @@ class DiffusersBase:
         return None if is_missing else variant
 
     def attach(self, pipeline: Any, directory: Path, name: str) -> None:
-        """Put the adapter of a checkpoint or an export on the denoiser, and choose it.
+        """Put the adapter of a checkpoint or an export on the denoiser, and select it.
 
         Raises ``UsageError`` if it does not fit.
         """
-        # Its functions keep diffusers quiet by this module.
+        # Imported late, because that module imports this one.
         from accel_train.domains.images.pipelines.adapter_files import load_directory
 
         load_directory(pipeline, self.family.denoiser, directory, name)
 
     def choose(self, pipeline: Any, name: str | None) -> None:
-        """Draw with one adapter from now on. None: with the base alone."""
+        """Draw with the adapter ``name`` from now on, or for None with the base alone."""
         if name is None:
             pipeline.disable_lora()
             return
@@ -240,7 +240,7 @@ class DiffusersBase:
         pipeline.set_progress_bar_config(disable=True)
         if self.config.offload_encoders:
             for encoder in text_encoders(pipeline).values():
-                # Before they would be moved as a whole.
+                # Before `to` would move them as a whole.
                 offload_frozen_blocks(encoder.requires_grad_(False), device)
         pipeline.to(device)
         _take_any_dtype(pipeline.vae)
@@ -275,7 +275,7 @@ def text_encoders(pipeline: Any) -> dict[str, nn.Module]:
 
 
 def _build_whole() -> None:
-    """Let transformers build whole text encoders under ZeRO-3 too: unprepared ones would stay empty shards."""
+    """Make transformers build whole text encoders under ZeRO-3 too: unprepared ones would stay empty shards."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
@@ -286,7 +286,7 @@ def _stem(component: str) -> str:
 
 
 def _take_any_dtype(vae: Any) -> None:
-    """Let the VAE decode latents of another dtype, as pipelines give it those of the denoiser."""
+    """Let the VAE decode latents of any dtype, because pipelines pass it those of the denoiser."""
     decode = vae.decode
 
     def cast(latents: torch.Tensor, *rest: Any, **named: Any) -> Any:

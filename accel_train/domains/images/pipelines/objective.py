@@ -44,7 +44,7 @@ LABELS = Labels(
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """Noise and weights of the loss. What is predicted (noise, v or flow) is taken from the base's scheduler."""
+    """Noise and weights of the loss. The base's scheduler decides what is predicted: noise, v or flow."""
 
     snr_weighting: SnrWeighting = "none"
     """Weight of a sample's loss by its signal-to-noise ratio, not for flow matching. min_snr: no more than snr_gamma
@@ -54,8 +54,8 @@ class ObjectiveConfig:
     offset_noise: NonNegativeFloat = 0.0
     """Noise added to a whole channel, for pictures darker or brighter than the base can make. 0.05 to 0.1 is usual."""
     multires_iterations: NonNegativeInt = 0
-    """Number of coarser resolutions at which noise is added as well, for the same purpose. 0: none. 6 to 10 are
-    usual."""
+    """Number of resolutions, from the full one to ever coarser ones, at which noise is added as well, for the same
+    purpose. 0: none. 6 to 10 are usual."""
     multires_discount: Fraction = 0.3
     """Strength of each coarser resolution relative to the one before."""
     caption_dropout: Fraction = 0.0
@@ -72,7 +72,7 @@ class ObjectiveConfig:
 
 
 def refuse_foreign_weights(options: ObjectiveConfig, times: TimeConfig, levels: NoiseLevels, source: str) -> None:
-    """Raise ``UsageError`` for a weighting of another process than the base's."""
+    """Raise ``UsageError`` for a loss weighting that belongs to another process than the base's."""
     if levels.is_flow and options.snr_weighting != "none":
         raise UsageError(
             f"objective.snr_weighting {options.snr_weighting}: {source} is trained by flow matching, whose weights are "
@@ -87,7 +87,7 @@ def refuse_foreign_weights(options: ObjectiveConfig, times: TimeConfig, levels: 
 
 @dataclass(frozen=True, eq=False)
 class Denoising:
-    """The process of a base: its levels of noise, its units of latents, and how its denoiser is called."""
+    """Diffusion process of a base: its noise levels, the normalisation of its latents, and the call of its denoiser."""
 
     family: Family
     levels: NoiseLevels
@@ -124,9 +124,9 @@ class Denoising:
 
     def noised_in_band(self, batch: Batch, band: int) -> dict[str, Tensor]:
         """Return the inputs of a held-out batch in one band of times, the same in every evaluation of every run."""
-        # The mean and no draw: evaluations differ by the model alone.
+        # The mean, not a draw: evaluations differ only by the model.
         latents = self._normalised(batch["mean"])
-        # Seed 0 and not the run's, so that runs can be compared with each other.
+        # Seed 0, not the run's, so that runs can be compared with each other.
         key = NoiseKey(0, f"{STREAM}/heldout{band}", 0, batch["sample"])
         draws = rng.sample_keys(0, f"{STREAM}/heldout/time{band}", 0, batch["sample"])
         time = timesteps.stratified(draws, band, BANDS)
@@ -145,13 +145,13 @@ class Denoising:
     def errors(self, model: nn.Module, inputs: Batch) -> Tensor:
         """Return the mean squared error of each sample, (B,) fp32, without its weight.
 
-        With a mask the squared errors are weighted by place first; they are still divided by their number.
+        With a mask, the squared errors are weighted by position first, and still divided by their number.
         """
         predicted = self.family.predict(model, self._predicting(inputs))
         # In fp32: in bf16 an error of one part in 300 would be rounded away.
         squared = (predicted.float() - inputs["target"].float()).square()
         if MASK in inputs:
-            # Latents of patches are fewer than those of the VAE.
+            # Latents in patches have fewer positions than those of the VAE.
             height, width = squared.shape[-2:]
             squared = squared * F.adaptive_avg_pool2d(inputs[MASK], (height, width))
         return squared.flatten(1).mean(1)
@@ -191,12 +191,12 @@ class Denoising:
 def metrics_of(sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the held-out losses from their sums over samples and the sum of weights, ``samples``."""
     found = {name: float(total / sums["samples"]) for name, total in sums.items() if name != "samples"}
-    # All bands count alike, as they are of equal length.
+    # All bands count equally, as they are of equal length.
     return {"loss": sum(found.values()) / len(found), **found}
 
 
 def summary(metrics: Mapping[str, float]) -> str:
-    """Return a line of the log about an evaluation."""
+    """Return a log line about an evaluation."""
     if not metrics:
         return "no held-out pictures (data.heldout_fraction), so no losses"
     bands = ", ".join(f"{metrics[name]:.4f}" for name in METRICS[1:])

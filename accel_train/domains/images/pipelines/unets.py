@@ -58,7 +58,7 @@ def _sample(prompt: Mapping[str, Tensor], empty: Mapping[str, Tensor]) -> dict[s
 
 
 def sample_pooled(prompt: Mapping[str, Tensor], empty: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the arguments of the pipelines of XL and SD3 in place of a prompt."""
+    """Return the arguments that replace the prompt in a call of XL's or SD3's pipeline."""
     return {
         **_sample(prompt, empty),
         "pooled_prompt_embeds": prompt["pooled"],
@@ -67,7 +67,7 @@ def sample_pooled(prompt: Mapping[str, Tensor], empty: Mapping[str, Tensor]) -> 
 
 
 def empty_as_zeros(pipeline: Any, empty: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return zeros for the embeddings of an empty prompt where the pipeline guides away from them, as XL does."""
+    """Replace the embeddings of an empty prompt by zeros if the pipeline guides away from zeros, as XL's does."""
     if not pipeline.config.force_zeros_for_empty_prompt:
         return dict(empty)
     return {name: torch.zeros_like(value) for name, value in empty.items()}

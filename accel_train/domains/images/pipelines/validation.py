@@ -76,7 +76,7 @@ class EvaluationConfig:
         return self.side or data.resolutions[0]
 
     def refuse_without_heldout(self, data: PictureDataConfig) -> None:
-        """Raise ``UsageError`` for captions of held-out pictures to draw, where no picture is held out."""
+        """Raise ``UsageError`` for options that draw captions of held-out pictures, if no picture is held out."""
         if data.heldout_path is None and not data.heldout_fraction:
             because = "with data.heldout_fraction: 0 and no data.heldout_path, for no picture is held out"
             names = ("heldout_prompts", "judge")
@@ -124,7 +124,7 @@ def draw(
 def report(directory: Path, step: int, pictures: Sequence[Tensor]) -> None:
     """Write the pictures of a step as one row, and ``ROWS`` of the rows so far as ``pictures.png``.
 
-    On the main process. A write error, or an earlier row that cannot be read, is logged as a warning.
+    Call it on the main process. A write error, or an earlier row that cannot be read, is logged as a warning.
     """
     if not pictures:
         return
@@ -139,7 +139,7 @@ def report(directory: Path, step: int, pictures: Sequence[Tensor]) -> None:
 
 
 def _below_each_other(files: Sequence[Path]) -> Any:
-    """Join rows. One of them is in memory at a time, beside the whole."""
+    """Stack rows of pictures. Only one of them is in memory at a time, beside the result."""
     from PIL import Image
 
     sizes: list[tuple[int, int]] = []

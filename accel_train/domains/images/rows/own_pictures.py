@@ -1,4 +1,4 @@
-"""Captioned pictures of your own: sources of training and held-out ones, and what is refused of them."""
+"""Captioned pictures of your own: sources of training and held-out pictures, and their checks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEXT = "text"
 
 
 class PictureOptions(Protocol):
-    """The options of the `pictures` group that are read for these."""
+    """The options of the `pictures` group that are read for your own pictures."""
 
     @property
     def image_column(self) -> str | None: ...
@@ -66,7 +66,7 @@ class DataOptions(Protocol):
 
 @dataclass(frozen=True)
 class OwnPictures:
-    """Pictures with captions. Those of several have an entry for each."""
+    """Pictures with captions. A picture with several captions has an entry for each."""
 
     train: Sequence[Picture]
     heldout: Sequence[Picture]
@@ -77,7 +77,7 @@ class OwnPictures:
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """All that decides the rows."""
+        """Everything that the rows depend on."""
         train = ((picture.content, picture.caption) for picture in self.train)
         if not self.heldout:
             return (*train,)
@@ -97,7 +97,7 @@ class OwnPictures:
             # The last of equal files is as good as the first.
             files = {picture.content: picture for picture in pictures}
             contents = list(captions)
-            # Shard by shard, so that a large folder never is in memory as a whole.
+            # Shard by shard, so that a large folder is never in memory as a whole.
             for start in range(0, len(contents), ROWS_PER_SHARD):
                 piece = contents[start : start + ROWS_PER_SHARD]
                 squares = [square(decode_picture(files[content].bytes.read()), size) for content in piece]
@@ -158,7 +158,7 @@ def _square_notices(pictures: Sequence[Picture], size: int) -> list[str]:
 
 def _without(train: Sequence[Picture], heldout: Sequence[Picture]) -> tuple[list[Picture], int]:
     """Return the training pictures that are not held out, and the number of the others."""
-    # By content: a copy under another name would be learned and then called held out.
+    # By content: a copy under another name would be trained on and still count as held out.
     known = {picture.content for picture in heldout}
     kept = [picture for picture in train if picture.content not in known]
     return kept, len(train) - len(kept)
@@ -181,7 +181,7 @@ def _sources(config: PictureOptions, data: DataOptions) -> list[Source]:
 
 
 def _with_captions(found: Pictures, source: Source, config: PictureOptions) -> tuple[list[Picture], list[str]]:
-    """Return the pictures with a caption, and notices. A picture without words can be learned in no direction."""
+    """Return the pictures with a caption, and notices. A picture without one cannot be learned in any direction."""
     pictures = [picture for picture in found.pictures if picture.caption]
     without = [LeftOut(picture.name, NO_CAPTION) for picture in found.pictures if not picture.caption]
     left_out = [*found.left_out, *without]
@@ -213,7 +213,7 @@ def _refuse_too_few(train: Sequence[Picture], heldout: Sequence[Picture], data: 
 
 
 def _split(train: Sequence[Picture], data: DataOptions) -> dict[str, int]:
-    """Return `split_key` of each caption: their rows are split by them once they are read.
+    """Return the `split_key` of each caption, by which the rows are split once they are read.
 
     Raises ``UsageError`` for a split that leaves a side without captions, before anything is encoded.
     """
@@ -226,7 +226,7 @@ def _split(train: Sequence[Picture], data: DataOptions) -> dict[str, int]:
     held_out = sum(key < bound for key in sides)
     if held_out < len(kept) and held_out >= 2:
         return keys
-    # By the half of a key that decides the side.
+    # The upper half of a key decides the side.
     groups = len({key >> 32 for key in sides})
     fraction = _working_fraction(sides)
     remedy = "or bring more pictures"
@@ -241,7 +241,7 @@ def _split(train: Sequence[Picture], data: DataOptions) -> dict[str, int]:
 
 
 def _working_fraction(sides: Sequence[int]) -> float | None:
-    """Return the smallest fraction, in hundredths, with captions enough on both sides. None: there is none."""
+    """Return the smallest fraction, in hundredths, that leaves enough captions on both sides. None if there is none."""
     for percent in range(1, 100):
         held_out = sum(key < held_out_below(percent / 100) for key in sides)
         if 2 <= held_out < len(sides):

@@ -1,7 +1,7 @@
 """Pictures as rows of latents beside captions: files in the cache, in the layout of ready-made latents.
 
-A row of `train.jsonl` and `heldout.jsonl` is {text, shard, idx}, and {content_sha256} for files of pictures; shard n
-holds latents (rows, L, D) in fp16, fine enough to keep the 256 values of a pixel apart. A picture of several captions
+A row of `train.jsonl` and `heldout.jsonl` is {text, shard, idx}, with content_sha256 for pictures from files. Shard n
+holds latents (rows, L, D) in fp16, fine enough to keep the 256 values of a pixel apart. A picture with several captions
 has a row for each, and one latent.
 """
 
@@ -33,7 +33,7 @@ class Captioned(NamedTuple):
     pictures: Tensor
     """(N, size, size, 3) uint8"""
     contents: Sequence[str] = ()
-    """Hash of the file of each picture. Empty if they are no files."""
+    """Hash of the file of each picture. Empty if the pictures are not from files."""
 
 
 Parts = Iterable[tuple[str, Captioned]]
@@ -42,14 +42,14 @@ Parts = Iterable[tuple[str, Captioned]]
 
 @dataclass(frozen=True)
 class CaptionedPictures:
-    """Where the rows lie, and how their latents become pictures again."""
+    """Location of the rows, and the conversion of their latents back to pictures."""
 
     folder: Path
     grid: tuple[int, int]
     """Rows and columns of patches."""
     patching: Patching
     exact: bool
-    """The captions can be read back from the pixels (generated shapes)."""
+    """True if the captions can be read back from the pixels (generated shapes)."""
     notices: tuple[str, ...]
     split_keys: Mapping[str, int] = field(default_factory=dict[str, int])
     """`split_key` of captions, as far as they are known."""
@@ -57,7 +57,7 @@ class CaptionedPictures:
     def rows(self, data: D) -> D:
         """Return the options of a `data` group to read these rows as ready-made latents."""
         options: dict[str, Any] = {"path": str(self.folder / "train.jsonl"), "latents": str(self.folder)}
-        # Those of the source, which has been read.
+        # In place of those of the source, which has been read already.
         options |= {"split": "train", "text_column": "text"}
         heldout = self.folder / "heldout.jsonl"
         if heldout.exists():
@@ -66,12 +66,12 @@ class CaptionedPictures:
         return replace(cast(Any, data), **options)
 
     def pixels(self, latents: Tensor) -> Tensor:
-        """Return pictures (B, H, W, 3) uint8 on the CPU, from latents (B, L, D) as the rows have them."""
+        """Return pictures (B, H, W, 3) uint8 on the CPU, from latents (B, L, D) as stored in the rows."""
         return self.patching.pictures(latents, self.grid)
 
     @property
     def vae(self) -> VaeReference | None:
-        """Autoencoder named by a checkpoint. None: latents are patches of pixels."""
+        """Autoencoder for a checkpoint to name. None if the latents are patches of pixels."""
         vae = self.patching.vae
         return None if vae is None else vae.reference
 
@@ -79,7 +79,7 @@ class CaptionedPictures:
 def write_rows(directory: Path, parts: Parts, patching: Patching, total: int = 0) -> None:
     """Write the rows of each part, and the latents of every ROWS_PER_SHARD pictures into a shard.
 
-    With a ``total`` it shows how many of the pictures are done.
+    With a ``total`` and an autoencoder it shows the progress.
     """
     with Progress("pictures", total, enabled=total > 0 and patching.vae is not None) as progress:
         _write_shards(directory, parts, patching, progress)

@@ -1,4 +1,4 @@
-"""Finds a trained MMDiT to be a base: a run of recipes/mmdit.py on pictures, a checkpoint of it, or an export."""
+"""Finding a trained MMDiT to use as a base: a run of recipes/mmdit.py on pictures, a checkpoint of it, or an export."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from accel_train.store import commit, manifest, strict_json
 from accel_train.store.run_file import experiment_options
 
 DEMO = "runs/image-demo"
-"""Where the base of the preset lora_demo lies."""
+"""Location of the base of the preset lora_demo."""
 MAKE_DEMO = "accelerate launch recipes/mmdit.py image_demo"
 MARKS = (manifest.MANIFEST, "run.json", "checkpoints", f"{ASSETS}/assets.json")
-"""By one of these a directory is known as a checkpoint, a run or an export."""
+"""Any of these marks a directory as a checkpoint, a run or an export."""
 
 
 def is_meant(source: str) -> bool:
@@ -34,7 +34,7 @@ def is_meant(source: str) -> bool:
 
 
 def find(config: BaseConfig) -> MMDiTBase:
-    """Find and verify the base. Raises ``UsageError`` for a run without a checkpoint, and a model of no pictures."""
+    """Find and verify the base. Raises ``UsageError`` for a run without a checkpoint, and a model of other latents."""
     source = str(config.source)
     _refuse_options(config)
     directory = _directory(source)
@@ -68,7 +68,7 @@ def _refuse_options(config: BaseConfig) -> None:
 
 
 def _directory(source: str) -> Path:
-    """Return the newest checkpoint of a run that verifies, a checkpoint, an export, or a download."""
+    """Return the directory of a checkpoint (of a run, the newest that verifies), an export, or a download."""
     if source.startswith(HUB):
         from accel_train.hub.download import download_once
 
@@ -92,7 +92,7 @@ def _directory(source: str) -> Path:
 
 
 def _times(directory: Path, objective: Mapping[str, Any]) -> TimeConfig:
-    """Return the times of its training: of a merged export, or of the run's options."""
+    """Return the times of the base's training, from a merged export or from the options of the run."""
     if "times" in objective:
         return from_tree(TimeConfig, objective["times"], f"{directory / 'config.json'}: objective.times")
     options = experiment_options(directory)

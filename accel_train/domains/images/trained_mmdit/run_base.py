@@ -31,7 +31,7 @@ from accel_train.store.weights import best_stem, find_tensors
 
 HUB = "hub:"
 LEVELS = 1000
-"""Times of the loss, in the middles of as many equal parts, because 0 and 1 mean clean and absent."""
+"""Number of times of the loss. They are the middles of as many equal parts, because 0 and 1 mean clean and absent."""
 PREDICTIONS: dict[str, Prediction] = {
     "velocity": "flow",
     "x0": "sample",
@@ -61,17 +61,17 @@ class MMDiTBase:
 
     @property
     def location(self) -> str:
-        """Where it is found again from any directory: the very checkpoint, or the Hub id."""
+        """Path of this checkpoint, or Hub id, by which the base is found from any directory."""
         return self.source if self.source.startswith(HUB) else str(self.directory)
 
     @property
     def revision(self) -> str | None:
-        """None: a directory has none."""
+        """Always None: ``location`` alone identifies the base."""
         return None
 
     @property
     def trained_text(self) -> tuple[str, ...]:
-        """Trained text encoders: it has none."""
+        """Always empty: the base has no text encoders."""
         return ()
 
     @property
@@ -117,7 +117,7 @@ class MMDiTBase:
         return found
 
     def denoiser(self, precision: Precision) -> nn.Module:
-        """Load the averaged weights, or those of a base without them, in training mode. On the meta device: none.
+        """Load the EMA weights, or the trained ones of a base without EMA, in training mode. None on the meta device.
 
         They are fp32. ``apply_lora`` gives the frozen ones their precision.
         """
@@ -127,7 +127,7 @@ class MMDiTBase:
         return model.train()
 
     def attach(self, pipeline: MMDiTPipeline, directory: Path, name: str) -> None:
-        """Put the adapter of a checkpoint or an export on the denoiser, and choose it.
+        """Put the adapter of a checkpoint or an export on the denoiser, and select it.
 
         Raises ``UsageError`` if it does not fit.
         """
@@ -136,7 +136,7 @@ class MMDiTBase:
         pipeline.transformer.eval()
 
     def choose(self, pipeline: MMDiTPipeline, name: str | None) -> None:
-        """Draw with one adapter from now on. None: with the base alone."""
+        """Draw with the adapter ``name`` from now on, or for None with the base alone."""
         assert pipeline.transformer is not None
         choose_adapter(pipeline.transformer, name)
 
@@ -151,25 +151,25 @@ class MMDiTBase:
         return NoiseLevels(a, b, times, prediction, weight, straight=self.diffusion.kind == "flow")
 
     def files(self) -> PretrainedBase:
-        """Return its weights, and all other files they depend on."""
+        """Return the weight files of the base, and all other files that give them their meaning."""
         weights = sorted(path.name for path in self.directory.glob(f"{self._stem}*.safetensors"))
         # With another tokenizer or scale the same weights would be another base.
         beside = [f"{ASSETS}/{name}" for name in ("assets.json", "latent.safetensors", "tokenizer.json")]
         return PretrainedBase(self.location, self.directory, (*weights, "config.json", *beside))
 
     def text_encoders(self) -> list[str]:
-        """Return nothing: the denoiser embeds the tokens of captions itself."""
+        """Return an empty list: the denoiser embeds the tokens of captions itself."""
         return []
 
     def values_of(self, component: str) -> int:
-        """Return the number of values in the weights of a component: none but the denoiser's, on pixels."""
+        """Return the number of values in the weights of a component, from file headers. 0 for all but the denoiser."""
         if component != self.family.denoiser:
             return 0
         return sum(info.elements for info in find_tensors(self.directory, self._stem).values())
 
     @property
     def _stem(self) -> str:
-        # Averaged weights draw better pictures, and are what the base itself was evaluated with.
+        # EMA weights draw better pictures, and are what the base itself was evaluated with.
         return best_stem(self.directory)
 
     @property

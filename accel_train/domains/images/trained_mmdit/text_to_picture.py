@@ -1,7 +1,7 @@
 """Our own MMDiT as a text-to-image pipeline: its captions, its patches, its sampler.
 
 To recipes/lora.py it looks like a diffusers pipeline, with parts of the same names: text encoder, VAE and
-transformer. An absent caption is one of as many masked tokens, at time 1, as in recipes/mmdit.py.
+transformer. An absent caption is one with all its tokens masked, at time 1, as in recipes/mmdit.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TARGETS = (
     *("streams.1.qkv", "streams.1.out", "streams.1.ffn.expand", "streams.1.ffn.project"),
     "streams.0.qkv",
 )
-"""All of the pictures' stream, and its view of the captions' stream. The rest of the last block of captions has no
-influence on a picture, so an adapter there would have no gradient."""
+"""All layers of the picture stream, and queries, keys and values of the caption stream. The caption stream's other
+layers in the last block have no influence on a picture, so an adapter there would have no gradient."""
 
 
 class Encoded(NamedTuple):
@@ -41,9 +41,9 @@ class Drawn(NamedTuple):
 
 
 class CaptionTokens(nn.Module):
-    """Tokens of captions, by the tokenizer of the base's training, in place of a text encoder.
+    """Tokenizer of the base's training, in place of a text encoder.
 
-    The tokenizer's file is a buffer: cached tokens belong to it, as embeddings belong to the weights.
+    Its file is a buffer, so that it identifies cached tokens like the weights of a text encoder identify embeddings.
     """
 
     def __init__(self, file: Path, max_length: int, mask_id: int, pad_id: int, special_ids: Sequence[int]) -> None:
@@ -59,7 +59,7 @@ class CaptionTokens(nn.Module):
         # Special tokens spelled out in a caption are ordinary characters, as in training.
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.enable_truncation(max_length)
-        # Always to the longest: cached rows then have one shape, whatever the batch.
+        # Always to the maximum, so that cached rows have one shape, whatever the batch.
         self.tokenizer.enable_padding(length=max_length, pad_id=pad_id)
         self.config: dict[str, Any] = {"max_length": max_length, "mask_id": mask_id, "pad_id": pad_id}
 
@@ -74,7 +74,7 @@ class CaptionTokens(nn.Module):
             "tokens": tokens,
             "absent": tokens.masked_fill(maskable, self.mask_id),
             "text_mask": mask,
-            # Nothing to say is an absent caption, and that is at time 1.
+            # A caption without ordinary tokens is absent, which is time 1.
             "text_time": (~maskable.any(1)).float(),
         }
 
@@ -117,7 +117,7 @@ class Patches(nn.Module):
         return values if self.vae is None else self.vae.decode(values)
 
     def normalise(self, latents: Tensor) -> Tensor:
-        """Return latents as the denoiser counts them."""
+        """Normalise latents for the denoiser."""
         mean, std = self._scale()
         return (latents - mean) / std
 
@@ -181,7 +181,7 @@ class MMDiTPipeline:
         grid = (height // self.vae.side, width // self.vae.side)
         given = {name: value.to(self.vae.device) for name, value in conditioning.items()}
         generators = [generator] if isinstance(generator, torch.Generator) else generator
-        # The generators of diffusers' interface stand for their seeds: noise here is keyed and not drawn in turn.
+        # Only the seeds of the generators in diffusers' interface are used: noise here is keyed, not drawn in sequence.
         seeds = torch.tensor([each.initial_seed() for each in generators], device=self.vae.device)
         options = LatentSamplingConfig(num_inference_steps, guidance_scale, self.sampler.shift)
         drawn = sample_latents(
@@ -236,12 +236,12 @@ def _normalise(vae: Patches, latents: Tensor) -> Tensor:
 
 
 def left_out(given: Conditioning, empty: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the conditioning of absent captions in the place of those given: their tokens masked, at time 1."""
+    """Return the conditioning of absent captions in place of the given ones: tokens masked, at time 1."""
     return {**given, "tokens": given["absent"], "text_time": torch.ones_like(given["text_time"])}
 
 
 def _idle(model: nn.Module) -> frozenset[str]:
-    """Return the layers of the last block for captions after attention, and the head of captions."""
+    """Return the layers after attention in the last block of the caption stream, and the captions' head."""
     denoiser: Any = model
     last = f"transformer.blocks.{len(denoiser.transformer.blocks) - 1}.streams.0"
     names = ("out", "ffn.expand", "ffn.project")
@@ -263,4 +263,4 @@ MMDIT = Family(
     draws_at_once=16,
     idle=_idle,
 )
-"""``guidance_scale`` of a base is that of its own evaluation."""
+"""A base replaces ``guidance_scale`` by that of its own evaluation."""

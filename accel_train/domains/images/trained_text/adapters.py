@@ -1,4 +1,4 @@
-"""Adapters on the text encoders of a base, CLIP alone: the choice of encoders and of their layers."""
+"""Adapters on the text encoders of a base, only for CLIP: the choice of encoders and of their layers."""
 
 from __future__ import annotations
 
@@ -76,9 +76,10 @@ class TextEncoderConfig:
 
 
 def with_trained_text(base: Base, options: TextEncoderConfig, strategy: str = "single") -> Base:
-    """Return a base with a denoiser that encodes captions itself, if the options say so.
+    """Return a base with a denoiser that encodes captions itself, if the options train text encoders.
 
-    Raises ``UsageError`` for one with text encoders other than CLIP, with the reason, and under ZeRO-3.
+    Raises ``UsageError`` for a base with other text encoders than CLIP, for options of frozen text encoders, and under
+    ZeRO-3.
     """
     if options.rank == 0:
         return base
@@ -98,12 +99,12 @@ def with_trained_text(base: Base, options: TextEncoderConfig, strategy: str = "s
             "--offload_frozen is for their blocks as well; leave it out"
         )
     if strategy == "zero3":
-        # It gathers parameters of a model that is only counted, on the meta device.
+        # There, transformers gathers parameters even of a model on the meta device, built only to be counted.
         raise UsageError(
             f"text_encoders.rank {options.rank} under zero3: transformers cannot build CLIP there; use FSDP2, which "
             "shards as much, DDP, ZeRO-1 or ZeRO-2"
         )
-    # As the pipeline has them: XL's refiner has the second one alone.
+    # Those of the pipeline: XL's refiner has only the second one.
     names = tuple(base.text_encoders())
     for name in names:
         found = strict_json.read_object(base.directory / name / "config.json")
@@ -113,13 +114,13 @@ def with_trained_text(base: Base, options: TextEncoderConfig, strategy: str = "s
                 f"{asked}, and its {name} is {kinds[0]} (use_attention_mask: {found.get('use_attention_mask')}); "
                 f"required is one of {' and '.join(CLIP)}, without a mask. Leave text_encoders.rank out"
             )
-    # The same family, but its conditioning are tokens: caches, loader and dropout need not know.
+    # The same family with tokens as its conditioning: caches, loader and dropout need no change.
     family = replace(base.family, encode=joint.tokenise, predict=joint.predict, embed=_embed)
     return replace(base, family=family, trained_text=names)
 
 
 def with_frozen_text(base: Base) -> Base:
-    """Return the base as it was found: its text encoders belong to the pipeline."""
+    """Return the base as it was found, with frozen text encoders that belong to the pipeline."""
     if not isinstance(base, DiffusersBase):
         return base
     (family,) = [family for family in FAMILIES if family.name == base.family.name]
@@ -128,7 +129,7 @@ def with_frozen_text(base: Base) -> Base:
 
 @torch.no_grad()
 def _embed(pipeline: Any, tokens: joint.Conditioning) -> dict[str, torch.Tensor]:
-    """Encode by the model in the denoiser's place."""
+    """Encode tokens with the ``DenoiserWithText`` in the denoiser's place."""
     # The families with CLIP alone all have a UNet.
     return pipeline.unet(tokens=tokens)
 
@@ -155,9 +156,9 @@ def build(
     """Load the denoiser of the base, with its text encoders if they are trained, freeze it, and give it adapters.
 
     With ``lora.base_precision`` of 8 or 4 bits its linear layers go to ``device``. Raises ``UsageError`` if the
-    checkpoint ``initial_weights``, whose adapters are loaded later, was trained with another scale of them.
+    adapters of the checkpoint ``initial_weights``, which are loaded later, were trained with another scale.
     """
-    # Those that may have been trained there, if none is here.
+    # If none is trained here, those that may have been trained in the checkpoint.
     names = base.trained_text or tuple(joint.TOKENIZERS)
     refuse_other_scale(initial_weights, adapters, [_part(name, text) for name in names])
     model = base.denoiser(loading_precision(adapters, precision))
@@ -173,7 +174,7 @@ def apply_adapters(
     precision: Precision,
     device: torch.device,
 ) -> None:
-    """Freeze the model, and give denoiser and text encoders their adapters, in place, as ``apply_lora``."""
+    """Freeze the model, and give denoiser and text encoders their adapters, in place, as ``apply_lora`` does."""
     denoiser = joint.denoiser_of(model)
     wanted = adapters.targets or base.family.targets
     targets = with_effect(denoiser, wanted, base.family.idle(denoiser))
@@ -195,9 +196,9 @@ def _part(name: str, text: TextEncoderConfig) -> PartOfModel:
 
 
 def _layers(encoder: nn.Module, targets: tuple[str, ...], skips_last: bool) -> list[str]:
-    """Return the paths of an encoder's target layers. One without influence would have no gradient, and DDP refuses it.
+    """Return the paths of an encoder's target layers. Layers without influence are left out: DDP needs their gradient.
 
-    In the first of XL's two encoders this is the last block: the pooled output is the second one's.
+    The last block of the first of XL's two encoders has none, because the pooled output is that of the second.
     """
     # transformers 5 has no text_model in CLIPTextModel.
     where = "text_model.encoder" if hasattr(encoder, "text_model") else "encoder"
@@ -216,7 +217,7 @@ def groups(base: Base) -> Mapping[str, tuple[str, ...]]:
 
 
 def scale_learning_rate(optimizer: HasParameterGroups, options: TextEncoderConfig) -> None:
-    """Multiply the peak learning rate of the text encoders by ``lr_factor``. Once, after ``prepare``."""
+    """Multiply the peak learning rate of the text encoders by ``lr_factor``. Call it once, after ``prepare``."""
     for group in optimizer.param_groups:
         if group["part"] == PART:
             group["base_lr"] *= options.lr_factor

@@ -17,13 +17,13 @@ Encoders = Mapping[str, Any]
 
 
 class Way(NamedTuple):
-    """How a family goes from tokens to a prediction."""
+    """Steps of a family from tokens to a prediction."""
 
     embed: Callable[[Encoders, Conditioning], dict[str, Tensor]]
     """(text encoders, tokens (B, L) of each) -> conditioning, as the pipeline's own encode_prompt computes it."""
     predict: Callable[[nn.Module, Predicting], Tensor]
     skips_last: bool
-    """The first encoder's last layer has no influence."""
+    """True if the first encoder's last layer has no influence on the prediction."""
 
 
 def _embed(encoders: Encoders, tokens: Conditioning) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ class DenoiserWithText(nn.Module):
     ) -> Any:
         """Predict from (noisy, timestep) and the tokens of captions, (B, L) int64 for each text encoder.
 
-        Tokens alone return their embeddings. Without tokens it is the denoiser's own forward, for embeddings.
+        Given only tokens, it returns their embeddings. Without tokens, it is the denoiser's own forward on embeddings.
         """
         if tokens is None:
             return self.denoiser(*given, **named)
@@ -91,7 +91,7 @@ class DenoiserWithText(nn.Module):
         inputs = Predicting(noisy, timestep, conditioning, sizes, self.config, guidance=1.0)
         return self.way.predict(self.denoiser, inputs)
 
-    # What pipelines read of a denoiser.
+    # Attributes that pipelines read from a denoiser.
     @property
     def config(self) -> Any:
         return self.denoiser.config
@@ -115,7 +115,7 @@ def denoiser_of(model: nn.Module) -> nn.Module:
 
 
 def predict(model: nn.Module, inputs: Predicting) -> Tensor:
-    """Predict by a prepared ``DenoiserWithText``, conditioned on tokens."""
+    """Predict with a prepared ``DenoiserWithText``, conditioned on tokens."""
     return model(inputs.noisy, inputs.timestep, tokens=inputs.conditioning, sizes=inputs.sizes)
 
 

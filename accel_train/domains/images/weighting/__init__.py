@@ -1,1 +1,1 @@
-"""What the loss counts beside and within a picture: pictures of the prior, and masks."""
+"""Additions to the loss of a picture: pictures of the prior beside it, and masks within it."""

@@ -1,7 +1,7 @@
 """Pictures of the class, drawn by the base before training if the folder of the prior has too few.
 
-As in diffusers' DreamBooth script, from one caption. The noise of a picture is a function of its number alone, the
-processes share the numbers, and existing pictures stay: a killed run continues with the next one.
+As in diffusers' DreamBooth script, from one caption. The noise of a picture depends only on its number, the processes
+share the numbers, and existing pictures are kept: a killed run continues with the next one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from accel_train.store.atomic_files import replace_file, replace_json
 
 STEM = "drawn_"
 RECORD = "drawn.json"
-"""Base, caption, steps and side of the drawn pictures. Others are not put beside them."""
+"""File with base, caption, steps and side of the drawn pictures. Pictures with others are not added to them."""
 STREAM = "lora/prior"
 
 
@@ -39,14 +39,14 @@ def draw_missing(
     """Draw pictures of ``data.prior.caption`` until there are ``data.prior.count``, and return notices. Collective.
 
     ``pipeline`` is the base's, without the denoiser, on the device, and ``encode`` its text encoders. The denoiser is
-    loaded for the drawing alone, in bf16 on a GPU. Own pictures in the folder count. Raises ``UsageError`` for a folder
-    with pictures drawn from something else, or not shared by all processes.
+    loaded only for drawing, in bf16 on a GPU. Your own pictures in the folder count too. Raises ``UsageError`` for a
+    folder with pictures drawn from something else, or not shared by all processes.
     """
     prior = config.prior
     if prior.path is None or prior.count == 0:
         return []
     folder = expand_path(prior.path)
-    # Down to a multiple of the step, like the sides of buckets.
+    # Rounded down to a multiple of the step, like the sides of buckets.
     side = config.resolutions[0] // config.bucket_step * config.bucket_step
     given = (
         f"data.resolutions {list(config.resolutions)}, data.bucket_step {config.bucket_step}: "
@@ -57,12 +57,12 @@ def draw_missing(
     files = [folder / f"{STEM}{number:05d}.png" for number in range(prior.count - _own_pictures(folder))]
     missing = [number for number, file in enumerate(files) if not file.is_file()]
     _refuse_others(folder, drawn_from, is_added_to=bool(missing))
-    # Who looks after another has begun to write sees fewer missing, and would take other shares than the rest.
+    # A process that looks after another has begun to write sees fewer missing, and would divide them otherwise.
     filling.barrier()
     if missing and filling.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         replace_json(folder / RECORD, drawn_from)
-    # The others write into the folder.
+    # The others write into the folder, which has to exist.
     filling.barrier()
     own = {number: files[number] for number in missing[filling.rank :: filling.world_size]}
     if own:
@@ -81,7 +81,7 @@ def draw_missing(
 
 
 def _own_pictures(folder: Path) -> int:
-    """Count the pictures in the folder not drawn here."""
+    """Count the pictures in the folder that were not drawn by ``draw_missing``."""
     if not folder.is_dir():
         return 0
     return sum(not file.name.startswith(STEM) for file in picture_files(folder))
@@ -138,7 +138,7 @@ def _draw(
     on_device = {name: value.to(device) for name, value in texts.items()}
     prompt = {name: value[:1] for name, value in on_device.items()}
     empty = {name: value[1:2] for name, value in on_device.items()}
-    # Of those that are offloaded the blocks are in host memory, and must stay there.
+    # The blocks of offloaded encoders are in host memory, and must stay there.
     encoders = {} if base.config.offload_encoders else text_encoders(pipeline)
     precision: Precision = "bf16" if device.type == "cuda" else "fp32"
     # A base that just fits into the memory of the device leaves no room for its text encoders.
@@ -165,6 +165,6 @@ def _draw(
 def _write(picture: Tensor, file: Path, caption_file: Path, caption: str) -> None:
     stream = io.BytesIO()
     to_image(picture).save(stream, format="PNG")
-    # The caption first, so that a picture never stands there without one.
+    # The caption first, so that a picture never exists without one.
     replace_file(caption_file, f"{caption}\n".encode())
     replace_file(file, stream.getvalue())

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 BLACK = (0, 0, 0)
 MASK = "mask"
-"""In a batch: weight of each latent's error, (B, 1, h, w)."""
+"""Field of a batch: weight of each latent's error, (B, 1, h, w)."""
 
 
 class Masks:
-    """Weights of the error by place: 1 where a mask is white or the picture opaque, ``outside`` where black.
+    """Weights of the error by position: 1 where a mask is white or a picture opaque, ``outside`` at the other extreme.
 
     Weights of fixed frames are kept once computed.
     """
@@ -77,12 +77,12 @@ class Masks:
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != digest:
             raise RuntimeError(f"{path} has changed since the run began. Start the run again, or put the file back")
-        # White counts, and what is transparent is not.
+        # White counts, and transparent parts do not.
         return decode_picture(content, background=BLACK, max_pixels=_pixels(picture))
 
 
 def find_masks(config: MaskConfig, pictures: Sequence[Picture], reduction: int) -> Masks | None:
-    """Find the masks of all pictures of a run, None without masks. Reads and decodes each file once.
+    """Find the masks of all pictures of a run. None if the run has no masks. Reads and decodes each file once.
 
     Raises ``UsageError`` for pictures that are no files, for a mask of another size, for copies of a picture with
     different masks, and if no picture has one.
@@ -110,7 +110,7 @@ def find_masks(config: MaskConfig, pictures: Sequence[Picture], reduction: int) 
 
 
 def describe_masks(masks: Masks | None, pictures: Sequence[Picture]) -> list[str]:
-    """Return a notice of the masks, none without any."""
+    """Return a notice of the masks, or an empty list without masks."""
     if masks is None:
         return []
     outside = f"{masks.config.outside:g} outside"
@@ -121,7 +121,7 @@ def describe_masks(masks: Masks | None, pictures: Sequence[Picture]) -> list[str
 
 
 def _pixels(picture: Picture) -> int:
-    """Return how many pixels a mask may have: `data.max_pixels` may have allowed its picture more than the default."""
+    """Return the most pixels of a mask: `data.max_pixels` may have allowed its picture more than the default."""
     return max(MAX_PIXELS, picture.width * picture.height)
 
 
@@ -148,7 +148,7 @@ def _different_masks(*copies: tuple[Picture, tuple[Path, str] | None]) -> UsageE
 
 
 def _checked(path: Path, picture: Picture) -> str:
-    """Refuse a mask of another size than its picture, and return its sha256."""
+    """Return the sha256 of a mask. Raises ``UsageError`` if it is unreadable, or not of the size of its picture."""
     try:
         content = read_regular(path)
         width, height = decode_picture(content, max_pixels=_pixels(picture)).size

@@ -1,7 +1,7 @@
 """Prior preservation: every training picture is paired with one of its class (arXiv:2208.12242).
 
-The pictures of the prior are cut to the sizes of the training pictures, so both are rows of one micro-batch. Pairs are
-drawn anew in each epoch.
+The pictures of the prior are cropped to the sizes of the training pictures, so both are rows of one micro-batch. Pairs
+are drawn again in each epoch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOADED: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "sample": lambda value: (value, value),
     # Draws of their own: no sample has a negative number.
     "occurrence": lambda value: (value, -1 - value),
-    # Times are spread evenly over each half, as of a batch of twice the size.
+    # Times are spread evenly over each half, as in a batch of twice the size.
     "position": lambda value: (ROWS * value, ROWS * value + 1),
 }
 """Fields added to a batch by the loader, for a training picture and its picture of the prior."""
@@ -98,7 +98,7 @@ def prepare_prior(
 
 
 def in_sizes(prior: Sequence[Sample], sizes: Iterable[Size]) -> list[Sample]:
-    """Return the pictures of the prior for each size: those whose bucket it is, or all of them cut to it."""
+    """Return the pictures of the prior for each size: those in this bucket, or if there are none, all cropped to it."""
     whole = {sample.picture.content: sample for sample in prior}
     found: list[Sample] = []
     for size in sorted(set(sizes)):
@@ -110,8 +110,8 @@ def in_sizes(prior: Sequence[Sample], sizes: Iterable[Size]) -> list[Sample]:
 def joined(batch: Mapping[str, Tensor], weight: float) -> dict[str, Tensor]:
     """Return a batch (B, ...) of ``PairedPictures`` as rows (2 B, ...): its own pictures, then those of the prior.
 
-    The prior's ``weight`` (B,) is multiplied by ``weight``. With weights w of the own pictures, whose sum divides the
-    loss, it becomes mean(own) + weight * mean(prior), as in diffusers' scripts. Other batches are returned as they are.
+    The weights (B,) of the prior's pictures are multiplied by ``weight``. The sum of the own pictures' weights divides
+    the loss, so it becomes mean(own) + weight * mean(prior), as in diffusers' scripts. Other batches stay as they are.
     """
     if not any(name.startswith(PREFIX) for name in batch):
         return dict(batch)

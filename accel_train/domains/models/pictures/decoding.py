@@ -25,7 +25,7 @@ MAX_PIXELS = 89_478_485
 """Pillow's own limit: 256 MiB with 3 bytes a pixel."""
 WHITE = (255, 255, 255)
 ORIENTATION = 0x0112
-"""Tag of EXIF."""
+"""EXIF tag."""
 SIDEWAYS = (5, 6, 7, 8)
 """Orientations with width and height exchanged."""
 
@@ -78,7 +78,7 @@ def decode_picture(content: bytes, *, background: Colour = WHITE, max_pixels: in
 
 
 def upright_rgb(image: Image.Image, *, background: Colour = WHITE) -> Image.Image:
-    """Return an image of Pillow as ``decode_picture`` returns its file. Of several frames it is the current one.
+    """Convert a Pillow image as ``decode_picture`` converts a file. Of several frames, the current one is taken.
 
     Raises ``PictureError`` for a file that Pillow has opened and cannot decode.
     """
@@ -88,7 +88,7 @@ def upright_rgb(image: Image.Image, *, background: Colour = WHITE) -> Image.Imag
 def decode_alpha(content: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image | None:
     """Decode the opacity of a picture file as an upright image of mode L, None for one without transparency.
 
-    Raises ``PictureError`` as ``decode_picture``.
+    Raises ``PictureError`` in the same cases as ``decode_picture``.
     """
 
     def decode() -> Image.Image | None:
@@ -114,7 +114,7 @@ def colour(text: str) -> Colour:
 
 
 def _as_rgb(image: Image.Image, background: Colour) -> Image.Image:
-    # Before the pixels are decoded, which may drop or add to what the header says.
+    # Read before the pixels are decoded, because decoding may drop or add metadata.
     orientation = _orientation(image)
     profile: bytes | None = image.info.get("icc_profile")
     image.load()
@@ -139,12 +139,12 @@ def _open(content: bytes, max_pixels: int) -> Image.Image:
 
     if not content:
         raise PictureError("the file is empty (0 bytes)")
-    # Otherwise a format given by name is an error of its own until it was met once.
+    # Registers all formats. Otherwise naming a format that has not been used yet is an error.
     Image.init()
     try:
         # The filters belong to the whole process, and pictures are read in several threads.
         with _filters, warnings.catch_warnings():
-            # Pillow warns from its own limit on. The one below is obeyed instead.
+            # Pillow warns above its own limit. The check of max_pixels below applies instead.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(content), formats=FORMATS)
     except UnidentifiedImageError:
@@ -166,7 +166,7 @@ def _frames(image: Any) -> int:
 def _orientation(image: Image.Image) -> int:
     from PIL import Image
 
-    # Pillow turns a TIFF itself. `getexif` would decode a PNG to look behind its pixels.
+    # Pillow rotates a TIFF itself. `getexif` would decode a PNG to look for metadata after its pixels.
     data: bytes | None = image.info.get("exif")
     if image.format == "TIFF" or not data:
         return 1
@@ -195,7 +195,7 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Return modes of 16 or 32 bits as greyscale of 8 bits, scaled. Others stay."""
+    """Scale an image of 16 or 32 bits to greyscale of 8 bits. Others are returned as they are."""
     from PIL import Image
 
     if not image.mode.startswith(("I", "F")):

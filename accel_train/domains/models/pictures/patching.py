@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MIN_SIDE = 2
-"""Fewest pixels of a side of a picture that is cut to a square."""
+"""Smallest side, in pixels, of a picture that is cropped to a square."""
 CHANNELS = 3
-"""Of a pixel."""
+"""Colour channels of a pixel."""
 
 
 def square(picture: Image.Image, size: int) -> Tensor:
-    """Cut the largest square from the centre and scale it: (size, size, 3) uint8."""
+    """Crop the largest square from the centre and scale it: (size, size, 3) uint8."""
     from PIL import ImageOps
     from PIL.Image import Resampling
 
@@ -41,7 +41,7 @@ def square(picture: Image.Image, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Patching:
-    """How pictures become tokens: patches of pixels, or of the latents of an autoencoder."""
+    """Conversion of pictures to tokens and back: patches of pixels, or of the latents of an autoencoder."""
 
     patch: int
     """Pixels, or latents, along a side of a patch."""
@@ -86,9 +86,9 @@ class Patching:
 
 
 def find_patching(width: int, reference: VaeReference | None, device: str) -> Patching:
-    """Return how training made tokens of ``width`` values, with the autoencoder of ``reference`` if there is one.
+    """Return the patching of tokens of ``width`` values in training, with the autoencoder of ``reference``, if any.
 
-    Raises ``UsageError`` if it is gone, or is another one.
+    Raises ``UsageError`` if the autoencoder is missing, or differs from that of training.
     """
     channels = CHANNELS
     vae = None
