@@ -175,7 +175,7 @@ def _vary_table(result: Result) -> list[str]:
             cells.append(cell)
         rows.append([name, *cells])
     # A star instead of words, because the table has a column for each value.
-    note = "* differs from the first value: the interval of their ratio or difference excludes none"
+    note = "* differs from the first value: the interval of the ratio excludes 1, or that of the difference 0"
     if _is_of_seeds(result):
         note = "a row shows how far the seeds lie apart"
     return [f"{result.plan.key}; {note}", "", *_aligned(rows), "", *_speed_lines(result), *best_lines(result)]
@@ -240,7 +240,7 @@ def _notes(result: Result) -> list[str]:
 def _data_note(result: Result) -> str:
     fingerprints = {run.fingerprint for run in chain.from_iterable(result.rounds.runs)}
     if result.plan.key and len(fingerprints) > 1:
-        return "data are not the same, by the varied option"
+        return "the varied option changes the data"
     fingerprint = result.rounds.runs[0][0].fingerprint
     if not fingerprint:
         return "the recipe records no fingerprint of its data"

@@ -64,7 +64,7 @@ class PictureOptions:
     """Draw pictures of prompts. One prompt with one seed gives one picture, whatever else is asked for with it."""
 
     prompt: tuple[str, ...] = ()
-    """What to draw."""
+    """Prompts to draw."""
     prompt_file: str | None = None
     """File with a prompt per line, beside or instead of --prompt."""
     steps: PositiveInt | None = None
@@ -72,7 +72,7 @@ class PictureOptions:
     guidance: NonNegativeFloat | None = None
     """Scale of guidance. None: the default of the base."""
     negative_prompt: str | None = None
-    """What guidance leads away from."""
+    """Text that guidance leads away from."""
     side: PositiveInt | None = None
     """Height and width in pixels. None: those of the evaluation in training."""
     adapters: tuple[str, ...] = ()

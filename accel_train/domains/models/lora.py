@@ -71,7 +71,7 @@ class PartOfModel(NamedTuple):
     """Path of its module."""
     rank: int
     alpha: float | None
-    """None: the rank."""
+    """None takes the rank."""
     options: str = "lora"
     """Option group that rank and alpha come from."""
 

@@ -196,7 +196,7 @@ class Stream(nn.Module):
     def __init__(self, config: MMDiTConfig, context_only: bool) -> None:
         super().__init__()
         width = config.width
-        # Without an output: keys and values alone, and no gates.
+        # Without an output: only keys and values, and one shift and scale.
         projections = 2 if context_only else 3
         modulations = 2 if context_only else 6
         self.head_width = config.head_width

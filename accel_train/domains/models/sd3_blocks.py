@@ -163,7 +163,7 @@ def _place(own: dict[str, torch.nn.Parameter], name: str, tensor: Tensor, source
         )
     if place.shape == tensor.shape:
         return place
-    # In SD3's last block the text gives keys and values alone, so it has two of three projections, two of six shifts.
+    # In SD3's last block the text gives only keys and values: two of three projections, and one shift and scale.
     part = place.detach()
     if ".qkv." in name:
         part = part.unflatten(0, (3, -1))[KEYS_AND_VALUES].flatten(0, 1)

@@ -37,7 +37,7 @@ class Load(NamedTuple):
     precision: str
     optimizer: str
     has_ema: bool = False
-    """With EMA weights of the adapters."""
+    """True with EMA weights of the adapters."""
     drawn_megapixels: float = 0.0
     """Megapixels of a picture drawn in an evaluation. 0: none is drawn."""
 

@@ -155,11 +155,11 @@ MODELS: dict[str, tuple[Model, ...]] = {
         ),
     ),
 }
-"""By name of the family, the smallest first."""
+"""Published denoisers by the name of their family, the smallest first."""
 VAES: dict[str, Vae] = {
     "AutoencoderKL": Vae(encode=2.5, decode=3.001),
     "AutoencoderKLFlux2": Vae(encode=2.5, decode=3.002),
     "AutoencoderDC": Vae(encode=2.504, decode=2.258),
     "AutoencoderKLQwenImage": Vae(encode=3.778, decode=6.758),
 }
-"""By class."""
+"""VAEs by the name of their class."""

@@ -60,7 +60,7 @@ def quiet() -> Generator[None]:
 
 
 def largest_picture(directory: Path, denoiser: str) -> tuple[int, int] | None:
-    """Return height and width in pixels of the largest picture that a pipeline has positions for. None: any."""
+    """Return height and width in pixels of the largest picture that a pipeline has positions for. None if no limit."""
     config, vae = (_config(directory / component) for component in (denoiser, "vae"))
     positions = config.get("pos_embed_max_size")
     if not isinstance(positions, int):

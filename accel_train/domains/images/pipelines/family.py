@@ -33,7 +33,7 @@ class Predicting(NamedTuple):
     noisy: Tensor
     """Noisy latents, normalised for the denoiser, (B, C, H, W)."""
     timestep: Tensor
-    """In the scheduler's units, (B,) fp32."""
+    """Times in the scheduler's units, (B,) fp32."""
     conditioning: Conditioning
     sizes: Tensor
     """Height and width of the original, top and left of the crop, height and width of the result, (B, 6)."""

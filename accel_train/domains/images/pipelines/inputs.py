@@ -38,7 +38,7 @@ class Inputs:
 
     base: Base
     pipeline: Any
-    """With VAE and scheduler, on the device."""
+    """Pipeline with VAE and scheduler, on the device."""
     texts: TensorCache
     train: CachedPictures | PairedPictures
     heldout: CachedPictures

@@ -91,12 +91,12 @@ class DiffusersBase:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Longest prompt in tokens. None: the text encoders have a fixed length."""
+        """Longest prompt in tokens. None if the text encoders have a fixed length."""
         return self.config.prompt_tokens or self.family.prompt_tokens
 
     @property
     def largest(self) -> tuple[int, int] | None:
-        """Height and width of the largest picture in pixels. None: any."""
+        """Height and width of the largest picture in pixels. None if any size is possible."""
         return components.largest_picture(self.directory, self.family.denoiser)
 
     def components(self, device: torch.device) -> Any:

@@ -106,7 +106,7 @@ class Denoising:
         ``batch`` has mean and logvar (B, C, H, W) of the VAE, sizes, and the conditioning of its captions.
         """
         key = NoiseKey(seed, STREAM, step, batch["occurrence"])
-        # Drawn anew in each step, as a VAE that is not cached would.
+        # A new draw in each step, as from a VAE without a cache.
         latents = self._normalised(draw(latents_of(batch), seed, step, batch["occurrence"]))
         time = timesteps.training_times(batch, seed, f"{STREAM}/time", step, global_batch_size, config=self.times)
         channels, height, width = latents.shape[1:]

@@ -45,7 +45,7 @@ WAYS = {
     unets.STABLE_DIFFUSION.name: Way(_embed, unets.STABLE_DIFFUSION.predict, skips_last=False),
     unets.STABLE_DIFFUSION_XL.name: Way(_embed_xl, unets.STABLE_DIFFUSION_XL.predict, skips_last=True),
 }
-"""By name of the family."""
+"""Supported families, by name."""
 
 
 class DenoiserWithText(nn.Module):
