@@ -79,12 +79,12 @@ def _result(plan: report.Plan, gates: Sequence[Gate], rounds: Rounds) -> report.
     window = window_of([run for runs in rounds.runs for run in runs])
     values = observations(rounds.runs, window)
     a, *others = values
-    found = [effects(a, b, plan.rounds, plan.tolerance) for b in others]
+    all_effects = [effects(a, b, plan.rounds, plan.tolerance) for b in others]
     decisions = [decide_gates(gates, a, b) for b in others]
     if plan.is_ablation:
         # Gates are for B, not for its options one by one.
         decisions[:-1] = [[] for _ in decisions[:-1]]
-    return report.Result(plan, rounds, window, values, found, decisions)
+    return report.Result(plan, rounds, window, values, all_effects, decisions)
 
 
 def decide_gates(gates: Sequence[Gate], a: Observations, b: Observations) -> list[Decision]:
@@ -218,7 +218,7 @@ def _read_vary(text: str, config: Options) -> tuple[str, list[str]]:
     return key, values
 
 
-def _given(request: Request) -> dict[str, str]:
+def _requested_flags(request: Request) -> dict[str, str]:
     given = {"max_steps": request.max_steps, "max_epochs": request.max_epochs, "seed": request.seed}
     flags = {name: str(value) for name, value in given.items() if value is not None}
     for name, value in request.settings().items():
@@ -232,7 +232,7 @@ def _common_flags(request: Request, config: Options, source: str, key: str | Non
     """Return the flags set for every variant, as the recipe spells them."""
     if "output_dir" not in config:
         raise UsageError(f"{source}: the recipe has no option output_dir, so its runs cannot be kept apart; add it")
-    flags = _given(request)
+    flags = _requested_flags(request)
     for name, value in flags.items():
         if name == key or {name, key} == set(EXCLUSIVE):
             raise UsageError(f"--{name} {value} and --vary {key}: they set the same thing; leave --{name} out")

@@ -262,20 +262,20 @@ def _effect(name: str, a: Sequence[float], b: Sequence[float], rounds: int, tole
     pairs = list(zip(a, b, strict=True))
     if name.endswith(RATIOS):
         form = "ratio"
-        found = estimate([ratio(y, x) for x, y in pairs])
-        reading = describe_effect(found, neutral=1.0, tolerated=0.0)
+        change = estimate([ratio(y, x) for x, y in pairs])
+        reading = describe_effect(change, neutral=1.0, tolerated=0.0)
     else:
         form = "difference"
-        found = estimate([y - x for x, y in pairs])
+        change = estimate([y - x for x, y in pairs])
         tolerated = tolerance * abs(median_a)
-        reading = describe_effect(found, neutral=0.0, tolerated=tolerated)
+        reading = describe_effect(change, neutral=0.0, tolerated=tolerated)
     if rounds > 1:
         over = "rounds"
     elif len(pairs) > 1:
         over = "log intervals"
     else:
         over = "one round"
-    return Effect(name, median_a, median(b), form, found, over, reading)
+    return Effect(name, median_a, median(b), form, change, over, reading)
 
 
 def describe_effect(found: Estimate, neutral: float, tolerated: float) -> str:

@@ -273,13 +273,13 @@ def _tail(text: str) -> str:
 @contextmanager
 def _on_stop_signals(handler: Callable[[int, FrameType | None], object]) -> Generator[None]:
     # Ignored signals stay ignored: nohup ignores SIGHUP, and a shell makes background processes ignore SIGINT.
-    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heard}
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:
-        for number, usual in before.items():
-            signal.signal(number, usual)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @contextmanager

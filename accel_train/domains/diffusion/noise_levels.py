@@ -119,11 +119,11 @@ def snr_weight(snr: Tensor, prediction: Prediction, weighting: SnrWeighting, gam
         bounded = snr.clamp(SMALLEST_DEBIASED_SNR, LARGEST_DEBIASED_SNR)
         return bounded.sqrt() if prediction == "sample" else bounded.rsqrt()
     # The weight on eps, written so that SNR 0 gives the limit and not 0 / 0.
-    of_epsilon = (gamma / snr).clamp(max=1) if weighting == "min_snr" else gamma / (snr + gamma)
+    on_epsilon = (gamma / snr).clamp(max=1) if weighting == "min_snr" else gamma / (snr + gamma)
     if prediction == "epsilon":
-        return of_epsilon
-    of_sample = snr.clamp(max=gamma) if weighting == "min_snr" else snr * of_epsilon
-    return of_sample if prediction == "sample" else of_sample / (snr + 1)
+        return on_epsilon
+    on_sample = snr.clamp(max=gamma) if weighting == "min_snr" else snr * on_epsilon
+    return on_sample if prediction == "sample" else on_sample / (snr + 1)
 
 
 def levels_of(scheduler: Any, source: str) -> NoiseLevels:

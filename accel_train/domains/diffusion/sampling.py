@@ -85,8 +85,8 @@ def sample_text(
         stay_masked = mask_probability(next_time) / mask_probability(time)
         # The last step ends at time 0, where none stays masked: the probability is 0, and no draw is below it.
         unmasked = masked & (draws[..., 0] >= stay_masked.unsqueeze(-1))
-        of_tokens = draws[..., 1][unmasked]
-        state[unmasked] = _draw_tokens(logits[unmasked], of_tokens, mask_id, config.temperature)
+        token_draws = draws[..., 1][unmasked]
+        state[unmasked] = _draw_tokens(logits[unmasked], token_draws, mask_id, config.temperature)
         masked = masked & ~unmasked
     return state
 

@@ -84,12 +84,12 @@ class Buckets:
     def choose(self, original: Size, resolution: int) -> Size:
         """Return the bucket of `resolution` with the least cropping. The larger one wins a tie."""
 
-        wanted = math.log(original[1] / original[0])
+        wanted_aspect = math.log(original[1] / original[0])
 
         def order(size: Size) -> tuple[float, int]:
             aspect = math.log(size[1] / size[0])
             # A picture scaled to cover a bucket keeps exp(-|difference|) of its area.
-            loss = abs(wanted - aspect)
+            loss = abs(wanted_aspect - aspect)
             # Rounded, or the last bit of a logarithm would decide between a bucket and its mirror image.
             return round(loss, 9), -math.prod(size)
 
@@ -110,15 +110,15 @@ def _sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, ...]:
     area = resolution * resolution
     # At the largest ratio and the full area, the longer side is the root of both.
     longest = int(resolution * math.sqrt(max_aspect))
-    found: set[Size] = set()
+    candidates: set[Size] = set()
     for side in range(step, longest + 1, step):
         longest_other = int(min(area // side, side * max_aspect))
         other = longest_other // step * step
         if other and side <= max_aspect * other:
-            found |= {(side, other), (other, side)}
+            candidates |= {(side, other), (other, side)}
     # Drops each size that is no wider than a taller one.
     largest: list[Size] = []
-    for size in sorted(found, reverse=True):
+    for size in sorted(candidates, reverse=True):
         if not largest or size[1] > largest[-1][1]:
             largest.append(size)
     return tuple(largest)

@@ -97,7 +97,7 @@ def _captioned(folder: Path, files: Sequence[Path], pictures: Sequence[Path], so
     elsewhere = [file for file in files if holders.isdisjoint(file.parents)]
     rows, texts = list_rows(folder, metadata, in_rows, source), _by_name(folder, elsewhere, source.caption_extension)
     entries = [*rows.entries, *texts.entries]
-    together = [_several(folder, metadata)] if metadata and (texts.entries or len(metadata) > 1) else []
+    together = [_about_several(folder, metadata)] if metadata and (texts.entries or len(metadata) > 1) else []
     unread = _about_unread(folder, _unread_captions(folder, files, entries, metadata, source), len(entries), source)
     return Listing(entries, [*rows.left_out, *texts.left_out], [*rows.notices, *together, *unread])
 
@@ -133,7 +133,7 @@ def has_rows(folder: Path, *, below: bool) -> bool:
     return bool(_metadata_files(_walk(folder, None).files))
 
 
-def _several(folder: Path, metadata: Sequence[Path]) -> str:
+def _about_several(folder: Path, metadata: Sequence[Path]) -> str:
     """Return a notice that several folders are read together: they may be splits, and only one was meant."""
     names = shortened([_name(file, folder) for file in metadata], SHOWN_NAMES)
     alone = metadata[-1].parent
@@ -168,9 +168,9 @@ def _unread_captions(
     for entry in entries:
         picture = folder / entry.name
         stem = picture.with_suffix("")
-        holder = _above(picture, holders)
+        holder = _nearest_above(picture, holders)
         beside = other.get(stem) if holder is None else own.get(stem, other.get(stem))
-        unread = beside or _above(picture, rows)
+        unread = beside or _nearest_above(picture, rows)
         if unread is not None:
             found.append(_Unread(entry, unread, holder))
     return found
@@ -180,7 +180,7 @@ def _by_stem(files: Sequence[Path], suffixes: Collection[str]) -> dict[Path, Pat
     return {file.with_suffix(""): file for file in files if file.suffix.lower() in suffixes}
 
 
-def _above(picture: Path, by_folder: Mapping[Path, Path]) -> Path | None:
+def _nearest_above(picture: Path, by_folder: Mapping[Path, Path]) -> Path | None:
     """Return the file of the nearest folder above a picture that has one."""
     return next((by_folder[parent] for parent in picture.parents if parent in by_folder), None)
 

@@ -61,14 +61,14 @@ def _over_time(folder: Path, step: int, sampled: Tensor) -> list[Column]:
     """Return the evaluations up to `step`, of the same prompts and size."""
     steps = sorted(int(file.stem) for file in folder.glob("[0-9]*.png"))
     past = [number for number in steps if number <= step]
-    found: list[Column] = []
+    columns: list[Column] = []
     for number in evenly(past, MOST_EVALUATIONS):
         with opened_picture(folder / f"{number:08d}.png") as strip:
             pixels = torch.from_numpy(np.array(strip.convert("RGB")))
         # A run that was resumed with other options may have left pictures of another size.
         if pixels.numel() == sampled.numel():
-            found.append(Column(f"step {number}", pixels.view_as(sampled)))
-    return found
+            columns.append(Column(f"step {number}", pixels.view_as(sampled)))
+    return columns
 
 
 @contextmanager

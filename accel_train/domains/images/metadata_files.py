@@ -68,13 +68,13 @@ class _Rows:
 
     def notices(self) -> list[str]:
         """Return a line for each choice among rows."""
-        found = choice_notices(self.fields, self.source)
+        lines = choice_notices(self.fields, self.source)
         if self.twice:
-            found.append(
+            lines.append(
                 f"{len(self.twice):,} rows name pictures that a file of a folder above names too, which is read: "
                 f"{shortened(self.twice, SHOWN_NAMES)}"
             )
-        return found
+        return lines
 
 
 def list_rows(folder: Path, metadata: Sequence[Path], pictures: Sequence[Path], source: Source) -> Listing:

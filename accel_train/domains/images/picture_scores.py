@@ -91,7 +91,7 @@ class PictureScores:
             "nearest_distance": rms_distance(sampled, self.pixels(near)),
             "nearest_distance_true": rms_distance(true, self.pixels(near_true)),
             "caption_words": torch.tensor([_words_right(*pair) for pair in zip(said, captions, strict=True)]),
-            "caption_exact": _share([one == other for one, other in zip(said, captions, strict=True)]),
+            "caption_exact": _as_float([one == other for one, other in zip(said, captions, strict=True)]),
             _PICTURES: torch.ones(len(captions)),
         }
         if self.pictures.exact:
@@ -126,9 +126,9 @@ def shape_scores(pictures: Tensor, captions: Sequence[str]) -> dict[str, Tensor]
     pairs = list(zip(shown, wanted, strict=True))
 
     def right(name: str) -> Tensor:
-        return _share([one is not None and getattr(one, name) == getattr(scene, name) for one, scene in pairs])
+        return _as_float([one is not None and getattr(one, name) == getattr(scene, name) for one, scene in pairs])
 
-    singles = _share([scene.place is not None for scene in wanted])
+    singles = _as_float([scene.place is not None for scene in wanted])
     return {
         "shown_colour": right("colour"),
         # A caption of several shapes names no position, and such a picture cannot be right or wrong in it.
@@ -140,7 +140,7 @@ def shape_scores(pictures: Tensor, captions: Sequence[str]) -> dict[str, Tensor]
     }
 
 
-def _share(right: Sequence[bool]) -> Tensor:
+def _as_float(right: Sequence[bool]) -> Tensor:
     return torch.tensor(right, dtype=torch.float32)
 
 

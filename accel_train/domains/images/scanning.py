@@ -118,7 +118,7 @@ def read_pictures(
         scanned = _scan_all(listing.entries, own, known, max_pixels, bar.update)
     # Another host may take longer to read than a collective would wait.
     barrier()
-    scans = _shared(scanned, world_size)
+    scans = _scans_of_all_ranks(scanned, world_size)
     if rank == 0:
         _remember(memory, scans)
     pictures: list[Picture] = []
@@ -267,7 +267,7 @@ def _scan_all(
     return found
 
 
-def _shared(own: list[tuple[int, Scan]], world_size: int) -> list[Scan]:
+def _scans_of_all_ranks(own: list[tuple[int, Scan]], world_size: int) -> list[Scan]:
     """Return the scans of all ranks, in the order of the entries."""
     from torch import distributed
 

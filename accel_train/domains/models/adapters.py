@@ -49,10 +49,10 @@ def read_adapter(directory: Path) -> dict[str, TensorInfo]:
     if exported:
         return exported
     stem = weights.best_stem(directory)
-    found = by_key_of_peft(weights.find_tensors(directory, stem))
-    if not found:
+    tensors = by_key_of_peft(weights.find_tensors(directory, stem))
+    if not tensors:
         raise UsageError(f"{directory}: {stem}.safetensors holds no adapters; give a run with --lora.rank")
-    return found
+    return tensors
 
 
 def embeds_base(directory: Path) -> bool:
@@ -179,23 +179,23 @@ class _Pair(NamedTuple):
 
 def _scales(config: LoraConfig, parts: Sequence[PartOfModel], trained: Any) -> dict[str, _Pair]:
     """Return the options that scale adapters, with those of peft's ``trained`` settings, by name."""
-    found = _ranks_and_alphas("lora", config.rank, config.alpha, trained.r, trained.lora_alpha)
+    options = _ranks_and_alphas("lora", config.rank, config.alpha, trained.r, trained.lora_alpha)
     for part in parts:
         rank = trained.rank_pattern.get(part.pattern, 0)
         alpha = trained.alpha_pattern.get(part.pattern, trained.lora_alpha)
-        found |= _ranks_and_alphas(part.options, part.rank, part.alpha, rank, alpha)
+        options |= _ranks_and_alphas(part.options, part.rank, part.alpha, rank, alpha)
     variant = "dora" if trained.use_dora else "rslora" if trained.use_rslora else "lora"
-    return found | {"lora.variant": _Pair(config.variant, variant, f"--lora.variant {config.variant}")}
+    return options | {"lora.variant": _Pair(config.variant, variant, f"--lora.variant {config.variant}")}
 
 
 def _ranks_and_alphas(
     group: str, rank: int, alpha: float | None, trained_rank: int, trained_alpha: float
 ) -> dict[str, _Pair]:
-    found = {f"{group}.rank": _Pair(rank, trained_rank, f"--{group}.rank {rank}")}
+    options = {f"{group}.rank": _Pair(rank, trained_rank, f"--{group}.rank {rank}")}
     if trained_rank > 0:
         given = f"{group}.alpha null (the rank, {rank})" if alpha is None else f"--{group}.alpha {_shown(alpha)}"
-        found[f"{group}.alpha"] = _Pair(rank if alpha is None else alpha, trained_alpha, given)
-    return found
+        options[f"{group}.alpha"] = _Pair(rank if alpha is None else alpha, trained_alpha, given)
+    return options
 
 
 def _shown(value: Any) -> str:

@@ -204,15 +204,15 @@ def _describe_experts(model: nn.Module, config: LoraConfig) -> list[str]:
 
 def _stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that hold the weights of several experts, by name."""
-    found: dict[str, nn.Parameter] = {}
+    experts: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():
         # Kernels of convolutions and positions of pictures have three dimensions too.
         if "expert" not in path.lower():
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 3:
-                found[f"{path}.{name}"] = parameter
-    return found
+                experts[f"{path}.{name}"] = parameter
+    return experts
 
 
 def _describe_tied_head(model: nn.Module) -> list[str]:
@@ -281,8 +281,8 @@ def target_layers(model: nn.Module, targets: Sequence[str], option: str = "lora.
     head = _head_of(model)
     chosen: set[str] = set()
     for target in targets:
-        found = [name for name in linear if _is_meant(name, target, head)]
-        if not found:
+        matching = [name for name in linear if _is_meant(name, target, head)]
+        if not matching:
             endings = sorted({_ending(name) for name in linear})
             hint = did_you_mean(nearest(target, [*GROUPS, *endings]))
             if any(name.endswith(f".{target}") for name in _stacked_experts(model)):
@@ -291,7 +291,7 @@ def target_layers(model: nn.Module, targets: Sequence[str], option: str = "lora.
                 f"{option}: {target!r} is no linear layer of {type(model).__name__}{hint}; it has "
                 f"{shortened(endings, 12)}; or give all-linear or attention"
             )
-        chosen.update(found)
+        chosen.update(matching)
     return chosen
 
 

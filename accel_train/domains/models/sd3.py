@@ -160,54 +160,54 @@ def from_diffusers(weights: Mapping[str, Tensor], depth: int) -> dict[str, Tenso
     remaining = dict(weights)
     # Fixed sinusoids, which `SD3` computes.
     remaining.pop("pos_embed.pos_embed", None)
-    found: dict[str, Tensor] = {}
+    mapped: dict[str, Tensor] = {}
     for ours, theirs in OUTER.items():
         for kind in KINDS:
-            found[f"{ours}.{kind}"] = remaining.pop(f"{theirs}.{kind}")
+            mapped[f"{ours}.{kind}"] = remaining.pop(f"{theirs}.{kind}")
     for number in range(depth):
         prefix = f"transformer_blocks.{number}."
         block = {name.removeprefix(prefix): remaining.pop(name) for name in list(remaining) if name.startswith(prefix)}
         streams = _block(block, last=number == depth - 1)
-        found |= {f"blocks.{number}.streams.{name}": tensor for name, tensor in streams.items()}
+        mapped |= {f"blocks.{number}.streams.{name}": tensor for name, tensor in streams.items()}
         remaining |= {prefix + name: tensor for name, tensor in block.items()}
     if remaining:
         raise UsageError(
             f"weights of SD3: {shortened(sorted(remaining), 3)} have no place in a model of depth {depth}. Those of an "
             "SD3Transformer2DModel of this depth, without dual attention, are required."
         )
-    return found
+    return mapped
 
 
 def _block(block: dict[str, Tensor], last: bool) -> dict[str, Tensor]:
     """Take the tensors of one block out of `block`, under the names of its two streams."""
-    found = _stream(block, "0.", IMAGE, "image")
+    mapped = _stream(block, "0.", IMAGE, "image")
     if not last:
-        return found | _stream(block, "1.", TEXT, "text")
+        return mapped | _stream(block, "1.", TEXT, "text")
     # In the last block the text contributes only keys and values. diffusers computes queries and drops them.
     query, key, value = QKV["text"]
     for kind in KINDS:
         modulation = block.pop(f"norm1_context.linear.{kind}")
         # diffusers has scale before shift here.
-        found[f"1.modulation.linear.{kind}"] = modulation.roll(len(modulation) // 2, 0)
-        found[f"1.qkv.{kind}"] = torch.cat([block.pop(f"{key}.{kind}"), block.pop(f"{value}.{kind}")])
+        mapped[f"1.modulation.linear.{kind}"] = modulation.roll(len(modulation) // 2, 0)
+        mapped[f"1.qkv.{kind}"] = torch.cat([block.pop(f"{key}.{kind}"), block.pop(f"{value}.{kind}")])
         # Not in every file, and read by nothing.
         block.pop(f"{query}.{kind}", None)
     _, key_norm = NORMS["text"]
     block.pop("attn.norm_added_q.weight", None)
     if f"{key_norm}.weight" in block:
-        found["1.k_norm.weight"] = block.pop(f"{key_norm}.weight")
-    return found
+        mapped["1.k_norm.weight"] = block.pop(f"{key_norm}.weight")
+    return mapped
 
 
 def _stream(block: dict[str, Tensor], prefix: str, layers: Mapping[str, str], stream: str) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    mapped: dict[str, Tensor] = {}
     for kind in KINDS:
         for ours, theirs in layers.items():
-            found[f"{prefix}{ours}.{kind}"] = block.pop(f"{theirs}.{kind}")
+            mapped[f"{prefix}{ours}.{kind}"] = block.pop(f"{theirs}.{kind}")
         parts = [block.pop(f"{name}.{kind}") for name in QKV[stream]]
         # One product for the three of them.
-        found[f"{prefix}qkv.{kind}"] = torch.cat(parts)
+        mapped[f"{prefix}qkv.{kind}"] = torch.cat(parts)
     for ours, theirs in zip(("q_norm", "k_norm"), NORMS[stream], strict=True):
         if f"{theirs}.weight" in block:
-            found[f"{prefix}{ours}.weight"] = block.pop(f"{theirs}.weight")
-    return found
+            mapped[f"{prefix}{ours}.weight"] = block.pop(f"{theirs}.weight")
+    return mapped

@@ -55,7 +55,7 @@ class PictureVae(nn.Module):
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
         """Return the latents (B, C, h, w) of pixels (B, 3, H, W) from -1 to 1. A distribution gives its mean."""
-        return _mean(self.module.encode(pixels))
+        return _mean_latents(self.module.encode(pixels))
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def load_vae(source: str, revision: str | None, option: str, expected: VaeRefere
     module.eval().requires_grad_(False)
     with torch.no_grad():
         try:
-            trial = _mean(module.encode(torch.zeros(1, CHANNELS, TRIAL_SIDE, TRIAL_SIDE)))
+            trial = _mean_latents(module.encode(torch.zeros(1, CHANNELS, TRIAL_SIDE, TRIAL_SIDE)))
             shape = module.decode(trial).sample.shape
         except (RuntimeError, ValueError, AttributeError, TypeError) as error:
             raise UsageError(
@@ -164,7 +164,7 @@ def _subfolders(path: Path) -> Iterator[str | None]:
     yield None
 
 
-def _mean(encoded: Any) -> Tensor:
+def _mean_latents(encoded: Any) -> Tensor:
     if hasattr(encoded, "latent_dist"):
         return encoded.latent_dist.mean
     # AutoencoderDC and AutoencoderTiny have no distribution, and two names.

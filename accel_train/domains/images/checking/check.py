@@ -206,18 +206,18 @@ def render(report: Report) -> list[str]:
         lines.append(f"  {len(report.without_caption):,} more are left out in training without --data.default_caption")
     lines += ["", "sizes (min, median, max)"]
     for name in ("width", "height"):
-        lines.append(f"  {name}: {_three([getattr(row.picture, name) for row in rows])}")
+        lines.append(f"  {name}: {_summarised([getattr(row.picture, name) for row in rows])}")
     lines += ["", "buckets (width x height): pictures, enlarged, kept share of the area", *_bucket_lines(rows)]
     lines += ["", "captions", *_caption_lines(rows, report.config.max_words)]
     lines += ["", "duplicates", *_duplicate_lines(report)]
     lines += ["", "scores of the pictures (min, median, max)"]
     for name in rows[0].scores:
-        lines.append(f"  {name}: {_three([row.scores[name] for row in rows], 2)}")
-    lines.append(f"  quality: {_three([row.quality for row in rows], 2)}")
+        lines.append(f"  {name}: {_summarised([row.scores[name] for row in rows], 2)}")
+    lines.append(f"  quality: {_summarised([row.quality for row in rows], 2)}")
     return [*lines, "", *_verdict(report)]
 
 
-def _three(values: Sequence[float], digits: int = 0) -> str:
+def _summarised(values: Sequence[float], digits: int = 0) -> str:
     found = quality.summary(values)
     return ", ".join(f"{value:.{digits}f}" for value in found.values())
 
@@ -242,7 +242,7 @@ def _caption_lines(rows: Sequence[Row], max_words: int) -> list[str]:
     repeated = sum(count - 1 for count in texts.values())
     vocabulary = {word.lower() for text in texts for word in (text or "").split()}
     lines = [
-        f"  words (min, median, max): {_three([row.words for row in rows])}; {len(vocabulary):,} different ones",
+        f"  words (min, median, max): {_summarised([row.words for row in rows])}; {len(vocabulary):,} different ones",
         f"  {len(texts):,} different captions, {repeated:,} repeated",
     ]
     for names, reason in ((missing, "without one"), (empty, "empty"), (long, f"longer than {max_words} words")):

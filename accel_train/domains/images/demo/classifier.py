@@ -51,8 +51,8 @@ class EmojiNet(nn.Module):
         self.head = nn.Linear(4 * widths[-1], 1)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        found = self.layers(pixels)  # (B, 64, 2, 2)
-        return self.head(found.flatten(1)).squeeze(1)
+        features = self.layers(pixels)  # (B, 64, 2, 2)
+        return self.head(features.flatten(1)).squeeze(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ def _fit(model: EmojiNet, inside: Tensor, outside: Tensor) -> None:
     # Half and half: a group is a small part of all emoji, and the classifier would learn to say no.
     labels = torch.arange(BATCH) < BATCH // 2
     for _ in range(STEPS):
-        chosen = [_some(part, BATCH // 2, generator) for part in (inside, outside)]
+        chosen = [_random_rows(part, BATCH // 2, generator) for part in (inside, outside)]
         pixels = _disturbed(torch.cat(chosen), generator)
         logits = model(pixels)
         loss = F.binary_cross_entropy_with_logits(logits, labels.float())
@@ -127,7 +127,7 @@ def _threshold(model: EmojiNet, outside: Tensor) -> float:
     return float(torch.cat(logits).quantile(1 - FALSE_ALARMS))
 
 
-def _some(pixels: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def _random_rows(pixels: Tensor, count: int, generator: torch.Generator) -> Tensor:
     rows = torch.randint(len(pixels), (count,), generator=generator)
     return pixels[rows]
 

@@ -102,15 +102,15 @@ def denoiser_values(base: DiffusersBase) -> int:
 
 def encoder_bytes(base: DiffusersBase) -> int:
     """Return the bytes of the text encoders on a device, from headers and configs. Reads no tensor."""
-    found = 0
+    total = 0
     for name in base.text_encoders():
         values = base.values_of(name)
         if base.config.offload_encoders:
             with torch.device("meta"):
                 encoder = base.component(name, "fp32").requires_grad_(False)
             values -= offloaded_bytes(encoder) // FP32_BYTES
-        found += values * dtype_of(base.config.encoder_precision).itemsize
-    return found
+        total += values * dtype_of(base.config.encoder_precision).itemsize
+    return total
 
 
 def nearest(family: str, values: int) -> Model:
@@ -125,10 +125,10 @@ def _activations(family: str, load: Load) -> float:
     # Other modes keep more than full does, and are counted as none.
     if load.checkpointing in ("full", "selective"):
         figures = getattr(model, load.checkpointing)
-    found = model.fixed + load.micro_batch_size * (figures.picture + figures.megapixel * load.megapixels)
+    gib = model.fixed + load.micro_batch_size * (figures.picture + figures.megapixel * load.megapixels)
     # A model that is larger than any simulated one keeps more.
-    found *= max(1.0, load.values / model.values)
+    gib *= max(1.0, load.values / model.values)
     if load.precision == "fp32":
         # Simulated in bf16, with at least 2 bytes for each value.
-        found *= FP32_BYTES / 2
-    return found
+        gib *= FP32_BYTES / 2
+    return gib

@@ -69,7 +69,7 @@ def draw(inputs: Inputs, model: nn.Module, options: EvaluationConfig, side: int,
         # Also after an error, or training would continue without its adapter.
         choose_adapter(model, ADAPTER)
     true = [heldout.pixels(row, heldout.frame(row)) for row in chosen.values()]
-    return BeforeAfter(captions, _alike(true, side), without, pictures())
+    return BeforeAfter(captions, _as_squares(true, side), without, pictures())
 
 
 def first_of_each(captions: Sequence[str], count: int) -> dict[str, int]:
@@ -105,7 +105,7 @@ def _seed(seed: int, caption: str) -> int:
     return rng.key(seed, "lora/before_after", int.from_bytes(digest)) & (2**63 - 1)
 
 
-def _alike(pictures: Sequence[Tensor], side: int) -> Tensor:
+def _as_squares(pictures: Sequence[Tensor], side: int) -> Tensor:
     """Scale pictures (3, H, W) to squares like the drawn ones: (N, H, W, 3) uint8."""
     import numpy as np
 

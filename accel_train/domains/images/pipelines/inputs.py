@@ -210,11 +210,11 @@ def prepare_inputs(
     heldout = with_latents(pictures.heldout, masks)
     fingerprint = pictures.fingerprint
     if masks is not None:
-        fingerprint = _both(fingerprint, masks.fingerprint)
+        fingerprint = _joined_hash(fingerprint, masks.fingerprint)
     if prior is not None:
         train = PairedPictures(train, with_latents(prior[0]))
         notices += prior[1]
-        fingerprint = _both(fingerprint, prior[0].fingerprint)
+        fingerprint = _joined_hash(fingerprint, prior[0].fingerprint)
     ledger = earlier_ledger(config.changed, earlier)
     return Inputs(base, pipeline, texts, train, heldout, fingerprint, tuple(notices), config.prior.weight, ledger)
 
@@ -247,7 +247,7 @@ def _about_encoding(base: Base, freed: int, train: CachedPictures) -> list[str]:
     return notices
 
 
-def _both(one: str, other: str) -> str:
+def _joined_hash(one: str, other: str) -> str:
     return hashlib.sha256(f"{one} {other}".encode()).hexdigest()
 
 

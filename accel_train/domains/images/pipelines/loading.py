@@ -243,7 +243,7 @@ class DiffusersBase:
                 # Before `to` would move them as a whole.
                 offload_frozen_blocks(encoder.requires_grad_(False), device)
         pipeline.to(device)
-        _take_any_dtype(pipeline.vae)
+        _accept_any_dtype(pipeline.vae)
         return pipeline
 
     def _parts(self, replaced: dict[str, Any]) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def _stem(component: str) -> str:
     return "model" if component.startswith("text_encoder") else WEIGHTS
 
 
-def _take_any_dtype(vae: Any) -> None:
+def _accept_any_dtype(vae: Any) -> None:
     """Let the VAE decode latents of any dtype, because pipelines pass it those of the denoiser."""
     decode = vae.decode
 
@@ -325,9 +325,9 @@ def find_base(config: BaseConfig) -> Base:
     index = _index(path, config.source)
     family = _family(index, config.source)
     # diffusers would import such a class from the repository, and run its code.
-    strangers = {name: kind for name, kind in index.items() if _is_strange(kind)}
-    if strangers:
-        name, kind = next(iter(strangers.items()))
+    foreign = {name: kind for name, kind in index.items() if _is_foreign(kind)}
+    if foreign:
+        name, kind = next(iter(foreign.items()))
         raise UsageError(
             f"base.source {config.source!r}: its {name} is {kind[0]}.{kind[1]}, code outside diffusers and "
             "transformers, which is not run; give a pipeline of these two alone"
@@ -345,7 +345,7 @@ def _require_diffusers() -> None:
         raise UsageError("base.source: a pipeline needs diffusers; run pip install 'accel-train[diffusers]'")
 
 
-def _is_strange(kind: Sequence[Any]) -> bool:
+def _is_foreign(kind: Sequence[Any]) -> bool:
     # stable_diffusion is where diffusers keeps its safety checker.
     return kind[0] is not None and kind[0] not in (*components.LIBRARIES, "stable_diffusion")
 

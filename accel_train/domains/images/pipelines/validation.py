@@ -109,7 +109,7 @@ def draw(
 
     ``encoded`` returns the embeddings of a prompt. The noise is a function of the seed and the number of the prompt.
     """
-    found: list[Tensor] = []
+    pictures: list[Tensor] = []
     empty = family.empty(pipeline, encoded(""))
     for number, prompt in enumerate(options.prompts):
         # A process of a sharded model that ended before the others would leave them waiting.
@@ -117,8 +117,8 @@ def draw(
         arguments = family.sample(encoded(prompt), empty)
         # Without the sign: a generator reports a negative seed as one beyond int64, where MMDiT's sampler reads it.
         picture_seed = rng.key(seed, "lora/validation", number) & (2**63 - 1)
-        found.append(draw_picture(pipeline, family, arguments, picture_seed, side, options.steps, options.guidance))
-    return found
+        pictures.append(draw_picture(pipeline, family, arguments, picture_seed, side, options.steps, options.guidance))
+    return pictures
 
 
 def report(directory: Path, step: int, pictures: Sequence[Tensor]) -> None:

@@ -134,7 +134,7 @@ def read_own(
     if len(sources) > 1:
         heldout, heldout_notices = read(sources[1])
         notices += [f"held out: {notice}" for notice in heldout_notices]
-        train, both = _without(train, heldout)
+        train, both = _without_heldout(train, heldout)
         if both:
             notices.append(f"{both:,} captions of held-out pictures are left out of training")
     if data.heldout_path is None:
@@ -156,7 +156,7 @@ def _square_notices(pictures: Sequence[Picture], size: int) -> list[str]:
     return frame_notices(frames, enlarged_to=f"--pictures.size {size}", cropped_by="squares are cut at the centre")
 
 
-def _without(train: Sequence[Picture], heldout: Sequence[Picture]) -> tuple[list[Picture], int]:
+def _without_heldout(train: Sequence[Picture], heldout: Sequence[Picture]) -> tuple[list[Picture], int]:
     """Return the training pictures that are not held out, and the number of the others."""
     # By content: a copy under another name would be trained on and still count as held out.
     known = {picture.content for picture in heldout}

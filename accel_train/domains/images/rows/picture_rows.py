@@ -94,12 +94,12 @@ def _write_shards(directory: Path, parts: Parts, patching: Patching, progress: P
                 stop = start + ROWS_PER_SHARD
                 latents = patching.tokens(piece.pictures[start:stop])
                 np.save(directory / f"shard_{shard:04d}.npy", latents.numpy())
-                rows.writelines(_lines(piece.captions[start:stop], piece.contents[start:stop], shard))
+                rows.writelines(_row_lines(piece.captions[start:stop], piece.contents[start:stop], shard))
                 shard += 1
                 progress.update(len(latents))
 
 
-def _lines(captions: Sequence[Sequence[str]], contents: Sequence[str], shard: int) -> Iterator[str]:
+def _row_lines(captions: Sequence[Sequence[str]], contents: Sequence[str], shard: int) -> Iterator[str]:
     for index, of_picture in enumerate(captions):
         place: dict[str, Any] = {"shard": shard, "idx": index}
         if contents:

@@ -100,11 +100,11 @@ def prepare_prior(
 def in_sizes(prior: Sequence[Sample], sizes: Iterable[Size]) -> list[Sample]:
     """Return the pictures of the prior for each size: those in this bucket, or if there are none, all cropped to it."""
     whole = {sample.picture.content: sample for sample in prior}
-    found: list[Sample] = []
+    resized: list[Sample] = []
     for size in sorted(set(sizes)):
         own = [sample for sample in prior if sample.target_size == size]
-        found += own or [sample._replace(target_size=size) for sample in whole.values()]
-    return found
+        resized += own or [sample._replace(target_size=size) for sample in whole.values()]
+    return resized
 
 
 def joined(batch: Mapping[str, Tensor], weight: float) -> dict[str, Tensor]:
@@ -115,7 +115,7 @@ def joined(batch: Mapping[str, Tensor], weight: float) -> dict[str, Tensor]:
     """
     if not any(name.startswith(PREFIX) for name in batch):
         return dict(batch)
-    found: dict[str, Tensor] = {}
+    rows: dict[str, Tensor] = {}
     for name, value in batch.items():
         if name.startswith(PREFIX):
             continue
@@ -125,5 +125,5 @@ def joined(batch: Mapping[str, Tensor], weight: float) -> dict[str, Tensor]:
             pair = LOADED[name](value)
         else:
             pair = (value, batch[f"{PREFIX}{name}"])
-        found[name] = torch.cat(pair)
-    return found
+        rows[name] = torch.cat(pair)
+    return rows

@@ -60,7 +60,7 @@ def read_header(content: bytes, *, max_pixels: int = MAX_PIXELS) -> PictureHeade
                 width, height = height, width
             return PictureHeader(width, height, image.format or "", image.mode, _frames(image))
 
-    return _explained(read)
+    return _as_picture_error(read)
 
 
 def decode_picture(content: bytes, *, background: Colour = WHITE, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -74,7 +74,7 @@ def decode_picture(content: bytes, *, background: Colour = WHITE, max_pixels: in
         with _open(content, max_pixels) as image:
             return _as_rgb(image, background)
 
-    return _explained(decode)
+    return _as_picture_error(decode)
 
 
 def upright_rgb(image: Image.Image, *, background: Colour = WHITE) -> Image.Image:
@@ -82,7 +82,7 @@ def upright_rgb(image: Image.Image, *, background: Colour = WHITE) -> Image.Imag
 
     Raises ``PictureError`` for a file that Pillow has opened and cannot decode.
     """
-    return _explained(lambda: _as_rgb(image, background))
+    return _as_picture_error(lambda: _as_rgb(image, background))
 
 
 def decode_alpha(content: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image | None:
@@ -99,7 +99,7 @@ def decode_alpha(content: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image
                 return None
             return _upright(image.convert("RGBA").getchannel("A"), orientation)
 
-    return _explained(decode)
+    return _as_picture_error(decode)
 
 
 def colour(text: str) -> Colour:
@@ -122,7 +122,7 @@ def _as_rgb(image: Image.Image, background: Colour) -> Image.Image:
     return _upright(rgb, orientation)
 
 
-def _explained(act: Callable[[], T]) -> T:
+def _as_picture_error(act: Callable[[], T]) -> T:
     """Turn whatever a decoder raises into a ``PictureError``."""
     try:
         return act()
