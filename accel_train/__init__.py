@@ -2,7 +2,7 @@
 
 Import the part you need (``accel_train.training.accumulation``, ``accel_train.store.commit``, ...); none needs a
 recipe, and CONTRIBUTING.md says which packages import which others. Nothing is imported here, so that
-``import accel_train`` costs nothing. ``load`` opens a trained model and is imported when it is first asked for.
+``import accel_train`` costs nothing. ``load`` opens a trained model and is imported on first access.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Values that options are made of: ranges, paths, the origin of each, and the error that the user can correct.
+"""Building blocks of options: value ranges, paths, the origin of each option, and the error that a user can correct.
 
 Every package imports this module, so it imports none of them. ``options`` reads a config.
 """
@@ -23,15 +23,15 @@ OF_LAUNCHERS = {
     *("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),  # Intel MPI and MPICH
     *(MACHINE_FILE_VARIABLE, REHEARSAL_VARIABLE),
 }
-"""Variables of a launcher, whole names: one of the user, such as LOCAL_SCRATCH, may begin like them."""
+"""Variables set by launchers, by full name: a user's own variable, such as LOCAL_SCRATCH, may share a prefix."""
 LAUNCHERS = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
-"""Beginnings of all others."""
+"""Name prefixes of all other variables set by launchers."""
 
 
 class UsageError(ValueError):
     """Error that the user can correct: exit code 2, no traceback.
 
-    The text has the option and its value, the requirement with numbers, and the remedy.
+    The message names the option and its value, the requirement with numbers, and the remedy.
     """
 
     exit_code = 2
@@ -46,24 +46,24 @@ class MachineError(UsageError):
 
 
 class MendedError(UsageError):
-    """A defect that the next start of the same command mends: an end with exit code 75, not 2."""
+    """A defect that the next start of the same command repairs: the run ends with exit code 75, not 2."""
 
 
 class WithoutEffectError(UsageError):
-    """Error for options that another one leaves without effect, such as parts of something switched off.
+    """Error for options that another option leaves without effect, such as settings of a feature that is off.
 
-    Those of a preset or file give way to a flag that causes it. Those of the command line are refused.
+    Options of a preset or file give way to the flag that causes this. Options of the command line are refused.
     """
 
     def __init__(self, text: str, options: Mapping[str, object], *, parts: Iterable[WithoutEffectError] = ()) -> None:
         super().__init__(text)
         self.options = options
-        """Their dotted names, each with the value that it has where nothing is asked of it."""
+        """Dotted names of these options, each with its default value."""
         self.parts = tuple(parts) or (self,)
-        """An error for each cause, where several groups were refused at once."""
+        """One error for each cause, if several groups were refused at once."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Pickle would build it from its text alone.
+        # Pickle would rebuild it from its message alone.
         return type(self), (str(self), self.options), vars(self)
 
 
@@ -72,8 +72,8 @@ def refuse_without_effect(
 ) -> None:
     """Raise ``WithoutEffectError`` for those of ``names`` in ``group`` that differ from their defaults.
 
-    ``because`` goes on from "has no effect". It names the cause with its group, as the notice does if they give way.
-    ``instead`` is how they would get their effect. ``group`` is empty for options outside groups.
+    ``because`` completes the sentence "has no effect ...". It names the cause with its group, as the notice about
+    options that give way does. ``instead`` says how to make them effective. ``group`` is empty outside groups.
     """
     defaults = type(options)
     given = [name for name in names if getattr(options, name) != getattr(defaults, name)]
@@ -94,7 +94,7 @@ def refuse_without_effect(
 
 
 def as_written(value: object) -> str:
-    """Return the value of an option as a flag has it."""
+    """Format the value of an option as on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
@@ -116,12 +116,12 @@ OF_THE_MACHINE = {
 
 
 def disk_error(error: Exception) -> type[UsageError]:
-    """Return the type that reports an error of the disk: permissions and paths are usage, the rest may pass."""
+    """Return the error type for a disk error: wrong usage for permissions and paths, while the rest may pass."""
     return MachineError if error_number(error) in OF_THE_MACHINE else UsageError
 
 
 def error_number(error: Exception) -> int | None:
-    """Return the ``errno`` of an error. Libraries in Rust, such as safetensors, have it in the text alone."""
+    """Return the ``errno`` of an error, or None. Rust libraries, such as safetensors, give it only in the message."""
     if isinstance(error, OSError):
         return error.errno
     said = re.search(r"\(os error (\d+)\)", str(error))
@@ -132,7 +132,7 @@ def error_number(error: Exception) -> int | None:
 
 @contextmanager
 def refuse_unwritable(place: str, remedy: str = WRITABLE) -> Generator[None]:
-    """Raise errors of the disk as those of ``disk_error``. ``place`` is the path, after its option if it has one."""
+    """Turn an ``OSError`` into the type of ``disk_error``. ``place`` is the path, preceded by its option if any."""
     try:
         yield
     except OSError as error:
@@ -140,12 +140,12 @@ def refuse_unwritable(place: str, remedy: str = WRITABLE) -> Generator[None]:
 
 
 def refuse_unusable_folder(place: str, folder: Path) -> None:
-    """Raise ``UsageError`` unless a file can be made in ``folder``. Leaves nothing behind, nor a parent that it made.
+    """Raise ``UsageError`` unless a file can be created in ``folder``. Removes all that it creates, parents included.
 
-    By trial, because a superuser may write everywhere by the permissions, and cannot in /proc or on a full disk.
+    Creates a file to find out: permissions let a superuser write anywhere, but /proc or a full disk still refuse.
     """
     missing: list[Path] = []
-    # A name of its own, since several processes may ask at once.
+    # A name for each process, since several may try at once.
     trial = folder / f".accel-train-trial-{os.getpid()}"
     with refuse_unwritable(place):
         try:
@@ -160,9 +160,9 @@ def refuse_unusable_folder(place: str, folder: Path) -> None:
 
 
 def refuse_impossible(arguments: Mapping[str, object]) -> None:
-    """Raise ``UsageError`` for an argument of a command that is empty text, or longer than a path can be.
+    """Raise ``UsageError`` for a command's argument that is empty text, or longer than a path can be.
 
-    Those of a recipe are its own matter, as are gates and settings of a comparison, and a URL may be long.
+    Arguments passed on to a recipe, gates and common settings of a comparison are not checked, nor is a webhook's URL.
     """
     for name, value in arguments.items():
         if name in ("arguments", "common", "gates", "webhook"):
@@ -183,11 +183,11 @@ def _is_text(value: object) -> TypeGuard[str]:
 
 
 def too_long(path: str) -> str | None:
-    """Return why the file system takes no such path, with the requirement. None if it may."""
+    """Return why the file system rejects a path as too long, and what is required. None if it may accept the path."""
     try:
         os.lstat(expand_path(path))
     except OSError as error:
-        # All others may be mended by making what is missing.
+        # Any other error may be solved by creating what is missing.
         if error.errno == errno.ENAMETOOLONG:
             return (
                 f"{cut(path)} is refused: a path is required that the file system takes, mostly up to 255 bytes a "
@@ -197,7 +197,7 @@ def too_long(path: str) -> str | None:
 
 
 def launched_processes(environment: Mapping[str, str]) -> int:
-    """Return ``WORLD_SIZE``, the number of processes by their launcher. 1 without one."""
+    """Return ``WORLD_SIZE``, the number of processes that a launcher started, or 1 without a launcher."""
     text = environment.get("WORLD_SIZE", "1")
     if not (text.isdecimal() and int(text) > 0):
         raise UsageError(
@@ -208,7 +208,7 @@ def launched_processes(environment: Mapping[str, str]) -> int:
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for one process that is none of a launcher's, although its command may run under one."""
+    """Return the environment for a process that belongs to no launcher, even if this command runs under one."""
     return {
         name: value
         for name, value in environment.items()
@@ -218,7 +218,7 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def in_one_process() -> Generator[None]:
-    """Leave the variables of a launcher, which a shell beside a run may have, without effect."""
+    """Hide the variables of a launcher, which a shell next to a run may have set."""
     alone = without_launcher(os.environ)
     # The choice of the device holds for one process as well.
     removed = os.environ.keys() - alone.keys() - {"ACCELERATE_USE_CPU"}
@@ -230,14 +230,14 @@ def in_one_process() -> Generator[None]:
 
 
 def cut(text: str, limit: int = 40) -> str:
-    """Return the beginning of a text in quotes, with its length if it is longer."""
+    """Return a text in quotes, cut to ``limit`` characters and followed by its full length if it is longer."""
     if len(text) <= limit:
         return repr(text)
     return f"{text[:limit]!r}... ({len(text)} characters)"
 
 
 # Infinite upper bounds are exclusive, so .inf is refused.
-# No count is above the integers that a float has exactly, such as those of JSON in other programs.
+# Counts stay in the range where a float holds every integer: other programs may read JSON numbers as floats.
 PositiveInt = Annotated[int, Interval(gt=0, le=2**53)]
 NonNegativeInt = Annotated[int, Interval(ge=0, le=2**53)]
 PositiveFloat = Annotated[float, Interval(gt=0, lt=float("inf"))]
@@ -251,18 +251,18 @@ FractionBelowOne = Annotated[float, Interval(ge=0, lt=1)]
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 """The range of numpy's seeds."""
 TimeoutSeconds = Annotated[int, Interval(gt=0, le=365 * 24 * 3600)]
-"""Up to a year. torch counts timeouts in integers that larger numbers may overflow."""
+"""Up to a year. torch stores timeouts as integers, which larger values may overflow."""
 if TYPE_CHECKING:
-    # A config puts a number in the place of `auto` as soon as it is built.
+    # A config replaces `auto` by a number as soon as it is built.
     MicroBatchSize = int
 else:
     MicroBatchSize = PositiveInt | Literal["auto"]
 
 _ORIGINS = "_origins"
 GIVES_WAY = " gives way to "
-"""Within the origin of an option that a flag has replaced: ``500 of demo gives way to --max_epochs``."""
+"""Part of the origin of an option that a flag has replaced: ``500 of demo gives way to --max_epochs``."""
 _requested: dict[str, object] = {}
-"""``output_dir`` of the config read last."""
+"""``output_dir`` of the most recently read config."""
 
 
 def set_origins(config: object, origins: Mapping[str, str]) -> None:
@@ -278,7 +278,7 @@ def origin_of(config: object, option: str) -> str:
 
 
 def replaced_options(config: object) -> dict[str, str]:
-    """Return the options of a preset or file that gave way to flags, each with a text about it."""
+    """Return the options of a preset or file that gave way to flags, each with its origin."""
     origins: Mapping[str, str] = getattr(config, _ORIGINS, {})
     return {option: origin for option, origin in origins.items() if GIVES_WAY in origin}
 
@@ -297,7 +297,7 @@ def requested_output_dir() -> Path | None:
 
 
 def default_cache() -> str:
-    """Return the directory for recomputable files, unless an option names another one."""
+    """Return the default directory for files that can be recomputed."""
     return os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
 
 

@@ -1,4 +1,4 @@
-"""Cores that this process may use, by its affinity and the quotas of its cgroups, and the model of the processor."""
+"""Cores that this process may use, by its affinity and its cgroups' quotas, and the name of the processor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def usable_cores() -> tuple[int, str]:
 
 
 def cpu_name() -> str:
-    """Return the model of the processor, or its architecture if the system does not tell."""
+    """Return the model name of the processor, or its architecture if the system does not report a name."""
     with suppress(OSError):  # only Linux has the file
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -55,7 +55,7 @@ def _quotas() -> list[float]:
 
 
 def _quota(folder: Path) -> list[float]:
-    """Read the quota of one cgroup, in cores. An empty list is no quota."""
+    """Read the quota of one cgroup, in cores. Returns an empty list if it has none."""
     try:
         quota, period = _quota_and_period(folder)
         # No quota is `max` in version 2 and -1 in version 1.

@@ -65,8 +65,8 @@ def _decay_steps(config: ExperimentConfig, earlier: Mapping[str, Any], max_steps
 def _schedule(config: ExperimentConfig, earlier: Mapping[str, Any], steps: int) -> ScheduleConfig:
     """Return the schedule for a run of ``steps``, with a warm-up and a first cycle that fit.
 
-    They are shortened only if a preset or file sets them, and the command line or ``max_epochs`` a length that is too
-    short. Two contradicting numbers from one source stay as they are and are refused later.
+    Both are shortened only if they come from a preset or file, and the command line or ``max_epochs`` makes the run too
+    short for them. Contradicting numbers from a single source stay as they are and are refused later.
     """
     schedule = config.schedule
     origins = {name: origin_of(config, f"schedule.{name}") for name in SHORTENED.values()}
@@ -75,10 +75,10 @@ def _schedule(config: ExperimentConfig, earlier: Mapping[str, Any], steps: int) 
         asked, used = earlier.get(key) or (None, 0)
         if origins[name] != "command line" and asked is not None and getattr(schedule, name) == asked:
             schedule = replace(schedule, **{name: used})
-    # A schedule with a length of its own does not follow that of the run.
+    # A schedule with its own length does not follow that of the run.
     if schedule.decay_steps is not None:
         return schedule
-    # How many steps an epoch has is known once the data are, so a file with max_epochs does not contradict itself.
+    # The steps of an epoch are known only with the data, so a file with max_epochs does not contradict itself.
     if config.max_steps is not None and origin_of(config, "max_steps") != "command line":
         return schedule
     free = [name for name, origin in origins.items() if origin not in ("default", "command line")]
@@ -101,13 +101,13 @@ class RunLength(NamedTuple):
 
     @property
     def kept_flags(self) -> str:
-        """Flags of shortened options, for a command with another ``decay_steps``: those of the file may not fit it."""
+        """Flags of shortened options, for a command with another ``decay_steps``: the file's values may not fit it."""
         shortened = {name: self.resolved[key] for key, name in SHORTENED.items() if key in self.resolved}
         return "".join(f" --schedule.{name} {used}" for name, (_, used) in shortened.items())
 
 
 def resolve_length(config: ExperimentConfig, accelerator: Accelerator, dataset_size: int) -> RunLength:
-    """Return the length of the run and of its schedule, of which the first start that trained decides some values.
+    """Return the length of the run and of its schedule. Later starts keep some values of the first one that trained.
 
     Collective. Raises ``UsageError``.
     """
@@ -134,7 +134,7 @@ def resolve_length(config: ExperimentConfig, accelerator: Accelerator, dataset_s
 
 
 def late_evaluation(config: ExperimentConfig, max_steps: int) -> list[str]:
-    """Return a notice if the run is too short for ``evaluation.every``, unless only its shortening made it so."""
+    """Return a notice if the run is too short for ``evaluation.every``, unless a flag merely shortened a preset."""
     every = getattr(getattr(config, "evaluation", None), "every", 0)
     origin = origin_of(config, "evaluation.every")
     if every < max_steps or origin not in ("command line", origin_of(config, _length_option(config))):
@@ -147,7 +147,7 @@ class PreparedData(Protocol):
 
     @property
     def train(self) -> Sized:
-        """Training samples, those of an epoch."""
+        """Training samples of one epoch."""
         ...
 
     @property
@@ -194,23 +194,23 @@ def open_experiment(
     metrics: Sequence[str] | None = None,
     patience_after: int = 0,
 ) -> Experiment:
-    """Open the run directory for a start or a resume. All processes call it; collective.
+    """Open the run directory for a start or a resume. Collective: all processes call it.
 
-    ``dataset_size`` is the samples of an epoch, and ``fingerprint`` identifies the data. A ``ledger``, read from the
+    ``dataset_size`` counts an epoch's samples, and ``fingerprint`` identifies the data. A ``ledger``, read from the
     checkpoint to resume by ``earlier_ledger``, permits both to change. ``notices`` are logged first. ``metrics`` names
     everything that an evaluation reports. With None, the first evaluation without ``best_metric`` ends the run.
     ``checkpoints.patience`` does not count evaluations in the first ``patience_after`` steps.
 
     Raises the errors of ``open_run``, and ``UsageError`` if the processes have different data, if
     ``checkpoints.best_metric`` or a gate of ``accel-train compare`` is not in ``metrics``, if the steps to profile lie
-    beyond the last, or if, without a ``ledger``, the run has gone on from these data to others.
+    beyond the last, or if, without a ``ledger``, the run has since moved on from these data to others.
     """
     # First, because lengths and the experiment follow from the data.
     _refuse_different_data(accelerator, dataset_size, fingerprint)
     if metrics is not None:
         refuse_unknown_metric(config.checkpoints.best_metric, metrics)
         gates.refuse_unknown_gates(metrics)
-    # The length of an epoch needs the data. Findings come after what is refused, which they would only say twice.
+    # The length of an epoch needs the data. Findings come after the refusals, which they would only repeat.
     length = resolve_length(config, accelerator, dataset_size)
     log_findings(config, accelerator, "data", dataset_size=dataset_size)
     max_steps = length.max_steps
@@ -275,7 +275,7 @@ def _open_run(
 
 
 def _with_kept_ledger(config: ExperimentConfig, run: Run, history: DataHistory) -> DataHistory:
-    """Add the ledger of the checkpoint where data must not change. It leaves the fingerprint as it is."""
+    """Add the checkpoint's ledger if the data must not change. The fingerprint stays as it is."""
     if history.ledger or run.checkpoint is None or config.evaluate_only:
         return history
     return replace(history, ledger=unchanged_ledger(history.contents, run.checkpoint.path / "assets"))
@@ -292,7 +292,7 @@ def _refuse_lost_growth(config: ExperimentConfig, run: Run) -> None:
 
 
 def _refuse_measuring_after(config: ExperimentConfig, run: Run) -> None:
-    """Raise ``UsageError`` for a measurement after a schedule: it would begin again with ``global_batch_size``."""
+    """Raise ``UsageError`` for measuring noise after a batch schedule: it would restart at ``global_batch_size``."""
     checkpoint = run.checkpoint
     assert checkpoint is not None, "a resume"
     before: Mapping[str, Any] = checkpoint.manifest.get("experiment", {})

@@ -112,7 +112,7 @@ class Recipe:
     text_rows: Callable[[Any], TextRows] | None = None
     """Function of what ``startup.prepare_data`` returned: its rows as text, for ``accel-train data rows``."""
     timesteps: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Input of the model with the diffusion time of a loss term, (B,) in [0, 1], for its mean loss by time."""
+    """Maps a loss term to the model input with its diffusion time, (B,) in [0, 1], to record its loss by time."""
     smoke: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] = field(default_factory=dict[str, Any])
     """Values of its own options with ``--smoke``, such as an evaluation of few samples. Or a function of the config
     that returns them."""
@@ -239,14 +239,14 @@ class ExperimentConfig:
         return None if source is None else str(source)
 
     def is_default(self, option: str) -> bool:
-        """Return True if nobody set ``option``, or a file to its default: the config.yaml of a run has every option."""
+        """Return True if ``option`` is unset, or a file repeats its default, as the config.yaml of a run may."""
         origin = origin_of(self, option)
         if origin in ("default", "command line"):
             return origin == "default"
         return flatten(to_tree(self))[option] == flatten(defaults_tree(type(self)))[option]
 
     def replaced_by_flags(self, flags: Mapping[str, Any]) -> dict[str, str]:
-        """Return the options that ``flags`` take the place of, each with that flag: a run has one length."""
+        """Return the options that ``flags`` replace, each with its flag: a run has only one length."""
         pairs = (("max_epochs", "max_steps"), ("max_steps", "max_epochs"))
         return {other: flag for other, flag in pairs if other not in flags and flags.get(flag) is not None}
 
@@ -264,7 +264,7 @@ class ExperimentConfig:
 
     @classmethod
     def may_change_on_resume(cls, option: str) -> bool:
-        """Return True for an option that a resume does not compare with that of the run."""
+        """Return True for an option whose value may differ from the run's on a resume."""
         free = (*FREE_TO_CHANGE, *cls.recipe.free_to_change)
         return any(option == name or option.startswith(f"{name}.") for name in free)
 
@@ -282,7 +282,7 @@ class ExperimentConfig:
             "global_batch_size": samples * launched_processes(os.environ),
             "micro_batch_size": samples,
             "log.log_every": 1,
-            # A trial is no run to be kept by a tracker.
+            # A smoke run does not belong in a tracker.
             "log.trackers": [],
         }
         # Schedules and profiles of later steps, or a push of some checkpoints only, have no meaning in two steps.
@@ -297,7 +297,7 @@ class ExperimentConfig:
         if "output_dir" not in flags:
             refuse_smoke_of_a_run(self.output_dir, flags, evaluates_only=self.evaluate_only)
             values |= {"output_dir": f"{self.output_dir}-smoke", "overwrite": True, "resume": "auto"}
-        # The recipe's own last, because it knows what of it takes long.
+        # The recipe's values come last, because it knows which of its parts take long.
         own = self.recipe.smoke
         if callable(own):
             own = own(self)
@@ -327,13 +327,13 @@ class ExperimentConfig:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own = cls.__dict__.get("__post_init__")
-        # An inherited one runs the checks already.
+        # An inherited one already runs the checks.
         if own is None:
             return
 
         @functools.wraps(own)
         def with_the_checks_of_every_recipe(self: ExperimentConfig) -> None:
-            # A recipe that had to call them could forget to, and they would be off in silence.
+            # A recipe that had to call the checks could forget to, and they would be off silently.
             ExperimentConfig.__post_init__(self)
             own(self)
 
@@ -346,7 +346,7 @@ class ExperimentConfig:
         if self.recipe.one_loss_term:
             self.balance.refuse_single_term(1)
         saved = self.checkpoints
-        # A recipe without such an option evaluates when it likes.
+        # A recipe without such an option evaluates whenever it chooses.
         saved.refuse_single_evaluation(getattr(getattr(self, "evaluation", None), "every", 1))
         saved.refuse_other_direction(self.recipe.decided_by)
         refuse_choice_of_pushes(self.hub, saved.best_metric, saves_state=saved.save_state)
@@ -358,7 +358,7 @@ class ExperimentConfig:
         )
 
     def _resolve_micro_batch(self) -> None:
-        """Put a number in the place of ``auto``. Raises ``UsageError`` where nothing could reduce it."""
+        """Replace ``auto`` by a number. Raises ``UsageError`` if nothing could reduce it later."""
         # A recipe that calls `super().__post_init__()` comes here twice.
         if self.micro_batch_is_auto:
             return

@@ -1,4 +1,4 @@
-"""Frozen parameters of a model: held by checkpoints or named by their files, on the device or in host memory."""
+"""Frozen parameters of a model: stored in checkpoints or referenced by file, on the device or in host memory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def resolve_base(
         if "definition" in reference:
             run.embedded_base = {name: value for name, value in reference.items() if name != "files"}
         return reference, [f"{values}, saved in every checkpoint"]
-    # Read by the manifest of every checkpoint, and compared by every resume.
+    # Recorded in the manifest of every checkpoint, and compared on every resume.
     run.base = reference
     files = reference["files"]
     gib = sum(facts["size"] for facts in files.values()) / (1 << 30)
@@ -86,8 +86,8 @@ def resolve_base(
 def offload_frozen(accelerator: Accelerator, run: Run, model: nn.Module, compile_mode: str) -> str:
     """Move the frozen weights of the blocks to host memory, in place, and return a notice. Before ``prepare``.
 
-    Raises ``UsageError`` for frozen weights that a save would have to read, and for what ``offload_frozen_blocks`` does
-    not take.
+    Raises ``UsageError`` for frozen weights that a save would have to read, and for whatever ``offload_frozen_blocks``
+    refuses.
     """
     if run.base is None:
         raise UsageError(
@@ -150,7 +150,7 @@ def _reference(accelerator: Accelerator, base: PretrainedBase) -> dict[str, Any]
     """Hash the files on every host, and require the same on all. Collective."""
     mine = None
     with failing_together(accelerator):
-        # One process of a host: its files are the same for all of them, and hashing takes the disk's whole speed.
+        # One process per host: all of them see the same files, and hashing saturates the disk.
         if accelerator.is_local_main_process:
             mine = base.reference(cache_if_usable())
     # In a list, because Accelerate joins the lists of all processes.
@@ -173,8 +173,8 @@ def pinned(
 ) -> Options:
     """Return the options of a base on the Hub with the commit that the run began with. Collective.
 
-    ``base`` is a dataclass with ``source`` and ``revision``, and ``option`` the name of the latter, such as
-    ``model.revision``: where it or the source has another value than at the start of the run, that counts.
+    ``base`` is a dataclass with ``source`` and ``revision``. ``option`` is the name of the latter, such as
+    ``model.revision``. If it or the source has changed since the start of the run, the new values count.
     ``at_commit`` is called on the main process and returns the options with the commit to begin with. Raises like
     ``at_commit``, and like ``fetch.read_manifest`` for a checkpoint on the Hub that is not there.
     """
@@ -193,7 +193,7 @@ def pinned(
 
 def _earlier_manifest(options: RunOptions) -> Mapping[str, Any]:
     """Return the manifest of the newest checkpoint that a start finds, also on the Hub. Empty for a fresh start."""
-    # Here, because only a resume from the Hub has use for all that it stands on.
+    # Imported here, because only a resume from the Hub needs it and its dependencies.
     from accel_train.checkpoints import fetch
 
     found = earlier_checkpoints(options)

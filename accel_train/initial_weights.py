@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
-"""Each parameter begins at a multiple of so many bytes, as in torch's own allocations."""
+"""Alignment in bytes of the start of each parameter, as in torch's own allocations."""
 NONCE_BYTES = 16
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 NAMESPACE = Path("/proc/self/ns/pid")
@@ -52,17 +52,17 @@ class Place(NamedTuple):
 class Offer(NamedTuple):
     """Where the other processes of a host find the parameters, and the pickled rest behind them.
 
-    Small, because every process gets those of all.
+    Small, because every process receives the offers of all processes.
     """
 
     path: str
     """Path of the memory file, valid while the process that made it holds it open."""
     nonce: bytes
-    """What the file begins with, since a path may come to mean another file."""
+    """First bytes of the file, which tell whether the path still means this file."""
     weights: int
     """Bytes up to the end of the parameters."""
     rest: int
-    """Bytes behind them."""
+    """Bytes of the pickled rest, behind the parameters."""
 
 
 class Built(NamedTuple):
@@ -121,9 +121,9 @@ def load(opened: Experiment, model: nn.Module, base: Mapping[str, Any] | None) -
 
 
 def shares(accelerator: Accelerator) -> bool:
-    """Return True if ``accelerator.prepare`` takes the weights from where they were built, and needs them no more.
+    """Return True if ``accelerator.prepare`` moves the weights away from where they were built.
 
-    Under DDP on a CPU every process goes on with them, and DeepSpeed makes copies of all of them in each process.
+    Under DDP on a CPU every process trains them in place, and DeepSpeed copies all of them in each process.
     """
     strategy = strategy_of(accelerator)
     moves = strategy == "fsdp2" or (strategy == "ddp" and accelerator.device.type != "cpu")
@@ -133,9 +133,9 @@ def shares(accelerator: Accelerator) -> bool:
 def build_once_per_host(accelerator: Accelerator, make: Callable[[], nn.Module]) -> nn.Module:
     """Return ``make()``, called by one process of each host where ``shares``, else by every process. Collective.
 
-    The others get its modules, and torch's generator on the host as it left it. What a process writes to the parameters
-    later is its own. Every process calls ``make`` if the model cannot be pickled, or if tensors of it overlap or have
-    hooks; so does one that may not open the leader's memory. An error of one is raised on all.
+    The others get its modules and its state of torch's CPU generator. What a process writes to the parameters later
+    stays private to it. Every process calls ``make`` if the model cannot be pickled, or if its tensors overlap or have
+    hooks. So does a process that may not open the leader's memory. An error of one process is raised on all.
     """
     if not shares(accelerator):
         return make()
@@ -163,7 +163,7 @@ def load_once_per_host(accelerator: Accelerator, model: nn.Module, read: Callabl
     """Call ``read``, which writes to parameters and buffers of ``model``, on one process of each host. Collective.
 
     Every process calls it if ``model`` is not from ``build_once_per_host``, or no longer has the parameters that it had
-    there. None: nothing is read. An error of one is raised on all.
+    there. With None nothing is read. An error of one process is raised on all.
     """
     built = _built.pop(model, None)
     if built is None:
@@ -188,7 +188,7 @@ def load_once_per_host(accelerator: Accelerator, model: nn.Module, read: Callabl
 
 
 def _host() -> tuple[str, int]:
-    """Processes with the same answer see each other's files under ``/proc``. Without it, each is a host of its own."""
+    """Return a key shared by processes that see each other's files under ``/proc``, a unique one without ``/proc``."""
     try:
         return BOOT.read_text().strip(), NAMESPACE.stat().st_ino
     except OSError:
@@ -196,16 +196,16 @@ def _host() -> tuple[str, int]:
 
 
 def _share(leader: int, model: nn.Module) -> Built:
-    """Move the parameters of ``model`` into a new memory file. No offer if the others could not read it there."""
+    """Move the parameters of ``model`` into a new memory file. Returns no offer if the model cannot be handed on."""
     descriptor = os.memfd_create("accel-train-weights")
     try:
         _refuse_unshareable(model)
         places, end = _places(model)
         offer = Offer(f"/proc/{os.getpid()}/fd/{descriptor}", secrets.token_bytes(NONCE_BYTES), end, 0)
         built = Built(leader, offer, places, descriptor)
-        # What is drawn after the model was built must not differ between the processes either.
+        # Random draws after the model was built must not differ between processes either.
         return built._replace(offer=_write(built, model, (model, places, torch.get_rng_state())))
-    # Pickle and the modules of others raise what they like.
+    # Pickle and third-party modules may raise anything.
     except Exception as error:
         details(logger, f"every process builds the model, which cannot be handed on: {type(error).__name__}: {error}")
         os.close(descriptor)
@@ -225,7 +225,7 @@ def _places(model: nn.Module) -> tuple[dict[str, Place], int]:
 
 
 def _refuse_unshareable(model: nn.Module) -> None:
-    """Raise ``UnshareableError`` for tensors with what a copy would lack: shared memory, a device, hooks."""
+    """Raise ``UnshareableError`` for tensors that a copy would not reproduce: on a device, hooked or overlapping."""
     extents: list[tuple[int, int, str]] = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu":
@@ -242,13 +242,13 @@ def _refuse_unshareable(model: nn.Module) -> None:
 
 
 def _can_be_placed(tensor: Tensor) -> bool:
-    """Return True for a parameter of which there is no more than its values in order. Others are pickled."""
+    """Return True for a plain contiguous parameter, which its raw bytes describe fully. Others are pickled."""
     is_plain = type(tensor) is nn.Parameter and tensor.layout == torch.strided
     return is_plain and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
 
 
 def _still_has(model: nn.Module, places: Mapping[str, Place]) -> bool:
-    """Return True if each place has its parameter, perhaps with other values."""
+    """Return True if ``model`` still has a matching parameter for each place. Its values may have changed."""
     parameters = dict(model.named_parameters())
     for name, place in places.items():
         parameter = parameters.get(name)
@@ -295,7 +295,7 @@ def _take(leader: int, offer: Offer | None) -> tuple[nn.Module, Built] | None:
     try:
         model, places, random_state = _open(offer).load()
         torch.set_rng_state(random_state)
-    # Pickle and the modules of others raise what they like, and a container may hide the files of other processes.
+    # Pickle and third-party modules may raise anything, and a container may hide the files of other processes.
     except Exception as error:
         details(logger, f"this process builds the model, which it cannot take over: {type(error).__name__}: {error}")
         return None
@@ -303,7 +303,7 @@ def _take(leader: int, offer: Offer | None) -> tuple[nn.Module, Built] | None:
 
 
 def _adopt(offer: Offer, places: Mapping[str, Place], model: nn.Module) -> None:
-    """Give ``model`` what the leader has read."""
+    """Give ``model`` the tensors that the leader has read."""
     unpickler = _open(offer)
     parameters = dict(model.named_parameters())
     for name, place in places.items():
@@ -316,7 +316,7 @@ def _adopt(offer: Offer, places: Mapping[str, Place], model: nn.Module) -> None:
 def _open(offer: Offer) -> _Unpickler:
     """Return a reader of the leader's pickled rest, with the memory of its parameters."""
     with open(offer.path, "rb") as file:
-        # Numbers of processes are given out again.
+        # Process ids are reused.
         if file.read(NONCE_BYTES) != offer.nonce:
             raise OSError(f"{offer.path} is not the memory of the weights: another process has this number here")
         file.seek(offer.weights)
@@ -348,7 +348,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes the parameters again, each as a view of ``mapped``."""
+    """Rebuilds the parameters, each as a view of ``mapped``."""
 
     def __init__(self, file: io.BytesIO, mapped: mmap.mmap) -> None:
         super().__init__(file)

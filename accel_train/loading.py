@@ -29,10 +29,10 @@ ALLOWED = re.compile(r"accel_train\.domains\.([a-z_]+)\.pipeline:([A-Z][A-Za-z]*
 """Names allowed in a config.json. A folder is data and must never decide about the code to import: only the pipelines
 inside this package can be named."""
 DESCRIPTIONS = ("config.json", ADAPTER_DESCRIPTION, "adapter_config.json", "model_index.json")
-"""Descriptions of weights: the first one present counts. adapter_config.json alone is of peft, and the last of
-diffusers."""
+"""Files that describe weights: the first one present counts. adapter_config.json alone means peft, and
+model_index.json means diffusers."""
 PROOFS = ("example.json", ADAPTER_DESCRIPTION)
-"""In an export: the sha256 of all other files, with its example, or with the base of adapters."""
+"""Files of an export that hold the sha256 of all others: its example, or the description of adapters."""
 
 
 OWN_RECIPE = (
@@ -131,7 +131,7 @@ def find(place: Place) -> Path:
         verify_export(path, PROOFS)
         return path
     checkpoint, skipped = places.newest_at(path)
-    # Warned of, because without the damaged checkpoint the model is that of an earlier step.
+    # A warning, because without the damaged checkpoint the model is that of an earlier step.
     for reason in skipped:
         logger.warning("skipped: %s", reason)
     return checkpoint.path
@@ -173,7 +173,7 @@ def pipeline_of(directory: Path) -> type[Pipeline]:
 def _recognised(description: Mapping[str, Any], directory: Path) -> type[Pipeline]:
     """Find the pipeline for a description without its name, as other libraries write it."""
     for domain in iter_modules(import_module(DOMAINS).__path__, f"{DOMAINS}."):
-        # A domain that only others build on.
+        # Some domains only serve others.
         if find_spec(f"{domain.name}.pipeline") is None:
             continue
         for value in vars(import_module(f"{domain.name}.pipeline")).values():

@@ -89,7 +89,7 @@ def training(
     current = Training(opened, first, reports, saver, iter(()), prepared)
     current.steps = steps = reports.watched(_reread_after_growth(current, read(current), read))
     observation = nullcontext() if _observe is None else _observe(current, prepared, dataset)
-    # Left from the right: the saver's last commit is still recorded in the log.
+    # Exited from right to left: the saver's last commit is still recorded in the log.
     alone = prepared.calls.alone(prepared.model)
     with step_overhead.garbage_frozen(), alone, reports.log, closing(steps), saver, observation, _recorded(current):
         yield current
@@ -166,9 +166,9 @@ class Training:
     """If set, takes the result of each step, which then changes nothing: no update, record, save or evaluation."""
     _ended: bool = False
     part: Part = "step"
-    """What the loop is doing, and after an error what it was doing."""
+    """Current part of the loop. After an error, the part that failed."""
     rerun_hint: str | None = None
-    """How to run the final evaluation that a stop interrupted, as in "start ...". None: none is owed."""
+    """Way to rerun the final evaluation that a stop interrupted, worded to follow "start". None: none is owed."""
     _result: StepResult | None = None
     _metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of an evaluation after the current step."""
@@ -247,8 +247,8 @@ class Training:
 
         A pending save is committed first, so that an evaluation that raises, hangs or is killed loses nothing. A stop
         ends it at its next ``stopping_point``, on all processes, and saves. Returns the metrics, empty after a stop.
-        Saves and raises ``UsageError`` if they are no dict of numbers, or lack ``checkpoints.best_metric``, by which
-        retention is to choose.
+        Saves, then raises ``UsageError``, if they are not a dict of numbers, or lack ``checkpoints.best_metric``, which
+        decides what retention keeps.
         """
         if self.measure is not None:
             return {}
@@ -294,7 +294,7 @@ class Training:
         if self.done < self.opened.max_steps:
             return
         if not self.opened.config.checkpoints.save_state:
-            # From weights alone no start resumes.
+            # No start can resume from weights alone.
             self.rerun_hint = "again with --evaluate_only"
             return
         self.rerun_hint = "the same command again"

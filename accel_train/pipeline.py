@@ -24,8 +24,8 @@ FORMAT = 1
 DESCRIBED = ("recipe", "pipeline", "objective", "sampler", "normalisation", "units", "card")
 """Keys beside the architecture in config.json."""
 ADAPTER_DESCRIPTION = "pipeline.json"
-"""Counterpart of config.json for adapters: beside a config.json transformers would take their weights for those of the
-model."""
+"""Counterpart of config.json for adapters: next to a config.json, transformers would take their weights for a whole
+model's."""
 
 T = TypeVar("T", bound="TrainedModel", covariant=True)
 
@@ -36,7 +36,7 @@ class Example:
 
     name: str
     arguments: Mapping[str, Any]
-    """By name: tensors, plain values, and named tuples of these from the model's own file."""
+    """Arguments by name: tensors, plain values, and named tuples of these from the model's own file."""
     function: Callable[..., Any] | None = None
     """One of ``Pipeline.standalone``, called with the model and config.json before the arguments. None: the model."""
 
@@ -50,12 +50,12 @@ class Example:
 
 
 class WrittenModel(NamedTuple):
-    """What a pipeline says of a whole model that it wrote from adapters and their base."""
+    """Facts about a whole model that a pipeline wrote from adapters and their base."""
 
     line: str | None = None
-    """About it, for the user. None: it is proven as any other export, and the proof says it."""
+    """Line about it for the user. None: it is proven like any other export, and the proof has its line."""
     outputs: Sequence[Mapping[str, Any]] | None = None
-    """Of each of ``Pipeline.examples``, by name, of the model before it was written. None: of the written files."""
+    """Outputs of each of ``Pipeline.examples``, by name, from the model in memory. None: from the written files."""
 
 
 class SampleOptions(Protocol):
@@ -95,7 +95,7 @@ class Pipeline(TrainedModel, Protocol):
     recipe: ClassVar[str]
     """Name of the recipe, for config.json."""
     tag: ClassVar[str | None]
-    """``pipeline_tag`` on the Hub. None where the Hub has no word for it."""
+    """``pipeline_tag`` on the Hub. None if the Hub has no fitting tag."""
     usage: ClassVar[str]
     """A line of Python that calls ``pipeline``, for the card on the Hub."""
 
@@ -117,7 +117,7 @@ class Pipeline(TrainedModel, Protocol):
 
 @runtime_checkable
 class Convertible(Protocol):
-    """Pipeline whose weights other programs read in forms of their own."""
+    """Pipeline whose weights can also be written in the formats of other programs."""
 
     @classmethod
     def write_for_others(cls, directory: Path) -> list[str]:
@@ -137,8 +137,8 @@ def describe(
 ) -> dict[str, Any]:
     """Return config.json of a model: its architecture, ``shape``, and how it is used.
 
-    ``shape`` is a dataclass, or the config.json of another library, where an earlier description is replaced. Options
-    are dataclasses by name, or plain values. ``card`` may have ``datasets`` (ids on the Hub), ``base_model`` and
+    ``shape`` is a dataclass, or the config.json of another library, whose earlier description, if any, is replaced.
+    Options map names to dataclasses or plain values. ``card`` may have ``datasets`` (Hub ids), ``base_model`` and
     ``measured_on`` (the data of the metrics). ``from_pretrained`` of the model's class reads the architecture and
     leaves out the rest.
     """
@@ -149,7 +149,7 @@ def describe(
         **architecture,
         "format": FORMAT,
         "recipe": pipeline.recipe,
-        # A name and no code: `load` decides whether it may be imported.
+        # A name, not code: `load` decides whether it may be imported.
         "pipeline": f"{pipeline.__module__}:{pipeline.__qualname__}",
         "objective": _plain(objective),
         "sampler": _plain(sampler),
@@ -175,9 +175,9 @@ def _plain(options: Mapping[str, object]) -> dict[str, Any]:
 
 
 def settings(description: Mapping[str, Any], directory: Path) -> Mapping[str, Any] | None:
-    """Return the description if it says how the model is used. None for one of another library.
+    """Return the description if it says how the model is used. None for a config.json of another library.
 
-    Raises ``UsageError`` for one of another version.
+    Raises ``UsageError`` for the format of another version.
     """
     found = description.get("format")
     if found is None:
@@ -192,14 +192,14 @@ def settings(description: Mapping[str, Any], directory: Path) -> Mapping[str, An
 
 
 def read_lines(file: str | None, option: str = "text_file") -> list[str]:
-    """Return the lines of a file of texts that are not empty. ``option`` names the file.
+    """Return the lines with text of a file. ``option`` is the option that names it, for errors.
 
-    Raises ``UsageError`` if it cannot be read, or holds no such line.
+    Raises ``UsageError`` if the file cannot be read, or holds no such line.
     """
     if file is None:
         return []
     try:
-        # Some editors begin a file with a mark of its encoding, which is no part of the first text.
+        # Some editors begin a file with a byte-order mark, which is not part of the first text.
         lines = expand_path(file).read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{option} {file}: cannot be read ({error}); a file in UTF-8 is required") from None
@@ -210,15 +210,15 @@ def read_lines(file: str | None, option: str = "text_file") -> list[str]:
 
 
 def listed(texts: str | Sequence[str]) -> list[str]:
-    """Return texts as a list. A single one counts as one text."""
-    # It is a sequence too, of letters.
+    """Return texts as a list. A single string is one text."""
+    # A string is a sequence too, of characters.
     return [texts] if isinstance(texts, str) else list(texts)
 
 
 def file_stem(prompt: str, seed: int, content: bytes) -> str:
-    """Return the name of a file for what was sampled: another content never replaces it, and the same one does.
+    """Return a file name for a sample: only a file with the same prompt, seed and content is replaced.
 
-    A prompt may be longer than a file name and have characters that no file name takes.
+    The prompt is hashed, because it may be too long for a file name, or have characters that no file name allows.
     """
     of_prompt, of_content = (hashlib.blake2b(each, digest_size=4).hexdigest() for each in (prompt.encode(), content))
     return f"{of_prompt}-{seed}-{of_content}"

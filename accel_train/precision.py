@@ -1,6 +1,6 @@
-"""Numerical precision: its names in options and in torch, and differences that are held to a tolerance.
+"""Numerical precision: its names in options and in torch, and differences to compare with a tolerance.
 
-In a difference NaN counts as infinite. Every comparison with it is false, so that ``difference > tolerance`` would pass
+A difference that is NaN counts as infinite. Comparisons with NaN are false, so ``difference > tolerance`` would accept
 it, and Python's ``max`` drops it unless it comes first.
 """
 
@@ -26,7 +26,7 @@ def dtype_of(precision: Precision) -> torch.dtype:
 
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[int]:
-    """Return the ids of the parameters that their library keeps in fp32 where a model is loaded in ``dtype``.
+    """Return the ids of the parameters that their library keeps in fp32 when a model is loaded in ``dtype``.
 
     Models of transformers name them in ``_keep_in_fp32_modules``, for fp16, and ``_keep_in_fp32_modules_strict``, for
     bf16 as well; those of diffusers in the first, for both.
@@ -39,7 +39,7 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[int]:
     for part in model.modules():
         habits: Any = part
         names: set[str] = set(getattr(habits, "_keep_in_fp32_modules_strict", None) or ())
-        # The method tells a diffusers model.
+        # Only models of diffusers have this method.
         if dtype == torch.float16 or hasattr(part, "set_attention_backend"):
             names |= set(getattr(habits, "_keep_in_fp32_modules", None) or ())
         if not names:
@@ -50,7 +50,7 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[int]:
 
 
 def nan_as_infinite(difference: float) -> float:
-    """Return the difference, infinity for NaN."""
+    """Return the difference, or infinity for NaN."""
     if math.isnan(difference):
         return math.inf
     return difference

@@ -116,7 +116,7 @@ def prepare(
     reference, base_notices = resolve_base(
         accelerator, opened.run, model, base, option=config.checkpoints.base, precision=config.precision
     )
-    # The sharded module no longer takes a file with whole tensors, and float8 must find the weights in place.
+    # A sharded module cannot load files of whole tensors, and float8 must find the weights in place.
     initial_weights.load(opened, model, reference)
     notices = [*base_notices, *_trained_in_fp32(model), *name_wrapped_classes(accelerator, model)]
     refuse_unshardable(accelerator, model)
@@ -150,9 +150,9 @@ def prepare(
 
 
 def _build_guard(opened: Experiment, optimizer: Any, *, on_cpu: bool) -> tuple[StepGuard, str]:
-    """Build the step guard with what follows the losses: the steps that it leaves out do not move that either.
+    """Build the step guard, and attach what follows the losses, so that left-out steps do not move that either.
 
-    Returns where it decides as well, with the reason.
+    Also returns where the guard decides, host or device, with the reason.
     """
     config = opened.config
     guard, reason = resolve_step_guard(opened.accelerator, optimizer, config.health, on_cpu=on_cpu)

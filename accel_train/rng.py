@@ -118,7 +118,7 @@ def inverse_cdf(position: Tensor, weights: Tensor) -> Tensor:
 
 
 def permute(index: Tensor, length: int, key: int) -> Tensor:
-    """Map each index (int64) by the random bijection of range(length) named by `key`. Needs no table.
+    """Map each index (int64) by the random bijection of range(length) selected by `key`. Needs no table.
 
     A Feistel network over the next power of two. Values outside `length` walk on along their cycle (Black and
     Rogaway 2002), twice on average at worst. Waits for the device, so it is meant for the CPU.
@@ -237,7 +237,7 @@ def seed_generators(key: int) -> None:
 def preserve_random_states() -> Generator[None, None, None]:
     """Restore the states of the global generators. Takes about 0.15 ms, so use it once per micro-batch."""
     python_state = random.getstate()
-    # The legacy form warns of another generator than numpy's first one.
+    # The legacy form warns about any bit generator other than MT19937.
     numpy_state = np.random.get_state(legacy=False)
     torch_state = torch.get_rng_state()
     try:

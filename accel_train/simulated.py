@@ -45,7 +45,7 @@ def active() -> Simulation | None:
 
 
 def weights_have_no_values() -> bool:
-    """Return True while a model is only counted, on the meta device, and in a simulation: no file need be read."""
+    """Return True on the meta device, where a model is only counted, and in a simulation: no file need be read."""
     return active() is not None or torch.get_default_device().type == "meta"
 
 

@@ -97,9 +97,9 @@ def start(config: ExperimentConfig) -> Accelerator:
 
 
 def _set_up_directory(directory: Path, before: frozenset[Path], accelerator: Accelerator) -> None:
-    """Set up logging into the run directory. A ``UsageError`` later on removes what was not there ``before``."""
+    """Set up logging into the run directory. A later ``UsageError`` removes whatever was not there ``before``."""
     rank = accelerator.process_index
-    # Before the log is opened, because that of a living run is no place for a refused start.
+    # Before the log is opened: a refused start must not write into the log of a live run.
     on_main(accelerator, lambda: refused.refuse_held(directory))
 
     def remove_created(kind: type[BaseException] | None, *_: object) -> None:
@@ -144,7 +144,7 @@ class _State:
     """State of this process across the calls of a recipe."""
 
     reads_data = False
-    """Leave the recipe's ``main`` once its data are prepared, without a directory of the run."""
+    """Leave the recipe's ``main`` once its data are prepared, without creating a run directory."""
 
 
 _state = _State()
@@ -158,10 +158,10 @@ class _DataPrepared(BaseException):
 
 
 def data_of(main: Callable[[Sequence[str]], object], argv: Sequence[str]) -> Any:
-    """Return what ``main(argv)`` prepares by ``prepare_data``, as a start does, in this process alone.
+    """Return the data that ``main(argv)`` prepares with ``prepare_data``, as a start does, in this process alone.
 
-    Call it within ``config.in_one_process``. Writes the same cache, and nothing into ``output_dir``. None if ``main``
-    ends before. Raises ``UsageError`` as the start would.
+    Call it within ``config.in_one_process``. Writes the same cache, and nothing into ``output_dir``. Returns None if
+    ``main`` ends earlier. Raises ``UsageError`` as the start would.
     """
     _state.reads_data = True
     try:

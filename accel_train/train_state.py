@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 def smaller_micro_batch(config: ExperimentConfig) -> out_of_memory.SmallerMicroBatch | None:
-    """Return the micro-batch that an earlier start of the run has fallen back to. None: ``micro_batch_size``."""
+    """Return the micro-batch that an earlier start of the run fell back to, None if ``micro_batch_size`` applies."""
     if config.out_of_memory == "stop" or config.run_options().overwrite:
         return None
     return out_of_memory.recorded(expand_path(config.output_dir), config.micro_batch_size)
@@ -55,7 +55,7 @@ def smaller_micro_batch(config: ExperimentConfig) -> out_of_memory.SmallerMicroB
 
 def in_use(config: ExperimentConfig, micro_batch_size: int, schedule: ScheduleConfig) -> ExperimentConfig:
     """Return a copy of the config with the micro-batch and schedule in use."""
-    # Not `replace`: its checks are about the values asked for, and would refuse those that the run has fallen back to.
+    # Not `replace`: its checks are meant for requested values, and would refuse those that the run fell back to.
     used = copy.copy(config)
     object.__setattr__(used, "micro_batch_size", micro_batch_size)
     object.__setattr__(used, "schedule", schedule)
@@ -93,7 +93,7 @@ class Experiment:
 
     @cached_property
     def early_stopping(self) -> EarlyStopping | None:
-        """Count of the evaluations that bring nothing better, None if they never end the run. Collective."""
+        """Counter of evaluations without improvement, None if they never end the run. Collective."""
         policy = self.config.checkpoints
         if policy.patience is None or policy.best_metric is None:
             return None
@@ -129,20 +129,20 @@ class Experiment:
 
     @property
     def only_evaluates(self) -> bool:
-        """True for a start that trains no step: as asked, or to make up for an evaluation that a stop broke off."""
+        """True for a start that trains no step: as asked, or to make up for an evaluation that a stop interrupted."""
         is_owed = self.run.owes_evaluation and self.start_step >= self.max_steps
         return self.config.evaluate_only or is_owed
 
     @cached_property
     def report_directory(self) -> Path:
-        """Directory for people. ``evaluate_only`` on other data than the checkpoint's has a folder of its own there."""
+        """Directory of the report. ``evaluate_only`` on data other than the checkpoint's has its own folder there."""
         if self.config.evaluate_only:
             return self.run.report_directory(self.history.contents)
         return self.run.report_directory()
 
     @cached_property
     def plateau(self) -> Plateau | None:
-        """Factor of the learning rate that follows the training loss, None for that of the schedule alone."""
+        """Learning-rate factor that follows the training loss, None if the schedule alone decides."""
         if not self.config.plateau.is_on:
             return None
         # Imported here, because most runs have no use for it.
@@ -152,7 +152,7 @@ class Experiment:
 
     @cached_property
     def noise_scale(self) -> NoiseScale | None:
-        """Noise of the gradient, by which the batch grows. None: not measured."""
+        """Gradient noise scale, by which the batch grows. None if it is not measured."""
         schedule = self.config.batch_schedule
         if not schedule.measures:
             return None
@@ -168,7 +168,7 @@ class Experiment:
         return self.config.batch_schedule.grown(self.run.grown)
 
     def batch_size(self, step: int) -> int:
-        """Return the samples of optimizer step ``step``, counted from 0, over all processes."""
+        """Return the number of samples in optimizer step ``step``, counted from 0, over all processes."""
         return self.batch_schedule.size(self.config.global_batch_size, step)
 
     @property
@@ -181,7 +181,7 @@ class Experiment:
         return accumulation_steps(largest, self.accelerator.num_processes, self.micro_batch_size)
 
     def share_of(self, batch_size: int) -> int:
-        """Return the most samples that a process has of ``batch_size``: no micro-batch is larger."""
+        """Return the largest number of samples that a process gets of ``batch_size``: no micro-batch is larger."""
         return math.ceil(batch_size / self.accelerator.num_processes)
 
     def config_in_use(self) -> dict[str, Any]:
@@ -199,11 +199,11 @@ class Experiment:
         return write
 
     def refuse_unreported(self, step: int, metrics: Mapping[str, float], *before: Callable[[], None]) -> None:
-        """Raise ``UsageError`` if an evaluation lacks ``checkpoints.best_metric``, once it has called ``before``.
+        """Raise ``UsageError`` if an evaluation lacks ``checkpoints.best_metric``, after calling each of ``before``.
 
-        Metrics that a recipe declares are compared at the start, so there only if the evaluation after ``step`` steps
-        counts for ``checkpoints.patience``. Collective. The main process decides, since a recipe may return metrics
-        there alone.
+        Metrics that a recipe declares are checked at the start. Here they are checked only if the evaluation after
+        ``step`` steps counts for ``checkpoints.patience``. Collective. The main process decides, since a recipe may
+        return metrics there alone.
         """
         best_metric = self.config.checkpoints.best_metric
         counts = self.config.checkpoints.patience is not None and step > self.patience_after
@@ -220,7 +220,7 @@ class Experiment:
             raise
 
     def plan_of_save(self, ema: Ema) -> Plan:
-        """Return the files of a save and their places in the host memory of all processes, without taking any."""
+        """Return the files of a save and their places in the host memory of all processes, without allocating any."""
         # Imported here, because only a simulation asks: a save plans by itself.
         from accel_train.checkpoints.contents import plan_after_a_step
 
@@ -259,12 +259,12 @@ class TrainState:
 
     @cached_property
     def times(self) -> StepTimes:
-        """The clock of the parts of a step, which its windows mark and the log points read."""
+        """Timer of the parts of a step. Gradient windows mark them, and log points read it."""
         return StepTimes(self.accelerator.device)
 
     @cached_property
     def calls(self) -> StepCalls:
-        """The calls of the loop in the present step, from the first use on."""
+        """Record of the loop's calls in the current step, created on first use."""
         # Imported here, because a simulation checks no loop.
         from accel_train.training.step_calls import StepCalls
 
@@ -302,16 +302,16 @@ def handle_out_of_memory(
     part: out_of_memory.Part,
     memory: Mapping[str, object],
 ) -> None:
-    """Raise ``StartAgain`` with half of the micro-batch, or add advice to ``error``, of the step counted from 1.
+    """Raise ``StartAgain`` with half of the micro-batch, or add advice to ``error``. ``step`` is counted from 1.
 
-    An evaluation or a save does not become smaller with the micro-batch, so it ends the run. ``memory`` are further
+    An evaluation or a save does not become smaller with the micro-batch, so it ends the run. ``memory`` has further
     fields of the event.
 
     Not collective: the other processes fail in their next reduction, or are ended by the launcher.
     """
     config = opened.config
     batch_size = opened.batch_size(max(0, step - 1))
-    # What a forward really held: half of a larger number would not be less.
+    # The samples that a forward really held: half of a larger number might be no fewer.
     used = min(opened.micro_batch_size, opened.share_of(batch_size))
     fields = {"during": part, "micro_batch_size": used, **memory}
     if part != "step" or config.out_of_memory == "stop" or used == 1:
@@ -335,7 +335,7 @@ def handle_out_of_memory(
 def double_micro_batch(opened: Experiment, done: int, committed: Callable[[int], bool]) -> None:
     """Raise ``StartAgain`` with twice the micro-batch, if that is due after a save of step ``done``. Collective.
 
-    ``committed`` waits for that save, and returns False if it failed: the next start would go on from an older one.
+    ``committed`` waits for that save, and returns False if it failed: the next start would resume from an older one.
     """
     config = opened.config
     if not config.regrow_after or done >= opened.max_steps:
@@ -383,7 +383,7 @@ def roll_back(opened: Experiment, log: Recorder, error: NonFiniteError) -> None:
 def without_left_out(opened: Experiment, prepared: TrainState, order: Sampler) -> Sampler:
     """Return ``order`` without the samples of ``without_samples`` and of rollbacks. Checkpoints list the latter.
 
-    Those of other data are left out of neither: here their indices are other samples.
+    Rollbacks on other data do not count: their indices mean other samples here.
     """
     history = prepared.guard.history
     data = opened.history.contents

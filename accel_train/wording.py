@@ -1,4 +1,4 @@
-"""Parts of messages: the name that was probably meant, a list cut short, where one goes. Standard library only."""
+"""Parts of messages: a name that was probably meant, shortened lists, readable values. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE_ONLY = "file_only"
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that is nearly the same, in any case; None where none has ``cutoff`` of its letters (0 to 1)."""
+    """Return the most similar known name, ignoring case. None if no similarity reaches ``cutoff`` (0 to 1)."""
     # difflib would count each letter of another case as a difference.
     by_lower = {one.lower(): one for one in known}
     found = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=cutoff)
@@ -22,7 +22,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(meant: str | None, *, bare: bool = False) -> str:
-    """`` (did you mean 'seed'?)``, to be put behind what is refused; ``bare`` without parentheses; empty for None."""
+    """Return `` (did you mean 'seed'?)`` to append to a refusal. No parentheses if ``bare``, empty for None."""
     if not meant:
         return ""
     question = f"did you mean {meant!r}?"
@@ -30,12 +30,12 @@ def did_you_mean(meant: str | None, *, bare: bool = False) -> str:
 
 
 def words_of(name: str) -> list[str]:
-    """The words of a name in lower case, whatever divides them: ``val/F1`` has ``val`` and ``f1``."""
+    """Split a name into lower-case words at anything but letters and digits: ``val/F1`` has ``val`` and ``f1``."""
     return re.findall(r"[^\W_]+", name.lower())
 
 
 def declared_of(metric: str, declared: Mapping[str, T]) -> T | None:
-    """What is declared for a metric by its name, or else by the last words of it: ``f1`` and ``F1`` for ``val/F1``."""
+    """Return what is declared for a metric by its name, or else by its last words: ``f1`` or ``F1`` for ``val/F1``."""
     if metric in declared:
         return declared[metric]
     words = words_of(metric)
@@ -45,13 +45,13 @@ def declared_of(metric: str, declared: Mapping[str, T]) -> T | None:
 
 
 def shortened(names: Sequence[str], limit: int, separator: str = ", ") -> str:
-    """``a, b and 3 more``: the first ``limit`` names; ``nothing`` for none."""
+    """Return the first ``limit`` names, as in ``a, b and 3 more``. Returns ``nothing`` without names."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (separator.join(names[:limit]) or "nothing") + more
 
 
 def shown(value: object) -> str:
-    """``repr``, with the first 12 digits alone of a sha256: enough to tell two apart, and to find one in a log."""
+    """Return ``repr``, of a sha256 its first 12 digits: enough to tell two apart, and to find one in a log."""
     if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value):
         return repr(value[:12])
     return repr(value)

@@ -180,11 +180,11 @@ def main(argv: Sequence[str]) -> int:
 
     adapted.refuse_other_meaning(opened.run.initial_weights, data.tokenizer, config.lora)
     pretrained.refuse_other_config(model_config, hf_config, opened.run.checkpoint)
-    # Other weights than those of the source come later, from a checkpoint or from init_from.
+    # Weights other than the source's are loaded later, from a checkpoint or from init_from.
     fresh = opened.run.has_no_weights
     build = partial(pretrained.build, model_config, hf_config, load_source=fresh, adapters=config.lora)
     plain = preparation.build_model(opened, build, precision=config.precision, device=accelerator.device)
-    # The tokens of a micro-batch, whose logits may take more memory than all else.
+    # Tokens of a micro-batch. Their logits may take more memory than everything else.
     tokens = opened.micro_batch_size * config.data.max_length
     logs.info(
         logger,
@@ -218,7 +218,7 @@ def main(argv: Sequence[str]) -> int:
             prepared.ema.update(batches.step)
 
             training.report(batches, result, **work(batches, flops_per_token))
-            # Save before the evaluation, so that one that fails loses nothing.
+            # Save before the evaluation, so that a failing one loses nothing.
             training.save_if_due(result)
             if config.evaluation.due(batches.done, opened.max_steps):
                 training.evaluate(partial(run_evaluation, batches.done))

@@ -98,7 +98,7 @@ class Config(experiment.ExperimentConfig):
 
 
 def preset_without_one(argv: Sequence[object]) -> str:
-    """Return the preset of a command line that names none: that of your own base, or the demo."""
+    """Return the preset for a command line that names none: with --base.source the one for tuning, else the demo."""
     has_base = any(word.partition("=")[0] == "--base.source" for word in words_of(argv))
     return TUNE_PRESET if has_base else DEFAULT_PRESET
 
@@ -121,7 +121,7 @@ def loss_sums(denoising: Denoising, model: nn.Module, batch: Batch) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------ evaluation
 def heldout_sums(inputs: Inputs, denoising: Denoising, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the sums of errors of each band of times, without the weights of training."""
+    """Sum the errors within each band of times, without the loss weights of training."""
     encoded = inputs.encoded(batch)
     sums = {"samples": batch["weight"].sum()}
     for band in range(objective.BANDS):
@@ -143,7 +143,7 @@ def heldout_losses(config: Config, prepared: TrainState, inputs: Inputs, denoisi
 
 
 def evaluate(config: Config, prepared: TrainState, inputs: Inputs, denoising: Denoising, step: int) -> dict[str, float]:
-    """Compute held-out losses and draw prompts, with the EMA weights. Every process calls it."""
+    """Compute held-out losses and sample pictures for prompts, with the EMA weights. Every process calls it."""
     options = config.evaluation
     side = options.pixels(config.data)
     with evaluation.evaluating(prepared.model, prepared.ema):
@@ -223,7 +223,7 @@ def main(argv: Sequence[str]) -> int:
             prepared.ema.update(step)
 
             training.report(batches, result)
-            # Save before the evaluation, so that one that fails loses nothing.
+            # Save before the evaluation, so that a failing one loses nothing.
             training.save_if_due(result)
             if config.evaluation.due(batches.done, opened.max_steps):
                 training.evaluate(partial(run_evaluation, batches.done))

@@ -78,7 +78,7 @@ class Config(experiment.ExperimentConfig):
 
 # ------------------------------------------------------------------------------------------------------------ loss
 # A batch holds tokens, text_mask, maskable (B, S) and latent (B, L, D). The loader adds weight, sample, occurrence and
-# position (B,). Padding samples, which give every process equally many micro-batches, have weight 0.
+# position (B,). Padding samples, which give every process the same number of micro-batches, have weight 0.
 def corrupt(config: Config, batch: Batch, step: int, batch_size: int, mask_id: int) -> tuple[Batch, dict[str, Tensor]]:
     """Return the model's inputs and the weights (B,) of each loss term. Draws are keyed by sample, never by process."""
     text_time, latent_time = draw_times(config, batch, step, batch_size)
@@ -228,7 +228,7 @@ def main(argv: Sequence[str]) -> int:
             prepared.ema.update(step)
 
             training.report(batches, result, mode=mode, **flops.work(shape, batches.micro_batches))
-            # Save before the evaluation, so that one that fails loses nothing.
+            # Save before the evaluation, so that a failing one loses nothing.
             training.save_if_due(result)
             if config.evaluation.due(batches.done, opened.max_steps):
                 training.evaluate(partial(run_evaluation, batches.done))

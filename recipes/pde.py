@@ -223,7 +223,7 @@ def main(argv: Sequence[str]) -> int:
             prepared.ema.update(step)
 
             training.report(batches, result, task=learned.task.name, **work(config, shape, learned, batches))
-            # Save before the evaluation, so that one that fails loses nothing.
+            # Save before the evaluation, so that a failing one loses nothing.
             training.save_if_due(result)
             if config.evaluation.due(batches.done, opened.max_steps):
                 training.evaluate(run_evaluation)

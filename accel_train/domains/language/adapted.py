@@ -1,4 +1,4 @@
-"""Language models with adapters: their base is found by its reference and verified, and the adapters put on it."""
+"""Load language models with adapters: find the base by its reference, verify it, and add the adapters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from accel_train.store import manifest, planning, strict_json, weights
 from accel_train.store.pretrained_base import refuse_other_base
 
 MERGE_TOLERANCE = 1e-4
-"""Largest difference of an output relative to the largest one, as verify.py of an export allows."""
+"""Largest allowed difference of an output, relative to the largest output, as in verify.py of an export."""
 
 
 def read_description(directory: Path) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def read_description(directory: Path) -> dict[str, Any]:
 
 
 def base_reference(directory: Path) -> Mapping[str, Any] | None:
-    """Return the files of the base as the checkpoint or the export names them. None where nothing does."""
+    """Return the reference of a checkpoint or an export to its base's files, None if it has none."""
     if (directory / manifest.MANIFEST).is_file():
         # A checkpoint: its manifest is what was verified.
         return manifest.read(directory).get("base")
@@ -69,7 +69,7 @@ def _described_base(directory: Path) -> Mapping[str, Any]:
 
 
 def base_precision(directory: Path) -> BasePrecision:
-    """Return the precision of the base in the training of a directory's adapters."""
+    """Return the precision that the base had while the adapters in ``directory`` were trained."""
     found: Any = _described_base(directory).get("precision", "fp32")
     if found not in get_args(BasePrecision):
         known = ", ".join(get_args(BasePrecision))
@@ -78,7 +78,7 @@ def base_precision(directory: Path) -> BasePrecision:
 
 
 def load_adapted(directory: Path, device: torch.device = CPU, *, plain: bool = False) -> nn.Module:
-    """Return the model of a checkpoint or an export of adapters, in fp32, on its base, in evaluation.
+    """Return the base with the adapters of a checkpoint or an export, in fp32 and in eval mode.
 
     A base of 8 or 4 bits is quantised as in training; with ``plain`` it is a float model of the same values. Generation
     ends as with the base (``AdapterEnds``). Raises ``UsageError`` for a missing or different base, and for damaged
@@ -98,7 +98,7 @@ def load_adapted(directory: Path, device: torch.device = CPU, *, plain: bool = F
     freeze_base(model, precision, "fp32", device)
     if plain:
         quantised.dequantise(model)
-    # What bf16 and fp16 left of the values, for a computation in fp32.
+    # The computation is in fp32, on the values as bf16 or fp16 rounded them.
     model.float()
     add_adapter(model, ADAPTER, directory)
     return model.eval()
@@ -151,7 +151,7 @@ def _read_base(folder: Path) -> nn.Module:
 
 
 def refuse_other_meaning(initial_weights: Path | None, tokenizer: Any, adapters: LoraConfig) -> None:
-    """Raise ``UsageError`` for weights to start from that fit, but were trained with other pieces or scales.
+    """Raise ``UsageError`` for initial weights that fit, but were trained with another tokenizer or adapter scale.
 
     ``initial_weights`` is a checkpoint, or None.
     """
@@ -171,7 +171,7 @@ def attach(model: nn.Module, adapters: Mapping[str, Path], owner: Path, referenc
 
 
 class AdapterEnds:
-    """Where generation ends with each adapter of a model: at the ends of the base, and at its own."""
+    """End tokens of generation with each adapter of a model: those of the base, and its own."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -179,14 +179,14 @@ class AdapterEnds:
         self._own: dict[str, list[int]] = {}
 
     def read(self, adapter: str, directory: Path) -> None:
-        """Read the ends of an adapter from its directory. Raises ``UsageError``."""
+        """Read the end tokens of an adapter from its directory. Raises ``UsageError``."""
         self._own[adapter] = ends.saved_ends(directory)
 
     def choose(self, adapter: str) -> None:
-        """Let generation end as it does with the ``adapter``, or with the base for a name without ends."""
+        """Let generation end at the tokens of ``adapter``, or of the base alone for a name without its own."""
         config: Any = getattr(self._model, "generation_config", None)
         if config is not None:
-            # Another adapter's are taken away: what one writes does not depend on which others are there.
+            # Those of other adapters are removed: what an adapter writes must not depend on which others are loaded.
             config.eos_token_id = self._base
             ends.add_ends(self._model, self._own.get(adapter, []))
 
@@ -196,20 +196,20 @@ class Merged(NamedTuple):
 
     model: nn.Module
     outputs: list[dict[str, Any]]
-    """Of each example, by name, of the base and its adapters side by side."""
+    """Outputs of each example by name, from the base and its adapters before merging."""
 
 
 def load_merged(directory: Path, examples: Callable[[nn.Module], Sequence[Example]]) -> Merged:
     """Return the model of a checkpoint or an export of adapters, merged into their base in fp32.
 
-    A base of 8 or 4 bits is merged by its dequantised values, as in training. Raises ``UsageError``, also for a merged
-    model with other outputs.
+    A base of 8 or 4 bits is merged by its dequantised values, as in training. Raises ``UsageError``, also if merging
+    has changed the outputs.
     """
     model = load_adapted(directory, plain=True)
     before = outputs(model, examples(model))
     # In place, so that there is one model in memory.
     merge_adapter(model, ADAPTER)
-    # In fp32, because what a lower precision rounds would hide a wrong weight.
+    # In fp32, because the rounding of a lower precision would hide a wrong weight.
     for expected, found in zip(before, outputs(model, examples(model)), strict=True):
         _refuse_other_outputs(directory, expected, found)
     ends.add_saved_ends(model, directory)
@@ -235,7 +235,7 @@ def _refuse_other_outputs(directory: Path, expected: Mapping[str, Tensor], found
 
 
 def round_weights(model: nn.Module, precision: Precision) -> None:
-    """Give the parameters the values that they have in ``precision``, in place. They stay fp32."""
+    """Round the values of the parameters to ``precision``, in place. Their dtype stays fp32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype_of(precision)).float()
 
@@ -248,6 +248,6 @@ def save_whole(model: nn.Module, directory: Path, precision: Precision) -> None:
     """
     narrow: Any = model.to(dtype_of(precision))
     refuse_out_of_range(narrow, type(narrow).__name__, precision)
-    # By it transformers and the Hub find the class.
+    # transformers and the Hub find the class by this.
     narrow.config.architectures = [type(narrow).__name__]
     narrow.save_pretrained(directory, max_shard_size=planning.SHARD_BYTES)

@@ -1,4 +1,4 @@
-"""Blocks of rows to tokens: each row is encoded, divided to fit, and held out or trained, by its content alone."""
+"""Encode blocks of rows: each row is tokenised, divided to fit, and held out or trained, by its content alone."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from accel_train.domains.language.rows.forms import DEFAULT_COLUMN, FORMS, Fault
 from accel_train.domains.language.rows.sources import has_come_before
 
 UNWRITTEN = "unwritten "
-"""Before the name of a part in the count of training chats whose template does not write it."""
+"""Prefix of a part's name in the count of training chats whose template does not write that part."""
 UNENDED = (
     "the chat template ends an answer with no special token of the tokenizer, so what the trained model generates ends "
     "by its length alone"
 )
 UNREAD = "unread "
-"""Before the name of a form in the count of training rows that are read by another one."""
+"""Prefix of a form's name in the count of training rows that have the form, but are read by another."""
 BESIDE = "beside "
-"""Before the name of a field in the count of training rows of which a named column alone is read."""
+"""Prefix of a field's name in the count of training rows that have the field beside the only column read."""
 ROLE = "role "
-"""Before a role that is not known in the count of training messages that have it."""
+"""Prefix of an unknown role in the count of training messages that have it."""
 LONGEST = "longest"
-"""Tokens of the longest training row of a block that is split or cut. A sum over blocks has no meaning."""
+"""Key for the tokens of a block's longest training row that is split or cut. A sum over blocks is meaningless."""
 KEY_BYTES = 16
 """Bytes kept of the hash of a row's words, which orders held-out rows: enough that different rows never share them."""
 TEXTS_AT_ONCE = 256
 SHOWN = 5
-"""Names in a notice, of fields that rows may have in any number."""
+"""Most field names in a notice: rows may have any number of them."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class BlockEncoder:
     def __call__(self, number: int) -> EncodedBlock:
         """Return the tokens of a block. Raises ``UsageError`` for rows without a template in the tokenizer."""
         if multiprocessing.parent_process() is not None:
-            # One worker a core already.
+            # There is already one worker per core.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         block = _Block(self, is_copy=has_come_before(self.source, number))
         found: list[Row] = []
@@ -81,8 +81,8 @@ class _Block:
         self.faults: list[Fault] = []
         self._encoder = encoder
         self._is_copy = is_copy
-        """Its rows were those of an earlier block, which counts the held-out, the excluded and the bad ones."""
-        # A hash below it is held out: the side of a row depends on its words and on nothing else.
+        """True if an earlier block had the same rows, and counts those held out, excluded or bad."""
+        # Rows with a lower hash are held out: the side of a row depends on its words and on nothing else.
         self._limit = math.ceil(encoder.fraction * 2**64)
         self._texts: list[Tokens] = []
         self._keys: list[bytes] = []
@@ -122,19 +122,19 @@ class _Block:
             return
         is_plain = row.text is not None
         pieces = (piece for text in texts for piece in packing.fit(text, limit, split=is_plain))
-        # A piece without a token to learn would only take place.
+        # A piece without a token to learn would only take up space.
         kept = [packing.marked(piece) for piece in pieces if any(piece.trained)]
         self._texts += kept
         self._keys += [key[:KEY_BYTES]] * len(kept)
         self._heldout += [is_heldout] * len(kept)
         if not kept:
             self.faults.append(Fault(row.place, _nothing_learned(texts, limit)))
-            # A bad row, and none of either split.
+            # A bad row belongs to neither split.
             return
         self._counts["heldout" if is_heldout else "train"] += 1
         self._counts["plain"] += is_plain
         self._counts["chats"] += len(row.messages) > 0
-        # Counted for training alone, of which the notices speak.
+        # The rest is counted for training alone, which is all that the notices describe.
         if is_heldout:
             return
         self._counts["several"] += len(texts) > 1
@@ -153,7 +153,7 @@ class _Block:
     def finish(self) -> EncodedBlock:
         heldout = np.array(self._heldout, np.bool_)
         faults = [] if self._is_copy else self.faults
-        # Big-endian, so that numbers are in the order of the bytes; halved in range to fit into the sign.
+        # Big-endian, so that numbers sort like the bytes. Shifted by 2**63 to fit into int64 in the same order.
         keys = np.frombuffer(b"".join(self._keys), ">u8").reshape(-1, 2)
         signed = (keys ^ np.uint64(2**63)).astype(np.uint64).view(np.int64)
         return EncodedBlock(
@@ -179,7 +179,7 @@ def _nothing_learned(texts: Sequence[Encoded], limit: int) -> str:
 
 
 def unread_notices(counts: Counter[str], column: str) -> list[str]:
-    """Return notices of rows that have several forms, or other texts beside the ``column`` of the options."""
+    """Return notices about rows with several forms, or with other texts beside the ``column`` of the options."""
     found = {form: counts[UNREAD + form] for form in FORMS}
     order = ", ".join(FORMS)
     notices = [
@@ -199,7 +199,7 @@ def unread_notices(counts: Counter[str], column: str) -> list[str]:
 
 
 def chat_notices(counts: Counter[str], answer_end: int | None, tokenizer: Any) -> list[str]:
-    """Return notices of chats that are several texts, of unknown roles, of parts not learned, and of no end."""
+    """Return notices about chats split into texts, unknown roles, parts not learned, and answers without an end."""
     others = {name.removeprefix(ROLE): count for name, count in counts.items() if name.startswith(ROLE)}
     notices = roles.notices(others, marked=templates.marks_learned(tokenizer))
     if several := counts["several"]:

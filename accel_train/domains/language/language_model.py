@@ -16,7 +16,7 @@ from accel_train.config import UsageError
 from accel_train.precision import Precision, dtype_of
 
 MANY_BYTES = 4 * 2**30
-"""More for logits with their gradient is worth a notice."""
+"""Logits that take more, with their gradient, are worth a notice."""
 OfTokens = Callable[[Tensor, Tensor], Tensor]
 """Values (N, ...) of tokens from their logits (N, V) and targets (N,)."""
 
@@ -29,10 +29,10 @@ class LanguageModel:
     packing: bool
     attention: str
     loss_chunk: int = 0
-    """As in ``by_chunks``, which the module has been given to. 0: all tokens at once."""
+    """Tokens per chunk, if ``by_chunks`` was applied to the module. 0: all tokens at once."""
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the logits (B, S, V) of a batch of rows, with each text of a packed row for itself.
+        """Return the logits (B, S, V) of a batch of rows. Texts packed into one row do not see each other.
 
         Padding is at the end of a row and needs no mask: no token sees a later one.
         """
@@ -59,9 +59,9 @@ class LanguageModel:
 
 
 def by_chunks(model: nn.Module, tokens: int) -> None:
-    """Let a model's forward return values of ``tokens`` tokens at a time, for ``LanguageModel.of_tokens``.
+    """Let a model's forward compute values for ``tokens`` tokens at a time, for ``LanguageModel.of_tokens``.
 
-    The logits of a chunk exist while its values are computed, and again in the backward, which computes them anew. With
+    The logits of a chunk exist only while its values are computed, and again while the backward recomputes them. With
     a vocabulary of 152k and 16k tokens in bf16, all logits and their gradients are 10 GB. Without ``values`` the
     forward is as before.
 
@@ -84,14 +84,14 @@ def by_chunks(model: nn.Module, tokens: int) -> None:
         kind = type(found)
 
         def of_chunk(states: Tensor, targets: Tensor) -> Tensor:
-            # All that the model does behind its blocks, such as scaled or capped logits.
+            # Everything that the model does after its blocks, such as scaling or capping logits.
             with _standing_in(decoder, kind(last_hidden_state=states.unsqueeze(0))):
-                # Any ids: what the blocks return of them is known.
+                # Any ids will do, because the output of the blocks is already known.
                 logits = whole(input_ids=torch.zeros_like(targets[None]), use_cache=False).logits.squeeze(0)
             return values(logits, targets)
 
         pairs = zip(found[0].flatten(0, 1).split(tokens), expected.flatten().split(tokens), strict=True)
-        # Nothing behind the blocks draws random numbers.
+        # Nothing after the blocks draws random numbers.
         again = functools.partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
         return torch.cat([again(*pair) for pair in pairs])
 
@@ -99,7 +99,7 @@ def by_chunks(model: nn.Module, tokens: int) -> None:
 
 
 def notices(model: nn.Module, loss_chunk: int, tokens: int, precision: Precision) -> list[str]:
-    """Return a line on the memory for the logits of a micro-batch of ``tokens`` tokens, if it is much."""
+    """Return a notice if the logits of a micro-batch of ``tokens`` tokens take much memory."""
     plain: Any = model
     vocabulary = plain.config.get_text_config().vocab_size
     # Their gradient is as large.
@@ -114,7 +114,7 @@ def notices(model: nn.Module, loss_chunk: int, tokens: int, precision: Precision
 
 @contextmanager
 def _standing_in(decoder: nn.Module, output: Any) -> Generator[None]:
-    """Let a module return ``output``. Not by another module: a model may look into the one that it has."""
+    """Let a module's forward return ``output``. The module itself stays, because a model may look into it."""
     before = vars(decoder).get("forward")
     vars(decoder)["forward"] = lambda *_, **__: output
     try:

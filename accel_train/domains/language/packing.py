@@ -1,4 +1,4 @@
-"""Texts packed into rows of one length. No token sees another text's.
+"""Pack texts into rows of one length. No token sees the tokens of another text.
 
 Positions tell transformers about the texts of a row: they begin at 0 with each text. The attention then masks other
 texts in every layer, windows included, or calls the kernels for varying lengths.
@@ -46,11 +46,11 @@ class EncodedBlock(NamedTuple):
     lengths: Ints
     """Tokens of each text."""
     keys: Ints
-    """(n, 2): of a held-out text the order of its row, else 0."""
+    """(n, 2): for a held-out text the sort key of its row, else 0."""
     heldout: NDArray[np.bool_]
     """True for a held-out text."""
     counts: Counter[str]
-    """Rows by what became of them: ``encoding``."""
+    """Rows by what became of them, under the names of ``encoding``."""
     faults: Sequence[tuple[str, str]]
     """Place and fault of each bad row."""
 
@@ -64,7 +64,7 @@ def fit(encoded: Encoded, max_length: int, *, split: bool) -> Iterator[Encoded]:
     yield Encoded(ids[:max_length], trained[:max_length])
     if not split:
         return
-    # Up to the last token but one: the last alone has been predicted by the piece before.
+    # Up to the last token but one: the last one alone was already predicted by the piece before.
     for start in range(max_length - 1, len(ids) - 1, max_length - 1):
         piece = trained[start : start + max_length]
         yield Encoded(ids[start : start + max_length], [False, *piece[1:]])
@@ -73,7 +73,7 @@ def fit(encoded: Encoded, max_length: int, *, split: bool) -> Iterator[Encoded]:
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Divide texts among rows of ``capacity`` tokens: best-fit decreasing (Johnson 1974). Returns indices by row.
 
-    Each text goes to the row with the least room that is enough, the longest texts first. O(n), and a function of the
+    Each text goes to the row with the least sufficient room, the longest texts first. O(n), and a function of the
     lengths alone.
     """
     rows: list[list[int]] = []
@@ -113,9 +113,9 @@ class PackedTexts(NamedTuple):
     tokens: Tokens
     """Marked, row after row."""
     rows: Ints
-    """(R + 1,) place of each row in the tokens, and the number of tokens."""
+    """(R + 1,) start of each row in the tokens, and at the end the number of tokens."""
     texts: Ints
-    """(n, 2): place in the tokens and length of each text, in the order of the texts."""
+    """(n, 2): start in the tokens and length of each text, in the order of the texts."""
 
 
 def pack_texts(tokens: Tokens, lengths: Ints, max_length: int, *, packing: bool) -> PackedTexts:
@@ -130,7 +130,7 @@ def pack_texts(tokens: Tokens, lengths: Ints, max_length: int, *, packing: bool)
     ends = np.cumsum(ordered)
     places = np.empty_like(starts)
     places[order] = ends - ordered
-    # Of each token the place that it comes from.
+    # For each token, the distance from its new place back to its old one.
     moved = np.repeat(starts[order] - (ends - ordered), ordered)
     packed = tokens[moved + np.arange(len(tokens))]
     last = np.cumsum(sizes) - 1

@@ -1,4 +1,4 @@
-"""The loss of next tokens, and held-out perplexity beside that of unigrams."""
+"""The next-token loss, and held-out perplexity next to that of unigrams."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from accel_train.data.datasets import Batch
 from accel_train.domains.language.packing import IGNORED
 
 VALUES_AT_ONCE = 1 << 24
-"""Logits of a vocabulary in fp32 at a time: 64 MiB."""
+"""Logits converted to fp32 at a time: 64 MiB."""
 METRICS = ("nll", "perplexity", "accuracy", "unigram_perplexity")
 BASELINES = ("unigram",)
 
 
 def targets(batch: Batch) -> Tensor:
-    """Return the label of the next token at each place, (B, S), -100 where none counts, as after the last one.
+    """Return the label of the next token at each place, (B, S), and -100 where none counts, as at the last place.
 
     Rows of weight 0, which only keep the processes in step, count nowhere.
     """
@@ -63,7 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _some_rows(values: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-    """Split rows that belong to those of the logits."""
+    """Split ``values``, whose rows belong to those of ``logits``, into parts of about ``VALUES_AT_ONCE`` logits."""
     return values.split(max(1, VALUES_AT_ONCE // logits.shape[-1]))
 
 
@@ -73,7 +73,7 @@ def losses_and_hits(logits: Tensor, expected: Tensor) -> Tensor:
 
 
 def metric_sums(found: Tensor, expected: Tensor, unigram: Tensor) -> dict[str, Tensor]:
-    """Sum over the targets (B, S) of a batch what ``losses_and_hits`` has ``found``.
+    """Sum the values ``found`` by ``losses_and_hits`` over the targets (B, S) of a batch.
 
     ``unigram`` (V,) is the log-probability of each token without a context.
     """

@@ -42,14 +42,14 @@ Prompt = str | Sequence[asked.Message]
 
 MAX_NEW_TOKENS = 128
 EXAMPLE_SHAPE = (2, 8)
-"""Rows and tokens of an example, whose logits would otherwise fill more space than the weights."""
+"""Rows and tokens of an example. Logits of a larger one could take more space than the weights."""
 UNITS = {"logits": "of the next token, natural logarithm up to a constant"}
 
 
 class LanguagePipeline:
     """Texts continued, and chats answered through the chat template of the tokenizer.
 
-    Draws are keyed by seed and prompt, and each prompt is computed for itself: an answer depends on nothing else.
+    Draws are keyed by seed and prompt, and each prompt is computed by itself: an answer depends on nothing else.
     """
 
     recipe: ClassVar[str] = "causal_lm"
@@ -91,7 +91,7 @@ class LanguagePipeline:
     def from_directory(cls, directory: Path, device: str = "cpu") -> LanguagePipeline:
         """Read a checkpoint or an export, of a whole model or of adapters on their base. Raises ``UsageError``."""
         if is_adapter(directory):
-            # Before the base is loaded, which a description of a newer version would make useless.
+            # Before the base is loaded, which would be in vain if the description is of a newer version.
             described = settings(adapted.read_description(directory), directory)
             model = adapted.load_adapted(directory, torch.device(device))
         else:
@@ -136,7 +136,7 @@ class LanguagePipeline:
 
     @contextmanager
     def using(self, adapter: str | None) -> Generator[None]:
-        """Compute with an adapter, or as the base alone with ``base``. None: the one in use, at first the first."""
+        """Compute with an adapter, or with ``base`` the base alone. None: the one in use, initially the first."""
         before = self._chosen
         name = before if adapter is None else adapter
         refuse_unknown(name, self.adapters)
@@ -164,7 +164,7 @@ class LanguagePipeline:
         model, outputs = adapted.load_merged(adapters, _examples)
         if precision != "fp32":
             adapted.round_weights(model, precision)
-            # Of the weights in memory: only what was not read back from the files can prove them.
+            # From the weights in memory: outputs of weights read back from the files could not prove these.
             outputs = adapted.outputs(model, _examples(model))
         adapted.save_whole(model, directory, precision)
         tokenizers.load_tokenizer(str(adapters), None).save_pretrained(directory)
@@ -220,7 +220,7 @@ class LanguagePipeline:
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Return for each prompt what a call with it alone returns. A single text is one prompt."""
+        """Answer each prompt as a call with it alone would. A single text is one prompt."""
         answer = partial(
             self,
             max_new_tokens=max_new_tokens,
@@ -261,7 +261,7 @@ class LanguagePipeline:
 
     # ------------------------------------------------------------------------------------------------------------ parts
     def _new_tokens(self, given: int, asked: int | None) -> int:
-        """Return the tokens of an answer, at most, for a prompt of ``given`` tokens."""
+        """Return the maximum number of tokens of an answer to a prompt of ``given`` tokens."""
         positions = pretrained.positions_of(self.model.config)
         left = MAX_NEW_TOKENS if positions is None else positions - given
         found = min(MAX_NEW_TOKENS, left) if asked is None else asked
@@ -277,7 +277,7 @@ class LanguagePipeline:
         """Return the text of the new tokens as it follows the prompt."""
         before = self.tokenizer.decode(given, skip_special_tokens=True)
         whole = self.tokenizer.decode([*given, *new], skip_special_tokens=True)
-        # Some tokenizers drop the space before the first of the tokens that they are given.
+        # Some tokenizers drop the space before the first token that they decode.
         if whole.startswith(before):
             return whole.removeprefix(before)
         return self.tokenizer.decode(new, skip_special_tokens=True)
@@ -291,7 +291,7 @@ def _examples(model: nn.Module) -> list[Example]:
 
 @pretrained.quiet()
 def _whole_model(directory: Path) -> nn.Module:
-    """Read config.json and weights, averaged ones where there are any."""
+    """Read config.json and weights, EMA weights where there are any."""
     try:
         model: nn.Module = exported_model.load(directory)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
@@ -300,7 +300,7 @@ def _whole_model(directory: Path) -> nn.Module:
             f"{' '.join(str(error).split())[:300]}); a checkpoint or an export of recipes/causal_lm.py is required"
         ) from None
     if weights.has_ema(directory):
-        # Of what was trained. The rest is in the weights.
+        # The EMA covers what was trained. The rest is in the weights.
         weights.load_weights(directory, "ema", model, required=())
     return model
 
@@ -323,8 +323,8 @@ def write_files(
 ) -> None:
     """Write the files beside the weights of a checkpoint. ``paths`` are the sources of training rows.
 
-    config.json is transformers' own plus the description of the pipeline, ignored by ``from_pretrained``. Adapters have
-    it in pipeline.json, with the architecture and the precision of their base.
+    config.json is transformers' own plus the description of the pipeline, ignored by ``from_pretrained``. For adapters
+    the description is in pipeline.json, with the architecture and the precision of their base.
     """
     pretrained.save_files(model, tokenizer, directory, options)
     file = directory / "config.json"

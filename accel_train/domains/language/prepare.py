@@ -1,4 +1,4 @@
-"""Training and held-out rows of tokens, made by the options of the `data` group."""
+"""Prepare the training and held-out rows of tokens by the options of the `data` group."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def prepare_data(
 
     One process of a host does the work, in worker processes where it takes long, and the others wait. Memory does not
     depend on the size of the data. ``earlier`` is the folder of assets in the checkpoint to resume, whose tokenizer is
-    used. Raises ``UsageError``, also for options of another one.
+    used. Raises ``UsageError``, also for options that ask for another tokenizer.
     """
     ledger = earlier_ledger(config.changed, earlier)
     cache = open_cache(config.cache_dir, rank, world_size)
     sources = SplitSources(config, cache)
-    # One process logs it. It reads no row, so the others need not wait.
+    # One process logs the changes. That reads no row, so the others need not wait.
     if rank == 0:
         sources.name_changed_files()
     bad = BadRows(config.max_bad_rows)
@@ -88,7 +88,7 @@ def prepare_data(
         # Before the training rows, from which equal ones are left out.
         heldout = _prepare(sources, sources.heldout, tokenizer, layout, bad)
     train = _prepare_train(sources, tokenizer, layout, bad)
-    # Every process has what it reads, or the error of another one.
+    # From here on every process has what it needs, or raises the error of another.
     barrier()
     form_notices = _form_notices(config, tokenizer, [train] if heldout is None else [train, heldout])
     answer_end = templates.end_of_answer(tokenizer) if train.counts["chats"] else None
@@ -131,7 +131,7 @@ def _more_samples(config: DataConfig, data: TokenDataset) -> str:
 
 
 def _unigram(targets: Tensor) -> Tensor:
-    # One more of each, so that a token that training never shows has a finite loss.
+    # Add one to each count, so that a token that training never shows has a finite loss.
     counts = targets.float() + 1.0
     return (counts / counts.sum()).log()
 
@@ -141,7 +141,7 @@ def _resolve_tokenizer(
 ) -> tuple[Any, list[str]]:
     """Return the tokenizer of the checkpoint to resume, or that of the options, with its chat template, and notices.
 
-    One that is named is that of the options, unless the data may have ``changed``. Raises ``UsageError`` for other ids.
+    A named tokenizer is loaded again, unless the data may have ``changed``. Raises ``UsageError`` for other ids.
     """
     saved = None if earlier is None else _saved_tokenizer(config, model, earlier.parent)
     if saved is not None and (changed or _named(config, model) == tokenizers.TRAINED):
@@ -167,9 +167,9 @@ def _described(name: str, vocab_size: int | None) -> str:
 
 
 def _saved_tokenizer(config: DataConfig, model: ModelConfig, checkpoint: Path) -> Any:
-    """Return the tokenizer of a checkpoint to resume, None if it has none. Its weights know the ids of no other.
+    """Return the tokenizer of a checkpoint to resume, None if it has none. Its weights know no other ids.
 
-    Raises ``UsageError`` for options of another trained one.
+    Raises ``UsageError`` if the options ask for another one, and either of the two is ``trained``.
     """
     if not (checkpoint / tokenizers.TOKENIZER_FILE).is_file():
         return None
@@ -177,7 +177,7 @@ def _saved_tokenizer(config: DataConfig, model: ModelConfig, checkpoint: Path) -
     name = before.get("data.tokenizer") or before.get("model.source") or tokenizers.TRAINED
     was = _described(name, before.get("data.vocab_size"))
     now = _described(_named(config, model), config.vocab_size)
-    # One that is named may lie elsewhere now, and is compared by its ids.
+    # A tokenizer given by name may have moved, and is compared by its ids.
     if before and now != was and tokenizers.TRAINED in (name, _named(config, model)):
         raise UsageError(
             f"--data.tokenizer {now}: {checkpoint} was trained with {was}, and its weights know the ids of no other "
@@ -186,7 +186,7 @@ def _saved_tokenizer(config: DataConfig, model: ModelConfig, checkpoint: Path) -
         )
     saved = tokenizers.load_tokenizer(str(checkpoint), None)
     if name == tokenizers.TRAINED:
-        # Only the option gives it one.
+        # Only the option gives a trained tokenizer a chat template.
         saved.chat_template = None
     return saved
 
@@ -211,14 +211,14 @@ def _tokenizer(config: DataConfig, model: ModelConfig, sources: SplitSources, ca
 def _prepare(sources: SplitSources, source: RowBlocks, tokenizer: Any, layout: Layout, bad: BadRows) -> PreparedTokens:
     """Return the tokens of a source, computed if they are not in the cache."""
     config = sources.config
-    # How many bad rows are left decides where an error stops the pass, and so belongs to what is cached.
+    # How many more bad rows are allowed decides where an error stops the pass, so it is part of the cache key.
     facts = [*sources.facts(source), bad.limit - bad.count]
     cache = TokenCache(sources.cache, tokenizers.identity_of(tokenizer), facts, layout)
 
     def encoder() -> BlockEncoder:
         is_train = source is sources.train
         fraction = sources.fraction if is_train else 0.0
-        # Read late: it goes through the whole held-out source, which a warm cache has no need of.
+        # Read late: it scans the whole held-out source, which a warm cache does not need.
         excluded = sources.excluded if is_train else frozenset[bytes]()
         return BlockEncoder(source, tokenizer, config.text_column, config.max_length, fraction, excluded)
 
@@ -226,7 +226,7 @@ def _prepare(sources: SplitSources, source: RowBlocks, tokenizer: Any, layout: L
 
 
 def _prepare_train(sources: SplitSources, tokenizer: Any, layout: Layout, bad: BadRows) -> PreparedTokens:
-    """Return the tokens of the training rows, and of those held out of them: one at least, if there are two."""
+    """Return the tokens of the training rows, and of those held out from them: at least one of two or more rows."""
     bad_before = bad.count
     train = _prepare(sources, sources.train, tokenizer, layout, bad)
     if not sources.hold_out_one(train.counts):
@@ -241,9 +241,9 @@ def _prepare_train(sources: SplitSources, tokenizer: Any, layout: Layout, bad: B
 
 
 def _form_notices(config: DataConfig, tokenizer: Any, found: list[PreparedTokens]) -> list[str]:
-    """Return lines on rows other than plain text: those without the column that the user named, and their template.
+    """Return notices about rows other than plain text: those without the named column, and dates of their template.
 
-    Refuse the column if all rows lack it.
+    Raises ``UsageError`` if all rows lack the column.
     """
     column = config.text_column
     plain = sum(tokens.counts["plain"] for tokens in found)
@@ -298,7 +298,7 @@ def _refuse_one_side(sources: SplitSources, train: PreparedTokens, heldout: Prep
 
 
 def _refuse_untrained_source(sources: SplitSources, train: PreparedTokens) -> None:
-    """Refuse a mixture of which a source adds nothing: an epoch would not have what was asked for."""
+    """Refuse a mixture with a source that adds no training row: an epoch would lack what was asked for."""
     if not isinstance(sources.train, MixedRows):
         return
     counts = [Counter[str]() for _ in sources.config.paths]
@@ -333,7 +333,7 @@ def _notices(train: PreparedTokens, heldout: PreparedTokens | None, bad: BadRows
 
 
 def _packing_notices(config: DataConfig, train: PreparedTokens, data: TokenDataset) -> list[str]:
-    """Return notices of overlong texts, and of the rows."""
+    """Return notices about overlong texts, and about the rows."""
     split = train.counts["split"]
     cut = train.counts["cut"]
     longest = max((block.get(encoding.LONGEST, 0) for block in train.blocks.values()), default=0)

@@ -4,7 +4,7 @@
     scores = model(tokens)  # (B, S) -> (B, S, V), logits of the next token
     continued = continue_greedily(model, tokens, 40)
 
-Llama (arXiv:2302.13971), and what differs from it in biases, norms of queries and keys, and windows of attention alone:
+Llama (arXiv:2302.13971), and models that differ from it only in biases, query and key norms, and attention windows:
 Mistral, Qwen2 and Qwen3. Parameters have the names of transformers. Copied whole from the sources of accel_train,
 licensed under the Apache License 2.0.
 """
@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.
 
 
 def is_supported(config: Mapping[str, Any]) -> bool:
-    """Return True for the config.json of a model that this file computes."""
+    """Return True for the config.json of a model that this file implements."""
     if config.get("model_type") not in MODEL_TYPES:
         return False
     if config.get("hidden_act") not in ACTIVATIONS:
@@ -89,7 +89,7 @@ def windows(config: Mapping[str, Any]) -> list[int | None]:
 
 
 class Attention(nn.Module):
-    """Causal attention with groups of queries to a key, and rotary positions."""
+    """Causal grouped-query attention with rotary positions."""
 
     def __init__(self, config: Mapping[str, Any], window: int | None) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(by_head)  # (B, S, H, head_dim)
         k = self.k_proj(x).view(by_head)  # (B, S, groups, head_dim)
         v = self.v_proj(x).view(by_head)
-        # Of each head, and before the rotation: the norm's weights belong to places within a head.
+        # Per head, and before the rotation: the norm's weights belong to positions within a head.
         if hasattr(self, "q_norm"):
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -231,7 +231,7 @@ class CausalLM(nn.Module):
 def load(directory: str | Path = Path(__file__).parent) -> CausalLM:
     """Build the model of config.json and load model*.safetensors, in fp32 on the CPU, for inference.
 
-    Raises ``ValueError`` for a model that this file does not compute, ``RuntimeError`` for weights that do not fit.
+    Raises ``ValueError`` for a model that this file does not implement, ``RuntimeError`` for weights that do not fit.
     """
     from safetensors.torch import load_file
 
@@ -257,7 +257,7 @@ def logits(model: CausalLM, description: Mapping[str, Any], input_ids: Tensor) -
 
 @torch.no_grad()
 def continue_greedily(model: CausalLM, tokens: Tensor, count: int) -> Tensor:
-    """Append the most likely token ``count`` times to tokens (B, S). Computes the whole text for each of them."""
+    """Append the most likely token ``count`` times to tokens (B, S). Recomputes the whole text for each token."""
     for _ in range(count):
         following = model(tokens)[:, -1].argmax(dim=-1)
         tokens = torch.cat([tokens, following[:, None]], dim=1)

@@ -20,7 +20,7 @@ TopP = Annotated[float, Interval(gt=0, le=1)]
 class LanguageOptions:
     """Continue texts, or answer chats.
 
-    One prompt with one seed gives one answer, whatever else is asked for with it.
+    The answer to a prompt depends on the seed alone, not on the other prompts.
     """
 
     text: tuple[str, ...] = ()
@@ -59,12 +59,12 @@ class LanguageOptions:
 
 
 def template_options(text: str | None) -> Any:
-    """Return the names and values of ``chat_template_kwargs``, None for None. Raises ``UsageError``."""
+    """Parse ``chat_template_kwargs`` as a JSON object, None for None. Raises ``UsageError``."""
     return _json("chat_template_kwargs", text, dict)
 
 
 def tools(given: str | None) -> Any:
-    """Return the list of tools in JSON, or in a file of it, None for None. Raises ``UsageError``."""
+    """Return the list of tools given as JSON or as a .json file, None for None. Raises ``UsageError``."""
     return _json("tools", None if given is None else _content("tools", given, "tools"), list)
 
 
@@ -81,7 +81,7 @@ def _content(option: str, given: str, what: str) -> str:
 
 
 def _json(option: str, text: str | None, kind: type) -> Any:
-    """Return the value of JSON. None for None."""
+    """Return the parsed value of an option, None for None. Raises ``UsageError`` for another type than ``kind``."""
     if text is None:
         return None
     found = _parsed(option, text, "correct it")
@@ -92,7 +92,7 @@ def _json(option: str, text: str | None, kind: type) -> Any:
 
 
 def chat(given: str) -> Sequence[Message]:
-    """Return the messages in JSON, or in a file of it. Raises ``UsageError``."""
+    """Return the messages given as JSON or as a .json file. Raises ``UsageError``."""
     text = _content("messages", given, "messages")
     found = _parsed("messages", text, f"give {MESSAGES} or a file .json of it, or a text to continue with --text")
     if not isinstance(found, list):
@@ -103,7 +103,7 @@ def chat(given: str) -> Sequence[Message]:
 def _parsed(option: str, text: str, remedy: str) -> Any:
     try:
         found: Any = json.loads(text)
-        # An escape may be half of a character, which no tokenizer takes.
+        # An escape may be half of a surrogate pair, which no tokenizer takes.
         json.dumps(found, ensure_ascii=False).encode()
     # The parser recurses, so a long line of brackets exhausts the stack.
     except (ValueError, RecursionError) as error:

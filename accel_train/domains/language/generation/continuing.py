@@ -1,4 +1,4 @@
-"""Continue tokens by a causal language model, with draws that are functions of their keys."""
+"""Continue tokens with a causal language model, by draws that are functions of their keys."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TEMPERATURE = 0.8
 
 @dataclass(frozen=True)
 class Drawing:
-    """How tokens are drawn, and the key of the draws: one key gives the same numbers on any device."""
+    """Settings and key of the draws of tokens. The same key gives the same numbers on any device."""
 
     seed: int
     stream: str
     sample: int
-    """Number of the text, 64 bits with a sign."""
+    """Number of the text, a signed 64-bit integer."""
     temperature: float
     """0: always the most likely token."""
     top_p: float = 1.0
@@ -29,14 +29,14 @@ class Drawing:
 
 
 class KeyedDraw:
-    """Logits processor: leaves of each row only the token drawn by its key."""
+    """Logits processor that leaves only the token drawn by the key of each row."""
 
     def __init__(self, drawing: Drawing, prompt_length: int) -> None:
         self.drawing = drawing
         self.prompt_length = prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores (B, V) for ``input_ids`` (B, S), -inf but for one token of each row."""
+        """Return scores (B, V) for ``input_ids`` (B, S), -inf except for one token of each row."""
         # Counted from the end of the prompt: each new token has a draw of its own.
         position = input_ids.shape[1] - self.prompt_length
         sample = torch.full((len(scores),), self.drawing.sample, device=scores.device)
@@ -57,8 +57,8 @@ def continue_tokens(
 ) -> list[int]:
     """Return the tokens after ``prompt``, up to the end of the text or ``max_new_tokens``, the end included.
 
-    ``model`` is one of transformers in evaluation. Its generation_config.json sets ends and penalties; ``drawing``
-    alone sets how tokens are drawn. ``synced``: a process done before others of a sharded model continues computing.
+    ``model`` is a transformers model in eval mode. Its generation_config.json sets end tokens and penalties, and
+    ``drawing`` alone the draws. With ``synced``, a process of a sharded model that is done computes on with the others.
     """
     generator: Any = model
     device = next(model.parameters()).device

@@ -15,9 +15,9 @@ CONFIG_FILE = "generation_config.json"
 
 
 def end_answers(model: nn.Module, token: int | None, tokenizer: Any) -> list[str]:
-    """Let generation end at the ``token`` that ends an answer, and return a notice. None: there is none.
+    """Let generation also end at the ``token`` that ends an answer, and return a notice. Does nothing for None.
 
-    The chat template of a model that is tuned on chats may end its answers in another way than the base its texts.
+    A chat template may end answers with another token than the one that ends the texts of the base.
     """
     if token is None or not add_ends(model, [token]):
         return []
@@ -26,15 +26,15 @@ def end_answers(model: nn.Module, token: int | None, tokenizer: Any) -> list[str
 
 
 def add_saved_ends(model: nn.Module, directory: Path) -> None:
-    """Let generation end where generation_config.json in ``directory``, if there is one, says it.
+    """Let generation also end at the tokens in generation_config.json of ``directory``, if it has that file.
 
-    Raises ``UsageError`` for a damaged one.
+    Raises ``UsageError`` for a damaged file.
     """
     add_ends(model, saved_ends(directory))
 
 
 def saved_ends(directory: Path) -> list[int]:
-    """Return the ends in generation_config.json. Raises ``UsageError`` for a damaged one."""
+    """Return the end tokens in generation_config.json, none without it. Raises ``UsageError`` for a damaged file."""
     file = directory / CONFIG_FILE
     try:
         found = _listed(strict_json.read_object(file).get("eos_token_id"))
@@ -51,7 +51,7 @@ def saved_ends(directory: Path) -> list[int]:
 
 
 def add_ends(model: nn.Module, tokens: Sequence[int]) -> bool:
-    """Return False if generation ends at these tokens already, or the model cannot generate."""
+    """Add end tokens to the model's. Returns False if it already has them all, or cannot generate."""
     config: Any = getattr(model, "generation_config", None)
     if config is None:
         return False
@@ -63,7 +63,7 @@ def add_ends(model: nn.Module, tokens: Sequence[int]) -> bool:
 
 
 def _listed(tokens: Any) -> list[int]:
-    """Return token ids, of which a config has one, several or None."""
+    """Return the end tokens of a config, one id, several or None, as a list."""
     if tokens is None:
         return []
     return list(tokens) if isinstance(tokens, (list, tuple)) else [tokens]
