@@ -92,7 +92,7 @@ def _drill(recipe: Path, named: str, arguments: Sequence[str], options: Options,
 
 
 def _tried(trials: Trials, undisturbed: Undisturbed, chosen: Sequence[Fault]) -> list[Result]:
-    """Return the results of the faults in their order, up to a signal. Before the first one it is raised."""
+    """Return the results of the faults in order, up to a signal. A signal before the first result is raised."""
     results: list[Result] = []
     try:
         for fault in chosen:
@@ -111,7 +111,7 @@ def _tried(trials: Trials, undisturbed: Undisturbed, chosen: Sequence[Fault]) ->
 def _recommend(
     config: Mapping[str, Any], options: Options, undisturbed: Undisturbed, results: Sequence[Result]
 ) -> tuple[Recommendation, dict[str, bool]]:
-    """Return the recommended interval, and for each figure whether it was measured."""
+    """Return the recommended interval, and whether each duration behind it was measured."""
     restarts = [result.restart_seconds for result in results if result.restart_seconds is not None]
     # Without a resume, the first start is the nearest that was measured.
     restart = median(restarts) if restarts else undisturbed.ended.first_step or 0.0
@@ -119,7 +119,7 @@ def _recommend(
     costs = Costs(
         step_seconds=options.step_seconds or undisturbed.step_seconds,
         save_seconds=given or undisturbed.save_seconds,
-        # Of another machine nothing more is known than that it is not shorter.
+        # For another machine, a commit is only known to take no less time than the save.
         commit_seconds=given or undisturbed.commit_seconds,
         restart_seconds=restart,
         mtbf_seconds=options.mtbf_hours * HOUR,
@@ -129,7 +129,7 @@ def _recommend(
 
 
 def present_interval(config: Mapping[str, Any], step_seconds: float) -> Present:
-    """Return how often the config saves."""
+    """Return the save interval of the config."""
     prefix = "checkpoints."
     names = ("save_every", "save_every_minutes", "save_every_epochs")
     saving = CheckpointConfig(**{name: config[prefix + name] for name in names})

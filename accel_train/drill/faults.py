@@ -12,7 +12,7 @@ from accel_train.verification import plan as verification
 from accel_train.wording import did_you_mean, nearest
 
 Ending = Literal["killed", "stopped", "error", "trained"]
-"""How the run has to end: by the signal, with exit code 75, 1, or 0 because training goes on."""
+"""Required end of the run: by the signal, with exit code 75, with 1, or with 0 because training continues."""
 
 SET_HERE = (
     *("output_dir", "max_steps", "max_epochs", "resume", "overwrite", "evaluate_only", "init_from"),
@@ -59,12 +59,12 @@ class Sizes:
 
     @property
     def save_every(self) -> int:
-        """Two saves before the last step, with steps between and behind them."""
+        """Interval that gives two saves before the last step, with steps between and after them."""
         return (self.steps - 2) // 2
 
     @property
     def struck(self) -> int:
-        """Steps done at a fault in a step: one more than the first save has."""
+        """Steps done when a fault hits a step: one more than the first save has."""
         return self.save_every + 1
 
 
@@ -100,7 +100,7 @@ def adapt(fault: Fault, options: Mapping[str, Any]) -> Fault:
 
 
 def run_flags(options: Mapping[str, Any], arguments: Sequence[str], sizes: Sizes, *, on_devices: bool) -> list[str]:
-    """Return the words every run gets behind the user's own: a few steps of a small batch, two saves."""
+    """Return the words that every run gets after the user's own: a few steps of a small batch, two saves."""
     batch = verification.choose_sizes(options, arguments, sizes.steps)
     flags = verification.common_flags(options, arguments, batch)
     # At the same steps on every machine, whatever the config says.
@@ -112,16 +112,16 @@ def run_flags(options: Mapping[str, Any], arguments: Sequence[str], sizes: Sizes
         "checkpoints.save_every_epochs": "0",
     }
     if "evaluation.every" in options:
-        # In the middle of the run, because behind the last step a fault has nothing left to disturb.
+        # In the middle of the run, because after the last step a fault has nothing left to disturb.
         flags["evaluation.every"] = every
     if on_devices:
-        # What the CPU asks for is not what the devices are for.
+        # fp32 is for the CPU. Devices use the precision of the config.
         flags.pop("precision", None)
     return ["--smoke", *verification.words_of(flags)]
 
 
 def fault_flags(fault: Fault, arguments: Sequence[str], repository: str) -> list[str]:
-    """Return the words for the runs of one fault only."""
+    """Return the additional words for the runs of one fault."""
     if fault.name == "hub_down":
         # One round of the queue at the end, which cannot succeed.
         return verification.words_of({"hub.repo_id": repository, "hub.push": "every", "hub.finish_minutes": "0.02"})

@@ -1,4 +1,4 @@
-"""Flags of ``accel-train drill``, given before or behind the recipe. Imports nothing heavy."""
+"""Flags of ``accel-train drill``, given before or after the recipe. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Options:
 
 
 def add_flags(parser: argparse.ArgumentParser, *, behind: bool = False) -> None:
-    """Add the command's own flags. ``behind`` the recipe, ``--faults`` takes several words."""
+    """Add the command's own flags. With ``behind``, for those after the recipe, ``--faults`` takes several words."""
     # In front of the recipe, a list of words would end with the recipe itself.
     several = {"nargs": "+", "action": "extend"} if behind else {"action": "append"}
     text = "inject these only; behind the recipe NAME NAME, before it NAME,NAME; default: all"
@@ -73,7 +73,7 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
     _require_above_zero("step_seconds", flags.step_seconds, "seconds of a step", "--step_seconds 0.8")
     _require_above_zero("save_seconds", flags.save_seconds, "seconds of a save", "--save_seconds 3")
     options = Options(
-        # Both forms may be mixed, one before the recipe and one behind it.
+        # Both forms may be mixed, one before the recipe and one after it.
         faults=tuple(name for text in flags.faults or () for name in text.split(",")),
         steps=flags.steps,
         config_file=flags.config_file,
@@ -89,6 +89,6 @@ def read_arguments(words: Sequence[str], earlier: argparse.Namespace) -> tuple[l
 
 
 def _require_above_zero(name: str, value: float | None, meaning: str, example: str) -> None:
-    # NaN is no number above 0 either.
+    # NaN is not above 0 either.
     if value is not None and not 0 < value < math.inf:
         raise UsageError(f"--{name} {value:g}: {meaning}, a number above 0, is required; give {example}")

@@ -1,4 +1,4 @@
-"""A Hub on the loopback: it accepts the check before training and is then gone."""
+"""A Hub on the loopback interface, which accepts the check before training and then disappears."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPOSITORY = "accel-train/drill"
 
 
 class VanishingHub:
-    """Answers requests of the start. After ``vanish`` its port is closed."""
+    """Hub that answers the requests of a run's start. After ``vanish`` its port is closed."""
 
     def __init__(self) -> None:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
@@ -23,7 +23,7 @@ class VanishingHub:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment of a run against it."""
+        """Environment variables of a run that uses it."""
         port = self._server.server_address[1]
         return {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
 
@@ -38,7 +38,7 @@ class VanishingHub:
 
 @contextmanager
 def vanishing_hub() -> Generator[VanishingHub]:
-    """Yield a Hub that is gone at the end, if not before."""
+    """Yield a Hub, and close its port at the end if it has not vanished before."""
     hub = VanishingHub()
     try:
         yield hub

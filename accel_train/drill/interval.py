@@ -16,15 +16,15 @@ HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one machine."""
+    """Durations on one machine, in seconds."""
 
     step_seconds: float
     save_seconds: float
-    """For so long a save stops training."""
+    """Time for which a save stops training."""
     commit_seconds: float
-    """From the snapshot until the checkpoint can be resumed from."""
+    """Time from the snapshot until the checkpoint can be resumed from."""
     restart_seconds: float
-    """From the start of the command until training goes on."""
+    """Time from the start of the command until training continues."""
     mtbf_seconds: float
     """Mean time between failures."""
 
@@ -49,12 +49,12 @@ class Costs:
 
 @dataclass(frozen=True)
 class Present:
-    """How often the config saves."""
+    """Save interval of the config."""
 
     text: str
     """For people, such as ``save_every 500``."""
     interval_seconds: float | None
-    """None: saves by epochs, or none before the end, which have no length in seconds here."""
+    """None if saves are by epochs, or only at the end: their interval in seconds is unknown here."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Recommendation:
     def present_share(self) -> float | None:
         """Share lost at the present value."""
         seconds = self.present.interval_seconds
-        # Nothing is guessed where the present interval has no length.
+        # Nothing is guessed if the present interval is unknown.
         return None if seconds is None else self.costs.share_lost(seconds)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it with its figures."""
+        """Return the recommendation with the numbers behind it."""
         return {
             "save_every": self.save_every,
             "expected_share_lost": self.share,

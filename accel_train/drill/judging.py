@@ -22,9 +22,9 @@ CODES = {"stopped": 75, "error": 1, "trained": 0}
 NOT_KILLED = (0, 2, 75)
 """Exit codes of a run that ended by itself."""
 STEPS_TO_STOP = 2
-"""A request is obeyed at the end of its step, by several processes one step later."""
+"""Most steps after a stop request: it is obeyed at the end of its step, and by several processes one step later."""
 ENDING_SECONDS = 90.0
-"""How long the launcher may take to end the other processes of a run, beyond the timeout of its collectives."""
+"""Longest time that the launcher may take to end the other processes, beyond the timeout of their collectives."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Compared:
     rows: Sequence[Row]
     weights: Weights
     reasons: Sequence[str]
-    """Why other bits are allowed. Empty if every bit must be the same."""
+    """Reasons why bits may differ. Empty if every bit must be the same."""
     verdict: agreement.Verdict
 
     @property
@@ -59,7 +59,7 @@ class Result:
     fault: Fault
     verdict: Verdict
     reasons: Sequence[str] = ()
-    """Why it failed or does not apply."""
+    """Reasons why it failed or does not apply."""
     ending: str = ""
     """Exit code, or the signal that ended the run."""
     resumed_from: int | None = None
@@ -68,7 +68,7 @@ class Result:
     compared: Compared | None = field(default=None, repr=False)
 
     def seconds_lost(self, step_seconds: float) -> float | None:
-        """Return the time until the run was again where the fault met it."""
+        """Return the time until the run was back where the fault hit it, None without a number of lost steps."""
         if self.steps_lost is None:
             return None
         return (self.restart_seconds or 0.0) + self.steps_lost * step_seconds
@@ -114,7 +114,7 @@ def steps_done(ended: Ended) -> int:
 def judge(
     fault: Fault, sizes: Sizes, struck: Ended, found: Found, resumed: Ended | None, compared: Compared | None
 ) -> Result:
-    """Return the row of a fault. ``resumed`` is None where training went on."""
+    """Return the row of a fault. ``resumed`` is None if training continued."""
     problems = [*_of_the_end(fault, struck), *(f"a damaged checkpoint: {reason}" for reason in found.damaged)]
     lost = 0
     begun: int | None = None
@@ -140,7 +140,7 @@ def _of_the_end(fault: Fault, struck: Ended) -> list[str]:
     was_killed = struck.code not in NOT_KILLED
     happened = struck.was_struck
     if fault.action == "failpoint" and fault.ending == "killed":
-        # A writer that is killed says nothing, so its end has to tell.
+        # A killed writer prints nothing, so the exit code has to tell.
         happened = was_killed
     elif fault.action == "failpoint":
         happened = "(failpoint " in struck.output
@@ -165,7 +165,7 @@ def _of_the_end(fault: Fault, struck: Ended) -> list[str]:
 def took_too_long(struck: Ended, timeout_seconds: float) -> list[str]:
     """Return the problem of a run with a hanging process that outlived the timeout, or nothing."""
     hung = [event.at for event in struck.events if event.name == "fault"]
-    # Then that the fault did not happen has been said.
+    # Another problem already says that the fault did not happen.
     if not hung:
         return []
     seconds = struck.began + struck.seconds - hung[0]
@@ -217,7 +217,7 @@ def _of_the_bits(compared: Compared) -> list[str]:
 
 
 def waiting_for_the_hub(directory: Path, last: int) -> list[str]:
-    """Return the problem if the last checkpoint does not wait in the queue of the Hub, or nothing."""
+    """Return the problem if the last checkpoint is not queued for the Hub, or nothing."""
     saved, reason = recall(directory)
     if saved is None:
         return [f"run.json cannot be read ({reason})"]

@@ -1,4 +1,4 @@
-"""Where the runs take place: on the devices of the launch file, or as a rehearsal of it on CPU processes."""
+"""Layout of the runs: on the devices of the launch file, or as a rehearsal of it on CPU processes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is started."""
+    """Command and environment that start a run."""
 
     head: tuple[str, ...]
-    """Words in front of the recipe."""
+    """Words of the command before the recipe."""
     environment: Mapping[str, str]
     processes: int
     strategy: str
@@ -31,7 +31,7 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """One process without a launcher in front of it."""
+        """True for one process without a launcher."""
         return len(self.head) == 1
 
     @property
@@ -55,7 +55,7 @@ def choose_layout(recipe: str, options: Options, folder: Path) -> Layout:
             f"--config_file {machine.path}: num_machines is {machine.num_machines}, and the runs take place on this "
             "machine; give a file for one machine"
         )
-    # By the machine and not by the file: a file for GPUs is rehearsed where there are none.
+    # Decided by the machine, not by the file: a file for GPUs is rehearsed where there are none.
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     processes = machine.num_processes or 1
     if not machine.use_cpu and devices >= processes:
@@ -68,7 +68,7 @@ def choose_layout(recipe: str, options: Options, folder: Path) -> Layout:
     if path is None and processes == 1:
         return Layout((sys.executable,), environment, 1, machine.strategy, on_devices=False)
     if path is None:
-        # A rehearsal is of a launch file, and DDP is what a start without one would be.
+        # A rehearsal needs a launch file, and a start without one would use DDP.
         path = folder / "launch.yaml"
         path.write_text(f"num_machines: 1\nnum_processes: {processes}\n{FILES['two_processes']}")
     head = _head("rehearse", path, processes)
@@ -85,6 +85,6 @@ def _head(command: str, path: Path | None, processes: int | None) -> tuple[str, 
     if path is not None:
         head += ["--config_file", str(path)]
     if processes is not None:
-        # Also for a file with this number: it is the one that counts.
+        # Also if the file has the same number: the flag is the one that counts.
         head += ["--num_processes", str(processes)]
     return tuple(head)

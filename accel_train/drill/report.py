@@ -74,7 +74,7 @@ def _explained(result: Result) -> list[str]:
 
 
 def advice(found: Recommendation, measured: Mapping[str, bool]) -> list[str]:
-    """Return the recommended interval, with the figures behind it. ``measured``: figure -> not given."""
+    """Return the recommended interval and the numbers behind it. ``measured`` is False for those that were given."""
     costs = found.costs
     lines = [
         f"recommended: checkpoints.save_every {found.save_every}, with which {found.share:.2%} of the time is lost",

@@ -30,10 +30,10 @@ class Ended:
     output: str
     events: Sequence[Event]
     timed_out: bool
-    """It did not end by itself within the limit."""
+    """True if it did not end by itself within the limit."""
 
     def steps(self, name: str) -> list[int]:
-        """Steps of the events ``name``, of the main process."""
+        """Return the steps of the main process's events ``name``."""
         return [event.step for event in self.events if event.name == name and event.rank == 0]
 
     @property
@@ -44,7 +44,7 @@ class Ended:
 
     @property
     def was_struck(self) -> bool:
-        """The fault has happened, as a process recorded."""
+        """True if a process recorded that the fault happened."""
         return any(event.name == "fault" for event in self.events)
 
     @property

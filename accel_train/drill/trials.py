@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 PROGRAM = Path(__file__).parent / "inside" / "observed_run.py"
 DAY = 86_400.0
 LONGEST = 20
-"""A start that takes so many times as long as the undisturbed run is killed."""
+"""A start that takes this many times as long as the undisturbed run is killed."""
 SHORTEST_LIMIT = 600.0
 ALONE_SECONDS = 10.0
-"""How long a signal may take to a process without a launcher in front of it."""
+"""Longest time that a signal may take to a process without a launcher."""
 LAUNCHED_SECONDS = 60.0
 WARM = 2
 """Steps whose times are not counted: the first ones allocate and compile."""
@@ -157,7 +157,7 @@ class Trials:
     def _step(self, fault: Fault, undisturbed: Undisturbed) -> int:
         if not fault.in_evaluation:
             return self.sizes.struck
-        # One with steps behind it shows more. Some recipes evaluate at the end alone.
+        # An evaluation with steps after it shows more. Some recipes evaluate only at the end.
         before = [step for step in undisturbed.evaluations if step < undisturbed.last]
         return before[-1] if before else undisturbed.evaluations[-1]
 

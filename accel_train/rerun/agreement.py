@@ -1,4 +1,4 @@
-"""Agreement of two trainings of the same steps: log lines, weights, and reasons for other bits."""
+"""Agreement of two trainings of the same steps: log lines, weights, and reasons why bits may differ."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONSEQUENCES: Mapping[str, Sequence[str]] = {
 }
 """Option -> fields of an environment line that it decides, besides that of its own name."""
 TOLERANCE = 1e-5
-"""Largest difference by reduction order, relative to the recorded loss, gradient norm or norm of all weights.
+"""Largest difference that reduction order explains, relative to the recorded loss, gradient norm or weight norm.
 Measured over 15 steps in fp32, one process against two: 3e-7, 3.4e-7 and 6.4e-8."""
 
 
@@ -43,10 +43,10 @@ class Row:
 
     @property
     def differing(self) -> list[str]:
-        """Fields with other bits."""
+        """Fields whose values differ in any bit."""
         found: list[str] = []
         for name, (a, b) in self.values.items():
-            # Unlike ==, it tells -0 from 0 and takes two NaN as equal.
+            # Unlike ==, this tells -0 from 0 and takes two NaN as equal.
             if a.hex() != b.hex():
                 found.append(name)
         return found
@@ -64,7 +64,7 @@ class Weights:
     step: int
     name: str
     lines: Sequence[str]
-    """One for each collection of tensors, for people."""
+    """One line for each collection of tensors, for people."""
     identical: bool
     relative: float
     """Norm of the difference of the model's weights relative to their norm. Infinite if they cannot be compared."""
@@ -90,7 +90,7 @@ def rows_of(recorded: Mapping[int, Line], replayed: Mapping[int, Line]) -> list[
 def _numbers(line: Line) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in line.items():
-        # Terms of the loss are named after it. Times and rates are never the same twice.
+        # Terms of the loss are named after it. Times and throughput are never the same twice.
         is_compared = name.startswith("loss") or name == "grad_norm"
         if is_compared and isinstance(value, (int, float)):
             found[name] = float(value)
@@ -98,9 +98,9 @@ def _numbers(line: Line) -> dict[str, float]:
 
 
 def reasons_for_other_bits(recorded: Sequence[Start], replayed: Start, asked: Collection[str] = ()) -> list[str]:
-    """List the reasons for other bits in two trainings: another layout, machine, version or order of sums.
+    """List the reasons why bits of two trainings may differ: another layout, machine, version or order of sums.
 
-    Options in ``asked``, and what follows from them, are left out: they were to change the training.
+    Options in ``asked``, and what follows from them, are left out: they were meant to change the training.
     """
     expected = {*asked, *(name for option in asked for name in CONSEQUENCES.get(option, ()))}
     # A dict, because a run of several starts would give the same reason for each.
@@ -111,7 +111,7 @@ def reasons_for_other_bits(recorded: Sequence[Start], replayed: Start, asked: Co
         for name in now:
             if before.get(name) != now[name] and name not in expected:
                 found[f"{name} {before.get(name)} -> {now[name]}"] = None
-    # Whether deterministic kernels were switched on is not in the log.
+    # The log does not tell whether deterministic kernels were on.
     if replayed.environment.get("device") == "cuda":
         found["CUDA kernels may add in no fixed order"] = None
     return list(found)
@@ -139,7 +139,7 @@ def _surroundings(start: Start) -> dict[str, Any]:
 
 
 def verdict(rows: Sequence[Row], weights: Sequence[Weights], reasons: Sequence[str], tolerance: float) -> Verdict:
-    """Judge a replay. Without a reason for other bits, every bit must be the same."""
+    """Judge a replay. Without a reason for differing bits, every bit must be the same."""
     same_lines = not any(row.differing for row in rows)
     same_weights = all(one.identical for one in weights)
     if same_lines and same_weights:
@@ -156,7 +156,7 @@ def verdict(rows: Sequence[Row], weights: Sequence[Weights], reasons: Sequence[s
 
 
 def first_difference(rows: Sequence[Row]) -> Row | None:
-    """Return the first row with other bits."""
+    """Return the first row that differs in any bit."""
     return next((row for row in rows if row.differing), None)
 
 
@@ -205,7 +205,7 @@ def _difference(a: float, b: float) -> str:
 
 
 def allowed_lines(reasons: Sequence[str], tolerance: float) -> list[str]:
-    """Say why other bits are allowed, and how far apart they may be."""
+    """Return lines about why bits may differ, and how far apart values may be."""
     return [
         f"other bits are allowed: {'; '.join(reasons)}",
         f"tolerance: {tolerance:g}, relative to each loss and gradient norm and to the norm of the weights",

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command == "branch":
         from accel_train.rerun.branch import branch
 
-        # Before the run as for the other commands, or behind it among the recipe's own options.
+        # It may stand before the run, as for the other commands, or after it among the recipe's own options.
         before = [] if arguments.recipe is None else ["--recipe", arguments.recipe]
         return branch(arguments.run, [*before, *arguments.arguments])
     return _replay(arguments)

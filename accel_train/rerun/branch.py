@@ -1,7 +1,7 @@
 """``accel-train branch``: fork a run at a checkpoint, on the same samples and noise.
 
-The branch is a new run with an id of its own. Its control is the recorded run itself where it continues far enough with
-the same options, else an unchanged branch, trained too.
+The branch is a new run with an id of its own. Its control is the recorded run itself if that continues far enough with
+the same options, else an unchanged branch, which is trained too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from accel_train.wording import shortened
 
 BRANCH_FILE = "branch.json"
 SAVE_SECONDS = 300.0
-"""Time to save for a branch that is interrupted, since the same command continues it. As for `accel-train run`."""
+"""Time that an interrupted branch gets to save, since the same command continues it. As for `accel-train run`."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class _Fork:
 
     run: RecordedRun
     at: int
-    """Step asked for."""
+    """Requested step."""
     checkpoint: Checkpoint
     recipe: Path
     machine: Machine
     options: Tree
     """Nested options of the run at the checkpoint, with the length of the branch."""
     batches: Mapping[str, Any]
-    """``batch_schedule`` with the sizes of steps that the run measured, in place of a measurement. Empty without."""
+    """``batch_schedule`` with the batch sizes that the run measured, in place of a measurement. Empty without one."""
     flags: Sequence[str]
     """Words of the command line for the changed options."""
     changed: Mapping[str, Any]
@@ -102,14 +102,14 @@ def branch(place: str, arguments: Sequence[str]) -> int:
             control = _control(fork, directory, Path(folder))
         except (RunFailedError, InterruptedRunError) as error:
             return report_failure(error, "the same command continues")
-    # Opened anew, because the training has just written its log.
+    # Opened only now, because the training has just written its log.
     made = recorded.open_run(str(directory))
     rows = branch_report.differences(control, made, fork.checkpoint.step, fork.last)
     print("\n".join(branch_report.table(rows, fork.checkpoint.step, fork.last)), flush=True)
     starts = control.starts(fork.checkpoint.step + 1, fork.last)
     reasons = reasons_for_other_bits(starts, made.last_start(), fork.changed)
     if reasons:
-        print(f"not of the change, but of the order of sums, are differences in the last digits: {'; '.join(reasons)}")
+        print(f"differences in the last digits come from the order of sums, not from the change: {'; '.join(reasons)}")
     # In the branch, since nothing is written to the run itself.
     _write(directory / REPORT / BRANCH_FILE, fork, control, rows)
     words = ["launch", recorded.name_of(fork.recipe), str(directory / CONFIG_FILE), "--output_dir", str(directory)]
@@ -220,7 +220,7 @@ def _refuse_other_branch(fork: _Fork, directory: Path, changed: Mapping[str, Any
     parent: Mapping[str, Any] = {} if saved is None else saved.get("parent", {})
     experiment: Mapping[str, Any] = {} if saved is None else saved["experiment"]
     wanted = flatten(_trained_options(fork)) | dict(changed)
-    # `--allow` would take every change of a run half-way, because the branch passes it.
+    # The branch passes `--allow`, which would accept any change of a half-trained run.
     others = [
         f"{name} {experiment.get(name)!r} there, {value!r} now"
         for name, value in wanted.items()
@@ -255,7 +255,7 @@ def _train(fork: _Fork, directory: Path, folder: Path, *, changed: bool) -> None
     if changed:
         arguments += fork.flags
         allowed += fork.changed
-    # An option of a list needs a value.
+    # A list option needs a value.
     if allowed:
         arguments += ["--allow", *allowed]
     training.train(fork.machine.command(fork.recipe, arguments), folder / "log", save_seconds=SAVE_SECONDS)
@@ -291,14 +291,14 @@ def _unusable_as_control(fork: _Fork) -> str | None:
     if end < fork.last:
         return f"the run logged steps up to {end}"
     wanted = flatten(fork.options)
-    # As Recorder.due: the end of the branch is a log point of its own, and need not be one of the run.
+    # As in Recorder.due: the branch logs its last step, which the run need not have logged.
     every = (wanted | dict(fork.changed))["log.log_every"]
     start = fork.checkpoint.step
     if not any(start < step <= fork.last and (step % every == 0 or step in (1, fork.last)) for step in logged):
         return f"the run logged none of the steps {start + 1} to {fork.last} that the branch logs"
     for record in fork.run.starts(start + 1, fork.last):
         for name, value in flatten(record.options).items():
-            # Options that change no result need not be those of the branch.
+            # Options that change no result may differ from the branch's.
             if name in wanted and wanted[name] != value and not is_covered(name, fork.free):
                 return f"the run went on with {name} {value!r}"
     return None

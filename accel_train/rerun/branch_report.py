@@ -37,7 +37,7 @@ class Row:
 def differences(control: RecordedRun, branch: RecordedRun, start: int, last: int) -> list[Row]:
     """Compare losses and evaluations of two runs at their common steps after ``start`` up to ``last``.
 
-    The loss also over the last half of these steps, when the change has had its effect.
+    The loss is also compared over the last half of these steps, when the change has taken effect.
     """
     ours = _after(branch.lines("train"), start, last)
     theirs = _after(control.lines("train"), start, last)
@@ -59,7 +59,7 @@ def _after(lines: Mapping[int, Line], start: float, last: int) -> dict[int, Line
 
 
 def _fields(lines: Mapping[int, Line]) -> list[str]:
-    # Not of the first line alone: a term of the loss is logged where it is trained.
+    # From all lines, because a term of the loss is logged only in steps that train it.
     fields: dict[str, None] = {}
     for line in lines.values():
         fields |= dict.fromkeys(line)
@@ -106,7 +106,7 @@ def table(rows: Sequence[Row], start: int, last: int) -> list[str]:
             f"{found.difference:>11.3g}  {plus_minus(found.half_width):>10}  "
             f"{plus_minus(found.unpaired_half_width):>10}  {found.reading}"
         )
-    # Logged seldom or short, even the longest row has none.
+    # With few log lines, even the longest row has no interval.
     unequal = [row.found.count for row in differing if not row.found.equal]
     if unequal and max(unequal) < FEWEST:
         remedy = "log each step in both (--log.log_every 1), or give the branch more --steps"

@@ -57,8 +57,8 @@ def measured_batches(
 ) -> Mapping[str, Any]:
     """Return ``batch_schedule`` with the sizes that the run has measured, up to its end. Empty if it measures none.
 
-    ``manifest`` is that of one of its checkpoints, and decides up to its step. Empty: the events of the measurements,
-    ``windows`` by step, decide from the beginning.
+    ``manifest``, of one of its checkpoints, decides up to its step. After it, or from the beginning if it is empty, the
+    events of the measurements decide, ``windows`` by step.
     """
     recorded: Mapping[str, Any] = options.get(BATCHES, {})
     if not recorded.get("noise_factor"):
@@ -77,7 +77,7 @@ def measured_batches(
 def directory_name(parent: str, step: int, changes: Mapping[str, Any]) -> str:
     """Return the name of a branch's directory: that of its run, with the step and the changes."""
     name = f"{parent}-at{step}-{label(changes)}"
-    # File systems take names of up to 255 bytes, and -control is added to it. A letter may have four.
+    # File systems take names of up to 255 bytes, and -control may be appended. A letter may have four bytes.
     return os.fsencode(name)[:NAME_BYTES].decode(errors="ignore")
 
 

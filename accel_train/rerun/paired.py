@@ -5,7 +5,7 @@ are averaged in ``BATCHES`` stretches of neighbouring steps, and the interval is
 batch means; Schmeiser, 1982). On first-order autoregressions with a correlation of 0.8, intervals of level 0.95 cover
 the mean in 0.93 of 100-step series, those of a circular block bootstrap in 0.80, those from single steps in 0.46.
 
-The interval is of the mean difference over the steps of these two trainings. It says nothing of other seeds.
+The interval is for the mean difference over the steps of these two trainings. It says nothing about other seeds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PairedDifference:
     count: int
     a: float
     b: float
-    """Means of either curve."""
+    """Means of the two curves."""
     difference: float
     """Mean of B - A."""
     half_width: float | None
@@ -45,7 +45,7 @@ class PairedDifference:
 
     @property
     def reading(self) -> str:
-        """The interval in a word."""
+        """Reading of the interval, in a few words."""
         if self.equal:
             return "equal"
         if not np.isfinite(self.difference):
@@ -58,7 +58,7 @@ class PairedDifference:
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float]) -> PairedDifference:
-    """Compare two curves at the same steps, in order. At least one."""
+    """Compare two curves at the same steps, in order. At least one step is required."""
     left = np.asarray(a, dtype=np.float64)
     right = np.asarray(b, dtype=np.float64)
     difference = right - left

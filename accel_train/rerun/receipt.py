@@ -19,7 +19,7 @@ from accel_train.store.manifest import Checkpoint
 SCHEMA = 1
 OF_EVERY_RECEIPT = {"schema", "written_at", "recipe", strict_json.SEAL}
 NOTHING_MORE: Mapping[str, Any] = MappingProxyType({})
-# Of an environment line. The command may hold paths, and a receipt is made to be given away.
+# Fields of an environment line. The command is left out: it may hold paths, and a receipt is made to be shared.
 ENVIRONMENT = (
     *("versions", "python", "platform", "cuda", "device", "device_name", "torch_threads", "world_size", "strategy"),
     *("precision", "attention", "attention_kernels", "git_commit"),
@@ -36,20 +36,20 @@ class Result:
     rows: Sequence[Row]
     weights: Sequence[Weights]
     reasons: Sequence[str]
-    """Why other bits are allowed. Empty if every bit must be the same."""
+    """Reasons why bits may differ. Empty if every bit must be the same."""
     tolerance: float
     verdict: Verdict
 
     @property
     def first_difference(self) -> Row | None:
-        """The first row with other bits."""
+        """First row that differs in any bit."""
         return first_difference(self.rows)
 
 
 def receipt_file(given: str | None, default: str) -> Path:
     """Return the file for a receipt, before anything has run. ``given`` is the value of ``--receipt``.
 
-    Raises ``UsageError`` for a place that takes no file, and for a file that is no receipt: only those are replaced.
+    Raises ``UsageError`` where no file can be written, and for a file that is not a receipt: only those are replaced.
     """
     path = expand_path(given or default)
     place = f"--receipt {path}"
@@ -79,7 +79,7 @@ def write_receipt(
     result: Result,
     more: Mapping[str, Any] = NOTHING_MORE,
 ) -> None:
-    """Write the receipt. ``starts`` has those that wrote the lines of each side, such as ``recorded``, ``replayed``."""
+    """Write the receipt. ``starts`` maps each side, such as ``recorded``, to the starts that wrote its lines."""
     first = result.first_difference
     sides = tuple(starts)
     content: dict[str, Any] = {

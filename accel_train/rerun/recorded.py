@@ -30,7 +30,7 @@ class RecordedRun:
     """A run directory. Nothing here writes to it."""
 
     place: str
-    """Word of the command line."""
+    """Place of the run as given on the command line."""
     directory: Path
     saved: Mapping[str, Any]
     """Content of ``run.json``, or of a manifest in its place."""
@@ -57,7 +57,7 @@ class RecordedRun:
         return {line["step"]: line for line in last_pass(self.records, event)}
 
     def newest_at(self, step: int) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest resumable checkpoint at or before ``step``, and why not a newer one.
+        """Return the newest resumable checkpoint at or before ``step``, and the reasons against newer ones.
 
         Hashes every file of each candidate.
         """
@@ -88,7 +88,7 @@ class RecordedRun:
         return {}
 
     def starts(self, first: int, last: int) -> list[Start]:
-        """Return the starts that trained the steps ``first`` to ``last``, logged or not. None without a log."""
+        """Return the starts that trained the steps ``first`` to ``last``, logged or not. Empty without a log."""
         found: list[Start] = []
         end = last
         # From the last one back, because a start trains again whatever follows its checkpoint.
@@ -109,7 +109,7 @@ class RecordedRun:
         return found
 
     def last_start(self) -> Start:
-        """Return the start behind the end of the log."""
+        """Return the start that wrote the end of the log."""
         numbers = [number for number, record in enumerate(self.records) if record.get("event") == "environment"]
         return self._start_at(numbers[-1])
 
@@ -204,7 +204,7 @@ def recipe_of(run: RecordedRun, given: str | None) -> Path:
     if given is not None:
         return find_recipe(given)
     files = [record.get("recipe") for record in run.records if record.get("event") == "environment"]
-    # A cell of a notebook is no file.
+    # A notebook cell is not a file.
     if not files or files[-1] is None:
         raise UsageError(f"{run.place}: does not record its recipe; name it with --recipe, a file or a bundled name")
     # The last start, because a run may have been moved to another recipe's path.

@@ -81,7 +81,7 @@ class _Plan:
 
 
 def replay(request: Request) -> int:
-    """Replay a window, print the comparison and write the receipt. Return 0 if it is the same, else 1.
+    """Replay a window, print the comparison and write the receipt. Return 1 for the verdict ``different``, else 0.
 
     Raises ``UsageError``. Main thread only, because it handles the stop signals.
     """
@@ -175,7 +175,7 @@ def _replay(request: Request, plan: _Plan, folder: Path) -> tuple[Result, dict[s
     """Train in ``folder`` and compare."""
     run = plan.run
     _, last = plan.window
-    # Ends at the window, so that its last step is saved, and logged as the last one always is.
+    # The replay ends with the window, so that the last step is saved, and logged as a last step always is.
     options = training.set_length(recorded.options_at(run, plan.checkpoint), last)
     options = training.log_steps(options, plan.logged, last)
     directory = folder / "run"
@@ -184,7 +184,7 @@ def _replay(request: Request, plan: _Plan, folder: Path) -> tuple[Result, dict[s
     # A replay that began again at step 0 would compare nothing.
     resume = "auto" if plan.checkpoint is None else "must"
     command = request.machine.command(plan.recipe, [str(config), "--resume", resume])
-    # A resume restores them by itself.
+    # A resume restores the number of threads by itself.
     threads = None
     if plan.checkpoint is None:
         threads = training.recorded_threads(starts)
@@ -197,7 +197,7 @@ def _replay(request: Request, plan: _Plan, folder: Path) -> tuple[Result, dict[s
     ours = replayed.last_start()
     reasons = agreement.reasons_for_other_bits(starts, ours)
     if not starts:
-        # Without a log, manifests say what they can.
+        # Without a log, the manifests are the only record of the layout.
         reasons += _other_layouts(plan, replayed.newest_manifest())
     verdict = agreement.verdict(rows, compared, reasons, request.tolerance)
     result = Result(plan.window, plan.start_step, rows, compared, reasons, request.tolerance, verdict)
@@ -205,11 +205,11 @@ def _replay(request: Request, plan: _Plan, folder: Path) -> tuple[Result, dict[s
 
 
 def _other_layouts(plan: _Plan, ours: Mapping[str, Any]) -> list[str]:
-    """List the differences of a replay's layout, in its manifest, from those of the checkpoints to compare."""
+    """List the differences between the layout of a replay, in its manifest, and those of the compared checkpoints."""
     checkpoints = dict(plan.run.checkpoints)
     found: dict[str, None] = {}
     for step in plan.saved:
-        # A damaged one differs, whatever its layout.
+        # A damaged checkpoint differs anyway, whatever its layout.
         with suppress(ValueError):
             theirs = manifest.read(checkpoints[step])
             found |= dict.fromkeys(agreement.other_layouts(theirs.get("layout", {}), ours.get("layout", {})))

@@ -1,4 +1,4 @@
-"""Training of recorded steps again: a directory to resume in like the run's own, and the process training in it."""
+"""Train recorded steps again: a directory to resume in like the run's own, and the process that trains in it."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def train(command: Sequence[str], log: Path, threads: int | None = None, save_se
     ``threads`` is for a start without a checkpoint. A resume restores the number by itself.
     """
     environment: dict[str, str] = {}
-    # A number that a person has set stays, and shows as a difference of the layout.
+    # A number that the user has set stays, and shows as a difference of the layout.
     if threads is not None and THREADS not in os.environ:
         environment[THREADS] = str(threads)
     run_once(command, log, environment=environment, save_seconds=save_seconds)
 
 
 def recorded_threads(starts: Sequence[Start]) -> int | None:
-    """Return the number of torch threads of a start on a CPU, or None."""
+    """Return the number of torch threads of the first start on a CPU, or None."""
     for start in starts:
         threads = start.environment.get("torch_threads")
         if start.environment.get("device") == "cpu" and isinstance(threads, int):
@@ -75,8 +75,8 @@ def recorded_threads(starts: Sequence[Start]) -> int | None:
 def steps_to_save(saved: Sequence[int], last: int) -> tuple[int, list[int]]:
     """Return ``save_every`` for a window up to ``last``, and the steps of ``saved`` to be saved with it.
 
-    A run saves at multiples of one number only, and always at its end. Only the newest steps are saved again if all of
-    them would need many saves more.
+    A run saves at multiples of one number only, and always at its end. If saving all of the steps again would need too
+    many saves, only the newest of them are saved.
     """
     # The last step is saved in any case.
     inner = [step for step in saved if step < last]
@@ -95,13 +95,13 @@ def build_directory(
     """Create a run directory to continue from ``checkpoint``, and return the path of its config.
 
     With None it begins at step 0, with the values derived by the run's first start. The files of the checkpoint are
-    linked one by one: through a link nothing can be deleted or replaced but the link itself.
+    linked one by one: deleting or replacing one affects only the link.
     """
     checkpoints = directory / "checkpoints"
     checkpoints.mkdir(parents=True)
     # Bound to its options like the run itself, so that a difference is refused and not trained.
     saved = dict(run.saved) | {"trained": True}
-    # What waits for the Hub is none of this directory's.
+    # The run's queue for the Hub does not belong to this directory.
     saved.pop("hub", None)
     if checkpoint is not None:
         link_checkpoint(checkpoint, checkpoints)
@@ -162,7 +162,7 @@ def set_length(options: Tree, steps: int) -> Tree:
 def log_steps(options: Tree, steps: Sequence[int], last: int) -> Tree:
     """Return the options of a run up to ``last``, logging at least ``steps``.
 
-    A run also logs its first and last step. An earlier end of the recorded run may thus be a logged step between.
+    A run also logs its first and last step. An earlier end of the recorded run may thus be a logged step in between.
     """
     regular = [step for step in steps if step not in (1, last)]
     # The gcd of nothing is 0, which is no interval.

@@ -13,7 +13,7 @@ from accel_train.store import commit
 def compare_weights(step: int, recorded: Path, replayed: Path, sides: Sides = SIDES) -> Weights:
     """Compare every collection of two checkpoints by the canonical names of their tensors, one tensor at a time.
 
-    ``sides`` names the two. A damaged recorded checkpoint differs.
+    ``sides`` names the two. A damaged recorded checkpoint counts as different.
     """
     # A file that has changed since the save is no evidence of what was saved.
     try:

@@ -1,1 +1,1 @@
-"""`accel-train verify`: the gradient contract, proven on a recipe by short runs of it."""
+"""`accel-train verify`: short runs of a recipe that prove the gradient contract for it."""

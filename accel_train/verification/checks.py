@@ -1,4 +1,4 @@
-"""The checks: the runs each needs, and its finding."""
+"""Checks of a verification: the runs that each needs, and its finding."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Evidence:
     options: Mapping[str, Any]
     """Options of the recipe, as resolved with the user's flags."""
     max_grad_norm: float
-    """Value in the runs, possibly lower than the config's."""
+    """Value used in the runs, possibly lower than the config's."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def missing(evidence: Evidence, names: Sequence[str]) -> Finding | None:
 
 
 def _unobserved(outcome: Outcome, name: str, sizes: Sizes) -> Finding | None:
-    """Return the finding for a run without the steps asked for. Nothing was varied in them, so they prove nothing."""
+    """Return the finding for a run that did not make the requested steps, and therefore proves nothing."""
     expected = sizes.steps
     # A resume that begins again would have all of them, and the bits of the reference.
     if name == "resumed":
@@ -93,7 +93,7 @@ def _unobserved(outcome: Outcome, name: str, sizes: Sizes) -> Finding | None:
 
 
 def _decided(differences: Sequence[Difference]) -> Finding:
-    """Return the finding of a comparison: the difference largest beside its tolerance."""
+    """Return the finding of a comparison, with the difference that is largest relative to its tolerance."""
     # A NaN exceeds every tolerance but has no order, so `exceeds` is compared first.
     worst = max(differences, key=lambda d: (d.exceeds, d.value / (d.tolerance or 1.0)))
     exceeding = [str(d) for d in differences if d.exceeds]
@@ -151,7 +151,7 @@ def _learning_rate(evidence: Evidence) -> Finding:
         apart = [nan_as_infinite(abs(a - b) / scale) for a, b in zip(expected[earlier:], found, strict=True)]
         largest = max(apart)
         step = 1 + earlier + apart.index(largest)
-        # Rates are float64 on the host, so only another count of steps exceeds this.
+        # Rates are float64 on the host, so only a different count of steps exceeds this.
         differences.append(Difference("rate", largest, 1e-12, f"step {step}, {name}"))
     return _decided(differences)
 

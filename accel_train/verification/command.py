@@ -24,7 +24,7 @@ def add_options(verify: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: Any) -> int:
-    """Call ``verify`` with the parsed arguments. Those of the recipe may have options of the command among them."""
+    """Call ``verify`` with the parsed arguments. The command's own options may also stand among the recipe's."""
     from accel_train.verification.verify import Request, verify
 
     # No abbreviations: an option of the recipe may begin like one of these.

@@ -48,12 +48,12 @@ class Difference:
 
 
 def within_rounding(reference: Outcome, other: Outcome, step: int) -> list[Difference]:
-    """Return the difference of each quantity, for runs with another order of sums, at the end of ``step``."""
+    """Return the difference of each quantity, with tolerances for another order of sums. Tensors are of ``step``."""
     return [*_lines(reference, other, 0), *_tensors(reference, other, step)]
 
 
 def bit_for_bit(reference: Outcome, other: Outcome, step: int, after: int = 0) -> list[Difference]:
-    """Return the difference of each quantity with tolerance 0, in steps later than ``after`` and at ``step``."""
+    """Return the difference of each quantity with tolerance 0: log lines after step ``after``, tensors of ``step``."""
     found: list[Difference] = []
     for line in _lines(reference, other, after):
         exact = replace(line, tolerance=0.0)
@@ -61,7 +61,7 @@ def bit_for_bit(reference: Outcome, other: Outcome, step: int, after: int = 0) -
     for name, compared in _compared(reference, other, step).items():
         value = 0.0
         if not compared.equal:
-            # Other bits of equal values, other names and other shapes have no distance.
+            # Equal values with other bits, and other names or shapes, have no distance.
             value = compared.relative or math.inf
         found.append(Difference(name, value, 0.0))
     return found
@@ -75,7 +75,7 @@ def _lines(reference: Outcome, other: Outcome, after: int) -> Iterator[Differenc
     for name in names:
         pairs = {step: _pair(reference, other, step, name) for step in steps}
         sizes = [abs(a) for a, _ in pairs.values() if math.isfinite(a)]
-        # The largest of the run: beside a loss near 0, rounding would look large. A term that stays 0 has no scale.
+        # The largest of the run: next to a loss near 0, rounding would look large. A term that stays 0 has no scale.
         scale = max(sizes, default=0.0) or 1.0
         distances = {step: _distance(a, b) / scale for step, (a, b) in pairs.items()}
         worst = max(distances, key=lambda step: distances[step])
@@ -131,7 +131,7 @@ def _by_part(found: dict[str, Tensors]) -> dict[str, Tensors]:
         if name != "optimizer":
             parts[shown.get(name, name)] = tensors
     for name, tensor in found.get("optimizer", {}).items():
-        # Each by itself, since first and second moments are of different size.
+        # Each part by itself, since first and second moments differ in size.
         key = name.partition("/")[0]
         parts.setdefault(key, {})[name] = tensor
     return parts

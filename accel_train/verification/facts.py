@@ -13,12 +13,12 @@ REFUSAL = "error (wrong usage, exit code 2): "
 
 @dataclass(frozen=True)
 class Deviation:
-    """Differences of a run from the reference, beside its options and its number of processes."""
+    """Differences of a run from the reference, besides its options and its number of processes."""
 
     evaluates: bool = False
     """Call the recipe's evaluation. Otherwise it is skipped, with no metrics as after a stop."""
     continues_to: int | None = None
-    """Go on to this step after ``max_steps``, so the evaluation at the end comes in the middle."""
+    """Continue to this step after ``max_steps``, so that the evaluation at the end comes in the middle."""
     reverses_samples: bool = False
     """Reverse the samples of every micro-batch."""
     disturbs_generators: bool = False
@@ -27,7 +27,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Spec:
-    """One run: its name, its flags beside those of every run, and its deviation."""
+    """One run: its name, its flags besides those of every run, and its deviation."""
 
     name: str
     flags: Mapping[str, str]
@@ -45,13 +45,13 @@ class Facts:
     """Observations of one run. Written as JSON by process 0."""
 
     learning_rates: list[list[float]] = field(default_factory=list[list[float]])
-    """By step, then by group of the optimizer."""
+    """Learning rates by step, then by group of the optimizer."""
     clipped_norms: list[float] = field(default_factory=list[float])
     """Norm of the gradient that reached the optimizer, by step. Empty under DeepSpeed, whose engine steps itself."""
     largest_gradients: dict[str, float] = field(default_factory=dict[str, float])
     """Largest absolute gradient of each trained parameter over all steps."""
     groups_of: dict[str, int] = field(default_factory=dict[str, int])
-    """In how many groups of the optimizer each trained parameter is."""
+    """Number of the optimizer's groups that have each trained parameter."""
     always_frozen: list[str] = field(default_factory=list[str])
     """Parameters frozen by the recipe in every step (``optimizers.set_frozen``), as those of a later stage are."""
     moved: int = 0

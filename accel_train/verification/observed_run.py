@@ -1,8 +1,8 @@
-"""A program: run a recipe as ``python RECIPE ARGUMENTS`` does, with its training loop observed.
+"""Program that runs a recipe as ``python RECIPE ARGUMENTS`` does, with its training loop observed.
 
     python observed_run.py '{"facts": PATH, "deviation": {...}}' RECIPE ARGUMENTS
 
-The launchers start it in the place of the recipe.
+Launchers start it in place of the recipe.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accel_train.verification.facts import Deviation
 
 def main() -> None:
     """Run the recipe named on the command line as ``__main__``."""
-    # It imports what every recipe does.
+    # Heavy imports, which every recipe makes too.
     from accel_train import loop
     from accel_train.commands.bundled import run_recipe
     from accel_train.verification.observer import observing

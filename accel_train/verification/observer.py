@@ -1,4 +1,4 @@
-"""Steer a short run of a recipe, and measure it inside of its process.
+"""Steer a short run of a recipe, and measure it inside its process.
 
 It is entered through ``loop.observed``, once the model is prepared. It puts hooks on the optimizer and replaces the
 iterator of steps. The recipe's own lines run unchanged.
@@ -122,7 +122,7 @@ def _reversed(batch: Batch) -> Batch:
 def _watched(
     steps: Iterator[StepBatches], prepared: TrainState, facts: Facts, reductions: list[float] | None
 ) -> Iterator[StepBatches]:
-    """Yield the steps, and read rates and frozen groups after each."""
+    """Yield the steps, and read learning rates and frozen groups after each."""
     names = {id(p): name for name, p in _trained(prepared.model).items()}
     frozen = set(names.values())
     for batches in steps:
@@ -142,7 +142,7 @@ def _watched(
 
 
 def _count_reductions(model: nn.Module) -> list[float] | None:
-    """Return a list that grows by the share of the parameters in each reduction of DDP. None where it cannot.
+    """Return a list that grows by the share of the parameters in each reduction of DDP. None if it cannot count them.
 
     The hook reduces as DDP does without one.
     """
@@ -169,7 +169,7 @@ def _count_reductions(model: nn.Module) -> list[float] | None:
 
 
 def _hook_optimizer(prepared: TrainState, names: dict[int, str], facts: Facts) -> None:
-    """Measure the gradient in front of each step of the optimizer, and whether the first step moves the weights."""
+    """Measure the gradient before each step of the optimizer, and whether the first step moves the weights."""
     inner: Any = getattr(prepared.optimizer, "optimizer", prepared.optimizer)
     # DeepSpeed's optimizer is stepped by its engine.
     if not isinstance(inner, torch.optim.Optimizer) or not hasattr(inner, "register_step_pre_hook"):
@@ -206,6 +206,6 @@ def _hook_optimizer(prepared: TrainState, names: dict[int, str], facts: Facts) -
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor of a shard of FSDP2. Collective there."""
+    """Return the tensor, whole if it is a shard of FSDP2. Collective under FSDP2."""
     value: Any = tensor.detach()
     return value.full_tensor() if hasattr(value, "full_tensor") else value

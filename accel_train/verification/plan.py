@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from accel_train.launch_files.machine_config import MachineConfig
 
 LARGEST_BATCH = 15
-"""Samples of a step. Odd, for unequal shares of two processes: one repeats a sample with weight 0."""
+"""Most samples of a step. Odd, for unequal shares of two processes: one repeats a sample with weight 0."""
 SET_HERE = (
     *("output_dir", "max_steps", "max_epochs", "micro_batch_size", "resume", "overwrite", "evaluate_only", "init_from"),
     *("checkpoints.save_every", "log.log_every"),
 )
 """Options set by the runs of a verification."""
 WARMUP = 2
-"""Steps of the warm-up: the fewest that expose a rate counting anything but steps."""
+"""Steps of the warm-up: the fewest that expose a learning rate that counts anything but steps."""
 REFERENCE = "reference"
 
 
@@ -55,7 +55,7 @@ def refuse_given(arguments: Sequence[str], names: Collection[str], command: str,
     given = [name for name in dict.fromkeys(given_flags(arguments)) if name in names]
     if not given:
         return
-    # All of them, or each would cost a start of its own.
+    # All at once, or each would cost the user another start.
     listed = ", ".join(f"--{name}" for name in given)
     them = "it" if len(given) == 1 else "them"
     remedies = [f"leave {them} out"] if given != ["max_steps"] else []
@@ -81,7 +81,7 @@ def choose_sizes(options: Mapping[str, Any], arguments: Sequence[str], steps: in
     divisors = [size for size in range(1, batch) if batch % size == 0]
     # Samples are divided evenly over the micro-batches, so only an indivisible batch makes them unequal.
     uneven = [size for size in range(2, batch) if batch % _pieces(batch, size)]
-    # About four micro-batches: few enough to be quick, and a mean of means is far off.
+    # About four micro-batches: few enough to be quick, and enough to put a mean of means far off.
     ragged = min(uneven, key=lambda size: abs(_pieces(batch, size) - 4), default=None)
     return Sizes(steps, steps // 2, batch, max(divisors, default=None), ragged)
 
@@ -113,7 +113,7 @@ def common_flags(options: Mapping[str, Any], arguments: Sequence[str], sizes: Si
         "max_epochs": "None",
         "global_batch_size": str(sizes.batch),
         "micro_batch_size": str(sizes.batch),
-        # The tolerances hold for it.
+        # The tolerances are those of fp32.
         "precision": "fp32",
         "log.log_every": "1",
         "log.progress_bar": "off",
@@ -137,7 +137,7 @@ def common_flags(options: Mapping[str, Any], arguments: Sequence[str], sizes: Si
 
 
 def words_of(flags: Mapping[str, str]) -> list[str]:
-    """Return the words of a command line. Each value is one, also a path with spaces."""
+    """Return the flags as words of a command line. Each value is one word, even a path with spaces."""
     return [word for name, value in flags.items() for word in (f"--{name}", value)]
 
 
@@ -149,7 +149,7 @@ def _schedule(options: Mapping[str, Any], sizes: Sizes) -> dict[str, str]:
         flags["schedule.decay_steps"] = str(4 * sizes.steps)
         flags["schedule.floor"] = str(options["schedule.floor"])
     if kind == "cosine_restarts":
-        # Of two, so that a multiplier of the user has its effect.
+        # Two cycles, so that a multiplier of the user has an effect.
         flags["schedule.cycles"] = "2"
     return flags
 

@@ -40,7 +40,7 @@ FILES = {
 
 def environment_on_cpu(threads: int) -> dict[str, str]:
     """Return the environment of runs without accelerators, with a fixed number of threads."""
-    # The number of threads decides the order of sums, so bits are compared under equal ones.
+    # The number of threads decides the order of sums, so bits are compared with equal numbers.
     fixed = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
     return without_launcher(os.environ) | fixed
 
@@ -58,7 +58,7 @@ class Runner:
         self._stopped = False
 
     def run(self, spec: Spec) -> Outcome:
-        """Run to the end. Safe in threads."""
+        """Run to the end. Thread-safe."""
         home = self._folder / spec.name
         home.mkdir()
         facts = home / "facts.json"

@@ -40,7 +40,7 @@ LAYOUTS = ("accumulated", "ragged", "two_processes", "fsdp2", "zero2", "launch_f
 """Runs compared within rounding, by the tolerances of fp32."""
 COMPILES = "DeepSpeed compiles its CPU communication first, unless this machine has it: a minute or more"
 _CLIPPED = frozenset(LAYOUTS) - {"reversed"}
-"""Runs that show another clip, if the clip acts."""
+"""Runs that would show a different clip, if the clip acts."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class _Runs:
         """Outcomes of the runs that ended by themselves, by name."""
 
     def make(self) -> None:
-        """Run everything needed by the checks. Raises if the first run of all fails."""
+        """Run everything needed by the checks. Raises if the very first run fails."""
         if self._clip > 0 and _CLIPPED.intersection(self._needed):
             self._clip = self._acting_clip(self._clip)
         names = [name for name in (REFERENCE, *self._needed) if name in self._specs and name not in self._absent]
@@ -239,7 +239,7 @@ class _Runs:
         return name == "zero2"
 
     def _acting_clip(self, own: float) -> float:
-        """Return an acting ``max_grad_norm``: the smaller of the recipe's and half the norm of the first gradient."""
+        """Return a ``max_grad_norm`` that acts: the smaller of the recipe's and half the norm of the first gradient."""
         probe = self._runner.run(plan.probe())
         if probe.code == 2:
             raise UsageError(probe.message)

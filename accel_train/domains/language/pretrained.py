@@ -70,7 +70,7 @@ class ModelConfig:
 
     @property
     def location(self) -> str | None:
-        """Where `source` is found again from any directory."""
+        """Path or Hub id that finds `source` from any working directory."""
         is_folder = self.source is not None and self.revision is None and Path(self.source).is_dir()
         return str(Path(str(self.source)).absolute()) if is_folder else self.source
 
@@ -92,7 +92,7 @@ NO_SOURCE = ModelConfig()
 
 
 def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any:
-    """Return transformers' config of the model, fit for the tokenizer and the length of rows.
+    """Return transformers' config of the model, which fits the tokenizer and the row length.
 
     Raises ``UsageError`` for an unknown architecture, an option missing from its config, and too small a vocabulary or
     number of positions.
@@ -102,9 +102,9 @@ def resolve_config(options: ModelConfig, tokenizer: Any, max_length: int) -> Any
             f"--model.revision {options.revision!r}: {options.source} is a folder and has no revisions; leave it out"
         )
     config = _load_config(options.source, options.revision) if options.source else _from_scratch(options, tokenizer)
-    # An id beyond the embeddings would be an index error on a CPU, and on a GPU an assertion without a name.
+    # An id beyond the embeddings would be an index error on a CPU, and an opaque assertion on a GPU.
     needed = 1 + max(tokenizer.get_vocab().values())
-    # A model of pictures and texts has a config of each.
+    # A vision-language model has a config for each modality.
     of_text = config.get_text_config()
     if of_text.vocab_size < needed:
         raise UsageError(_too_few_embeddings(str(options.source), of_text.vocab_size, needed, tokenizer.name_or_path))
@@ -133,7 +133,7 @@ def _too_few_embeddings(source: str, rows: int, needed: int, tokenizer: str) -> 
 
 
 def positions_of(config: Any) -> int | None:
-    """Return how many tokens a model takes at most. None: it names no limit."""
+    """Return the maximum number of tokens of a model, None if its config names no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -147,7 +147,7 @@ def refuse_other_config(options: ModelConfig, config: Any, checkpoint: Checkpoin
     saved = _saved_config(checkpoint.path, config)
     now = _plain(config)
     if saved["model_type"] != config.model_type:
-        # Transformers builds the language model alone of a model of pictures and texts.
+        # Of a vision-language model, transformers builds the language model alone.
         now = _plain(getattr(config, "text_config", config))
     names = [name for name in ("model_type", *sorted({**saved, **now})) if saved.get(name) != now.get(name)]
     if not names:
@@ -161,7 +161,7 @@ def refuse_other_config(options: ModelConfig, config: Any, checkpoint: Checkpoin
 
 
 def _saved_config(directory: Path, config: Any) -> dict[str, Any]:
-    """Return the config of a checkpoint's model, with adapters that of their base. Raises ``UsageError`` without one.
+    """Return the config of a checkpoint's model, or of the base of its adapters. Raises ``UsageError`` without one.
 
     Read like ``config``, so that both have the names and defaults of this version of transformers.
     """
@@ -229,7 +229,7 @@ def _from_scratch(options: ModelConfig, tokenizer: Any) -> Any:
 def _with_sizes(options: ModelConfig, make: Callable[[], Any]) -> Any:
     try:
         config = make()
-    except Exception as error:  # some classes check their values, by errors of other packages
+    except Exception as error:  # some classes check their values, with errors of other packages
         sizes = ", ".join(f"--model.{name} {value}" for name, value in options.sizes.items())
         raise UsageError(
             f"{sizes or '--model.config'}: the config of {options.config} refuses it: {one_line(error)}. Give values "
@@ -269,14 +269,14 @@ def build(
     precision: Precision = "fp32",
     device: torch.device = CPU,
 ) -> nn.Module:
-    """Return the model with its adapters, if there are any. It attends by sdpa, or by eager if it has no other.
+    """Return the model with its adapters, if there are any. Its attention is sdpa, or eager if it lacks sdpa.
 
     ``precision`` is the compute precision. A base of 8 or 4 bits is quantised on ``device``.
 
-    Its weights are those of ``source``, if there is one and ``load_source`` or adapters, and else random. Raises
-    ``UsageError`` for missing weights, and for misfitting adapters.
+    Weights are read from ``source`` if it is set and ``load_source`` or adapters ask for it, and random otherwise.
+    Raises ``UsageError`` for missing weights, and for adapters that do not fit.
     """
-    # A checkpoint of adapters may have no base, which is therefore read from its source at every start.
+    # A checkpoint of adapters may lack the base, which is therefore read from its source at every start.
     model = _build(options, config, load_source=load_source or adapters.rank > 0)
     apply_lora(model, adapters, precision, device)
     if options.loss_chunk:
@@ -306,7 +306,7 @@ def _build(options: ModelConfig, config: Any, *, load_source: bool) -> nn.Module
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Silence transformers where it says what this package says itself, or nobody has asked for."""
+    """Silence messages of transformers that this package logs itself, or that nobody has asked for."""
     with without_notices_of_imports(), without_bars_in_logs():
         yield
 
@@ -334,7 +334,7 @@ def _make(options: ModelConfig, config: Any, attention: str, reads: bool) -> nn.
         _refuse_missing(str(options.source), found)
     else:
         model = loader.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    # Other programs find the class by it.
+    # Other programs find the class by this.
     model.config.architectures = [type(model).__name__]
     return model.train()
 
@@ -362,12 +362,12 @@ def save_files(model: nn.Module, tokenizer: Any, directory: Path, source: ModelC
     """
     plain: Any = model
     tokenizer.save_pretrained(directory)
-    # Adapters have it for the end of an answer, which their base may not know.
+    # Adapters need it for the token that ends an answer, which their base may not know.
     if plain.can_generate():
         plain.generation_config.save_pretrained(directory)
     if hasattr(plain, "peft_config"):
         described = adapter_config(plain, source.location, source.revision)
-        # By it peft finds the class of the base (`AutoPeftModelForCausalLM`).
+        # peft finds the class of the base by this (`AutoPeftModelForCausalLM`).
         write_json_in_place(directory / CONFIG_FILE, described | {"task_type": "CAUSAL_LM"})
         return
     plain.config.save_pretrained(directory)

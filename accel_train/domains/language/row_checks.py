@@ -1,4 +1,4 @@
-"""What a token of a row sees, proven before training: nothing behind it, and no other text of a packed row."""
+"""Prove before training what a token of a row sees: no later token, and no other text of a packed row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def attention_example(model: nn.Module, *, packing: bool) -> Tensor:
 
 
 def _two_texts(model: nn.Module) -> dict[str, Tensor]:
-    """A row of a text of 9 tokens and one of 7."""
+    """Return a row of two texts, of 9 and 7 tokens."""
     plain: Any = model
     ids = torch.arange(1, 17, device=plain.device).remainder(plain.config.get_text_config().vocab_size)
     positions = torch.cat([torch.arange(9), torch.arange(7)]).to(plain.device)
@@ -41,7 +41,7 @@ def check_rows(model: nn.Module, *, packing: bool, loss_chunk: int = 0) -> list[
     """Prove that no token sees what it is to predict, and return notices. Called before the model is sharded.
 
     Raises ``UsageError`` for a model whose tokens see later ones, or, with ``packing``, another text of the row, and
-    for one whose loss by chunks is another.
+    for one whose loss by chunks differs.
     """
     notices = [check_causality(model)]
     if packing:
@@ -52,7 +52,7 @@ def check_rows(model: nn.Module, *, packing: bool, loss_chunk: int = 0) -> list[
 
 
 def _router_notices(model: nn.Module) -> list[str]:
-    """Return a line on a config.json that asks for the auxiliary loss of a mixture of experts."""
+    """Return a notice if config.json asks for the auxiliary loss of a mixture of experts."""
     plain: Any = model
     if not getattr(plain.config.get_text_config(), "output_router_logits", False):
         return []
@@ -71,7 +71,7 @@ def check_causality(model: nn.Module) -> str:
     plain: Any = model
     ids = _two_texts(model)["input_ids"]
     other = ids.clone()
-    # Another one whatever the size of the vocabulary.
+    # A different token for any size of the vocabulary.
     other[0, -1] = (ids[0, -1] + 1).remainder(plain.config.get_text_config().vocab_size)
     try:
         with _evaluating(model):
@@ -83,7 +83,7 @@ def check_causality(model: nn.Module) -> str:
             f"--model: {name} cannot take a row of 16 tokens: {one_line(error)}. Give sizes that fit each other."
         ) from None
     changed = float((first - second).abs().max() / first.abs().max())
-    # Experts round sums of other lengths otherwise.
+    # Experts round differently when another number of tokens is routed to them.
     allowed = max(UNSEEN, _rounding(model))
     # Not `changed >= allowed`, which NaN would pass.
     if not changed < allowed:
@@ -107,7 +107,7 @@ def _evaluating(model: nn.Module) -> Generator[None]:
 
 
 def _rounding(model: nn.Module) -> float:
-    """Return how far logits may differ, relative to the largest, by the coarsest weights: a frozen base may be bf16."""
+    """Return the relative difference of logits that the coarsest weights explain: a frozen base may be bf16."""
     computed = {p.dtype for p in model.parameters() if p.dtype.is_floating_point and p.itemsize > 1}
     return max(4 * torch.finfo(dtype).eps for dtype in computed)
 
@@ -121,7 +121,7 @@ def check_packing(model: nn.Module) -> str:
     name = type(model).__name__
     remedy = "Set --data.no_packing, and --loader.bucket_by_length to save padding."
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    # Asked before the forwards, because such a model may refuse the arguments with an error that says nothing.
+    # Checked before the forwards, because such a model may refuse the arguments with an unhelpful error.
     if getattr(model, "_is_stateful", False) or not takes_positions:
         reason = "keeps a state over the whole row" if takes_positions else "takes no position_ids"
         raise UsageError(f"--data.packing: {name} {reason}, so one text of a row would see another. {remedy}")
@@ -142,9 +142,9 @@ def check_packing(model: nn.Module) -> str:
 
 @torch.no_grad()
 def check_chunks(model: nn.Module, loss_chunk: int) -> str:
-    """Prove that the loss of tokens by chunks is that of all at once, and return a notice with the largest difference.
+    """Prove that the loss by chunks is that of all tokens at once, and return a notice with the largest difference.
 
-    Raises ``UsageError`` for a model that does otherwise, or cannot compute its logits from the output of its blocks.
+    Raises ``UsageError`` for a model whose losses differ, or that cannot compute logits from the output of its blocks.
     """
     if simulated.weights_have_no_values():
         return "loss by chunks: not proven, because weights have no values here"

@@ -43,7 +43,7 @@ class EvaluationConfig:
 
 
 class Sample(NamedTuple):
-    """One text: its given part, the model's continuation, and its own."""
+    """One held-out text: its prompt, the model's continuation, and the original one."""
 
     prompt: str
     written: str
@@ -66,7 +66,7 @@ def write(
         drawing = continuing.Drawing(seed, "generate", number, options.temperature)
         length = options.max_new_tokens
         if positions is not None:
-            # One is left at least: a row fits, and the prompt is not all of it.
+            # At least one position is left: a row fits, and the prompt is not all of it.
             length = min(length, positions - len(prompt))
         # A process of a sharded model that ended before the others would leave them waiting.
         new = continuing.continue_tokens(
@@ -78,19 +78,19 @@ def write(
 
 
 def _divide(heldout: TokenDataset, number: int, prompt_tokens: int) -> tuple[list[int], list[int]]:
-    """Divide the tokens of a text into the given ones and those that follow, of a chat up to the end of its answer."""
+    """Split the tokens of a text into the prompt and what follows, in a chat up to the end of its answer."""
     tokens, trained = heldout.text(number)
     first = int(trained.int().argmax())
     # The first token is never trained, so plain text begins to be trained at the second.
     given = prompt_tokens if first <= 1 else first
-    # One token at least is left for the text's own continuation.
+    # At least one token is left for the text's own continuation.
     given = min(given, len(tokens) - 1)
     behind = (number for number in range(given + 1, len(tokens)) if not trained[number])
     return tokens[:given].tolist(), tokens[given : next(behind, len(tokens))].tolist()
 
 
 def _shown(prompt: Sequence[int], tokenizer: Any) -> str:
-    """Return a prompt with the special tokens that divide the turns of a chat, less the beginning of a text."""
+    """Return a prompt with the special tokens that divide the turns of a chat, but without the begin token."""
     begins = prompt[:1] == [tokenizer.bos_token_id]
     return tokenizer.decode(prompt[begins:])
 

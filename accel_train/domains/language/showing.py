@@ -29,7 +29,7 @@ def text_rows(data: LanguageData) -> TextRows:
 
 
 def _row(data: LanguageData, dataset: TokenDataset, index: int) -> TextRow:
-    # As the loader gives it to the loss: repeated rows, of weight 0, count nowhere.
+    # A weight as from the loader, whose repeated rows have weight 0 and count nowhere.
     batch = dataset.batch([index]) | {"weight": torch.ones(1)}
     length = int(batch["length"])
     ids = batch["input_ids"][0, :length].tolist()
@@ -44,7 +44,7 @@ def _row(data: LanguageData, dataset: TokenDataset, index: int) -> TextRow:
 
 
 def _remark(data: LanguageData, ids: list[int], learned: list[bool]) -> str:
-    """Say what became of a text that fills a row and does not end in it. Shorter ones are whole."""
+    """Return ``split`` or ``truncated`` for a text that fills a row and does not end in it, else empty text."""
     tokenizer = data.tokenizer
     if len(ids) < data.train.max_length or ids[-1] == tokenizer.eos_token_id:
         return ""

@@ -13,7 +13,7 @@ from accel_train.store.pretrained_base import COMMIT, PretrainedBase, TrainedBas
 
 
 def at_commit(options: ModelConfig) -> ModelConfig:
-    """Return the options with the commit of a branch or tag on the Hub, for all files to be of one. One process.
+    """Return the options with the commit of a branch or tag on the Hub, so that all files are of one. One process.
 
     Without a network it is the one in the cache. Raises ``UsageError`` for a source that cannot be read, and for
     adapters, which transformers would put on another model.
@@ -53,8 +53,8 @@ def _refuse_run(source: str) -> None:
 def base_of(options: ModelConfig, adapters: LoraConfig) -> PretrainedBase | TrainedBase | None:
     """Return the files of the frozen weights, or the commit of a source on the Hub that is trained as a whole.
 
-    ``options`` are those of ``at_commit``. None without a source, or with a folder of which nothing is frozen. Raises
-    ``UsageError`` if the files are gone.
+    ``options`` are those of ``at_commit``. Returns None without a source, and for a folder that is trained as a whole.
+    Raises ``UsageError`` if the files are gone.
     """
     if options.source is None:
         return None
@@ -86,7 +86,7 @@ def find_base(source: str, revision: str | None) -> PretrainedBase:
         # A run may be loaded from another directory than it was started in.
         named = str(Path(source).absolute())
     else:
-        # Of a branch, the commit.
+        # The commit of a branch or tag.
         revision = extract_commit_hash(files[0], None) or revision
     definition = () if config is None else (CONFIG_NAME,)
     return PretrainedBase(named, paths[0].parent, names, revision, definition, unread=UNREAD)

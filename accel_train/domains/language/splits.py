@@ -1,4 +1,4 @@
-"""The training and the held-out rows of a run before they are read: their sources, and which side a row is on."""
+"""Sources of the training and held-out rows of a run, and the rule that assigns a row to a side."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SplitSources:
         self.config = config
         self.cache = cache
         self.raised: float | None = None
-        """Share to hold out in place of one under which no row falls."""
+        """Share to hold out instead of the option's, if no row falls under that."""
         options = ("--data.path", *["--data.more_paths"] * len(config.more_paths))
         parts = [self._open(path, option, config.split) for path, option in zip(config.paths, options, strict=True)]
         self._refuse_twice(parts)
@@ -49,7 +49,7 @@ class SplitSources:
     def _refuse_twice(self, parts: Sequence[RowBlocks]) -> None:
         """Raise ``UsageError`` for two sources with the same rows, or with a file in common, however they are named.
 
-        Held-out rows would be evaluated twice, as if they were two.
+        Their held-out rows would be evaluated twice, as if they were different ones.
         """
         for (path, source), (other_path, other) in combinations(zip(self.config.paths, parts, strict=True), 2):
             shared = sorted(_files_of(source) & _files_of(other))
@@ -72,7 +72,7 @@ class SplitSources:
         return self._open(config.path, "--data.heldout_path", path.removeprefix(SPLIT))
 
     def _refuse_unread(self) -> None:
-        """Raise ``UsageError`` for options of lines of text, of columns, or of splits, where no source has them."""
+        """Raise ``UsageError`` for options about text lines, columns or splits that no source has."""
         config = self.config
         sources = [*parts_of(self.train), *([] if self.heldout is None else [self.heldout])]
         kinds: set[str] = set()
@@ -102,7 +102,7 @@ class SplitSources:
         )
 
     def name_changed_files(self) -> None:
-        """Log which files came, went or changed since the last start: the fingerprint of the data tells that some did.
+        """Log which files were added, removed or changed since the last start. The fingerprint names none of them.
 
         One process calls it.
         """
@@ -115,7 +115,7 @@ class SplitSources:
                 warn_of_changes(source.option, path, self.cache, identities)
 
     def notices(self) -> list[str]:
-        """Say how often an epoch has the rows of each source of several, and name files of runs among the data."""
+        """Return notices about the repeats of each source of a mixture, and about files of runs among the data."""
         mixture: list[str] = []
         if isinstance(self.train, MixedRows):
             shares = zip(self.config.paths, self.train.repeats, strict=True)
@@ -131,7 +131,7 @@ class SplitSources:
         return self.config.heldout_fraction if self.raised is None else self.raised
 
     def hold_out_one(self, counts: Mapping[str, int]) -> bool:
-        """Raise ``fraction`` until one row is held out, where so few rows have none under it. Returns False otherwise.
+        """Raise ``fraction`` until one row is held out, if no row falls under it. Returns False if nothing is raised.
 
         ``counts`` has the rows of both splits. The choice is a function of the rows alone: the one with the lowest
         hash, and its copies.
@@ -146,7 +146,7 @@ class SplitSources:
 
     @cached_property
     def excluded(self) -> frozenset[bytes]:
-        """Hashes of the held-out rows, where they have a source of their own. Reads it."""
+        """Hashes of the held-out rows if they have their own source, which is read. Empty otherwise."""
         if self.heldout is None:
             return frozenset()
         found = contents(self.heldout, self.config.text_column)
@@ -155,12 +155,12 @@ class SplitSources:
     def facts(self, source: RowBlocks) -> list[Any]:
         """Return everything the texts of a source depend on, besides the tokenizer."""
         column = self.config.text_column
-        # By which the forms of rows are told apart. The default is left out.
+        # The column helps to tell the forms of rows apart. The default is left out.
         rule = [] if column == forms.DEFAULT_COLUMN else ["text_column", column]
         if source is self.heldout:
-            # Held-out rows of their own are all of their source, whatever the fraction.
+            # All rows of a separate held-out source are held out, whatever the fraction.
             return [source.key, *rule]
-        # Versions differ in what they take for the same text.
+        # Versions differ in what counts as the same text.
         excluded = None if self.heldout is None else ["exact text", self.heldout.key]
         return [source.key, self.fraction, excluded, *rule]
 
@@ -191,7 +191,7 @@ def _refuse_missing_column(column: str, named: str, schemas: Iterable[Sequence[s
         if names is None or column in names:
             return
         seen.update(names)
-    # Of files without a row, or with a broken first one, the reader says more.
+    # For files without a row, or with a broken first one, the reader's error says more.
     if not seen:
         return
     hint = did_you_mean(nearest(column, sorted(seen)))

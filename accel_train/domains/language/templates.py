@@ -1,6 +1,6 @@
-"""Rows to token ids, with a mark on those counted by the loss.
+"""Turn rows into token ids, and mark those counted by the loss.
 
-All tokens of plain text are trained, of a pair the completion, of a chat the assistant's turns or those marked.
+Trained are all tokens of plain text, the completion of a pair, and the assistant's or the marked turns of a chat.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accel_train.domains.language.rows.forms import Row, plain_messages
 
 
 class UnusableRowError(UsageError):
-    """A row that the chat template does not take. It is left out, if bad rows may be."""
+    """A row that the chat template refuses. It is left out if ``data.max_bad_rows`` allows."""
 
     def __init__(self, place: str, reason: str) -> None:
         super().__init__(f"{place}: {reason}")
@@ -25,12 +25,12 @@ class UnusableRowError(UsageError):
 
 
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""In a template before what the assistant says. Every spelling that transformers takes."""
+"""Tag of a template before what the assistant says, in every spelling that transformers accepts."""
 TODAY = "strftime_now"
 """Function of templates, as transformers names it."""
 DATE = datetime(2024, 7, 26, 12, tzinfo=UTC)
-"""Date in every training row whose template writes today's, or tokens would depend on the day. It is the one that Llama
-3's templates write where they cannot ask for the date."""
+"""Date in training rows whose template writes today's, since tokens must not depend on the day. Llama 3's templates
+write this one where they cannot ask for the date."""
 CODES = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdDeFhHIjmMpRSTxXyY"))
 Span = tuple[int, int]
 """First character, and the one after the last."""
@@ -43,9 +43,9 @@ class EncodedRow(NamedTuple):
     """Tokens of a row, of any length."""
 
     texts: Sequence[Encoded]
-    """One, or several of a chat (``_answers``)."""
+    """One text, or several for a chat (``_answers``)."""
     unwritten: Sequence[str] = ()
-    """Which of `PARTS` the chat has and the template does not write."""
+    """Those of `PARTS` that the chat has and the template does not write."""
 
 
 def encode(row: Row, tokenizer: Any) -> EncodedRow:
@@ -74,7 +74,7 @@ def encode_texts(rows: Sequence[Row], tokenizer: Any) -> list[Encoded]:
 
 
 def _second_beginning(ids: Sequence[int], tokenizer: Any) -> int:
-    """Return 1 if the text begins twice, else 0: one that a template wrote before may have a beginning of its own."""
+    """Return 1 if the text has two begin tokens, else 0: text written by a template may bring its own."""
     begin = tokenizer.bos_token_id
     return int(begin is not None and list(ids[:2]) == [begin, begin])
 
@@ -87,8 +87,8 @@ def encode_prompt(
 ) -> list[int]:
     """Return the tokens of a text to continue, or of a chat up to where the assistant begins to write.
 
-    A training row begins with the same tokens. ``tools`` and further names are those of the chat template. Raises
-    ``UsageError`` for a text without tokens, messages refused by the chat template, and options of it with a text.
+    A training row begins with the same tokens. ``tools`` and ``template_options`` go to the chat template. Raises
+    ``UsageError`` for a text without tokens, messages refused by the template, and options for it with a text.
     """
     if not isinstance(prompt, str):
         return _encode_chat_prompt(prompt, tokenizer, tools, template_options or {})
@@ -127,7 +127,7 @@ def _encode_chat_prompt(
         text = tokenizer.apply_chat_template(
             plain_messages(messages), tools=tools, tokenize=False, add_generation_prompt=True, **options
         )
-        # Half of a character, which no tokenizer takes.
+        # Raises for half of a surrogate pair, which no tokenizer takes.
         text.encode()
     except Exception as error:  # a template may raise anything: roles out of order, a field that is missing
         raise UsageError(
@@ -138,7 +138,7 @@ def _encode_chat_prompt(
 
 
 def _with_end(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> Encoded:
-    """Append the end of the text. It is learned, or generation would not stop."""
+    """Append the end token of the text. It is learned, or generation would not stop."""
     ids = list(ids)
     trained = list(trained)
     end = tokenizer.eos_token_id
@@ -146,20 +146,20 @@ def _with_end(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> En
         ids.append(end)
         trained.append(True)
     elif end is not None:
-        # Some tokenizers end every text, by a token that is in none of its spans.
+        # Some tokenizers end every text themselves, with a token that is in none of the spans.
         trained[-1] = True
     return _without_first(ids, trained)
 
 
 def _without_first(ids: list[int], trained: list[bool]) -> Encoded:
-    """Mark the first token as no target, since nothing comes before it. A row may have no token at all."""
+    """Mark the first token as not trained, since nothing comes before it. A row may have no token at all."""
     return Encoded(ids, [False, *trained[1:]] if trained else [])
 
 
 def _tokenise(tokenizer: Any, text: str, spans: Sequence[Span], *, special: bool) -> tuple[list[int], list[bool]]:
     """Tokenise the whole text, and mark each token with at least one character in a span.
 
-    Never part by part: a token of the text may reach over the border, and the parts alone have other tokens.
+    Never part by part: a token may cross the border between parts, so the parts alone would have other tokens.
     """
     encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
     # Tokens that the tokenizer adds around a text have the empty range (0, 0).
@@ -168,7 +168,7 @@ def _tokenise(tokenizer: Any, text: str, spans: Sequence[Span], *, special: bool
         overlaps = [end > first and start < last for first, last in spans]
         trained.append(any(overlaps))
     ids = list(encoded["input_ids"])
-    # A chat has what its template writes.
+    # A chat keeps exactly what its template writes.
     first = _second_beginning(ids, tokenizer) if special else 0
     return ids[first:], trained[first:]
 
@@ -188,17 +188,17 @@ def _encode_messages(row: Row, tokenizer: Any) -> EncodedRow:
 
 
 def _unwritten(row: Row, texts: Sequence[str]) -> list[str]:
-    """Return which of `PARTS` the row has and none of its ``texts`` shows."""
+    """Return those of `PARTS` that the row has and none of its ``texts`` shows."""
     wanted: dict[str, list[str]] = {part: [] for part in PARTS}
     wanted["tools"] = _names(row.tools or ())
     for message in row.messages:
-        # A template may write what is thought within the content in another place, or leave it out.
+        # A template may move the reasoning within the content to another place, or leave it out.
         _, _, content = str(message.get("content") or "").rpartition("</think>")
         wanted["content"].append(content)
         wanted["tool_calls"] += _names(message.get("tool_calls") or ())
     answers = [message for number, message in enumerate(row.messages) if row.is_trained(number)]
     reasoning = [message.get("reasoning_content") for message in answers]
-    # That of earlier answers is left out on purpose.
+    # Templates leave out the reasoning of earlier answers on purpose.
     wanted["reasoning_content"] = [text for text in reasoning if isinstance(text, str)][-1:]
     return [part for part, found in wanted.items() if not all(_is_within(text, texts) for text in found)]
 
@@ -221,14 +221,14 @@ def _template(row: Row, tokenizer: Any) -> str:
         raise UnusableRowError(row.place, _refusal(error, None)) from None
     if not _asks_for_the_date(template):
         return template
-    # Written into the template, which hides transformers' function. It takes no function as an argument.
+    # A macro in the template hides transformers' function, which no argument can replace.
     replaced = "".join(f'.replace("{code}", "{DATE.strftime(code)}")' for code in CODES)
     # On a line of its own: spaces at the start of the template's first line may mean something.
     return f"{{% macro {TODAY}(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
 
 
 def date_notices(tokenizer: Any) -> list[str]:
-    """Return a line on a template that writes today's date."""
+    """Return a notice if the chat template writes today's date."""
     if not any(map(_asks_for_the_date, _templates(tokenizer))):
         return []
     return [
@@ -237,7 +237,7 @@ def date_notices(tokenizer: Any) -> list[str]:
 
 
 def marks_learned(tokenizer: Any) -> bool:
-    """Return True for a template that marks what is learned. Otherwise the assistant's turns are."""
+    """Return True if the chat template marks what is learned. Otherwise the assistant's turns are learned."""
     return any(map(MARK.search, _templates(tokenizer)))
 
 
@@ -251,7 +251,7 @@ def _asks_for_the_date(template: str) -> bool:
 
 
 def _marked_by_template(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Use the template's own marks of the assistant's turns, behind the prompt."""
+    """Tokenise a chat by the template's own marks of the assistant's turns. Marks in the prompt do not count."""
     if any(message.get("weight", 1) == 0 for message in row.messages):
         reason = "a message has weight 0, and the chat template marks all answers ({% generation %}); leave weight out"
         raise UnusableRowError(row.place, reason)
@@ -265,7 +265,7 @@ def _marked_by_template(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]
             tokenizer_kwargs={"return_offsets_mapping": True},
             **row.template_options,
         )
-        # A row may ask for another form of them by an option that transformers knows.
+        # Within the try, because a row's template options may make transformers return another form.
         marks = [(mark, end) for mark, (_, end) in zip(found["assistant_masks"], found["offset_mapping"], strict=True)]
     except Exception as error:  # as in `_render`
         raise UnusableRowError(row.place, _refusal(error, None)) from None
@@ -275,7 +275,7 @@ def _marked_by_template(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]
 
 
 def _length_of_prompt(row: Row, tokenizer: Any) -> int:
-    """Return the characters up to the end of the prompt's last turn, 0 if the assistant says nothing in it."""
+    """Return how many characters lead up to the end of the prompt's last turn, 0 if no answer is in the prompt."""
     count = row.first_trained
     if not any(message["role"] == "assistant" for message in row.messages[:count]):
         return 0
@@ -322,10 +322,10 @@ def _refusal(error: Exception, count: int | None) -> str:
 def _answers(row: Row, tokenizer: Any) -> list[tuple[str, list[Span]]]:
     """Return the texts of a chat, and in each the ranges of characters that the assistant writes.
 
-    An answer is the text of the chat up to its end, less the prompt for it: what the model will be asked to write. All
-    are in one text if the template writes a message alike whatever follows. Some do not, such as Qwen3's, which leaves
-    out the reasoning of earlier answers. There an answer that is written in another way once others follow ends a text
-    of its own.
+    An answer is the text of the chat up to its end, minus the prompt for it: what the model will be asked to write. All
+    answers are in one text if the template writes a message the same way whatever follows. Some templates do not, such
+    as Qwen3's, which leaves out the reasoning of earlier answers. There an answer that changes once others follow ends
+    a text of its own.
     """
     whole = _render(row, tokenizer)
     unsaid = _unsaid(tokenizer, str(tokenizer.chat_template))
@@ -335,7 +335,7 @@ def _answers(row: Row, tokenizer: Any) -> list[tuple[str, list[Span]]]:
             continue
         after = _render(row, tokenizer, number + 1)
         begin = _begin_of_answer(row, tokenizer, number, after)
-        # Generation ends at the token that ends an answer, and never writes what the template has behind it.
+        # Generation ends at the token that ends an answer, and never writes what the template adds after it.
         behind = unsaid.search(after, begin)
         span = (begin, len(after) if behind is None else behind.start(1))
         text, spans = texts[-1]
@@ -344,7 +344,7 @@ def _answers(row: Row, tokenizer: Any) -> list[tuple[str, list[Span]]]:
         else:
             texts.append((after, [span]))
     text, spans = texts[-1]
-    # With the messages after the last answer, which are read.
+    # Includes the messages after the last answer, which are read but not learned.
     if whole.startswith(text):
         texts[-1] = (whole, spans)
     return texts
@@ -355,7 +355,7 @@ def _begin_of_answer(row: Row, tokenizer: Any, number: int, text: str) -> int:
     prompt = _render(row, tokenizer, number, prompt=True)
     if text.startswith(prompt):
         return len(prompt)
-    # Another message before it may be written in another way once the answer follows, such as an answer before it.
+    # An earlier message, such as another answer, may be written differently once this answer follows.
     opening = prompt.removeprefix(_render(row, tokenizer, number))
     head, found, answer = text.rpartition(opening) if opening else ("", "", "")
     content = str(row.messages[number].get("content") or "")
@@ -371,10 +371,10 @@ def _begin_of_answer(row: Row, tokenizer: Any, number: int, text: str) -> int:
 
 @lru_cache(maxsize=4)
 def _unsaid(tokenizer: Any, template: str) -> re.Pattern[str]:
-    """Return a pattern of the token that ends an answer and, as its group, what the ``template`` has behind it.
+    """Return a pattern for the token that ends an answer and, as its group, what the ``template`` adds after it.
 
-    It matches nothing if no token ends it. Spaces, line breaks and other special tokens are the template's, and
-    anything else may be said.
+    It matches nothing if no token ends an answer. Spaces, line breaks and other special tokens are the template's.
+    Anything else may be part of an answer.
     """
     ending = end_of_answer(tokenizer)
     if ending is None:
@@ -385,7 +385,7 @@ def _unsaid(tokenizer: Any, template: str) -> re.Pattern[str]:
 
 
 def behind_answer(tokenizer: Any) -> str:
-    """Return what the chat template writes behind an answer. Empty for nothing, and without a template."""
+    """Return what the chat template writes after an answer, empty without a template."""
     try:
         text = tokenizer.apply_chat_template(list(SHORT_CHAT), tokenize=False)
     except Exception:  # as in `_render`: a template may want something else of a chat
@@ -394,7 +394,7 @@ def behind_answer(tokenizer: Any) -> str:
 
 
 def end_of_answer(tokenizer: Any) -> int | None:
-    """Return the special token with which the chat template ends an answer. None: it ends it with none."""
+    """Return the id of the special token that ends an answer in the chat template, None if there is none."""
     rest = behind_answer(tokenizer)
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return next((token for token in tokenizer(rest, add_special_tokens=False)["input_ids"] if token in special), None)

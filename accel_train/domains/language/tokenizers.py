@@ -46,7 +46,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
 def cached_tokenizer(source: str, texts: Callable[[], Sequence[str]], vocab_size: int, cache: Path) -> Any:
     """Return ``train_tokenizer`` from the cache, trained if it is not there. One process trains, others wait for it.
 
-    ``source`` is a hash of the result of ``texts``. ``texts`` is called only if the tokenizer must be trained.
+    ``source`` identifies the result of ``texts``, which is called only if the tokenizer must be trained.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise UsageError(
@@ -64,7 +64,7 @@ def cached_tokenizer(source: str, texts: Callable[[], Sequence[str]], vocab_size
 
 
 def sampled(texts: Iterable[str]) -> list[str]:
-    """Return all texts, or of many every 2nd, 4th, 8th ...: at most 131,072 texts and 64 Mi characters."""
+    """Return all texts, or every 2nd, 4th, 8th ... of many: at most 131,072 texts and 64 Mi characters."""
     kept: list[str] = []
     every = 1
     characters = 0
@@ -74,7 +74,7 @@ def sampled(texts: Iterable[str]) -> list[str]:
         kept.append(text)
         characters += len(text)
         while len(kept) > 1 and (len(kept) > SAMPLE_TEXTS or characters > SAMPLE_CHARACTERS):
-            # Thinned and not cut off, so that the sample spans all texts.
+            # Thinned, not cut off, so that the sample spans all texts.
             kept = kept[::2]
             every *= 2
             characters = sum(map(len, kept))
@@ -120,7 +120,7 @@ def _not_loaded(name: str, reason: str) -> str:
 
 def _source_not_loaded(name: str, reason: str) -> str:
     if expand_path(name).is_dir():
-        # Not 'trained', by which the weights would read other pieces.
+        # Not 'trained': the ids would then stand for other pieces than the weights know.
         return (
             f"--model.source {name!r}: its tokenizer cannot be loaded ({reason}). Required is a tokenizer.json beside "
             "the weights, or in --data.tokenizer the tokenizer that they were trained with."
@@ -132,9 +132,9 @@ def _source_not_loaded(name: str, reason: str) -> str:
 
 
 def refuse_other_than_source(tokenizer: Any, name: str, source: str, revision: str | None) -> list[str]:
-    """Raise ``UsageError`` for a tokenizer by which the weights of ``--model.source`` would read other pieces.
+    """Raise ``UsageError`` for a tokenizer whose ids stand for other pieces than in that of ``--model.source``.
 
-    ``tokenizer`` was named ``name``. Added tokens may differ. Returns a notice if the source has none to compare with.
+    ``name`` is that of ``tokenizer``. Added tokens may differ. Returns a notice if the source has none to compare with.
     """
     try:
         known = load_tokenizer(source, revision)
@@ -196,7 +196,7 @@ def set_chat_template(tokenizer: Any, file: str | None) -> None:
         return
     path = expand_path(file)
     try:
-        # Some editors begin a file with a mark of its encoding, which is no part of a chat.
+        # Some editors begin a file with a byte-order mark, which is not part of a chat.
         tokenizer.chat_template = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--data.chat_template {file!r} cannot be read ({error}). Give a Jinja file.") from None

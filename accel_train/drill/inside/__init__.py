@@ -1,1 +1,1 @@
-"""The part of a drill inside of the processes of the recipe: the request, and its injection."""
+"""The part of a drill inside the processes of the recipe: the request for a fault, and its injection."""

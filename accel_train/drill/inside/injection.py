@@ -1,4 +1,4 @@
-"""Inject a fault into a run, inside of its processes, and record where training is.
+"""Inject a fault into a run, inside its processes, and record the progress of training.
 
 Entered through ``loop.observed``, once the model is prepared. The recipe's own lines run unchanged. Every fault is
 triggered by an event: a step reached, an evaluation begun, a save passed.
@@ -34,7 +34,7 @@ def injecting(request: Request, training: Training, prepared: TrainState, _: Map
     """Inject the fault of ``request``. Every process enters it."""
     injector = _Injector(request, training, prepared)
     training.steps = injector.watched(training.steps)
-    # After the model is prepared, so that what is built before is that of an undisturbed run.
+    # After the model is prepared, so that everything built before is as in an undisturbed run.
     injector.watch_evaluations()
     injector.watch_saves()
     yield
@@ -47,7 +47,7 @@ class _Injector:
         self._model = prepared.model
         accelerator = training.opened.accelerator
         self._rank = accelerator.process_index
-        # Not the main process: it has the checkpoints and the log, and one of the others may fail as well.
+        # Not the main process if there are others: it writes the checkpoints and the log.
         self._is_victim = self._rank == accelerator.num_processes - 1
         self._saves = 0
 
@@ -131,7 +131,7 @@ class _Injector:
         if self._request.action == "stop_in_evaluation":
             self._wait_for_the_signal(self._request.step)
             return evaluation()
-        # The others do not know of it, as with an error in the data of one process.
+        # The other processes do not learn of it, as with an error in the data of one process.
         if not self._is_victim:
             return evaluation()
         self._record("fault", self._request.step)
@@ -143,7 +143,7 @@ class _Injector:
         save = saver.save
         is_wanted = self._request.action == "failpoint"
         place, _, action = self._request.failpoint.partition("=")
-        # The one writer process of all saves reads the variable when it starts. Without the background, each save has
+        # Asynchronous saves share one writer process, which reads the variable when it starts. Otherwise each save has
         # a writer of its own.
         has_one_writer = self._training.opened.config.checkpoints.asynchronous
         if is_wanted and has_one_writer:
@@ -159,7 +159,7 @@ class _Injector:
             stopping = save(step, metrics)
             self._record("save", step, time.monotonic() - began)
             if is_wanted and self._saves == 2:
-                # Training would go on meanwhile, for as many steps as the speed of the disk allows.
+                # Training would continue meanwhile, for as many steps as the speed of the disk allows.
                 saver.finish()
             return stopping
 

@@ -1,8 +1,8 @@
-"""A program: run a recipe as ``python RECIPE ARGUMENTS`` does, with a fault from the environment.
+"""Program that runs a recipe as ``python RECIPE ARGUMENTS`` does, with a fault from the environment.
 
     ACCEL_TRAIN_DRILL='{"events": PATH, "action": "kill", ...}' python observed_run.py RECIPE ARGUMENTS
 
-The launchers start it in the place of the recipe.
+Launchers start it in place of the recipe.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 
 def main() -> None:
     """Run the recipe named on the command line as ``__main__``."""
-    # It imports what every recipe does.
+    # Heavy imports, which every recipe makes too.
     from accel_train import loop
     from accel_train.commands.bundled import run_recipe
     from accel_train.drill.inside.injection import injecting

@@ -1,4 +1,4 @@
-"""A fault as the parent asks for it and the process of the recipe injects it."""
+"""Request for a fault: the parent writes it, and the process of the recipe injects the fault."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Request:
     """File created by the parent after its part of the fault: a signal, or the end of the Hub."""
     action: Action = "nothing"
     step: int = 0
-    """The fault happens when so many optimizer steps are done; for one in an evaluation, in the one behind them."""
+    """Optimizer steps done when the fault happens. A fault in an evaluation happens in the one after these steps."""
     failpoint: str = ""
     """Place and action for ``store.failpoints``, without the number of the passage."""
     patience_seconds: float = 30.0
-    """How long a signal may take from the launcher to the processes."""
+    """Longest time that a signal may take from the launcher to the processes."""
 
     def variables(self) -> dict[str, str]:
         """Return the environment for the processes, with the request in it."""
@@ -45,8 +45,8 @@ class Request:
 
     @classmethod
     def read(cls) -> Request:
-        """Read it from the environment."""
-        # The same in every process: launchers hand on their environment.
+        """Read the request from the environment."""
+        # The same in every process: launchers pass on their environment.
         return cls(**json.loads(os.environ[VARIABLE]))
 
 

@@ -94,7 +94,7 @@ def _evaluate(side: Side, recipe: Path, options: Tree, folder: Path) -> Evaluate
 
 
 def _given(given: Sequence[str], ours: Tree, theirs: Tree) -> dict[str, Direction]:
-    """Return the metrics that a person has named: those of ``--metric``, else the ``best_metric`` of both runs."""
+    """Return the metrics that the user has named: those of ``--metric``, else the ``best_metric`` of both runs."""
     if given:
         return dict(map(_direction, given))
     a, b = (options["checkpoints"] for options in (ours, theirs))
@@ -123,7 +123,7 @@ def _compare(
         raise RunFailedError("the two evaluations are of different numbers of samples")
     ours = ratios.read_sums(a.calls)
     theirs = ratios.read_sums(b.calls)
-    # First, because no sum is found for a value that is not finite.
+    # Checked first, because no ratio of sums is found for a value that is not finite.
     wanted = given or paired_test.directions(list(a.metrics), declared)
     _refuse_non_finite(a, b, list(wanted))
     found = ratios.find_metrics(ours, theirs, a.metrics, b.metrics)

@@ -120,7 +120,7 @@ def decide(differences: Sequence[Difference]) -> Winner:
 
 
 def directions(names: Sequence[str], declared: Mapping[str, Direction]) -> dict[str, Direction]:
-    """Return which of the metrics decide: those declared by their name, or by the last words of it."""
+    """Return the metrics that decide, with their directions: those declared by name, or by its last words."""
     found: dict[str, Direction] = {}
     for name in names:
         direction = declared_of(name, declared)

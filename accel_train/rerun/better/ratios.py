@@ -38,7 +38,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Metric:
-    """A mean of ratios: of each of ``over``'s sums to the sum of ``under`` at the same place."""
+    """A mean of ratios: each sum of ``over`` divided by the sum of ``under`` at the same position."""
 
     name: str
     call: int
@@ -58,7 +58,7 @@ class Estimate:
 
 
 def read_sums(recorded: Recorded) -> list[Sums]:
-    """Take the sums of each call apart into their elements."""
+    """Split the sums of each call into their elements."""
     found: list[Sums] = []
     for call in recorded:
         values: dict[str, Values] = {}
@@ -99,7 +99,7 @@ def _candidates(name: str, a: Sequence[Sums], b: Sequence[Sums]) -> Iterator[Met
         # Terms are named after what they are terms of.
         terms = tuple(key for key in sums.values if key.startswith(f"{name}_"))
         rows = [tuple(elements) for elements in sums.groups.values()]
-        # Those of its name first, because two sums may have the same value. A weight is a metric by its name alone.
+        # Sums named like the metric first, because two sums may be equal. A weight is a metric only by its name.
         overs = sorted([terms, *singles, *rows], key=lambda over: over != (name,))
         if name in weights:
             overs.insert(0, (name,))
@@ -117,7 +117,7 @@ def _candidates(name: str, a: Sequence[Sums], b: Sequence[Sums]) -> Iterator[Met
 
 
 def _weights(a: Sums, b: Sums) -> list[str]:
-    """Name the sums that can be weights: a matter of the data, so that the two sides have the same."""
+    """Return the names of sums that can be weights: they depend on the data alone, so both sides have the same."""
     return [
         key
         for key, values in a.values.items()

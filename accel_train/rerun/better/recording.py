@@ -1,4 +1,4 @@
-"""Write the held-out sums of every sample, inside of the process of a recipe."""
+"""Write the held-out sums of every sample, inside the process of a recipe."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def find_recipe(a: Side, b: Side, given: str | None) -> Path:
 
 
 def resolve(side: Side, recipe: Path, seed: int, flags: Sequence[str], folder: Path) -> Resolved:
-    """Return the options of an evaluation, by the recipe's own reading. Both sides have one seed, which keys noise.
+    """Return the options of an evaluation, as the recipe reads them. Both sides have one seed, which keys the noise.
 
     Raises ``UsageError`` for flags refused by the recipe, and for those changing more than an evaluation.
     """
@@ -123,7 +123,7 @@ def resolve(side: Side, recipe: Path, seed: int, flags: Sequence[str], folder: P
 
 
 def refuse_different(a: Side, b: Side, options_a: Tree, options_b: Tree) -> None:
-    """Raise ``UsageError`` for other data or another evaluation, with the values of both sides."""
+    """Raise ``UsageError`` if the data or the evaluations differ, with the values of both sides."""
     if a.fingerprint != b.fingerprint:
         raise UsageError(
             f"A was trained with data of fingerprint {shown(a.fingerprint)}, B with {shown(b.fingerprint)}: they have "
@@ -146,7 +146,7 @@ def evaluate(side: Side, recipe: Path, options: Tree, folder: Path) -> Evaluated
     Everything is written below ``folder``, which must be empty. Raises like ``compare.runs.run_once``.
     """
     directory = folder / "run"
-    # The number of a save that never comes.
+    # A step that is never reached, so that nothing is saved.
     config = training.build_directory(
         directory, side.run, side.checkpoint, options, save_every=side.checkpoint.step + 1
     )

@@ -1,1 +1,1 @@
-"""Single samples of recorded runs: which one moved a step, and a run without some."""
+"""Single samples of recorded runs: find those that stand out in a step, and train again without some."""

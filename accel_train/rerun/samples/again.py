@@ -19,7 +19,7 @@ from accel_train.wording import shortened
 
 OBSERVED = "observed.json"
 MOST_BYTES = 8 << 30
-"""Largest size of what is observed: a record of each operator of a step with many micro-batches."""
+"""Largest file of observations: it may record each operator of a step with many micro-batches."""
 Command = Callable[[Path, Sequence[str]], list[str]]
 
 
@@ -48,7 +48,7 @@ class Beginning:
 
 
 def find_beginning(run: RecordedRun, recipe: Path, step: int, option: str) -> Beginning:
-    """Return the newest state of the run after at most ``step`` steps, and print which ones are passed over.
+    """Return the newest state of the run after at most ``step`` steps, and print which newer ones are passed over.
 
     Raises ``UsageError``, naming ``option``, if there is none.
     """
@@ -74,10 +74,10 @@ def observe(
     command: Command = plain_command,
     log_every: int | None = None,
 ) -> dict[str, Any]:
-    """Train from the beginning up to ``last`` at most, observed as requested, and return what was written.
+    """Train from the beginning up to ``last`` at most, observed as requested, and return the observations.
 
     Everything is written below ``folder``, which must be empty: the run in its ``run``, with a save of step ``last``.
-    ``command`` makes the command line from a program and its arguments. None for ``log_every`` logs only the ends.
+    ``command`` makes the command line from a program and its arguments. ``log_every`` None logs only the ends.
     Raises like ``compare.runs.run_once``.
     """
     run = beginning.run
@@ -91,7 +91,7 @@ def observe(
     if beginning.batches:
         arguments += ["--allow", changes.BATCHES]
     threads = None
-    # A resume restores them by itself.
+    # A resume restores the number of threads by itself.
     if beginning.checkpoint is None:
         threads = training.recorded_threads(run.starts(1, last))
     training.train(command(training.PROGRAM, arguments), folder / "log", threads)
@@ -100,7 +100,7 @@ def observe(
 
 def _options(beginning: Beginning, last: int, log_every: int) -> Tree:
     options = training.set_length(recorded.options_at(beginning.run, beginning.checkpoint), last)
-    # Without an effect on the steps.
+    # Logging has no effect on the steps.
     options |= {"log": options["log"] | {"log_every": log_every}}
     if beginning.batches:
         options |= {changes.BATCHES: beginning.batches}

@@ -59,7 +59,7 @@ class Sample:
     values: Mapping[str, float]
     """Its own loss, terms and gradient norm, named as in log lines."""
     distance: float
-    """How far its gradient norm is out (``suspects.distances``)."""
+    """Distance of its gradient norm from the median (``suspects.distances``)."""
 
     @property
     def grad_norm(self) -> float:
@@ -68,7 +68,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Blame:
-    """The step in parts."""
+    """One step, taken apart into its samples."""
 
     step: int
     limit: float
@@ -84,7 +84,7 @@ class Blame:
 
     @property
     def as_recorded(self) -> bool:
-        """True if the step has the logged bits."""
+        """True if the step, trained again, has the logged values."""
         if self.recorded is None:
             return False
         return all(_same(self.whole[name], value) for name, value in self.recorded.items())
@@ -158,7 +158,7 @@ def _read(request: Request, run: RecordedRun, measured: Mapping[str, Any]) -> Bl
     line: Line | None = run.lines("train").get(request.step)
     logged: dict[str, float] | None = None
     if line is not None:
-        # Times and rates of the line are not values of the step.
+        # Times and throughput of the line are not values of the step.
         logged = {name: float(line[name]) for name in whole if name in line}
     without = measured["without_suspects"]
     return Blame(
@@ -225,7 +225,7 @@ def report(found: Blame, top: int) -> list[str]:
 
 
 def _comparison(found: Blame) -> list[str]:
-    """Return the values of the whole step, as logged and again, and without the suspects."""
+    """Return the values of the whole step, as logged and as trained again, and those without the suspects."""
     sides: dict[str, Mapping[str, float]] = {}
     if found.recorded is not None and not found.as_recorded:
         sides["as logged"] = found.recorded

@@ -1,4 +1,4 @@
-"""Find the first step using any of some samples, inside the process of a recipe: only it knows its order."""
+"""Find the first step that uses any of the given samples, inside a recipe's process: only it knows the order."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What to look for, and where to write it."""
+    """Samples to look for, and where to write the result."""
 
     samples: Sequence[int]
     last: int
-    """Last step looked at."""
+    """Last step to search."""
     path: str
 
 

@@ -56,7 +56,7 @@ def forget(request: Request) -> int:
 
 
 def _batches(run: RecordedRun) -> Mapping[str, Any]:
-    """Return the sizes of steps that the run has measured: nothing is trained here that could be measured again."""
+    """Return the batch sizes that the run has measured: nothing is trained here, so they cannot be measured again."""
     options = recorded.options_at(run, None)
     return changes.measured_batches(options, run.newest_manifest(), run.lines("noise_scale"))
 
@@ -79,7 +79,7 @@ def _refuse_without_checkpoint(run: RecordedRun, request: Request, first: int) -
 
 
 def _arguments(request: Request, run: RecordedRun, first: int) -> list[str]:
-    """Return the words for ``branch``, with the samples that the run is without already."""
+    """Return the words for ``branch``, which also name the samples that the run already leaves out."""
     before: Sequence[int] = run.saved["experiment"].get(OPTION, ())
     words = ["--at", str(first - 1)]
     if request.output_dir is not None:

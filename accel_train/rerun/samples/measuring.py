@@ -1,7 +1,7 @@
-"""Measure every sample of one optimizer step by itself, inside of the process of a recipe.
+"""Measure every sample of one optimizer step by itself, inside the process of a recipe.
 
-It is entered through ``loop.observed``. Up to the step the run trains as recorded. There it is given the batch as it
-is, each sample of it alone, and the batch without the suspects, and each result is taken without moving anything. The
+It is entered through ``loop.observed``. Up to the step the run trains as recorded. There the loop gets the whole batch,
+each of its samples alone, and the batch without the suspects. Each result is recorded, and no weight moves. The
 recipe's own lines compute them: the same weights, and the same noise, because draws are keyed by sample and step.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure, and where to write it."""
+    """Step to measure, and where to write the results."""
 
     step: int
     """Step as in log lines, counted from 1."""
@@ -59,7 +59,7 @@ def _steps(steps: Iterator[StepBatches], training: Training, request: Request) -
 
 
 def _measured(batches: StepBatches, training: Training, request: Request) -> Iterator[StepBatches]:
-    """Yield the step in parts, and write what they gave."""
+    """Yield the step in parts, and write their results."""
     results: list[StepResult] = []
     # From here on nothing moves, so every pass finds the same weights.
     training.measure = results.append
@@ -89,11 +89,11 @@ def _measured(batches: StepBatches, training: Training, request: Request) -> Ite
 
 
 def _one_by_one(batches: StepBatches) -> Iterator[Batch]:
-    """Yield the samples in the order of the batch, without those that only fill it up."""
+    """Yield the samples in the order of the batch, without those of weight 0."""
     for batch in batches.micro_batches:
         for row, weight in enumerate(batch["weight"].tolist()):
             if weight > 0:
-                # A part, not an index: every field keeps its first dimension.
+                # A slice, not an index: every field keeps its first dimension.
                 yield {name: value[row : row + 1] for name, value in batch.items()}
 
 

@@ -1,4 +1,4 @@
-"""A program: run a recipe as ``python RECIPE ARGUMENTS`` does, observed.
+"""Program that runs a recipe as ``python RECIPE ARGUMENTS`` does, and observes it.
 
 python observed_run.py '{"measuring": {"step": 400, ...}}' RECIPE ARGUMENTS
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 def main() -> None:
     """Run the recipe named on the command line as ``__main__``."""
-    # It imports what every recipe does.
+    # Heavy imports, which every recipe makes too.
     from accel_train import loop
     from accel_train.commands.bundled import run_recipe
     from accel_train.rerun.better import recording

@@ -19,14 +19,14 @@ NORMAL = 1.4826
 SMALLEST_SPREAD = 0.01
 """Smallest spread of the logarithms. Norms within a few per cent of each other have no outliers."""
 FEWEST = 10
-"""Fewest samples with a gradient for a spread."""
+"""Fewest samples with a gradient from which a spread is estimated."""
 
 
 def distances(norms: Sequence[float]) -> list[float]:
     """Return how far each gradient norm is above the median, in robust standard deviations.
 
     Infinite for a norm that is not finite. Negative infinity for no gradient at all, which moves nothing, and for every
-    finite norm of fewer than ``FEWEST``.
+    finite norm if fewer than ``FEWEST`` are above 0.
     """
     values = np.asarray(norms, dtype=np.float64)
     found = np.full(len(values), -math.inf)

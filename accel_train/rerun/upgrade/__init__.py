@@ -1,1 +1,1 @@
-"""``accel-train replay --upgrade``: the same steps in two environments, and the first operator with another result."""
+"""``accel-train replay --upgrade``: the same steps in two environments, and the first operator whose result differs."""

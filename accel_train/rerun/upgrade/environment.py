@@ -27,7 +27,7 @@ PROBE_SECONDS = 300.0
 """Longest time for the imports of the other environment, which may lie on a slow network disk."""
 SOURCE = Path(accel_train.__file__).parent
 WITH_EFFECT = ("python", *PACKAGES)
-"""What a run records, because it affects its numbers."""
+"""Python and the packages whose versions a run records, because they affect its numbers."""
 VENDORED = "_vendor"
 OWN = "accel-train"
 """Name of this distribution. Its sources are compared in place of its version."""
@@ -51,11 +51,11 @@ class Environment:
 def this_environment() -> Environment:
     """Describe the environment of this process. Imports no torch."""
     packages: dict[str, str] = {}
-    # Once it is imported, setuptools puts the copies that it carries along on the search path.
+    # Once imported, setuptools puts the packages that it vendors on the search path.
     paths = [path for path in sys.path if Path(path).name != VENDORED]
     for found in distributions(path=paths):
         name = found.metadata["Name"]
-        # Of two on the search path the first one is imported. A broken one has no name.
+        # Of two copies on the search path the first is imported. A broken distribution has no name.
         if name:
             packages.setdefault(name.lower().replace("_", "-"), found.version)
     packages.pop(OWN, None)
@@ -73,7 +73,7 @@ def _hash_sources() -> str:
 def open_environment(place: str) -> Environment:
     """Describe the environment at ``place``, the directory of a virtual environment or a Python interpreter.
 
-    Takes the start of an interpreter. Raises ``UsageError`` if it cannot run this source of accel_train.
+    Starts its interpreter. Raises ``UsageError`` if it cannot run this source of accel_train.
     """
     interpreter = _interpreter(place)
     try:

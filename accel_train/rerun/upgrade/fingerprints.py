@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 CHUNK = 1 << 22
 """Elements hashed at a time: a few temporaries of 32 MiB."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The type with which the bits of an element are read, by its size in bytes."""
-# Of splitmix64, as signed numbers of 64 bits: products of them reach every bit.
+"""Type to read the bits of an element with, by its size in bytes."""
+# Constants of SplitMix64 as signed 64-bit integers: products with them reach every bit.
 STRIDE = -7046029254386353131
 MIXING = ((30, -4658895280553007687), (27, -7723592293110705685))
 
@@ -62,7 +62,7 @@ class Request:
 def recording(request: Request, training: Training, prepared: TrainState, _: MapDataset) -> Generator[None]:
     """Write hashes of weights, optimizer state and EMA before the first step and after each one.
 
-    Evaluations are left out: they change none of these.
+    Evaluations are skipped: they change none of these.
     """
     found: dict[str, dict[str, int]] = {}
     training.steps = _steps(training.steps, prepared, training.done, found)
@@ -105,7 +105,7 @@ def _state(prepared: TrainState) -> dict[str, int]:
         for place, tensor in enumerate(tensors):
             one = fingerprint(tensor)
             if one is not None:
-                # By its place, so that two tensors that change places are no match.
+                # Weighted by its place, so that two swapped tensors do not match.
                 total += one.to(total.device) * (2 * place + 1)
         found[name] = int(prepared.accelerator.reduce(total, reduction="sum"))  # pyright: ignore[reportArgumentType]
     return found

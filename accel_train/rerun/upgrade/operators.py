@@ -1,4 +1,4 @@
-"""Record every operator of one optimizer step, inside of the process of a recipe.
+"""Record every operator of one optimizer step, inside the process of a recipe.
 
 Operators are seen below autograd: those of the forward, of the backward and of the optimizer, in the order in which
 they are called. Compiled code runs eagerly while it is recorded.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from accel_train.loop import Training
     from accel_train.train_state import TrainState
 
-# Uninitialised memory, whatever its bits are.
+# Operators that return uninitialised memory, whose bits mean nothing.
 UNINITIALISED = ("aten::empty", "aten::new_empty", "aten::resize_")
 
 
@@ -81,7 +81,7 @@ def _steps(
         with ExitStack() as recorded:
 
             def reported(*arguments: Any, **named: Any) -> None:
-                # What the record of a step computes is no part of the step.
+                # What the report of a step computes is not part of the step.
                 recorded.close()
                 report(*arguments, **named)
 
@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):
         ]
 
     def finish(self) -> list[dict[str, Any]]:
-        """Return the records, with a wait for the devices."""
+        """Return the records. Waits for the devices."""
         values = [int(one) for one in self._hashes]
         for record in self._records:
             for side in ("inputs", "outputs"):
@@ -142,11 +142,11 @@ class Recorder(TorchDispatchMode):
         schema = func._schema
         given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | dict(named)
         written = [one.name for one in schema.arguments if one.is_write and one.name in given]
-        # Of every operator, since those of views have autograd nodes too.
+        # For every operator, since views have autograd nodes too.
         backward, module, caller = self._place()
         if schema.name.startswith(UNINITIALISED) or _is_view(schema):
             return func(*args, **named)
-        # What is written to may hold anything: if it was computed, an earlier record has it.
+        # Memory to be written to may hold anything: if its value was computed, an earlier record has it.
         read = {name: value for name, value in given.items() if name not in written}
         inputs = self._values(read)
         result = func(*args, **named)
@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def _place(self) -> tuple[str, str, str]:
-        """Return the autograd node of a backward, module and caller. Those of a backward are of its forward."""
+        """Return autograd node (empty in a forward), module and caller, in a backward those of its forward."""
         node: Any = torch._C._current_autograd_node()  # pyright: ignore[reportPrivateUsage]
         module = self._modules[-1] if self._modules else ""
         if node is None:
@@ -188,7 +188,7 @@ class Recorder(TorchDispatchMode):
             number = torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportPrivateUsage]
             self._places.setdefault(number, (module, caller))
             return "", module, caller
-        # A forward again, of activation checkpointing.
+        # A forward recomputed by activation checkpointing.
         if self._modules:
             return "", module, _caller()
         where = self._places.get(node._sequence_nr(), ("", ""))
@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _is_view(schema: Any) -> bool:
-    """Tell whether an operator returns memory of its inputs as it is."""
+    """Return True for an operator that returns memory of its inputs unchanged."""
     return any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
 
 
@@ -215,11 +215,11 @@ def tensors_of(value: object) -> list[Tensor]:
 
 
 def text(value: object) -> str:
-    """Describe an argument without its numbers in tensors: ``float32[4, 16]``, or the value."""
+    """Describe an argument: a tensor without its values, such as ``float32[4, 16]``, and anything else in full."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, torch.Generator):
-        # Its text is an address.
+        # Its repr is an address.
         return "Generator"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(text, value))}]"

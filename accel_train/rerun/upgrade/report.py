@@ -1,4 +1,4 @@
-"""What is printed and written about two environments."""
+"""Printed lines and receipt of a comparison of two environments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NAMES: Sides = ("here", "upgraded")
 MOST_OPERATORS = 8
-"""Operators shown of a sequence."""
+"""Most operators of a sequence that are shown."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Comparison:
 
 
 def unequal(a: Mapping[str, int], b: Mapping[str, int]) -> list[str]:
-    """Name the parts of the state with other bits."""
+    """Name the parts of the state that differ in any bit."""
     return [name for name in a if a[name] != b.get(name)]
 
 
@@ -228,7 +228,7 @@ def _sequence(operators: Sequence[Record]) -> str:
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
-    """Return what a receipt of two environments has beside that of a replay."""
+    """Return the fields that a receipt of two environments has besides those of a replay."""
     here, there = found.environments
     located = found.located
     return {

@@ -1,8 +1,8 @@
-"""The first operator with another result in two recordings of one step.
+"""Find the first operator whose result differs in two recordings of one step.
 
 Operators are compared in their order. Where the environments call different ones, as after a kernel was fused, both
-sides are searched for the place from which on they call the same again. The difference is blamed on what lies between
-only if its result was another one.
+sides are searched for the place from which they call the same ones again. The operators in between are blamed only if
+their result differs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Unstable = frozenset[tuple[Values, int, int]]
 """Values that differ between two recordings of one environment: the operator's position and the value's number."""
 Kind = Literal["output", "arguments", "inputs", "operators"]
 Span = tuple[int, int]
-"""Operators of one trace, from and up to but without."""
+"""Range of operators of one trace, the end excluded."""
 
 HORIZON = 256
-"""Operators searched for the place from which on both sides call the same again."""
+"""Operators searched for the place from which both sides call the same ones again."""
 ENOUGH = 3
 """Equal operators in a row for such a place."""
 
@@ -57,7 +57,7 @@ def first_difference(here: Recorded, there: Recorded) -> Difference | None:
         if _call(a[i]) != _call(b[j]):
             i2, j2 = _meet_again(a, i, b, j)
             if (i2, j2) == (len(a), len(b)):
-                # Nothing behind it tells whether the result is the same.
+                # Nothing after it tells whether the result is the same.
                 break
             spans.append(((i, i2), (j, j2)))
             i, j = i2, j2
@@ -101,7 +101,7 @@ def _hashes(side: Values, a: Record, b: Record) -> Iterator[tuple[int | None, in
 
 
 def _first_unequal(side: Values, here: Recorded, i: int, there: Recorded, j: int) -> int | None:
-    """Return the number of the first value with other bits, or None."""
+    """Return the number of the first value that differs in any bit, or None."""
     for number, (x, y) in enumerate(_hashes(side, here.trace[i], there.trace[j])):
         is_unstable = (side, i, number) in here.unstable or (side, j, number) in there.unstable
         if x != y and not is_unstable:
@@ -112,7 +112,7 @@ def _first_unequal(side: Values, here: Recorded, i: int, there: Recorded, j: int
 def _origin(
     number: int, here: tuple[Recorded, int], there: tuple[Recorded, int], spans: Sequence[tuple[Span, Span]]
 ) -> tuple[Span, Span] | None:
-    """Return the span of different operators from which an input comes, or None if none can be it."""
+    """Return the span of different operators that an input comes from, or None if it cannot come from any."""
     ours = _producer(*here, number)
     theirs = _producer(*there, number)
     for span in reversed(spans):
@@ -136,7 +136,7 @@ def _within(position: int, span: Span) -> bool:
 
 
 def _meet_again(a: Trace, i: int, b: Trace, j: int) -> tuple[int, int]:
-    """Return the positions from which on both sides call the same operators, or their ends."""
+    """Return the positions from which both sides call the same operators again, or their ends."""
     ours = [_call(record) for record in a[i : i + HORIZON]]
     theirs = [_call(record) for record in b[j : j + HORIZON]]
     for block in SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks():

@@ -99,7 +99,7 @@ class _Window:
 
 
 def upgrade(request: Request, place: str) -> int:
-    """Compare a window in two environments, print and write the receipt. Return 0 if it is the same, else 1.
+    """Compare a window in two environments, print and write the receipt. Return 1 for ``different``, else 0.
 
     Raises ``UsageError``. Main thread only, because it handles the stop signals.
     """
@@ -161,7 +161,7 @@ def _compare(request: Request, window: _Window, sides: Sequence[Side]) -> Compar
 
 
 def _as_recorded(window: _Window, here: Trained) -> int | None:
-    """Return the first logged step with other bits in the run itself, 0 for none, None without a logged step."""
+    """Return the first logged step that differs from the run itself, 0 for none, None without a logged step."""
     wanted = window.beginning.run.lines("train")
     logged = {step: line for step, line in wanted.items() if window.beginning.step < step <= window.last}
     if not logged:
@@ -184,7 +184,7 @@ def _locate(located: Located, window: _Window, sides: Sequence[Side], trained: S
         found = first_difference(sides[0].recorded(), sides[1].recorded())
         if number and found == before:
             break
-        # The outputs kept are those of another operator.
+        # The kept outputs are those of another operator.
         for side in sides:
             side.kept = None
     return report.locate(located, found, sides, trained)

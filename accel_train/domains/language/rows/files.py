@@ -1,4 +1,4 @@
-"""Files of rows of every format: a file, a folder or a glob."""
+"""Find files of rows in every format: a file, a folder or a glob."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from accel_train.data.tables.run_files import listed, without_run_files
 
 
 def files_of(option: str, path: str, source: Path) -> list[Path]:
-    """Return the files of a file, folder or glob, in the order of their names, without those that runs have written."""
+    """Return the files of a file, folder or glob, sorted by name, without those that runs have written."""
     found = listed(source)
     if not found and not source.is_dir():
         raise UsageError(f"{option} {path!r}: {source} matches no file. Give a pattern such as 'data/*.parquet'.")
-    # One that is named is meant.
+    # A file given by its own name is always meant.
     found = found if found == [source] else without_run_files(found)[0]
     if not found[:1] or found[0].exists():
         kinds = KINDS.keys() - {".json"} if source.is_dir() else KINDS.keys()

@@ -29,13 +29,13 @@ ALPACA = ("instruction", "input", "output")
 PAIR = "prompt and completion"
 INSTRUCTION = "instruction and output"
 ANSWERS_BESIDE = ("tool_calls", "reasoning_content", "reasoning", "thinking")
-"""Fields of a message that are an answer without content."""
+"""Fields that make a message an answer even without content."""
 FORMS = ("messages", SHAREGPT, PAIR, DEFAULT_COLUMN, INSTRUCTION)
 """Forms of a row. It is read by the first that it has."""
 FIELDS = ("messages", SHAREGPT, "prompt", "completion", *ALPACA, "tools", "chat_template_kwargs")
 """Optional fields of a row besides its text."""
 READ = tuple(dict.fromkeys([*FIELDS, *chain.from_iterable(ASKED)]))
-"""Columns of a table that are read besides the text: the fields of a row, and names of which an error speaks."""
+"""Columns of a table that are read besides the text: the fields of a row, and names that an error may mention."""
 TOKENIZERS_OWN = frozenset(
     "conversation chat_template tools add_generation_prompt continue_final_message tokenize sanitize_control_tokens "
     "padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
@@ -66,16 +66,16 @@ class Row:
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further names for the chat template, such as ``enable_thinking``: the row's ``chat_template_kwargs``."""
     unread: tuple[str, ...] = ()
-    """Other forms that the row has beside the one that it is read by. Beside a column that is named, other fields."""
+    """Other forms that the row has but is not read by. With a named text column, the other fields of text."""
 
     def is_trained(self, number: int) -> bool:
-        """Return True if the message is an answer to learn: the assistant's, not of the prompt, its weight not 0."""
+        """Return True if the message is an answer to learn: the assistant's, outside the prompt, its weight not 0."""
         message = self.messages[number]
         return message["role"] == "assistant" and number >= self.first_trained and message.get("weight", 1) != 0
 
     @property
     def content(self) -> str:
-        """All of its words as one string: what the held-out split hashes and a tokenizer is trained on."""
+        """All words of the row as one string. The held-out split hashes it, and a tokenizer is trained on it."""
         if self.text is not None:
             return self.text
         if self.prompt is not None:
@@ -84,7 +84,7 @@ class Row:
 
 
 def parsed(found: Iterable[tuple[str, Mapping[str, Any] | str]], text_column: str) -> Iterator[Row | Fault]:
-    """Yield the rows of places and fields, and a fault in place of an unusable one.
+    """Parse pairs of a place and its fields into rows, and yield a fault for an unusable one.
 
     A row with a ``text_column`` other than the default is that text. Any other is read by the first of ``FORMS`` that
     it has: a chat in ``messages`` or ShareGPT's ``conversations``, a pair of ``prompt`` and ``completion`` (texts or
@@ -93,7 +93,7 @@ def parsed(found: Iterable[tuple[str, Mapping[str, Any] | str]], text_column: st
     for place, fields in found:
         try:
             row = fields if isinstance(fields, str) else _row(place, fields, text_column)
-        # The parser of JSON goes deeper than Python's functions can follow.
+        # The JSON parser accepts deeper nesting than Python functions can recurse into.
         except RecursionError:
             row = "its values are nested too deeply to be read; flatter ones are required"
         yield Fault(place, row) if isinstance(row, str) else row
@@ -145,7 +145,7 @@ def _forms(fields: Mapping[str, Any], text_column: str) -> list[str]:
 
 
 def _formless(fields: Mapping[str, Any], null: Sequence[str], text_column: str) -> str:
-    """Return the fault of a row of no form. ``null`` has its fields that are null."""
+    """Return the fault of a row without a known form. ``null`` lists its null fields."""
     if text_column in null or (null and not fields):
         return f"null in {null}; text in {text_column!r}, or 'messages', or 'prompt' and 'completion', is required"
     if "completion" in fields and "prompt" in null:
@@ -155,7 +155,7 @@ def _formless(fields: Mapping[str, Any], null: Sequence[str], text_column: str) 
 
 
 def _lower_case(fields: Mapping[str, Any], text_column: str) -> str:
-    """Return the remedy for a row that has a form but for capital letters. A column of text has a remedy of its own."""
+    """Return the remedy if lower-case names would give the row a form. A text column has its own remedy."""
     forms = _forms({name.lower(): value for name, value in fields.items()}, text_column)
     if not [form for form in forms if form != text_column]:
         return ""
@@ -180,7 +180,7 @@ def _plain(place: str, text: Any, column: str) -> Row | str:
 
 
 def _chat(place: str, messages: Any, fields: Mapping[str, Any], name: str, first_trained: int = 0) -> Row | str:
-    """Return the row of messages, which have the ``name`` in errors, with what else the template is given."""
+    """Return the row of a chat with its tools and template options, or its fault, which calls the chat ``name``."""
     messages = plain_messages(messages)
     tools = parsed_json(fields.get("tools"))
     options = parsed_json(fields.get("chat_template_kwargs", {}))
@@ -223,7 +223,7 @@ def _text_fault(name: str, text: object) -> str | None:
 
 
 def _unpaired_fault(name: str, value: Any) -> str | None:
-    """Return a fault if any text within ``value`` has no UTF-8. No tokenizer takes such a text."""
+    """Return a fault if any text within ``value`` cannot be encoded as UTF-8. No tokenizer takes such a text."""
     try:
         for text in _texts(value):
             text.encode()
@@ -246,10 +246,10 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def plain_messages(messages: Any) -> Any:
-    """Return messages as chat templates take them. What is no list of messages is returned unchanged.
+    """Return messages as chat templates take them. Anything but a list of messages is returned unchanged.
 
-    Texts in parts are joined, ShareGPT's names replaced, fields that are null left out, and the arguments of tool
-    calls, which OpenAI's format has as JSON in a string, are the object that transformers' templates write.
+    Text parts are joined, ShareGPT's names replaced and null fields left out. The arguments of tool calls, a JSON
+    string in OpenAI's format, become the object that transformers' templates write.
     """
     if not isinstance(messages, (list, tuple)):
         return messages
@@ -292,7 +292,7 @@ def _plain_call(call: Any) -> Any:
 
 
 def parsed_json(value: Any) -> Any:
-    """Return the value of a string of JSON, and anything else unchanged, as a string nested too deeply is."""
+    """Return the value of a JSON string. Anything else is returned unchanged, as is JSON that is nested too deeply."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             return json.loads(value)
@@ -319,7 +319,7 @@ def _options_fault(options: Any) -> str | None:
 def _messages_fault(messages: Any, name: str = "messages") -> str | None:
     if not isinstance(messages, list) or not messages:
         return f"{name!r} is {reprlib.repr(messages)}; a list of messages is required"
-    # First, because what follows shows parts of them.
+    # Checked first, because the faults below quote the messages.
     unpaired = _unpaired_fault(name, messages)
     if unpaired is not None:
         return unpaired
@@ -376,5 +376,5 @@ def _content_fault(message: Mapping[str, Any]) -> str | None:
 
 
 def is_hub_id(path: str) -> bool:
-    """Return True for owner/name:configuration@revision, of which the name is enough, unless it is a path here."""
+    """Return True for a Hub id, with or without :configuration and @revision, that is not a path here."""
     return hub_datasets.is_hub_id(path, FILES)

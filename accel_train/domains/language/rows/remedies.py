@@ -1,4 +1,4 @@
-"""What to do about a row of no form, by the names of its fields."""
+"""Remedies for rows without a known form, by the names of their fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from accel_train.wording import nearest
 
 ASKED = (("question", "answer"), ("instruction", "response"), ("prompt", "response"), ("input", "output"))
-"""Usual names of a prompt and its completion, in any case, which are no form of their own."""
+"""Common names of a prompt and its completion, in any case, that are not a form themselves."""
 FOREIGN = {
     "chosen": "rows of preferences are not trained on; write the prompt and the chosen answer as 'messages', or as "
     "'prompt' and 'completion'",
@@ -17,9 +17,9 @@ FOREIGN = {
 
 
 def remedy(fields: Mapping[str, Any], text_column: str) -> str:
-    """Return the remedy as the end of a sentence, empty if nothing is known that the row could be meant as.
+    """Return the remedy as the end of a sentence, empty if the meant form cannot be guessed.
 
-    ``fields`` has those that are null as well.
+    ``fields`` includes those that are null.
     """
     for name, foreign in FOREIGN.items():
         if name in fields:
@@ -30,7 +30,7 @@ def remedy(fields: Mapping[str, Any], text_column: str) -> str:
         pair = (named.get(prompt), named.get(completion))
         if None not in pair and not {*texts}.isdisjoint(pair):
             return _remedy_of_pair(fields, *map(str, pair))
-    # A name to try, even if it is not alike: most files have one column of text.
+    # A name to try, even if it is not similar: most files have one column of text.
     near = nearest(text_column, texts) or (texts[0] if len(texts) == 1 else None)
     if near is None and texts:
         # Any of them may be the question, and training on it alone is what nobody wants.

@@ -1,4 +1,4 @@
-"""Roles of messages: ShareGPT's names for them, and what is said of a role that is not known."""
+"""Roles of messages: ShareGPT's names for them, and notices about unknown roles."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from accel_train.wording import did_you_mean, nearest, shortened
 
 LEARNED = "assistant"
 ROLES = (LEARNED, "user", "system", "developer", "tool", "function", "ipython")
-"""Roles that chat templates write. Most write any other one too. It is learned only if they mark it."""
+"""Roles that chat templates write. Most also write any other role, which is learned only if they mark it."""
 SPEAKERS = {"human": "user", "gpt": LEARNED}
 """Roles by ShareGPT's names, where they differ."""
 SHOWN = 5
 LONGEST = 40
-"""Characters of a role in a message: a field of text may be taken for one."""
+"""Most characters of a role in a message for the user: a text field may have been mistaken for a role."""
 
 
 def unknown(messages: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -23,9 +23,9 @@ def unknown(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def notices(counts: Mapping[str, int], *, marked: bool) -> list[str]:
-    """Return a line on messages whose roles are not known, counted by role.
+    """Return a notice about messages of unknown roles, counted by role.
 
-    ``marked``: the chat template marks what is learned, and may mark any role.
+    ``marked`` is True if the chat template marks what is learned, which may be any role.
     """
     if not counts:
         return []

@@ -43,12 +43,13 @@ class DataConfig:
     more_paths: tuple[str, ...] = ()
     """More sources of training rows, for a mixture: any that `path` accepts."""
     repeats: tuple[PositiveInt, ...] = ()
-    """Times that an epoch has the rows of `path`, and of each of more_paths. Empty: once each. Held-out rows are
-    evaluated once."""
+    """Number of times that an epoch has the rows of `path`, and of each of more_paths. Empty: once each. Held-out rows
+    are evaluated once."""
     split: str = "train"
     """Split of a saved or Hub dataset. Files, and saved datasets of one part, have none."""
     text_column: str = forms.DEFAULT_COLUMN
-    """Field or column of plain text. A row that has another one than 'text' is that text, whatever else it has."""
+    """Field or column of plain text. If it is not 'text', a row that has it is read as that text, whatever else it
+    has."""
     sample_by: SampleBy = "line"
     """Unit of a row in a .txt file: a line, a paragraph (separated by empty lines), or the whole file."""
     heldout_path: str | None = None
@@ -124,7 +125,7 @@ class DataConfig:
 def open_rows(path: str, *, option: str, split: str, text_column: str, sample_by: SampleBy, cache: Path) -> RowBlocks:
     """Find the rows of ``path``. Hashes the files, which identify what is cached, and reads none of their rows.
 
-    ``split`` names a split of a saved or Hub dataset, and files have none. Raises ``UsageError`` for what is no source.
+    ``split`` names a split of a saved or Hub dataset. Files have none. Raises ``UsageError`` if ``path`` is no source.
     """
     sha256 = partial(remembered_sha256, cache=cache)
     columns = [text_column, *forms.READ]
@@ -144,7 +145,7 @@ def has_splits(path: str) -> bool:
 
 @dataclass(frozen=True)
 class MixedRows:
-    """Blocks of each source in turn, all of them as often as its repeats. Can be pickled, as its sources can."""
+    """Blocks of each source in turn, repeated as often as its repeats say. Can be pickled, as its sources can."""
 
     sources: tuple[RowBlocks, ...]
     repeats: tuple[int, ...]
@@ -183,17 +184,17 @@ class MixedRows:
         return [line for source in self.sources for line in source.notices]
 
     def schemas(self, column: str) -> Iterator[Sequence[str] | None]:
-        """Yield the columns of each table. None stands for a file with rows of their own fields, maybe ``column``."""
+        """Yield the columns of each table. None stands for a file whose rows may differ in fields, as JSONL's do."""
         return chain.from_iterable(source.schemas(column) for source in self.sources)
 
     def read(self, number: int) -> Iterator[PlacedRow]:
-        """Yield the rows of a block. Raises ``UsageError`` for a file that is damaged or was written meanwhile."""
+        """Yield the rows of a block. Raises ``UsageError`` for a file that is damaged or has changed meanwhile."""
         index, _, block = self.place_of(number)
         return self.sources[index].read(block)
 
     def place_of(self, number: int) -> tuple[int, int, int]:
-        """Return the number of a block's source, how often its rows have come before, and its number in the source."""
-        # The last of several that start there: those before it have no block.
+        """Return the index of a block's source, how often its rows came before, and its number within the source."""
+        # Of several sources that start there, take the last: the others have no block.
         index = bisect_right(self._starts, number) - 1
         return index, *divmod(number - self._starts[index], len(self.sources[index].rows))
 
@@ -207,7 +208,7 @@ def mixed(sources: Sequence[RowBlocks], repeats: Sequence[int]) -> RowBlocks:
 
 
 def has_come_before(source: RowBlocks, number: int) -> bool:
-    """True for a block whose rows are those of an earlier one, because its source is repeated."""
+    """Return True for a block whose rows are those of an earlier one, because its source is repeated."""
     return isinstance(source, MixedRows) and source.place_of(number)[1] > 0
 
 
@@ -224,7 +225,7 @@ def parts_of(source: RowBlocks) -> tuple[RowBlocks, ...]:
 
 
 def contents(source: RowBlocks, text_column: str) -> Iterator[str]:
-    """Yield the words of each usable row, one string a row, and of repeated sources once. Reads everything."""
+    """Yield the words of each usable row as one string, those of repeated sources once. Reads everything."""
     # Once each: a tokenizer that is trained on them should not weigh a source by its repeats.
     numbers = [number for number in range(len(source.rows)) if not has_come_before(source, number)]
     for number in numbers:

@@ -1,8 +1,8 @@
 """Tokens of a source, computed once: encoded block by block, packed shard by shard, and kept in the cache.
 
-A shard has consecutive texts of about 4 million tokens, and texts are packed within it: memory does not depend on the
-size of the source, and texts of one shard alone are packed as a whole. One process of a host computes, the others wait.
-A record beside the shards has the end of each in the source: the next process continues behind the last one.
+A shard has consecutive texts of about 4 million tokens, and texts are packed within their shard, so that memory does
+not depend on the size of the source. One process of a host computes, and the others wait. A record beside the shards
+has the end of each in the source: after an interruption, the next process continues after the last one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHARD_TOKENS = 2**22
 
 
 class Layout(NamedTuple):
-    """How texts are divided into rows."""
+    """Settings by which texts are divided into rows."""
 
     max_length: int
     packing: bool
@@ -69,12 +69,12 @@ class PreparedTokens(NamedTuple):
 
 
 class TokenCache:
-    """The tokens of one source, encoded and packed in one way. `facts` tell which, in plain values."""
+    """Tokens of one source in one encoding and packing, which the plain values in `facts` identify."""
 
     def __init__(self, root: Path, tokenizer: str, facts: Sequence[Any], layout: Layout) -> None:
         about = {"kind": "tokens", "source": "tokenizer", "weights": tokenizer, **layout._asdict()}
         self.tensors = TensorCache(root, about)
-        # All that decides the tokens: any other value is another entry.
+        # Everything that decides the tokens: another value means another entry.
         described = json.dumps([FORMAT, SHARD_TOKENS, tokenizer, layout, list(facts)])
         self.key = hashlib.sha256(described.encode()).hexdigest()
         self.layout = layout
@@ -83,8 +83,8 @@ class TokenCache:
     def prepared(self, source: RowBlocks, encoder: Callable[[], Encode], bad: BadRows) -> PreparedTokens:
         """Return the tokens, computed if the cache lacks them. Bad rows are counted in ``bad``.
 
-        Damaged shards are computed again: all of them if a read has met one, and those that a preparation continues
-        from. Raises ``UsageError`` for one too many bad rows, and for a disk without room.
+        Damaged shards are computed again: any of them if a read has met one, and those that a preparation continues
+        from. Raises ``UsageError`` for one bad row too many, and for a full disk.
         """
         self._report_damaged(self.tensors.delete_damaged())
         found = self._load()
@@ -132,7 +132,7 @@ class TokenCache:
             return {"train": [], "heldout": [], "blocks": {}, "notices": [], "complete": False}
         missing = self._missing(names)
         if missing:
-            # Those behind it are computed again, because the source is read from there on.
+            # Those after it are computed again, because the source is read from there on.
             first = min(names.index(name) for name in missing)
             record["train"] = record["train"][:first]
         others = [shard["name"] for shard in record["heldout"]]
@@ -225,7 +225,7 @@ class _Preparation:
         start, skip = self._position()
         rows = self.source.rows
         count = len(rows)
-        # What was counted behind the last shard is counted again.
+        # What was counted after the last shard is counted again.
         done = {number: counts for number, counts in self.record["blocks"].items() if int(number) < start}
         self.record["blocks"] = done
         self.bad.count += _total(done)["bad"]
@@ -245,7 +245,7 @@ class _Preparation:
         self._save(complete=True)
 
     def _position(self) -> tuple[int, int]:
-        """Return the block to go on with, and how many of its texts are done."""
+        """Return the block to continue with, and how many of its texts are done."""
         shards = self.record["train"]
         if not shards:
             return 0, 0
@@ -300,7 +300,7 @@ class _Preparation:
         shards = self.record["train"]
         described = self._write(f"train {len(shards)}", tokens, lengths, aside)
         shards.append(described | {"end": list(end)})
-        # After every shard: a start that was killed goes on behind the last one.
+        # Saved after every shard, so that a killed start continues after the last one.
         self._save(complete=False)
 
     def _write(self, name: str, tokens: Tokens, lengths: Ints, aside: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Rows of tokens in shards on disk, read row by row.
 
-A shard is an entry of the cache of tensors. A step reads its rows from the file, without mapping it: pages of a map
-count as memory of each process, and all rows are touched in the course of an epoch. The system's cache of files is
-shared by all processes. Every row is compared with its checksum.
+A shard is an entry of the tensor cache. A step reads its rows from the file, without mapping it: mapped pages count as
+memory of each process, and an epoch touches all rows. The system's page cache is shared by all processes. Every row is
+compared with its checksum.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def shard_tensors(packed: PackedTexts) -> dict[str, Tensor]:
     """Return the tensors of a shard."""
     bounds = packed.rows.tolist()
     content = packed.tokens.tobytes()
-    # A sum for each row, because one for the file would have to read all of it. CRC-32 is fast enough for each step.
+    # A checksum per row, because checking one of the whole file would read all of it. CRC-32 is fast enough per step.
     sums = [zlib.crc32(content[4 * first : 4 * end]) for first, end in itertools.pairwise(bounds)]
     return {
         "tokens": torch.from_numpy(packed.tokens),
@@ -56,16 +56,16 @@ def shard_tensors(packed: PackedTexts) -> dict[str, Tensor]:
 
 
 class ShardFile:
-    """Parts of the tensors of one shard. Raises ``DamagedEntryError`` for a missing, truncated or damaged file.
+    """Reader of parts of a shard's tensors. Raises ``DamagedEntryError`` for a missing, truncated or damaged file.
 
-    The next start then reads all entries, if the folder can be written to.
+    The next start then checks all entries, if the folder can be written to.
     """
 
     def __init__(self, file: Path) -> None:
         self.file = file
         try:
             self._descriptor = os.open(file, os.O_RDONLY)
-            # Not by __del__, which at the end of Python may find no os any more.
+            # Not by __del__, which may no longer find os when Python exits.
             self._finalizer = weakref.finalize(self, os.close, self._descriptor)
             # The header of safetensors: its length in 8 bytes, then JSON with the place of each tensor.
             length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
@@ -109,7 +109,7 @@ class ShardFile:
 
     def close(self) -> None:
         self._finalizer()
-        # A later file may get the number of this one.
+        # Another file may get the same descriptor later.
         self._descriptor = -1
 
     def _damaged(self, reason: str) -> DamagedEntryError:
@@ -166,7 +166,7 @@ class TokenDataset:
         self._files = OpenShards([shard.file for shard in shards])
 
     def __getstate__(self) -> dict[str, Any]:
-        # The lease is the parent's.
+        # The lease stays with the parent process.
         return {**self.__dict__, "_lease": None}
 
     def __len__(self) -> int:
