@@ -170,8 +170,8 @@ class ExperimentConfig:
     the error."""
     regrow_after: NonNegativeInt = 0
     """Double a micro-batch that was halved after running out of memory, up to micro_batch_size, at the first save
-    after this many steps. Costs a restart, for which several processes need what out_of_memory says. Each retry doubles
-    the wait. 0: never."""
+    after this many steps. This costs a restart, as described under out_of_memory. Each retry doubles the wait. 0:
+    never."""
     sync: SyncPolicy = "auto"
     """When to reduce gradients: on the last micro-batch, on every one, or whichever suits the strategy (auto)."""
     resume: str = "auto"

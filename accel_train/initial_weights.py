@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """Where the other processes of a host find the parameters, and the pickled rest behind them.
+    """Location of the parameters, and of the pickled rest behind them, for the other processes of a host.
 
     Small, because every process receives the offers of all processes.
     """
@@ -66,7 +66,7 @@ class Offer(NamedTuple):
 
 
 class Built(NamedTuple):
-    """How a process got its model."""
+    """Origin of a process's model."""
 
     leader: int
     """Rank of the process that built it for the host."""

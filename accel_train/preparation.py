@@ -159,7 +159,7 @@ def _build_guard(opened: Experiment, optimizer: Any, *, on_cpu: bool) -> tuple[S
     guard.plateau = opened.plateau
     guard.noise_scale = opened.noise_scale
     if config.balance.is_on:
-        # Imported here, because most runs have no use for it.
+        # Imported here, because most runs do not need it.
         from accel_train.training.feedback.balance import LossBalance
 
         guard.balance = LossBalance(config.balance)

@@ -97,7 +97,7 @@ class Experiment:
         policy = self.config.checkpoints
         if policy.patience is None or policy.best_metric is None:
             return None
-        # Imported here, because most runs have no use for it.
+        # Imported here, because most runs do not need it.
         from accel_train.metrics.early_stopping import EarlyStopping
 
         early_stopping = EarlyStopping(
@@ -145,7 +145,7 @@ class Experiment:
         """Learning-rate factor that follows the training loss, None if the schedule alone decides."""
         if not self.config.plateau.is_on:
             return None
-        # Imported here, because most runs have no use for it.
+        # Imported here, because most runs do not need it.
         from accel_train.training.feedback.plateau import Plateau
 
         return Plateau(self.config.plateau)
@@ -156,7 +156,7 @@ class Experiment:
         schedule = self.config.batch_schedule
         if not schedule.measures:
             return None
-        # Imported here, because most runs have no use for it.
+        # Imported here, because most runs do not need it.
         from accel_train.training.feedback.noise_scale import NoiseScale
 
         beta = self.config.optimizer.betas[0]
@@ -342,7 +342,7 @@ def double_micro_batch(opened: Experiment, done: int, committed: Callable[[int],
         return
     # Read by one process, so that none sees it changed.
     smaller = on_main(opened.accelerator, lambda: smaller_micro_batch(config), training=True)
-    # A step that fits into one micro-batch has no use for a larger one.
+    # A step that fits into one micro-batch does not need a larger one.
     if smaller is None or smaller.used >= opened.share_of(opened.batch_size(done)):
         return
     if not out_of_memory.is_time_to_double(smaller, config.regrow_after, done) or not committed(done):

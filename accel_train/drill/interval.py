@@ -1,4 +1,4 @@
-"""How often to save: the first-order optimum of Young (1974) and Daly (2006), in steps.
+"""Save interval in steps: the first-order optimum of Young (1974) and Daly (2006).
 
 Over an interval tau of training, a save that stops training for C costs C / tau of the time. A failure, one in M on
 average, costs tau / 2 of repeated work. The sum is smallest at tau = sqrt(2 C M). What each failure costs anyway, the

@@ -91,7 +91,7 @@ class LanguagePipeline:
     def from_directory(cls, directory: Path, device: str = "cpu") -> LanguagePipeline:
         """Read a checkpoint or an export, of a whole model or of adapters on their base. Raises ``UsageError``."""
         if is_adapter(directory):
-            # Before the base is loaded, which would be in vain if the description is of a newer version.
+            # Before the base is loaded: a description of another version is refused.
             described = settings(adapted.read_description(directory), directory)
             model = adapted.load_adapted(directory, torch.device(device))
         else:

@@ -51,7 +51,7 @@ class LanguageData:
     """Data seen before by the resumed run, if they may change."""
 
     more_samples: str = "use more data"
-    """How to get more rows, as the end of an error message."""
+    """Advice on getting more rows, as the end of an error message."""
 
     def end_answers(self, model: nn.Module) -> list[str]:
         """Let generation with the model end where the chat template ends an answer, and return a notice."""

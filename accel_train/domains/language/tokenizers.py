@@ -161,7 +161,7 @@ def refuse_other_than_source(tokenizer: Any, name: str, source: str, revision: s
 
 
 def refuse_other_pieces(tokenizer: Any, trained: Path | None, *, resumes: bool = False) -> None:
-    """Raise ``UsageError`` if weights to start from were trained with another vocabulary than ``tokenizer`` has.
+    """Raise ``UsageError`` if initial weights were trained with a vocabulary other than that of ``tokenizer``.
 
     ``trained`` is a checkpoint with its tokenizer, or None. With ``resumes`` its run is continued or evaluated.
     """

@@ -13,7 +13,7 @@ from accel_train.metrics.records import write_json
 
 @dataclass(frozen=True)
 class Request:
-    """Where to write."""
+    """Destination of the record."""
 
     path: str
 

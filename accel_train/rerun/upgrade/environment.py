@@ -115,7 +115,7 @@ def _interpreter(place: str) -> Path:
 
 
 def _pip_command(interpreter: Path) -> str:
-    # A checkout is installed as it is, a wheel by its version.
+    # A checkout is installed from its folder, a wheel by its version.
     project = SOURCE.parent
     what = f"accel-train=={accel_train.__version__}"
     if (project / "pyproject.toml").is_file():

@@ -53,7 +53,7 @@ def fingerprint(tensor: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Request:
-    """Where to write."""
+    """Destination of the hashes."""
 
     path: str
 

@@ -235,7 +235,7 @@ def _plain(tensor: Tensor) -> Tensor:
     value = tensor.detach()
     if value.is_complex():
         value = torch.view_as_real(value)
-    # A copy, because the step goes on and may write to it.
+    # A copy, because the rest of the step may write to it.
     return value.to("cpu", copy=True).contiguous()
 
 

@@ -85,7 +85,7 @@ def head(sides: Sequence[Side], beginning: Beginning, first: int, last: int) -> 
 
 
 def _versions(here: Environment, there: Environment) -> str:
-    # Hundreds of packages may differ, of which few compute anything.
+    # Hundreds of packages may differ, and few of them compute anything.
     found = environment.differing_versions(here, there)
     known = [name for name in found if name in environment.WITH_EFFECT]
     texts = [f"{name} {found[name][0] or 'absent'} -> {found[name][1] or 'absent'}" for name in known]

@@ -81,7 +81,7 @@ def _content(option: str, given: str, what: str) -> str:
 
 
 def _json(option: str, text: str | None, kind: type) -> Any:
-    """Return the parsed value of an option, None for None. Raises ``UsageError`` for another type than ``kind``."""
+    """Return the parsed value of an option, None for None. Raises ``UsageError`` if it is not a ``kind``."""
     if text is None:
         return None
     found = _parsed(option, text, "correct it")

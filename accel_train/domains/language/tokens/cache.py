@@ -64,7 +64,7 @@ class PreparedTokens(NamedTuple):
     lease: Lease
     """Keeps the files from being deleted."""
     targets: torch.Tensor
-    """How often each token is a target of training, (V,) int64."""
+    """Number of times that each token is a target of training, (V,) int64."""
     notices: list[str]
 
 
