@@ -36,11 +36,11 @@ def cpu_name() -> str:
 def _quotas() -> list[float]:
     """List the quotas of this process's cgroups and their parents, in cores: version 2, and version 1's ``cpu``."""
     # A container may see its own cgroup as the root.
-    found = _quota(ROOT) + _quota(ROOT / "cpu")
+    quotas = _quota(ROOT) + _quota(ROOT / "cpu")
     try:
         lines = OWN.read_text().splitlines()
     except OSError:
-        return found
+        return quotas
     for line in lines:
         _, controllers, place = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
@@ -50,8 +50,8 @@ def _quotas() -> list[float]:
         # The lowest quota holds, and a job may be limited by the group above its own.
         for folder in (group, *group.parents):
             if folder == top or top in folder.parents:
-                found += _quota(folder)
-    return found
+                quotas += _quota(folder)
+    return quotas
 
 
 def _quota(folder: Path) -> list[float]:

@@ -154,14 +154,14 @@ def _reference(accelerator: Accelerator, base: PretrainedBase) -> dict[str, Any]
         if accelerator.is_local_main_process:
             mine = base.reference(cache_if_usable())
     # In a list, because Accelerate joins the lists of all processes.
-    found = [each for each in gather_object([mine]) if each is not None]
-    for other in found:
-        if any(other.get(part) != found[0].get(part) for part in ("files", "definition")):
+    references = [each for each in gather_object([mine]) if each is not None]
+    for other in references:
+        if any(other.get(part) != references[0].get(part) for part in ("files", "definition")):
             raise UsageError(
                 f"the base {base.source}: the hosts have different files; bring {base.directory} up to date on all of "
                 "them"
             )
-    return found[0]
+    return references[0]
 
 
 def pinned(
@@ -196,10 +196,10 @@ def _earlier_manifest(options: RunOptions) -> Mapping[str, Any]:
     # Imported here, because only a resume from the Hub needs it and its dependencies.
     from accel_train.checkpoints import fetch
 
-    found = earlier_checkpoints(options)
-    for checkpoint in reversed(found):
+    earlier = earlier_checkpoints(options)
+    for checkpoint in reversed(earlier):
         with suppress(ValueError):  # a damaged one is passed over by the resume too
             return manifest.read(checkpoint)
-    if not found and options.resume.startswith(fetch.HUB):
+    if not earlier and options.resume.startswith(fetch.HUB):
         return fetch.read_manifest(options.resume)
     return {}

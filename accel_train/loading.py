@@ -156,18 +156,18 @@ def pipeline_of(directory: Path) -> type[Pipeline]:
             "in load(place, pipeline=MyPipeline), or give `accel-train sample` the file, with --recipe"
         )
     module, _, name = named.partition(":")
-    found: Any = None
+    pipeline: Any = None
     # The package first: `find_spec` raises for a module of a missing one.
     if find_spec(f"{DOMAINS}.{match[1]}") is not None and find_spec(module) is not None:
         # Only now is code imported, and only of this package.
-        found = getattr(import_module(module), name, None)
+        pipeline = getattr(import_module(module), name, None)
     # A class that the module has merely imported is not a pipeline of it.
-    if not isinstance(found, type) or found.__module__ != module:
+    if not isinstance(pipeline, type) or pipeline.__module__ != module:
         raise UsageError(
             f"{_description_file(directory)}: names the pipeline {named}, which this version of accel_train lacks; "
             "install the version that wrote it, or a newer one"
         )
-    return cast("type[Pipeline]", found)
+    return cast("type[Pipeline]", pipeline)
 
 
 def _recognised(description: Mapping[str, Any], directory: Path) -> type[Pipeline]:
@@ -201,5 +201,5 @@ def read_description(directory: Path) -> dict[str, Any]:
 
 
 def _description_file(directory: Path) -> Path:
-    found = [name for name in DESCRIPTIONS if (directory / name).is_file()]
-    return directory / (found or DESCRIPTIONS)[0]
+    present = [name for name in DESCRIPTIONS if (directory / name).is_file()]
+    return directory / (present or DESCRIPTIONS)[0]

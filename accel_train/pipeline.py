@@ -45,8 +45,8 @@ class Example:
         result = (
             model(**self.arguments) if self.function is None else self.function(model, description, **self.arguments)
         )
-        found: dict[str, Any] = result._asdict() if hasattr(result, "_asdict") else {"output": result}
-        return {name: value for name, value in found.items() if value is not None}
+        outputs: dict[str, Any] = result._asdict() if hasattr(result, "_asdict") else {"output": result}
+        return {name: value for name, value in outputs.items() if value is not None}
 
 
 class WrittenModel(NamedTuple):
@@ -203,10 +203,10 @@ def read_lines(file: str | None, option: str = "text_file") -> list[str]:
         lines = expand_path(file).read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{option} {file}: cannot be read ({error}); a file in UTF-8 is required") from None
-    found = [line for line in lines if line.strip()]
-    if not found:
+    filled = [line for line in lines if line.strip()]
+    if not filled:
         raise UsageError(f"{option} {file}: holds no line with text; one text per line is required")
-    return found
+    return filled
 
 
 def listed(texts: str | Sequence[str]) -> list[str]:

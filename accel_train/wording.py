@@ -17,8 +17,8 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the most similar known name, ignoring case. None if no similarity reaches ``cutoff`` (0 to 1)."""
     # difflib would count each letter of another case as a difference.
     by_lower = {one.lower(): one for one in known}
-    found = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=cutoff)
-    return by_lower[found[0]] if found else None
+    matches = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=cutoff)
+    return by_lower[matches[0]] if matches else None
 
 
 def did_you_mean(meant: str | None, *, bare: bool = False) -> str:

@@ -128,7 +128,7 @@ class Trials:
             return Result(fault, "not applicable", [reason], struck.ending)
         run = home / "run"
         # Before the resume, which saves more of them.
-        found = judging.checkpoints_of(run)
+        checkpoints = judging.checkpoints_of(run)
         resumed: Ended | None = None
         if fault.ending != "trained":
             resumed = self._start(home, "resumed", _request(home, "resumed"), limit, self._extra(fault))
@@ -138,7 +138,7 @@ class Trials:
             compared = judging.compare(undisturbed.run, open_run(str(run)), undisturbed.last)
         missing = [compared] if isinstance(compared, str) else []
         sides = None if isinstance(compared, str) else compared
-        result = judging.judge(fault, self.sizes, struck, found, resumed, sides)
+        result = judging.judge(fault, self.sizes, struck, checkpoints, resumed, sides)
         problems = [*result.reasons, *missing, *self._own_problems(fault, struck, run, undisturbed)]
         return replace(result, verdict="FAILED" if problems else "passed", reasons=problems)
 

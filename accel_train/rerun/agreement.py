@@ -44,12 +44,12 @@ class Row:
     @property
     def differing(self) -> list[str]:
         """Fields whose values differ in any bit."""
-        found: list[str] = []
+        names: list[str] = []
         for name, (a, b) in self.values.items():
             # Unlike ==, this tells -0 from 0 and takes two NaN as equal.
             if a.hex() != b.hex():
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     @property
     def largest(self) -> float:
@@ -88,13 +88,13 @@ def rows_of(recorded: Mapping[int, Line], replayed: Mapping[int, Line]) -> list[
 
 
 def _numbers(line: Line) -> dict[str, float]:
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in line.items():
         # Terms of the loss are named after it. Times and throughput are never the same twice.
         is_compared = name.startswith("loss") or name == "grad_norm"
         if is_compared and isinstance(value, (int, float)):
-            found[name] = float(value)
-    return found
+            numbers[name] = float(value)
+    return numbers
 
 
 def reasons_for_other_bits(recorded: Sequence[Start], replayed: Start, asked: Collection[str] = ()) -> list[str]:
@@ -104,17 +104,17 @@ def reasons_for_other_bits(recorded: Sequence[Start], replayed: Start, asked: Co
     """
     expected = {*asked, *(name for option in asked for name in CONSEQUENCES.get(option, ()))}
     # A dict, because a run of several starts would give the same reason for each.
-    found: dict[str, None] = {}
+    reasons: dict[str, None] = {}
     for start in recorded:
         before = _surroundings(start)
         now = _surroundings(replayed)
         for name in now:
             if before.get(name) != now[name] and name not in expected:
-                found[f"{name} {before.get(name)} -> {now[name]}"] = None
+                reasons[f"{name} {before.get(name)} -> {now[name]}"] = None
     # The log does not tell whether deterministic kernels were on.
     if replayed.environment.get("device") == "cuda":
-        found["CUDA kernels may add in no fixed order"] = None
-    return list(found)
+        reasons["CUDA kernels may add in no fixed order"] = None
+    return list(reasons)
 
 
 def other_layouts(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> list[str]:
@@ -132,10 +132,10 @@ def _surroundings(start: Start) -> dict[str, Any]:
 
     environment = start.environment
     options = flatten(start.options)
-    found: dict[str, Any] = {name: environment.get(name) for name in SURROUNDINGS}
+    surroundings: dict[str, Any] = {name: environment.get(name) for name in SURROUNDINGS}
     versions: Mapping[str, str] = environment.get("versions", {})
-    found |= {f"{package} version": version for package, version in versions.items()}
-    return found | {name: options.get(name) for name in ORDER}
+    surroundings |= {f"{package} version": version for package, version in versions.items()}
+    return surroundings | {name: options.get(name) for name in ORDER}
 
 
 def verdict(rows: Sequence[Row], weights: Sequence[Weights], reasons: Sequence[str], tolerance: float) -> Verdict:

@@ -67,13 +67,13 @@ class RecordedRun:
                 continue
             # Damaged ones are passed over as on a resume, and not loaded to be trained on.
             try:
-                found = commit.verify(path)
+                checkpoint = commit.verify(path)
             except ValueError as error:
                 reasons.append(str(error))
                 continue
             # Pushes to the Hub drop the optimizer state unless told to include it.
-            if found.manifest.get("state", True):
-                return found, reasons
+            if checkpoint.manifest.get("state", True):
+                return checkpoint, reasons
             reasons.append(f"{path}: weights without optimizer state")
         return None, reasons
 
@@ -89,24 +89,24 @@ class RecordedRun:
 
     def starts(self, first: int, last: int) -> list[Start]:
         """Return the starts that trained the steps ``first`` to ``last``, logged or not. Empty without a log."""
-        found: list[Start] = []
+        starts: list[Start] = []
         end = last
         # From the last one back, because a start trains again whatever follows its checkpoint.
         for number, begin in reversed(self._beginnings()):
             if begin < end and first <= end:
-                found.insert(0, self._start_at(number))
+                starts.insert(0, self._start_at(number))
             end = min(begin, end)
-        return found
+        return starts
 
     def _beginnings(self) -> list[tuple[int, int]]:
         """Return the number of each start's first record, with the step of its checkpoint."""
-        found: list[tuple[int, int]] = []
+        beginnings: list[tuple[int, int]] = []
         for number, record in enumerate(self.records):
             if record.get("event") == "environment":
-                found.append((number, 0))
-            elif record.get("event") == "resume" and found:
-                found[-1] = (found[-1][0], int(record["step"]))
-        return found
+                beginnings.append((number, 0))
+            elif record.get("event") == "resume" and beginnings:
+                beginnings[-1] = (beginnings[-1][0], int(record["step"]))
+        return beginnings
 
     def last_start(self) -> Start:
         """Return the start that wrote the end of the log."""

@@ -207,26 +207,26 @@ def _replay(request: Request, plan: _Plan, folder: Path) -> tuple[Result, dict[s
 def _other_layouts(plan: _Plan, ours: Mapping[str, Any]) -> list[str]:
     """List the differences between the layout of a replay, in its manifest, and those of the compared checkpoints."""
     checkpoints = dict(plan.run.checkpoints)
-    found: dict[str, None] = {}
+    differences: dict[str, None] = {}
     for step in plan.saved:
         # A damaged checkpoint differs anyway, whatever its layout.
         with suppress(ValueError):
             theirs = manifest.read(checkpoints[step])
-            found |= dict.fromkeys(agreement.other_layouts(theirs.get("layout", {}), ours.get("layout", {})))
-    return list(found)
+            differences |= dict.fromkeys(agreement.other_layouts(theirs.get("layout", {}), ours.get("layout", {})))
+    return list(differences)
 
 
 def _compare_checkpoints(plan: _Plan, replayed: RecordedRun) -> list[Weights]:
     ours = dict(replayed.checkpoints)
     theirs = dict(plan.run.checkpoints)
-    found: list[Weights] = []
+    compared: list[Weights] = []
     for step in plan.saved:
         # Still a result: a missing checkpoint must not pass for an equal one.
         if step in ours:
-            found.append(weights.compare_weights(step, theirs[step], ours[step]))
+            compared.append(weights.compare_weights(step, theirs[step], ours[step]))
         else:
-            found.append(Weights(step, theirs[step].name, ["the replay did not reach it"], False, float("inf")))
-    return found
+            compared.append(Weights(step, theirs[step].name, ["the replay did not reach it"], False, float("inf")))
+    return compared
 
 
 def report(result: Result) -> list[str]:

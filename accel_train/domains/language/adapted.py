@@ -56,16 +56,16 @@ def base_reference(directory: Path) -> Mapping[str, Any] | None:
 
 
 def _described_base(directory: Path) -> Mapping[str, Any]:
-    found: Any = read_description(directory).get("base")
-    if found is None:
+    base: Any = read_description(directory).get("base")
+    if base is None:
         return {}
-    files: Any = found.get("files", {}) if isinstance(found, dict) else None
+    files: Any = base.get("files", {}) if isinstance(base, dict) else None
     hashed = isinstance(files, dict) and all(isinstance(facts, dict) and "sha256" in facts for facts in files.values())
-    if not hashed or not isinstance(found.get("source"), str):
+    if not hashed or not isinstance(base.get("source"), str):
         raise UsageError(
             f"{directory / ADAPTER_DESCRIPTION}: its base has no source and sha256 of files; export the run again"
         )
-    return found
+    return base
 
 
 def base_precision(directory: Path) -> BasePrecision:

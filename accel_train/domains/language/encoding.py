@@ -60,17 +60,17 @@ class BlockEncoder:
             # There is already one worker per core.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         block = _Block(self, is_copy=has_come_before(self.source, number))
-        found: list[Row] = []
+        rows: list[Row] = []
         for row in parsed(self.source.read(number), self.text_column):
             if isinstance(row, Fault):
                 block.faults.append(row)
                 continue
-            found.append(row)
+            rows.append(row)
             # The tokenizer takes many texts at a time, on several threads.
-            if len(found) == TEXTS_AT_ONCE:
-                block.add_all(found)
-                found = []
-        block.add_all(found)
+            if len(rows) == TEXTS_AT_ONCE:
+                block.add_all(rows)
+                rows = []
+        block.add_all(rows)
         return block.finish()
 
 
@@ -180,12 +180,12 @@ def _nothing_learned(texts: Sequence[Encoded], limit: int) -> str:
 
 def unread_notices(counts: Counter[str], column: str) -> list[str]:
     """Return notices about rows with several forms, or with other texts beside the ``column`` of the options."""
-    found = {form: counts[UNREAD + form] for form in FORMS}
+    by_form = {form: counts[UNREAD + form] for form in FORMS}
     order = ", ".join(FORMS)
     notices = [
         f"{count:,} rows have {form} beside another form, and it is not read: a row is read by the first that it has "
         f"of {order}. Leave out of the rows what is not meant"
-        for form, count in found.items()
+        for form, count in by_form.items()
         if count
     ]
     beside = {name.removeprefix(BESIDE): count for name, count in sorted(counts.items()) if name.startswith(BESIDE)}

@@ -80,15 +80,15 @@ def find_metrics(
     a: Sequence[Sums], b: Sequence[Sums], metrics_a: Mapping[str, float], metrics_b: Mapping[str, float]
 ) -> list[Metric]:
     """Return the metrics that are ratios of sums on both sides, in the order of the evaluation."""
-    found: list[Metric] = []
+    metrics: list[Metric] = []
     for name, value in metrics_a.items():
         if name not in metrics_b:
             continue
         for candidate in _candidates(name, a, b):
             if _close(_value(a, candidate), value) and _close(_value(b, candidate), metrics_b[name]):
-                found.append(candidate)
+                metrics.append(candidate)
                 break
-    return found
+    return metrics
 
 
 def _candidates(name: str, a: Sequence[Sums], b: Sequence[Sums]) -> Iterator[Metric]:

@@ -99,7 +99,7 @@ def _one_by_one(batches: StepBatches) -> Iterator[Batch]:
 
 def _without(micro_batches: Sequence[Batch], samples: Sequence[int]) -> list[Batch]:
     """Return the same micro-batches without these samples, whose places have weight 0."""
-    found: list[Batch] = []
+    kept: list[Batch] = []
     for batch in micro_batches:
         numbers = batch["sample"]
         left_out = torch.tensor(samples, device=numbers.device)
@@ -109,5 +109,5 @@ def _without(micro_batches: Sequence[Batch], samples: Sequence[int]) -> list[Bat
         if not bool(out.all()):
             rows = torch.where(out, rows[~out][0], rows)
         read = {name: value[rows] for name, value in batch.items()}
-        found.append(read | {"weight": batch["weight"].masked_fill(out, 0.0)})
-    return found
+        kept.append(read | {"weight": batch["weight"].masked_fill(out, 0.0)})
+    return kept

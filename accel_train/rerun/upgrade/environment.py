@@ -131,11 +131,11 @@ def differing_versions(here: Environment, there: Environment) -> dict[str, tuple
     ours = {"python": here.python, **here.packages}
     theirs = {"python": there.python, **there.packages}
     names = [*WITH_EFFECT, *sorted((ours.keys() | theirs.keys()) - {*WITH_EFFECT})]
-    found: dict[str, tuple[str | None, str | None]] = {}
+    differing: dict[str, tuple[str | None, str | None]] = {}
     for name in names:
         if ours.get(name) != theirs.get(name):
-            found[name] = (ours.get(name), theirs.get(name))
-    return found
+            differing[name] = (ours.get(name), theirs.get(name))
+    return differing
 
 
 def describe(side: Environment) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def _state(prepared: TrainState) -> dict[str, int]:
         "optimizer": state,
         "ema": prepared.ema.averages.values(),
     }
-    found: dict[str, int] = {}
+    hashes: dict[str, int] = {}
     for name, tensors in parts.items():
         total = torch.zeros((), dtype=torch.int64, device=prepared.accelerator.device)
         for place, tensor in enumerate(tensors):
@@ -107,5 +107,5 @@ def _state(prepared: TrainState) -> dict[str, int]:
             if one is not None:
                 # Weighted by its place, so that two swapped tensors do not match.
                 total += one.to(total.device) * (2 * place + 1)
-        found[name] = int(prepared.accelerator.reduce(total, reduction="sum"))  # pyright: ignore[reportArgumentType]
-    return found
+        hashes[name] = int(prepared.accelerator.reduce(total, reduction="sum"))  # pyright: ignore[reportArgumentType]
+    return hashes

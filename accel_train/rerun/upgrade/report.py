@@ -86,10 +86,10 @@ def head(sides: Sequence[Side], beginning: Beginning, first: int, last: int) -> 
 
 def _versions(here: Environment, there: Environment) -> str:
     # Hundreds of packages may differ, and few of them compute anything.
-    found = environment.differing_versions(here, there)
-    known = [name for name in found if name in environment.WITH_EFFECT]
-    texts = [f"{name} {found[name][0] or 'absent'} -> {found[name][1] or 'absent'}" for name in known]
-    others = len(found) - len(known)
+    differing = environment.differing_versions(here, there)
+    known = [name for name in differing if name in environment.WITH_EFFECT]
+    texts = [f"{name} {differing[name][0] or 'absent'} -> {differing[name][1] or 'absent'}" for name in known]
+    others = len(differing) - len(known)
     if others:
         texts.append(f"{others} other package(s), listed in the receipt")
     return ", ".join(texts) or "the same packages in both"

@@ -79,14 +79,14 @@ def first_difference(here: Recorded, there: Recorded) -> Difference | None:
 
 def unstable_values(first: Trace, second: Trace) -> Unstable:
     """Return the values that differ in two recordings of one environment."""
-    found: set[tuple[Values, int, int]] = set()
+    unstable: set[tuple[Values, int, int]] = set()
     sides: tuple[Values, Values] = ("inputs", "outputs")
     for i, (a, b) in enumerate(zip(first, second, strict=False)):
         for side in sides:
             for number, (x, y) in enumerate(_hashes(side, a, b)):
                 if x != y:
-                    found.add((side, i, number))
-    return frozenset(found)
+                    unstable.add((side, i, number))
+    return frozenset(unstable)
 
 
 def _call(record: Record) -> str:

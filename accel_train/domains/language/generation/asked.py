@@ -84,28 +84,28 @@ def _json(option: str, text: str | None, kind: type) -> Any:
     """Return the parsed value of an option, None for None. Raises ``UsageError`` if it is not a ``kind``."""
     if text is None:
         return None
-    found = _parsed(option, text, "correct it")
-    if not isinstance(found, kind):
+    value = _parsed(option, text, "correct it")
+    if not isinstance(value, kind):
         wanted = "an object" if kind is dict else "a list"
-        raise UsageError(f"{option} {text[:60]!r}: {wanted} is required, this is {type(found).__name__}")
-    return found
+        raise UsageError(f"{option} {text[:60]!r}: {wanted} is required, this is {type(value).__name__}")
+    return value
 
 
 def chat(given: str) -> Sequence[Message]:
     """Return the messages given as JSON or as a .json file. Raises ``UsageError``."""
     text = _content("messages", given, "messages")
-    found = _parsed("messages", text, f"give {MESSAGES} or a file .json of it, or a text to continue with --text")
-    if not isinstance(found, list):
+    messages = _parsed("messages", text, f"give {MESSAGES} or a file .json of it, or a text to continue with --text")
+    if not isinstance(messages, list):
         raise UsageError(f"messages {text[:60]!r}: a list of messages is required, as in {MESSAGES}")
-    return cast("Sequence[Message]", found)
+    return cast("Sequence[Message]", messages)
 
 
 def _parsed(option: str, text: str, remedy: str) -> Any:
     try:
-        found: Any = json.loads(text)
+        value: Any = json.loads(text)
         # An escape may be half of a surrogate pair, which no tokenizer takes.
-        json.dumps(found, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     # The parser recurses, so a long line of brackets exhausts the stack.
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{option} {text[:60]!r}: no JSON ({error}); {remedy}") from None
-    return found
+    return value

@@ -89,10 +89,10 @@ def example_tokens(shape: tuple[int, int], vocabulary: int) -> Tensor:
 def _processors(drawing: Drawing, prompt_length: int) -> Any:
     from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-    found: Any = LogitsProcessorList()
+    processors: Any = LogitsProcessorList()
     if drawing.temperature > 0:
-        found.append(TemperatureLogitsWarper(drawing.temperature))
+        processors.append(TemperatureLogitsWarper(drawing.temperature))
         if drawing.top_p < 1:
-            found.append(TopPLogitsWarper(drawing.top_p))
-        found.append(KeyedDraw(drawing, prompt_length))
-    return found
+            processors.append(TopPLogitsWarper(drawing.top_p))
+        processors.append(KeyedDraw(drawing, prompt_length))
+    return processors

@@ -37,17 +37,17 @@ def saved_ends(directory: Path) -> list[int]:
     """Return the end tokens in generation_config.json, none without it. Raises ``UsageError`` for a damaged file."""
     file = directory / CONFIG_FILE
     try:
-        found = _listed(strict_json.read_object(file).get("eos_token_id"))
+        tokens = _listed(strict_json.read_object(file).get("eos_token_id"))
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise UsageError(f"{file}: cannot be read ({error}); restore it from a copy, or export it again") from None
-    if not all(type(token) is int for token in found):
+    if not all(type(token) is int for token in tokens):
         raise UsageError(
-            f"{file}: eos_token_id is {found}; the id of a token, or a list of them, is required: restore the file "
+            f"{file}: eos_token_id is {tokens}; the id of a token, or a list of them, is required: restore the file "
             "from a copy, or export it again"
         )
-    return found
+    return tokens
 
 
 def add_ends(model: nn.Module, tokens: Sequence[int]) -> bool:

@@ -11,14 +11,14 @@ from accel_train.data.tables.run_files import listed, without_run_files
 
 def files_of(option: str, path: str, source: Path) -> list[Path]:
     """Return the files of a file, folder or glob, sorted by name, without those that runs have written."""
-    found = listed(source)
-    if not found and not source.is_dir():
+    files = listed(source)
+    if not files and not source.is_dir():
         raise UsageError(f"{option} {path!r}: {source} matches no file. Give a pattern such as 'data/*.parquet'.")
     # A file given by its own name is always meant.
-    found = found if found == [source] else without_run_files(found)[0]
-    if not found[:1] or found[0].exists():
+    files = files if files == [source] else without_run_files(files)[0]
+    if not files[:1] or files[0].exists():
         kinds = KINDS.keys() - {".json"} if source.is_dir() else KINDS.keys()
-        known = [file for file in found if file.suffix in kinds and file.is_file()]
+        known = [file for file in files if file.suffix in kinds and file.is_file()]
         if known:
             return known
         raise UsageError(

@@ -259,23 +259,23 @@ def plain_messages(messages: Any) -> Any:
 def _plain_message(message: Any) -> Any:
     if not isinstance(message, Mapping):
         return message
-    found = dict(message)
-    if "role" not in found and {"from", "value"} <= set(found):
-        speaker = found.pop("from")
+    plain = dict(message)
+    if "role" not in plain and {"from", "value"} <= set(plain):
+        speaker = plain.pop("from")
         role = roles.SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
-        found = {"role": role, "content": found.pop("value"), **found}
+        plain = {"role": role, "content": plain.pop("value"), **plain}
     for name in TRAINED:
-        trained = found.get(name)
+        trained = plain.get(name)
         # One that contradicts the weight stays, and is refused.
-        if isinstance(trained, bool) and found.get("weight", trained) == trained:
-            found["weight"] = int(found.pop(name))
-    content = found.get("content")
+        if isinstance(trained, bool) and plain.get("weight", trained) == trained:
+            plain["weight"] = int(plain.pop(name))
+    content = plain.get("content")
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
-        found["content"] = "".join(part["text"] for part in content)
-    calls = found.get("tool_calls")
+        plain["content"] = "".join(part["text"] for part in content)
+    calls = plain.get("tool_calls")
     if isinstance(calls, list):
-        found["tool_calls"] = [_plain_call(call) for call in calls]
-    return found
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
 
 
 def _is_text_part(part: Any) -> bool:

@@ -44,10 +44,10 @@ def remedy(fields: Mapping[str, Any], text_column: str) -> str:
 def _remedy_of_pair(fields: Mapping[str, Any], prompt: str, completion: str) -> str:
     for name in (prompt, completion):
         if not isinstance(fields[name], str):
-            found = "null"
+            kind = "null"
             if fields[name] is not None:
-                found = type(fields[name]).__name__
-            return f"; its {name!r} is {found}, and {prompt!r} and {completion!r} must be texts"
+                kind = type(fields[name]).__name__
+            return f"; its {name!r} is {kind}, and {prompt!r} and {completion!r} must be texts"
     learned = f"its {completion!r} as 'completion', which is learned"
     if prompt == "prompt":
         return f"; write {learned}"
