@@ -48,7 +48,7 @@ Batch = dict[str, Tensor]
 
 
 class Times(Protocol):
-    """Takes the times of a step's parts (``metrics.profiling.step_times``)."""
+    """Timer of a step's parts (``metrics.profiling.step_times``)."""
 
     def begin(self) -> None: ...
     def end(self, part: Literal["forward", "backward", "update"]) -> None: ...
@@ -63,12 +63,12 @@ class GradientWindow:
         result = window.finish(max_grad_norm)               # agree, clip
         optimizer.step()
 
-    Each micro-batch is (inputs, {term: weight}): the weight of all its samples, or of each, (B,). Coefficients, weights
-    and sums name the same terms, or ``UsageError``. A single weight tensor applies to every term, and a single sum
-    tensor needs a single term. Every rank must run the same number of micro-batches. Costs two small reductions a step
-    (weights, losses). A non-finite step must not move the optimizer: ``guard`` stops it on the device
-    (``resolve_step_guard``). Without one, ``finish`` waits for the device in every step, and a non-finite one ends the
-    run.
+    Each micro-batch is a pair (inputs, {term: weight}). A weight is one value for all its samples, (), or one per
+    sample, (B,). Coefficients, weights and sums must name the same terms, else ``UsageError``. A single weight tensor
+    applies to every term, and a single sum tensor needs a single term. Every rank must run the same number of
+    micro-batches. Costs two small reductions a step (weights, losses). A non-finite step must not move the optimizer:
+    ``guard`` stops it on the device (``resolve_step_guard``). Without one, ``finish`` waits for the device in every
+    step, and a non-finite one ends the run.
 
     In fp16 the loop over the window ends with another wait. After an overflow the loss scale is lowered and the same
     micro-batches are repeated. A scale that is too high therefore costs time but no step: schedule, EMA and data stay
@@ -116,11 +116,11 @@ class GradientWindow:
         self._is_last = self._is_complete = self._is_finished = False
         self._overflows = 0
         self._loss_scale: Mapping[str, Any] | None = None
-        """fp16: the loss scale before this step, once it was lowered."""
+        """fp16: the loss scale from before this step. None until an overflow lowers it."""
         accelerator.sync_gradients = True  # a step that was left out has set it to False
 
     def _factors_of_terms(self) -> list[Tensor]:
-        """Factors of the sums of a micro-batch, in the order of the coefficients."""
+        """Return the factor of each term's sum in a micro-batch, in the order of the coefficients."""
         # The number of processes undoes the averaging of DDP, FSDP2 and ZeRO.
         processes = self.accelerator.num_processes
         factors: list[Tensor] = []
@@ -132,9 +132,9 @@ class GradientWindow:
         return factors
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield each micro-batch's inputs; the body of the loop runs without reduction until the last.
+        """Yield the inputs of each micro-batch. Unless the policy is ``every``, only the last one reduces gradients.
 
-        Raises ``RuntimeError`` if the gradient of the step before was not removed.
+        Raises ``RuntimeError`` if the gradient of the previous step was not cleared.
         """
         self._leftovers.refuse(self.step)
         if will_rebuild_buckets(self.model, self.accelerator.num_processes):
@@ -156,7 +156,7 @@ class GradientWindow:
         self._gradient_norms: GradientNorms | None = None
 
     def _rebuild_buckets(self) -> Iterator[Batch]:
-        """Run a backward that is discarded, with its random draws, so that DDP rebuilds its buckets in it."""
+        """Run a discarded backward in which DDP rebuilds its buckets. Restores random states and buffers."""
         cuda_state: Tensor | None = None
         if torch.cuda.is_initialized():
             cuda_state = torch.cuda.get_rng_state()
@@ -204,7 +204,7 @@ class GradientWindow:
         norm_is_finite = bool(torch.isfinite(self._norm).all())
         scale = float(scaler.get_scale())
         if norm_is_finite or not loss_is_finite or scale <= 1:
-            return False  # finite, or beyond the help of a lower scale: finish raises
+            return False  # finite, or no lower scale would help and finish raises
         if self._loss_scale is None:
             self._loss_scale = read_loss_scale(self.accelerator, self.model)
         # It lowers the scale where `unscale_` found an overflow, and permits the `unscale_` of the next attempt.
@@ -221,12 +221,13 @@ class GradientWindow:
         return no_sync(self.accelerator, self.model) if hold else nullcontext()
 
     def backward(self, sums: Mapping[str, Tensor] | Tensor, metrics: Mapping[str, Tensor] | None = None) -> None:
-        """Backward of this micro-batch's share of the loss.
+        """Run the backward of this micro-batch's share of the loss.
 
-        ``sums`` must hold every term, in every step: its sum over the micro-batch, (), or the weighted loss of each
-        sample, (B,), which names the samples of a bad step. A single tensor is that of the only term. ``metrics`` have
-        the same form and are not trained: the training line has their means as ``train_NAME``, divided by the weight of
-        the first term. Raises ``UsageError`` for a single value where each sample has a weight: it may be a mean.
+        ``sums`` must hold every term in every step: its sum over the micro-batch, (), or the weighted loss of each
+        sample, (B,), with which a bad step can name its samples. A single tensor stands for the only term. ``metrics``
+        have the same form and are not trained: the training line has their means as ``train_NAME``, divided by the
+        weight of the first term. Raises ``UsageError`` for a single value where each sample has a weight: it may be a
+        mean.
         """
         if isinstance(sums, Tensor) and len(self.coefficients) != 1:
             names = sorted(self.coefficients)
@@ -234,7 +235,7 @@ class GradientWindow:
                 f"window.backward: one tensor for the loss terms {names}; give a dict with the sum of each"
             )
         of_terms = by_term(sums, "sums", self.coefficients, self.step)
-        # Of the first for a call too many, which `finish` refuses.
+        # Wraps around after one call too many, which `finish` refuses.
         weights = self._local_weights[len(self._sums) % len(self._local_weights)]
         refuse_means(of_terms, weights, self.coefficients)
         losses = [of_terms[k].float() for k in self.coefficients]
@@ -245,8 +246,8 @@ class GradientWindow:
         if self._times is not None:
             self._times.end("forward")
         if len(terms) == 1 and self._zero_stage == 0 and self.accelerator.scaler is None:
-            # The gradient of the product below by its term, without the product. All that Accelerate would add is a
-            # division by its own accumulation steps, which are 1.
+            # The same gradient as `_backward_of_sum`, without forming the product. Accelerate's backward would only
+            # divide by its own accumulation steps, which are 1.
             terms[0].backward(self._factors[0].to(terms[0].device))
         else:
             self._backward_of_sum(terms)
@@ -266,14 +267,14 @@ class GradientWindow:
             self.accelerator.backward(loss)
 
     def finish(self, max_grad_norm: float) -> StepResult:
-        """Measure the norm of the global gradient, have it clipped to ``max_grad_norm`` (0: not), and check the step.
+        """Measure the norm of the global gradient, clip it to ``max_grad_norm`` (0: no clipping), and check the step.
 
         Every rank calls it; collective. A guard on the host waits for the device, clips here, and raises
         ``NonFiniteError`` on every rank. A guard on the device waits for nothing: the optimizer's next ``step`` clips,
         or does nothing, and ``guard.check`` raises later. ZeRO's engine has clipped already, to the same norm, and
         skips a step with a non-finite gradient. A step that the guard leaves out does not move the weights. Raises
-        ``RuntimeError`` unless the window was iterated to its end with one ``backward`` for each micro-batch, and in a
-        second call.
+        ``RuntimeError`` unless the window was iterated to its end with one ``backward`` per micro-batch, and if called
+        twice.
         """
         self._refuse_incomplete()
         norm = self._norm  # fp16 has measured it before the loss scale was decided

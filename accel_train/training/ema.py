@@ -53,7 +53,7 @@ class Ema:
         self._owed_step: int | None = None
         """The announced step whose ``update`` is still to come."""
         self._is_left = False
-        """The EMA is in the model, in place of the trained weights, since an error of ``applied``."""
+        """True after an error in ``applied`` that left the EMA in the model, in place of the trained weights."""
 
     @property
     def is_on(self) -> bool:
@@ -66,11 +66,11 @@ class Ema:
         return self._averages
 
     def held(self) -> list[torch.Tensor]:
-        """Return the tensors it holds, for their size. Unlike ``averages``, computes nothing."""
+        """Return the tensors held, to measure their size. Unlike ``averages``, computes nothing."""
         return list(self._averages.values())
 
     def update(self, step: int) -> None:
-        """Move towards the weights after optimizer step ``step`` (0-based)."""
+        """Move the EMA towards the weights after optimizer step ``step`` (0-based)."""
         self._owed_step = None
         if self.config.decay == 0 or self.guard.skips_this_step:
             return
@@ -80,7 +80,7 @@ class Ema:
         assert step == self._announced_step, f"the EMA moved in step {step} as if in {self._announced_step}"
 
     def announce(self, step: int) -> None:
-        """Let the optimizer, if it can, move the averages along in its coming step, number ``step``.
+        """Let the optimizer move the averages within its coming step ``step``, if it can.
 
         ``update`` must follow it (``require_update``). Without this call, and with any other optimizer, ``update``
         moves them. Raises ``RuntimeError`` after an error of ``applied`` that left the EMA in the model.
@@ -113,10 +113,10 @@ class Ema:
             )
 
     def _move(self, step: int) -> None:
-        # Asked for in every step, because FSDP2 and DeepSpeed may replace the tensors behind the names.
+        # Looked up in every step, because FSDP2 and DeepSpeed may replace the tensors behind the names.
         masters = [self.shards.master(name) for name in self._averages]
         decay = decay_at(self.config.decay, step)
-        # None unless the device may leave out this very step, which the host then does not know.
+        # None unless the device itself may leave out this step without the host knowing.
         weight_of_step = self.guard.weight_of_step
         if weight_of_step is not None:
             self._update_on_device(masters, weight_of_step * (1 - decay))
@@ -128,7 +128,7 @@ class Ema:
     def _update_on_device(self, masters: list[torch.Tensor], weight: torch.Tensor) -> None:
         """Move by a weight that the host does not know: 0 for a step left out, which changes no bit.
 
-        A kernel for each tensor, because torch's kernel for many takes the weight from the host. The same values.
+        One kernel per tensor, because torch's foreach kernel takes the weight from the host. The values are the same.
         """
         for average, master in zip(self._averages.values(), masters, strict=True):
             average.lerp_(master, weight)
@@ -198,7 +198,7 @@ class OptimizerAverage(Ema):
         for name, master in masters.items():
             self._averages[name].copy_(master)
         self._optimizer.train()
-        # The two ways cancel out but for rounding, and the trajectory must not depend on how often it was asked.
+        # `eval` and `train` cancel out only up to rounding, and reading the average must not change the trajectory.
         for name, master in masters.items():
             master.copy_(trained[name])
 
@@ -221,7 +221,7 @@ def build_ema(config: EmaConfig, shards: Shards, guard: StepGuard, optimizer: An
 
 
 def refuse_wide(trained: Mapping[str, torch.Tensor]) -> None:
-    """Raise ``UsageError`` for trained parameters, by name, that fp32 does not represent."""
+    """Raise ``UsageError`` for trained parameters, by name, that fp32 cannot hold: complex or float64."""
     # The cast would drop the imaginary part.
     unreal = [name for name, parameter in trained.items() if parameter.is_complex()]
     if unreal:

@@ -1,4 +1,4 @@
-"""Table of optimizers, strategies and precisions that work together, classes of the user's own, and what is refused.
+"""Table of the supported optimizers, strategies and precisions, and optimizer classes of the user's own.
 
 A combination that trains wrong, or differently from its name, is refused with the reason.
 """
@@ -38,7 +38,7 @@ class Row:
     precisions: tuple[str, ...]
     """Supported precisions. Empty: refused."""
     reason: str = ""
-    """Reason of a refusal, with the remedy."""
+    """Reason for the refusal, with the remedy."""
     run: tuple[str, ...] = ()
     """Precisions trained by the project's own tests, on CPU processes. fp16 needs a GPU: not run."""
 
@@ -219,7 +219,7 @@ class OwnOptimizer:
         return f"{self.name}({', '.join(f'{key}={value}' for key, value in {'lr': self.lr, **self.keywords}.items())})"
 
     def build(self, groups: list[ParamGroup]) -> torch.optim.Optimizer:
-        """Call the class. Raises ``UsageError`` for what its constructor refuses, and for options without effect."""
+        """Call the class. Raises ``UsageError`` if its constructor fails, and for options without effect."""
         own: Any = optimizer_class(self.name)
         try:
             optimizer: Any = own(groups, lr=self.lr, **self.keywords)
@@ -231,7 +231,7 @@ class OwnOptimizer:
         if averages_weights(optimizer):
             # Once and for all: the loop reads the average where the others have their EMA.
             optimizer.train()
-        # A group may have any key, and a class that does not read it would ignore the option in silence.
+        # A group may have any key, and a class that does not read it would silently ignore the option.
         if "weight_decay" not in optimizer.defaults and self.weight_decay:
             raise UsageError(
                 f"optimizer.weight_decay: {self.weight_decay}: {self.name} has no weight decay, and 0 is required. "
@@ -253,10 +253,10 @@ def try_saving(
 ) -> bool:
     """Train a few values with the optimizer of `build` twice, once with a restore in between, and compare the bits.
 
-    ``name`` is that of the option. Returns whether a parameter stays as it is while its group's learning rate and
-    weight decay are 0, as frozen parts must. Raises ``UsageError`` for a class that needs what the loop does not give,
-    that does not read the learning rate, or that keeps state where no checkpoint finds it. Each process runs it by
-    itself, in milliseconds.
+    ``name`` is the value of ``optimizer.name``. Returns True if parameters stay unchanged while the learning rate and
+    weight decay of their group are 0, as frozen parts must. Raises ``UsageError`` for a class that needs what the loop
+    does not provide, that ignores the learning rate, or that keeps state where no checkpoint finds it. Each process
+    runs it by itself, in milliseconds.
     """
     # In the middle, when running means and step counts are neither new nor settled.
     half = TRIAL_STEPS // 2
@@ -296,7 +296,7 @@ def try_saving(
 
 
 class _Trial:
-    """A few values and an optimizer of the class for them."""
+    """A few parameters and an optimizer of the class under trial."""
 
     def __init__(
         self,
@@ -305,11 +305,11 @@ class _Trial:
         weight_decay: float,
         device: torch.device,
     ) -> None:
-        # Here, because most readers of this file want its tables only.
+        # Imported here, because most users of this module need its tables only.
         from accel_train.training.shards import OWN_KEY, Shards
 
         self.model = nn.Module()
-        # Zeros as in heads and modulations at the start: some optimizers keep other state for them.
+        # Zeros like newly initialised heads and modulations: some optimizers keep different state for them.
         values = {
             "matrix": torch.linspace(-1, 1, 20).view(4, 5),
             "scale": torch.ones(3),

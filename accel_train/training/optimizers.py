@@ -121,7 +121,8 @@ class OptimizerConfig:
 
         Raises ``UsageError`` for a value of these three that the class does not take.
         """
-        # Asked of the class: optimizers disagree about betas and eps, and an unknown keyword would be a TypeError.
+        # Read from the class, because optimizers disagree about betas and eps, and an unknown keyword would be a
+        # TypeError.
         taken = inspect.signature(optimizer_class(self.name)).parameters
         keywords = keyword_arguments(self.arguments)
         for field in fields(self):
@@ -204,7 +205,7 @@ def _build_adamw(
 ) -> tuple[torch.optim.Optimizer, str]:
     notice = f"AdamW, {reason}"
     parameters = [parameter for group in groups for parameter in group["params"]]
-    # DeepSpeed knows torch's own class by its name, and gives it one flat tensor.
+    # DeepSpeed recognises torch's own class by its name, and gives it one flat tensor.
     if fused and len({parameter.dtype for parameter in parameters}) == 1 and not strategy.startswith("zero"):
         obstacle = one_pass_obstacle(device, parameters)
         if obstacle is None:

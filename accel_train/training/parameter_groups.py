@@ -51,7 +51,7 @@ def parameter_groups(
 
 
 class _Key(NamedTuple):
-    """What the parameters of a group have in common."""
+    """Properties that the parameters of a group share."""
 
     part: str
     factor: float
@@ -80,7 +80,7 @@ def _group(members: list[nn.Parameter], key: _Key, config: OptimizerConfig) -> P
     lr = config.lr
     weight_decay = 0.0 if kind == "no_decay" else config.weight_decay
     if kind == "muon":
-        # Muon's updates have the size of their matrix and not that of its gradient, hence a rate of its own.
+        # The size of Muon's updates follows from the shape of the matrix, not from its gradient: hence an own rate.
         lr = _default(config.muon_lr, config.lr)
         weight_decay = 0.0 if spared else config.decay_of_muon
     lr *= factor
@@ -115,8 +115,8 @@ def _default(value: float | None, default: float) -> float:
 
 
 def _part_of_each(names: Collection[str], freezable: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Parameter name -> part. Refuses prefixes without a parameter and prefixes that overlap, because a part frozen by
-    mistake would go unnoticed."""
+    """Map parameter names to parts. Refuses prefixes without a parameter and prefixes that overlap, because a part
+    frozen by mistake would go unnoticed."""
     part_of: dict[str, str] = {}
     for part, prefixes in freezable.items():
         for prefix in prefixes:
@@ -130,7 +130,7 @@ def _part_of_each(names: Collection[str], freezable: Mapping[str, Sequence[str]]
 
 
 def _spared(kind_of: Mapping[str, Kind], config: OptimizerConfig) -> set[str]:
-    """Return the parameters that ``optimizer.no_decay`` takes the weight decay from. Refuses an entry without any."""
+    """Return the parameters that ``optimizer.no_decay`` exempts. Refuses an entry that exempts none."""
     decay_of: dict[Kind, float] = {"decay": config.weight_decay, "muon": config.decay_of_muon, "no_decay": 0.0}
     decayed = [name for name, kind in kind_of.items() if decay_of[kind]]
     spared: set[str] = set()
@@ -175,7 +175,7 @@ def read_factors(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _factor_of_each(names: Collection[str], texts: Sequence[str]) -> dict[str, float]:
-    """Parameter name -> factor of its learning rate. Refuses a factor that no parameter has in the end."""
+    """Map parameter names to factors of their learning rates. Refuses a factor that no parameter ends up with."""
     chosen: dict[str, str] = {}
     factors = read_factors(texts)
     for module in factors:

@@ -33,11 +33,12 @@ _MATRICES = (
     nn.RNNCellBase,
 )
 _NOT_HIDDEN = re.compile(r"norm|embed|modulation|ada_?ln|head$", re.IGNORECASE)
-"""Attributes or classes inside a block without hidden matrices. `MultiheadAttention` has them."""
+"""Attributes or classes inside a block without hidden matrices. Must not match `MultiheadAttention`, which has some."""
 
 
 def kinds(model: nn.Module, *, muon: bool) -> dict[int, Kind]:
-    """Kind of every parameter by its id. A parameter shared by several modules gets the most conservative kind.
+    """Return the kind of every parameter by its id. A parameter shared by several modules gets the most conservative
+    kind.
 
     Weight decay acts on matrices and convolutions, never on norms, biases and embeddings. With ``muon``, 2-D
     matrices inside the repeated blocks are "muon", except norms, embeddings, modulation and heads. Blocks are the
@@ -97,7 +98,7 @@ def _is_hidden(path: str, blocks: dict[str, nn.Module]) -> bool:
 
 
 def _names_below(block: nn.Module, path: str) -> Iterator[str]:
-    """Attribute and class names of the modules on the way from ``block`` to ``path``."""
+    """Yield attribute and class names of the modules on the path from ``block`` to ``path``."""
     if not path:
         return
     module = block
@@ -123,7 +124,7 @@ def clear_gradients(optimizers: Iterable[Any]) -> None:
 
 @contextmanager
 def without_gradients(model: nn.Module, optimizers: Iterable[Any]) -> Generator[None]:
-    """Give ZeRO's engine zeros for frozen parts in a backward of the body.
+    """Give ZeRO's engine zero gradients for frozen parts in a backward within the body.
 
     The engine reduces, measures and clips within the backward, so zeroing the gradients afterwards would be too late.
     """
@@ -154,7 +155,8 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def summed(values: Tensor) -> Tensor:
-    """Sum over the samples of a micro-batch, in fp32 at least: bf16 does not count to 257. A sum stays one."""
+    """Sum over the samples of a micro-batch, in fp32 at least: bf16 cannot count to 257. A scalar is returned as a
+    sum."""
     if values.is_floating_point() and values.itemsize < 4:
         values = values.float()
     return values.sum() if values.ndim else values
@@ -185,7 +187,7 @@ _PARAMETERS: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionar
 
 
 def prepared_parameters(accelerator: Accelerator, model: nn.Module) -> list[nn.Parameter]:
-    """Parameters of a prepared module. Raises ``TypeError`` for another."""
+    """Return the parameters of a prepared module. Raises ``TypeError`` for an unprepared one."""
     found = _PARAMETERS.get(model)
     if found is None:
         require_prepared(accelerator, model)
@@ -194,6 +196,6 @@ def prepared_parameters(accelerator: Accelerator, model: nn.Module) -> list[nn.P
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that FSDP2 has sharded, and any other tensor itself."""
+    """Return this rank's shard of a tensor that FSDP2 has sharded, and any other tensor itself."""
     sharded: Any = tensor
     return sharded.to_local() if hasattr(sharded, "to_local") else tensor

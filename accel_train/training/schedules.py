@@ -14,7 +14,7 @@ from typing import Literal
 from accel_train.config import Fraction, NonNegativeInt, PositiveInt, UsageError, refuse_without_effect
 
 SHORTEST_CYCLE = 4
-"""Fewest steps of a cycle without a notice. With fewer, nothing is left of the cosine."""
+"""Fewest steps of a cycle without a notice. With fewer, nothing is left of the cosine's shape."""
 ScheduleKind = Literal["constant", "linear", "cosine", "cosine_restarts", "wsd", "inverse_sqrt"]
 
 _ENDLESS: frozenset[ScheduleKind] = frozenset(("constant", "inverse_sqrt"))
@@ -39,9 +39,9 @@ class ScheduleConfig:
     processes. The first step of a warm-up has learning rate 0."""
 
     decay_steps: PositiveInt | None = None
-    """Optimizer step of the floor, counted from the start of training, warm-up included. Later steps stay at the
-    floor. None: max_steps of the first start: raising max_steps later does not stretch the schedule. Not for
-    constant and inverse_sqrt, which have no end."""
+    """Optimizer step at which the floor is reached, counted from the start of training, warm-up included. Later steps
+    stay at the floor. None: max_steps of the first start: raising max_steps later does not stretch the schedule. Not
+    for constant and inverse_sqrt, which have no end."""
 
     floor: Fraction = 0.0
     """Lowest learning rate after the warm-up, as a fraction of the peak. Not for constant."""
@@ -73,7 +73,7 @@ class ScheduleConfig:
                 "cosine_restarts requires exactly one of them; give cycles (how many) or cycle_steps (length of the "
                 "first)"
             )
-        # 1 is as good as none.
+        # A multiplier of 1 is the default, so it passes.
         if self.cycles == 1 and self.cycle_multiplier != 1:
             because = "with schedule.cycles: 1, which has no second cycle"
             refuse_without_effect(self, "schedule", ["cycle_multiplier"], because, "give more cycles")
@@ -104,9 +104,9 @@ class ScheduleConfig:
 
 
 def resolve_decay_steps(config: ScheduleConfig, max_steps: int, length: str | None = None) -> int:
-    """Return the number to save with the experiment and to pass to `learning_rate_factor` from then on.
+    """Return the decay_steps to save with the experiment and to pass to `learning_rate_factor` from then on.
 
-    ``length`` stands for ``max_steps`` in an error, if another option sets the length of the run.
+    ``length`` replaces ``max_steps`` in an error, if another option sets the length of the run.
 
     Call it once, at the first start, before any model is built. It refuses a warm-up, first cycle or wsd decay
     longer than the run. For constant and inverse_sqrt the number is max_steps and has no effect.
@@ -146,7 +146,7 @@ def _fits(config: ScheduleConfig, decay_steps: int) -> bool:
 
 
 def notices(config: ScheduleConfig, decay_steps: int, max_steps: int, kept_flags: str = "") -> list[str]:
-    """Notices of cycles too short to have a shape, and for a run that ends elsewhere than its schedule.
+    """Return notices for cycles too short to have a shape, and for a run that does not end with its schedule.
 
     ``kept_flags`` are those of options that the first start has shortened, for the command that a notice recommends.
     """
@@ -168,7 +168,7 @@ def _short_cycles(config: ScheduleConfig, decay_steps: int) -> list[str]:
 
 
 def _other_end(config: ScheduleConfig, decay_steps: int, max_steps: int, kept_flags: str) -> list[str]:
-    """Return a notice if the run ends elsewhere than its schedule, as after a resume with another max_steps."""
+    """Return a notice if the run does not end with its schedule, as after a resume with another max_steps."""
     if config.kind in _ENDLESS or max_steps == decay_steps:
         return []
     flags = f"--schedule.decay_steps {max_steps}{kept_flags} --allow schedule.decay_steps"
@@ -191,7 +191,7 @@ def _other_end(config: ScheduleConfig, decay_steps: int, max_steps: int, kept_fl
 
 
 def remedy_when_finished(config: ScheduleConfig, decay_steps: int, max_steps: int, kept_flags: str = "") -> str:
-    """Return what a finished run needs beside a larger ``max_steps`` in order to learn more. Empty for nothing.
+    """Return the flags that a finished run needs besides a larger ``max_steps`` to learn more, as text. Empty if none.
 
     ``kept_flags`` as in ``notices``.
     """
@@ -227,7 +227,7 @@ def _shape(config: ScheduleConfig, done: int, span: int) -> float:
         case "cosine":
             return _half_cosine(done / span)
         case "wsd":
-            # The fraction is one of decay_steps, warm-up included. Before the fall the quotient is above 1: the peak.
+            # The fraction is of decay_steps, warm-up included. Before the decay the quotient is above 1: the peak.
             return min(1.0, (span - done) / _wsd_steps(config, span + config.warmup_steps))
         case _:
             return _half_cosine(_cycle_progress(config, done, span))
@@ -266,7 +266,7 @@ def _units(cycles: int, multiplier: int) -> int:
 
 
 def _are_too_many(cycles: int, multiplier: int, steps: int) -> bool:
-    """True if the first cycle were shorter than a step, even without a warm-up."""
+    """Return True if the first cycle would be shorter than a step, even without a warm-up."""
     # By logarithms first: a power of this size takes hours.
     if (cycles - 1) * math.log(multiplier) > math.log(steps) + 1:
         return True

@@ -70,7 +70,7 @@ def sharding_of(model: Any, module: nn.Module, first: nn.Parameter, optimizer: A
     """Detect the sharding of a prepared model from its engine and its first trainable parameter."""
     from torch.distributed.tensor import DTensor  # a second of CPU, which --help does not need
 
-    if hasattr(first, "ds_id"):  # asked first, because an engine of stage 3 has zero_optimization_stage as well
+    if hasattr(first, "ds_id"):  # checked first, because an engine of stage 3 has zero_optimization_stage as well
         return ZeroStage3(model)
     if hasattr(model, "zero_optimization_stage"):
         return ZeroStage12(model)

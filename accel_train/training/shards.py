@@ -26,14 +26,14 @@ from accel_train.wording import shortened
 logger = logging.getLogger(__name__)
 
 OWN_KEY = "own"
-"""Key in the groups of an optimizer of ``module:Class``: whether it leaves frozen parts as they are."""
+"""Key in the groups of an optimizer of ``module:Class``: True if it leaves frozen parts as they are."""
 GROUP_OPTIONS = (
     *("params", "name", "part", "frozen", OWN_KEY, "muon"),
     *("lr", "base_lr", "weight_decay", "base_weight_decay"),
 )
 """Keys of a group that follow from the options and the step. All others are the optimizer's own numbers."""
 EXACT_IN_FP32 = {torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.bool}
-"""Dtypes of state whose values survive in a file of fp32."""
+"""Dtypes of state whose values an fp32 file holds exactly."""
 WEIGHT_COPIES = ("master", "master_ema")
 """Files beside those of the optimizer state: exact copies of weights and EMA saved in low precision."""
 
@@ -56,7 +56,7 @@ class Shards:
         self.buffers = persistent_buffers(self.module)
         """Names of the buffers in the module's state."""
         self._has_warned = False
-        # One strategy shards all of them alike, so that the first tells how.
+        # One strategy shards all of them alike, so it can be told from the first.
         first = next(iter(self.parameters.values()))
         self._sharding = sharding_of(model, self.module, first, optimizer)
         for name, whole in (masters or {}).items():
@@ -117,7 +117,7 @@ class Shards:
             differs.append((received != buffer).any())
             buffer.copy_(received)
         flags = torch.stack(differs).int()
-        # Rank 0 has no difference of its own to report.
+        # Rank 0 itself never sees a difference.
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         of_buffers = zip(self.buffers, flags.tolist(), strict=True)
         names = [name for name, differed in of_buffers if differed]
@@ -148,7 +148,7 @@ class Shards:
     def state_names(self) -> dict[str, list[str]]:
         """Keys of the per-element optimizer state, each with its parameters. Empty before the first step.
 
-        AdamW has the same keys for every parameter. A hybrid such as Muon with AdamW has not.
+        AdamW has the same keys for every parameter. A hybrid such as Muon with AdamW does not.
         """
         found: dict[str, list[str]] = {}
         for name, parameter in self.parameters.items():
@@ -186,10 +186,10 @@ class Shards:
         optimizer = self._sharding.optimizer
         groups = self._sharding.groups()
         stepped = self.stepped()
-        # A class of the user's own may move a parameter all the same.
+        # A class of the user's own may still move a parameter.
         values = [tensor.detach().clone() for tensor in stepped] if self._is_own else []
         gradients = [tensor.grad for tensor in stepped]  # ZeRO-offload keeps its buffers there
-        # Replaced as a whole and not changed, so that the real rates and decays come back untouched.
+        # Replaced as a whole rather than edited, so that the real rates and decays come back untouched.
         before = optimizer.param_groups
         try:
             optimizer.param_groups = [{**group, "lr": 0.0, "weight_decay": 0.0} for group in groups]
@@ -210,11 +210,11 @@ class Shards:
         return any(OWN_KEY in group for group in self._sharding.optimizer.param_groups)
 
     def numbers(self) -> dict[str, Any]:
-        """Numbers that an optimizer of ``module:Class`` keeps, by group and by parameter, for JSON.
+        """Return the numbers that an optimizer of ``module:Class`` keeps, by group and by parameter, for JSON.
 
         Empty for the built-in ones. Reads from the device. Raises ``UsageError`` for state that has neither one value
         per element nor one for the whole parameter, because a checkpoint could not hold it by parameter name, and for a
-        key that can name no file of its own.
+        key that cannot name a file.
         """
         optimizer = self._sharding.optimizer
         if not self._is_own:
@@ -235,7 +235,7 @@ class Shards:
         return {"groups": groups, "parameters": parameters}
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Write what ``numbers`` returned, after ``create_state``. Raises ``UsageError`` where it has no place."""
+        """Restore the result of ``numbers``, after ``create_state``. Raises ``UsageError`` for state not kept here."""
         optimizer = self._sharding.optimizer
         for group in optimizer.param_groups:
             groups = numbers.get("groups", {})
@@ -272,8 +272,7 @@ class Shards:
     def set_step(self, step: int, apart: Mapping[str, int] = MappingProxyType({})) -> None:
         """Set the optimizer's own counter (bias correction) to the number of completed steps.
 
-        ``apart`` has the counts of single parameters that differ from it. Under ZeRO no parameter has a count of its
-        own.
+        ``apart`` has the counts of single parameters that differ. Under ZeRO no parameter has a count of its own.
         """
         states = self._sharding.optimizer.state
         for state in states.values():
@@ -291,8 +290,8 @@ def _set_counter(state: dict[str, Any], step: int) -> None:
 
 
 def _own_numbers(group: Mapping[str, Any], optimizer: type) -> dict[str, Any]:
-    """Return what an optimizer of ``module:Class`` itself has put into a group."""
-    # What the constructor takes is an option of the run, and a resume with another value must not undo it.
+    """Return the numbers that an optimizer of ``module:Class`` has itself put into a group."""
+    # An argument of the constructor is an option of the run, and a resume with a new value must not undo it.
     options = {*GROUP_OPTIONS, *inspect.signature(optimizer).parameters}
     # As text, in which Python writes floats exactly.
     encoded = {key: encode_number(value) for key, value in group.items() if key not in options}
@@ -300,7 +299,7 @@ def _own_numbers(group: Mapping[str, Any], optimizer: type) -> dict[str, Any]:
 
 
 def persistent_buffers(module: nn.Module) -> list[str]:
-    """List the buffers in the state of a module, each under its first name."""
+    """List the buffers in a module's state dict, each under its first name."""
     names: list[str] = []
     seen: set[int] = set()
     for path, owner in module.named_modules():
@@ -335,7 +334,7 @@ def encode_number(value: object) -> list[str] | None:
 
 
 def decode_number(number: Sequence[str], device: torch.device) -> Any:
-    """Return the value of ``encode_number``."""
+    """Return the number that ``encode_number`` was given."""
     kind, text = number
     if kind in _NUMBERS:
         return _NUMBERS[kind](text)
@@ -347,7 +346,7 @@ def decode_number(number: Sequence[str], device: torch.device) -> Any:
 
 def _refuse_key(key: object, name: str, optimizer: torch.optim.Optimizer) -> None:
     """Raise ``UsageError`` for a key of the state that cannot be the name of a file in a checkpoint."""
-    # A file in parts has a dash behind the key, and the copies of the weights would be read as weights.
+    # The parts of a file have a dash after the key, and the copies of the weights would be read as weights.
     if isinstance(key, str) and re.fullmatch(r"\w+", key, re.ASCII) and key not in WEIGHT_COPIES:
         return
     raise UsageError(
@@ -372,7 +371,7 @@ def exact_masters(model: nn.Module, precision: str) -> dict[str, Tensor]:
     """Copy the fp32 weights for ``Shards`` before ``prepare`` rounds them. Call it just before ``prepare``.
 
     DeepSpeed casts the model to bf16 or fp16 first and makes its fp32 masters from the rounded weights, so the same
-    seed would start elsewhere than under DDP. Empty where nothing is rounded: in fp32, or without DeepSpeed.
+    seed would start from other weights than under DDP. Empty where nothing is rounded: in fp32, or without DeepSpeed.
     """
     uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     if precision == "fp32" or not uses_deepspeed:
@@ -381,7 +380,7 @@ def exact_masters(model: nn.Module, precision: str) -> dict[str, Tensor]:
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """The user's own module inside DDP, DeepSpeed or compile wrappers, with the plain parameter names."""
+    """Return the user's own module inside DDP, DeepSpeed or compile wrappers, with the plain parameter names."""
     while True:
         inner = getattr(model, "_orig_mod", None)  # torch.compile
         is_engine = hasattr(model, "zero_optimization_stage")  # DeepSpeed's, whose package need not be installed

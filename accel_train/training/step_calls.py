@@ -29,9 +29,9 @@ def note_learning_rates(optimizer: Any, factor: float) -> None:
 
 
 class StepCalls:
-    """Collects the calls of each step, those of the optimizer by its hooks.
+    """Records the calls of each step, those of the optimizer through hooks.
 
-    DeepSpeed's engine steps by itself, in the backward: of its optimizer only the learning rates are required.
+    DeepSpeed's engine steps by itself, in the backward, so for its optimizer only the learning rates are required.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -41,7 +41,7 @@ class StepCalls:
         self._steps = 0
         self._depth = 0
         self._rates: list[float] | None = None
-        """Learning rates of the groups behind the optimizer's step. An optimizer may change its own in it."""
+        """Learning rates of the groups after the optimizer's step, in which an optimizer may change its own."""
         self._has_begun = False
         self._compares_rates = False
         """Compare the learning rates with those of ``set_learning_rate`` before the optimizer's step."""
@@ -49,10 +49,10 @@ class StepCalls:
             self._optimizer.register_step_pre_hook(self._enter)
             self._optimizer.register_step_post_hook(self._leave)
 
-    # A step that calls that of its base class has the hooks run within each other.
+    # The hooks run nested for a step that calls the step of its base class.
     def _enter(self, *_: object) -> None:
         self._depth += 1
-        # Before an optimizer that changes its own in its step.
+        # Compared before the step, because an optimizer may change its own rates in it.
         if self._compares_rates and self._depth == 1:
             self._refuse_replaced_rates()
 
@@ -71,7 +71,7 @@ class StepCalls:
         others: WeakSet[torch.optim.Optimizer] = WeakSet()
 
         def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            # Within a step of this one an inner optimizer may do the work. DeepSpeed's steps copies of its own.
+            # An inner optimizer may do the work within a step of this one. DeepSpeed's optimizer steps its own copies.
             if optimizer is self._optimizer or self._depth or optimizer in others:
                 return
             _refuse_second(optimizer, model)
@@ -84,7 +84,7 @@ class StepCalls:
             hook.remove()
 
     def begin(self) -> None:
-        """Forget the calls of the step before."""
+        """Forget the calls of the previous step."""
         self._called.clear()
         self._steps = 0
         self._rates = None
@@ -92,12 +92,12 @@ class StepCalls:
         setattr(self._optimizer, _FACTOR, None)
 
     def compare_rates(self) -> None:
-        """Compare the learning rates of the step that has begun, as in the first one. For the steps that are logged."""
+        """Have the learning rates of the current step compared, as in the first step. For steps that are logged."""
         self._compares_rates = True
 
     def _refuse_replaced_rates(self) -> None:
         factor = getattr(self._optimizer, _FACTOR, None)
-        # That it was not set has a message of its own.
+        # A factor that was never set has its own message, in `require`.
         if factor is None:
             return
         for group in self._optimizer.param_groups:
@@ -112,7 +112,7 @@ class StepCalls:
                 )
 
     def note(self, name: str) -> None:
-        """Note one of ``REQUIRED``."""
+        """Note a call of one of ``REQUIRED``."""
         self._called.add(name)
 
     def report(self, result: StepResult, step: int) -> None:
@@ -131,7 +131,7 @@ class StepCalls:
     def require(self, step: int, *, updates: bool) -> None:
         """Raise ``RuntimeError`` if a call of step ``step`` (from 1) is missing, or the optimizer stepped twice.
 
-        ``updates`` is False for a step that is to move nothing. The optimizer's step may then be missing.
+        ``updates`` is False for a step that must not move the weights. The optimizer's step may then be missing.
         """
         for name in REQUIRED:
             if name not in self._called:
@@ -150,21 +150,21 @@ class StepCalls:
             )
 
     def refuse_other_rates(self, step: int) -> None:
-        """Raise ``RuntimeError`` if something else than ``set_learning_rate`` sets the learning rates.
+        """Raise ``RuntimeError`` if anything but ``set_learning_rate`` sets the learning rates.
 
         Such a rate has no effect, because the next step sets its own. A log line would show it nevertheless.
         """
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         found = [group["lr"] for group in groups]
         if found != self._rates:
-            # Without a step that was seen, as under ZeRO, the rates are those set before it, if they were.
+            # If no step was seen, as under ZeRO, the rates used are those of set_learning_rate, if it was called.
             factor = getattr(self._optimizer, _FACTOR, None)
             used = self._rates or ([] if factor is None else [group["base_lr"] * factor for group in groups])
             for group, now, before in zip(groups, found, used, strict=False):
                 # A group may be frozen for the coming step already.
                 if now != before and not group["frozen"]:
                     _refuse_scheduler(step, f"the learning rate {before:g} of this step has become {now:g}")
-        # torch's schedulers leave it in the groups, before the first rate that they change.
+        # torch's schedulers put it into the groups when they are built, before they change a rate.
         if not self._has_begun and groups and "initial_lr" in groups[0]:
             _refuse_scheduler(step, "a scheduler of torch was built for the optimizer")
         self._has_begun = True
@@ -172,7 +172,7 @@ class StepCalls:
 
 def _refuse_second(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    # Those of the model as it is now: FSDP2 may replace them.
+    # Parameters of the model as it is now: FSDP2 may replace them.
     found = [name for name, p in model.named_parameters() if p.requires_grad and id(p) in stepped]
     names = [name.removeprefix("module.") for name in found]  # without the wrapper of DDP or DeepSpeed
     if names:
@@ -193,7 +193,7 @@ def _refuse_scheduler(step: int, finding: str) -> NoReturn:
 
 
 class Leftovers:
-    """Finds gradients that a loop has not removed after a step: those of the next one would be added to them."""
+    """Finds gradients that a loop has not cleared after a step. The next step's would be added to them."""
 
     def __init__(self) -> None:
         self._witness: nn.Parameter | None = None
@@ -209,9 +209,9 @@ class Leftovers:
         self._witness = next((p for p in parameters if p.grad is not None and id(p) in stepped), None)
 
     def refuse(self, step: int) -> None:
-        """Raise ``RuntimeError`` if the gradients of the step before ``step`` are still there.
+        """Raise ``RuntimeError`` if the gradients of the step before ``step`` are not cleared.
 
-        Costs nothing where they are removed. Zeros of ``zero_grad(set_to_none=False)`` pass. The first steps of such a
+        Costs nothing where they are None. Zeros of ``zero_grad(set_to_none=False)`` pass. The first steps of such a
         loop wait for the device to see them. Later it is enough that the gradient has changed since the optimizer's
         step.
         """
@@ -220,7 +220,7 @@ class Leftovers:
         gradient = self._witness.grad
         if self._sees_zeros and getattr(gradient, _STEPPED, None) not in (None, gradient._version):
             return
-        # Operators on lists of sharded tensors, and those on `.data`, change values and no version.
+        # Operators on lists of sharded tensors, and those on `.data`, change values without a new version.
         if bool(local_of(gradient).any()):
             raise RuntimeError(
                 f"step {step + 1}: the gradient of the step before is still there, and this one would be added to it; "
@@ -230,7 +230,7 @@ class Leftovers:
             self._sees_zeros = True
             for optimizer in self._optimizers:
                 if isinstance(optimizer, torch.optim.Optimizer):
-                    # Behind the step: some optimizers use the gradient as memory for their own values.
+                    # After the step: some optimizers use the gradient as memory for their own values.
                     optimizer.register_step_post_hook(self._note_version)
 
     def _note_version(self, *_: object) -> None:

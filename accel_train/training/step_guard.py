@@ -79,7 +79,7 @@ class StepGuard:
             self._one = torch.ones((), device=device)
             self._non_finite = self.found_inf
             if config.skips_spikes:
-                # Apart, because a spike stops its own step only.
+                # Separate, because a spike stops only its own step.
                 self._non_finite = torch.zeros((), device=device)
             # Attributes read by torch's fused optimizers, as set by ``GradScaler.step``.
             optimizer.found_inf = self.found_inf
@@ -89,7 +89,7 @@ class StepGuard:
         """Decide about one step, before the optimizer's. Returns the norm, or None where it is on the device only.
 
         On the device nothing waits: the optimizer's next step clips the gradient to ``max_grad_norm`` (0: no clipping),
-        or does nothing. On the host, the caller clips to ``self.max_grad_norm``, and asks ``skips_this_step``. Raises
+        or does nothing. On the host, the caller clips to ``self.max_grad_norm``, and reads ``skips_this_step``. Raises
         ``NonFiniteError``.
         """
         self.skips_this_step = self.leaves_out
@@ -108,7 +108,7 @@ class StepGuard:
         value, bad = evidence.examine()
         self.skips_this_step = bad is not None and self._skips(bad)
         self._note(bad)
-        # A skipped norm stays out of the median, or a row of spikes would become the usual.
+        # A skipped norm stays out of the median, or a row of spikes would become the norm.
         if self._spikes is not None and not self.skips_this_step:
             self._spikes.add(self._trained_norm(norm, usual))
         self.max_grad_norm = max_grad_norm
@@ -117,7 +117,7 @@ class StepGuard:
         return value
 
     def _trained_norm(self, norm: Tensor, usual: Tensor | None) -> Tensor:
-        """Return the norm for the median: of a spike that is clipped, the norm that is left of it."""
+        """Return the norm that enters the median: for a spike that is clipped, the norm after clipping."""
         return norm if usual is None or not self.config.clips_spikes else torch.minimum(norm, usual)
 
     def discards(self, evidence: Evidence) -> bool:
@@ -197,7 +197,7 @@ class StepGuard:
 
     def _read(self, unread: list[Evidence], verdicts: list[Tensor]) -> None:
         if not self._judges_each:
-            # One flag tells of all steps: most often there is nothing to examine.
+            # One flag covers all steps: usually there is nothing to examine.
             if bool(self.found_inf):
                 for evidence in unread:
                     self._note(evidence.examine().bad)
@@ -212,13 +212,13 @@ class StepGuard:
         return 1 - self.found_inf if self.on_device and self.config.skips else None
 
     def clipped_norm(self, norm: Tensor) -> Tensor:
-        """Return the norm of the gradient of the current step after clipping, from that before."""
+        """Return the norm of the current step's gradient after clipping, given the norm before."""
         if self.on_device:
             return norm / self.grad_scale
         return norm.clamp(max=self.max_grad_norm) if self.max_grad_norm > 0 else norm
 
     def state(self) -> dict[str, Any]:
-        """Return what trained and skipped steps have moved, for a checkpoint. Call it after ``check``."""
+        """Return the state that trained and skipped steps have changed, for a checkpoint. Call it after ``check``."""
         state = self.history.state()
         if self.balance is not None:
             state["balance"] = self.balance.state()
@@ -264,7 +264,7 @@ class StepResult:
     grad_norm: Tensor
     """Norm of the global gradient before clipping."""
     evidence: Evidence = field(repr=False)
-    """What this process has of the step: its losses by sample, where the recipe gives them."""
+    """Tensors of this process for the step, with losses by sample where the recipe gives them."""
     metrics: StepMetrics = field(repr=False)
     gradient_norms: GradientNorms | None = field(default=None, repr=False)
     """Before clipping. None under ZeRO, whose engine keeps the gradients to itself."""
@@ -272,7 +272,7 @@ class StepResult:
     """fp16: attempts at this step repeated with a lower loss scale."""
     guard: StepGuard | None = field(default=None, repr=False)
     balance: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """``f_k``, the factors beside the coefficients in this step. Empty without a balance of the terms."""
+    """``f_k``, the factors on top of the coefficients in this step. Empty without a balance of the terms."""
     all_overflows: int | None = None
     """Sum of ``overflows`` over all steps of this process. None without a loss scale."""
 
@@ -380,7 +380,7 @@ def write_loss_scale(accelerator: Accelerator, model: nn.Module, saved: Mapping[
     if scaler is not None:
         state = scaler.state_dict()
         state["scale"] = float(saved["scale"])
-        # The scaler grows its scale after so many good steps, so a resume needs both.
+        # The scaler grows its scale after a number of good steps, so a resume needs both.
         state["_growth_tracker"] = int(saved["steps"])
         scaler.load_state_dict(state)
         return

@@ -1,4 +1,4 @@
-"""Balance of the loss terms: factors beside their coefficients, which follow from the losses of earlier steps.
+"""Balancing of loss terms: factors on top of their coefficients, derived from the losses of earlier steps.
 
 A step's loss is ``sum_k c_k * f_k * L_k`` with ``L_k = S_k / W_k`` over the global batch. The factors ``f_k`` are known
 before the first forward, so they are the same for any division into micro-batches and processes.
@@ -30,7 +30,7 @@ SMALLEST = 1e-8
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 ROWS = {"ema": 2, "uncertainty": 5}
-"""Numbers kept for each term."""
+"""Rows of state, one number per term each."""
 
 
 class LossBalance:
@@ -48,14 +48,14 @@ class LossBalance:
             self._decay = config.decay
         self._terms: tuple[str, ...] = ()
         self._state = torch.zeros(ROWS[config.kind], 0)
-        """(R, K). ema: the average, and the same average of 1. uncertainty: s, then Adam's two averages, each with that
-        of 1. An average over that of 1 is corrected for its start at 0."""
+        """(R, K). ema: the average, then the same average of a constant 1. uncertainty: s, then Adam's two averages,
+        each followed by the same average of 1. Dividing by the average of 1 corrects for the start at 0."""
         self._saved: Mapping[str, list[float]] = {}
 
     def factors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``f_k`` of the coming step for the terms of ``weights``, on their device.
 
-        Raises ``UsageError`` for a single term, and for other terms than in the step before.
+        Raises ``UsageError`` for a single term, and for terms that differ from those of the step before.
         """
         if set(weights) != set(self._terms):
             self._begin(weights)
@@ -68,7 +68,7 @@ class LossBalance:
         return dict(zip(self._terms, factors.unbind(), strict=True))
 
     def _begin(self, weights: Mapping[str, Tensor]) -> None:
-        """Make the state for these terms on their device, from the checkpoint where it has them."""
+        """Create the state of these terms on their device, with the values of a checkpoint where it has them."""
         self.config.refuse_single_term(len(weights))
         if self._terms:
             raise UsageError(
@@ -81,14 +81,15 @@ class LossBalance:
         rows = ROWS[self.config.kind]
         columns = [self._saved.get(name, [0.0] * rows) for name in self._terms]
         self._state = torch.zeros(rows, len(columns), device=device)
-        # A copy from the host, which waits, so only after a resume.
+        # Copying from the host waits, so do it only after a resume.
         if self._saved:
             self._state.copy_(torch.tensor(columns).T)
 
     def update(
         self, coefficients: Mapping[str, float], sums: Tensor, weights: Mapping[str, Tensor], trained: Tensor | None
     ) -> None:
-        """Follow a step that the host has not left out. ``sums`` are ``S_k``, (K,), in the order of the coefficients.
+        """Update the factors after a step that the host has not left out. ``sums`` are ``S_k``, (K,), in the order of
+        the coefficients.
 
         ``trained`` is 0 where the device leaves out the step, None if the host knows that it is trained.
         """
@@ -104,7 +105,7 @@ class LossBalance:
         else:
             target = torch.stack([losses.abs(), torch.ones_like(losses)])
             moved = self._state.lerp(target, 1 - self._decay)
-        # A choice and no product, because 0 * NaN is NaN.
+        # Selected instead of multiplied by 0, because 0 * NaN is NaN.
         self._state = torch.where(moves, moved, self._state)
 
     def _after_adam(self, coefficients: Tensor, losses: Tensor) -> Tensor:

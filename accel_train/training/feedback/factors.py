@@ -1,4 +1,4 @@
-"""Factors of loss terms as tensors on their device, made without a wait for it."""
+"""Factors of loss terms as tensors on their device, created without waiting for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def quotient_of_step(
     local: Mapping[str, Tensor],
     inputs: Mapping[str, object],
 ) -> Tensor | None:
-    """Return a value that is not finite if no trained term has a weight in the global batch, or None if one surely has.
+    """Return a tensor that is not finite if no trained term has weight in the global batch. None if one surely has.
 
     ``weights`` are those of the terms in the global batch, ``local`` those in a micro-batch of this process with these
     ``inputs``.
@@ -29,7 +29,7 @@ def quotient_of_step(
     trained = [name for name, coefficient in coefficients.items() if coefficient != 0]
     of_loader = inputs.get("weight")
     for name in trained:
-        # Those are never all 0, but in steps that the loop leaves out by itself.
+        # The loader's weights are never all 0, except in steps that the loop leaves out by itself.
         if local[name] is of_loader:
             return None
     if not trained:
@@ -42,15 +42,15 @@ def quotient_of_step(
 
 @lru_cache(maxsize=64)
 def constants(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Numbers on the device in fp32, (K,)."""
+    """Return numbers as a tensor on the device in fp32, (K,). Cached."""
     return torch.stack([constant(value, device, torch.float32) for value in values])
 
 
 @lru_cache(maxsize=64)
 def constant(value: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A number on the device, filled there because a copy from the host would wait.
+    """Return a number as a tensor, filled on the device because a copy from the host would wait. Cached.
 
-    An operator takes a tensor in half the time of a number, which it would turn into a tensor in every call.
+    An operator takes half the time with a tensor as with a Python number, which it would convert in every call.
     """
     with torch.inference_mode(False):  # the first caller may be an evaluation
         return torch.full((), value, device=device, dtype=dtype)

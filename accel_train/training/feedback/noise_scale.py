@@ -1,12 +1,12 @@
-"""Gradient noise scale, measured from the optimizer's running mean, and the batch that grows by it.
+"""Gradient noise scale, measured from the optimizer's running mean, for a batch size that grows with it.
 
 The noise scale is ``B_noise = tr(Sigma) / |G|^2`` (McCandlish et al., arXiv:1812.06162), with the mean G and the
 covariance Sigma of the gradient of one sample. A batch far below it gains from more samples almost in proportion, and
 one far above gains little.
 
 The usual estimator compares the gradient of one process with the mean over processes, so it depends on the layout. Here
-two means over steps are compared, which every layout has alike. With the batch ``B_i`` of step i, its gradient ``g_i``
-as it enters the optimizer, and the bias-corrected weights ``w_i`` of an exponential moving average, let
+two means over steps are compared, which are the same under every layout. With the batch ``B_i`` of step i, its gradient
+``g_i`` as it enters the optimizer, and the bias-corrected weights ``w_i`` of an exponential moving average, let
 
     m = sum_i w_i g_i               the optimizer's ``exp_avg``, corrected for its start at 0
     s = sum_i w_i |g_i|^2           kept here, with the same decay
@@ -18,11 +18,11 @@ Then ``E s = |G|^2 + a tr(Sigma)`` and ``E |m|^2 = |G|^2 + b tr(Sigma)``, hence 
 
 exact from the second step on and over any change of the batch. With one size B after many steps ``b = (1 - beta) /
 (1 + beta) / B``. Numerator and denominator are averaged over the observations of a window before their quotient is
-taken, because the quotient of single ones has no mean.
+taken, because the quotient of a single observation has no mean.
 
 G is taken as constant over the memory of the mean, about ``1 / (1 - beta)`` steps, and gradients as independent of the
-noise of those before. What moves the gradient from step to step and is not the noise of samples (other tasks or modes)
-counts as noise. At a high learning rate a step undoes the noise of the step before, so that gradients have a negative
+noise of those before. Anything else that changes the gradient from step to step, such as other tasks or modes, counts
+as noise too. At a high learning rate a step undoes the noise of the step before, so that gradients have a negative
 covariance: ``|m|^2`` is smaller, ``|G|^2`` is underestimated, and may come out below 0. Then there is no measurement.
 """
 
@@ -44,19 +44,19 @@ if TYPE_CHECKING:
     from accel_train.training.step_guard import StepResult
 
 MEAN = "exp_avg"
-"""AdamW's name of the running mean of the gradient."""
+"""AdamW's name for the running mean of the gradient."""
 FADED = 1e-6
-"""Weight of a gradient in the mean that no longer matters."""
+"""Weight in the running mean below which a gradient no longer matters."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a window of steps has measured."""
+    """Measurement over a window of steps."""
 
     noise_scale: float | None
-    """``B_noise`` in samples. None: no measurement, because nothing is left for the gradient beside the noise."""
+    """``B_noise`` in samples. None if it cannot be measured, because the estimate of ``|G|^2`` is not above 0."""
     gradient_square: float
-    """``|G|^2``. Not above 0 with too few observations, or where consecutive gradients undo each other."""
+    """``|G|^2``. May be 0 or less with too few observations, or where consecutive gradients undo each other."""
     noise_trace: float
     """``tr(Sigma)``, of the gradient of one sample."""
     observations: int
@@ -66,7 +66,7 @@ class Window:
         return self.noise_scale is not None and self.noise_scale > size
 
     def describe(self, size: int, grown: int) -> str:
-        """Return the window and the sizes of the steps before and after it, for the log."""
+        """Return a log line with the measurement and the batch size before and after it."""
         scale = "not measurable" if self.noise_scale is None else f"about {self.noise_scale:,.3g} samples"
         action = f"{grown:,} samples per step from here on" if grown > size else "stays"
         return f"gradient noise scale {scale} ({self.observations} observations), batch {size:,}: {action}"
@@ -75,12 +75,12 @@ class Window:
 class NoiseScale:
     """Means of the gradient's squared norm, and the observations of a window. Every rank has one, with equal values.
 
-    Nothing waits for the device but the end of a window. An observation costs one read of ``exp_avg`` and, on several
+    Only the end of a window waits for the device. An observation costs one read of ``exp_avg`` and, on several
     processes, a reduction of two numbers. Both come at fixed steps of the run, whatever is logged or saved.
     """
 
     def __init__(self, beta: float, steps: int, every: int, stages: list[tuple[int, int]]) -> None:
-        """``stages`` are the changes so far, pairs of a step and the size after it. A checkpoint restores them."""
+        """``stages`` are the changes of the batch size so far, as (step, size after it). A checkpoint restores them."""
         assert 0 < beta < 1, "a mean over several steps"
         self._beta = beta
         self._steps = steps
@@ -95,8 +95,8 @@ class NoiseScale:
     def follow(self, result: StepResult, done: int, size: int, shards: Shards, accelerator: Accelerator) -> bool:
         """Count step ``done``, counted from 1, of ``size`` samples, after the optimizer's step. Collective.
 
-        Steps that were left out do not count. Returns True at the end of a window, which waits for the device there.
-        Raises ``NonFiniteError``.
+        Steps that were left out do not count. Returns True at the end of a window, where it waits for the device and
+        raises ``NonFiniteError`` if a step was bad.
         """
         guard = result.guard
         assert guard is not None, "a training loop has a guard"
@@ -107,7 +107,7 @@ class NoiseScale:
         self.observe(_square_of_mean(shards, accelerator))
         if done % self._steps:
             return False
-        # Behind a step that ends the run nothing has been trained.
+        # After a step that ends the run nothing more was trained, so raise before the window is used.
         result.check()
         return True
 
@@ -124,7 +124,7 @@ class NoiseScale:
         before = self._moments.to(added)
         self._decay = self._decay.to(added)
         moments = before * self._decay + added
-        # A choice and no product, because 0 * NaN is NaN.
+        # Selected instead of multiplied by 0, because 0 * NaN is NaN.
         self._moments = moments if trained is None else torch.where(trained > 0, moments, before)
 
     def observe(self, square_of_mean: Tensor) -> None:
@@ -134,11 +134,11 @@ class NoiseScale:
         s, a, b = square / one, a / one, b / one**2
         mean = square_of_mean.to(s) / one**2
         found = torch.stack([s - mean, a * mean - b * s, a - b]) / (a - b)
-        # A mean of one gradient is that gradient, and tells nothing of its noise.
+        # The mean of a single gradient is that gradient, and tells nothing about its noise.
         self._sums = self._sums.to(found) + torch.where(steps > 1, found, 0.0)
 
     def end_window(self) -> Window | None:
-        """Return what the window has measured, and begin the next. Waits for the device. None: no measurement."""
+        """Return the window's measurement, None without an observation, and begin the next. Waits for the device."""
         trace, square, count = self._sums.tolist()
         self._sums = torch.zeros_like(self._sums)
         if count == 0:
@@ -152,7 +152,7 @@ class NoiseScale:
         return {"moments": self._moments.tolist(), "window": self._sums.tolist(), "stages": self.stages}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Continue from ``state``. Without one, ``exp_avg`` has gradients that nobody counted: wait until they fade."""
+        """Continue from ``state``. Without one, ``exp_avg`` holds gradients not counted here: wait until they fade."""
         if not saved:
             fading = math.ceil(math.log(FADED) / math.log(self._beta))
             self._moments = torch.tensor([0.0, 0.0, 0.0, 1.0, -fading], dtype=torch.float64)

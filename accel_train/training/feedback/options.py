@@ -1,4 +1,4 @@
-"""Options of what follows the losses: the balance of the loss terms, and the learning rate on a plateau."""
+"""Options of the parts that react to the loss: balancing of loss terms, and the learning rate on a plateau."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RATE = 0.01
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """Balance of the loss terms: a factor of each beside its coefficient. For recipes with several terms."""
+    """Balancing of the loss terms: a factor for each on top of its coefficient. For recipes with several terms."""
 
     kind: Literal["fixed", "ema", "uncertainty"] = "fixed"
     """fixed: the coefficients alone. ema: divide each term by the exponential moving average of its magnitude, so that
@@ -58,15 +58,15 @@ class BalanceConfig:
 
 @dataclass(frozen=True)
 class PlateauConfig:
-    """Factor of the learning rate, beside that of the schedule, that falls when the training loss stops improving."""
+    """Learning rate factor on top of the schedule's, lowered when the training loss stops improving."""
 
     factor: PositiveFloat = 1.0
     """Multiply the learning rate by this at a plateau, for the rest of the run. 1 = off. Try 0.5."""
 
     steps: PositiveInt = 500
     """Optimizer steps of a window, whose mean loss is compared with the best window so far. Steps that were skipped do
-    not count. Where steps train different terms, each kind of step is compared with its own. Choose it so long that
-    every window has each task and many draws of each mode."""
+    not count. Where steps train different terms, each kind of step is compared with its own. Choose it large enough
+    that every window has each task and many draws of each mode."""
 
     min_improvement: FractionBelowOne = 0.001
     """A window is better if its mean loss is lower by more than this share of the best."""
@@ -81,7 +81,7 @@ class PlateauConfig:
     """Lowest product of the factors. Beyond it, plateaus change nothing."""
 
     def __post_init__(self) -> None:
-        # The upper end has no annotated range of its own, and a config built in Python is not checked by one.
+        # No annotated type has this upper bound, and annotations do not check a config built in Python.
         if not 0 < self.factor <= 1:
             raise UsageError(
                 f"plateau.factor: {self.factor}: more than 0 and at most 1 is required, because the learning rate is "
@@ -107,7 +107,7 @@ class PlateauConfig:
 
     @property
     def first_change(self) -> int:
-        """The earliest step after which the learning rate may fall: a window to compare with, and those no better."""
+        """Earliest step after which the learning rate may fall: one window to compare with, then ``patience`` more."""
         return self.steps * (1 + self.patience)
 
     def notices(self, max_steps: int) -> list[str]:

@@ -1,8 +1,8 @@
-"""Learning rate on a plateau of the training loss: a factor beside the schedule's, from the means of windows of steps.
+"""Learning rate on a plateau of the training loss: a factor on top of the schedule's, from mean losses of windows.
 
-The rule is that of ``torch.optim.lr_scheduler.ReduceLROnPlateau`` with a relative threshold, whose ``patience`` is one
-less. There the schedule overwrites the learning rate in the next step. Here the factor is a number of its own, by which
-``Experiment.learning_rate_factor`` multiplies that of the schedule.
+The rule is that of ``torch.optim.lr_scheduler.ReduceLROnPlateau`` with a relative threshold and a ``patience`` of one
+less. There, the schedule would overwrite the learning rate in the next step. Here, the factor is kept separately, and
+``Experiment.learning_rate_factor`` multiplies the schedule's by it.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ SMALLEST = 1e-12
 
 @dataclass(frozen=True)
 class Change:
-    """A fall of the learning rate."""
+    """A reduction of the learning rate."""
 
     factor: float
     """Product of all factors from now on."""
     windows: int
     """Windows in a row without an improvement."""
     improvement: float
-    """Share by which the last window was better than the best one. Negative if it was worse."""
+    """Relative improvement of the last window over the best one. Negative if it was worse."""
 
 
 class Plateau:
     """Factor of the learning rate, and the means that it follows from. Every rank has one, all with the same values.
 
     The losses are those of the global batch, so all ranks decide alike. A window is ``plateau.steps`` optimizer steps,
-    counted from the start of the run, so a resume does not begin another one. The sums stay on the device, and the host
-    waits for it at the end of a window only.
+    counted from the start of the run, so a resume does not shift it. The sums stay on the device, and the host waits
+    for it at the end of a window only.
 
     Losses of steps that train different terms are not comparable, and the share of each kind varies between windows. So
-    each kind of step, told by its terms, has a mean and a best mean of its own. The improvement of a window is the mean
-    over its steps of the improvement of their kinds. With one kind it is that of the loss.
+    each kind of step, identified by its terms, has a mean and a best mean of its own. The improvement of a window is
+    the mean over its steps of the improvement of their kinds. With one kind it is that of the loss.
     """
 
     def __init__(self, config: PlateauConfig) -> None:
@@ -72,7 +72,7 @@ class Plateau:
             self.add(result.coefficients, result.loss, guard.weight_of_step)
         if not self.ends_window(done):
             return None
-        # Behind a step that ends the run the losses are those of steps without an update.
+        # After a step that ends the run, the losses come from steps without an update.
         result.check()
         return self.end_window()
 
@@ -94,7 +94,7 @@ class Plateau:
             return
         row = torch.stack([widest(loss), widest(torch.ones_like(loss))])
         if trained is not None:
-            # A choice and no product, because 0 * NaN is NaN.
+            # Selected instead of multiplied by 0, because 0 * NaN is NaN.
             row = torch.where(trained > 0, row, 0.0)
         before = self._window.get(kind)
         # A restored sum is on the host.
@@ -109,7 +109,7 @@ class Plateau:
     def end_window(self) -> Change | None:
         """Compare the window with the best so far, and begin the next. Waits for the device.
 
-        Returns the change, if there is one. The rule of torch's ``ReduceLROnPlateau.step``.
+        Returns the change, if there is one. Follows torch's ``ReduceLROnPlateau.step``.
         """
         sums = self._read()
         self._window = {}
@@ -136,7 +136,8 @@ class Plateau:
         return Change(lower, windows, improvement)
 
     def _improvement(self, sums: Mapping[Kind, tuple[float, float]]) -> float | None:
-        """Return the mean share by which the steps of a window are better than the best. None without a comparison."""
+        """Return the mean relative improvement of a window's steps over the best. None if no kind of step has a best
+        yet."""
         compared = {kind: sums[kind] for kind in sums if kind in self._best}
         if not compared:
             return None
@@ -147,7 +148,7 @@ class Plateau:
         return better / sum(steps for _, steps in compared.values())
 
     def _read(self) -> dict[Kind, tuple[float, float]]:
-        """Return sum and number of steps of each kind with any. Waits for the device."""
+        """Return (sum of losses, number of steps) for each kind with a trained step. Waits for the device."""
         sums: dict[Kind, tuple[float, float]] = {}
         for kind, window in self._window.items():
             total, steps = window.tolist()

@@ -1,7 +1,7 @@
 """Checks of the losses and weights that a recipe gives to the window.
 
-A mean or a forgotten weight would go unnoticed: on one process without accumulation, with all weights 1, it changes the
-loss by a factor alone. In other layouts it changes what is trained.
+A mean or a forgotten weight would go unnoticed: on one process without accumulation, with all weights 1, it only scales
+the loss. In other layouts it changes what is trained.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLACES = {
     "weights": "the weights given to prepared.window",
     "sums": "the sums given to window.backward",
 }
-"""Where a recipe names its loss terms, for a message."""
+"""Places where a recipe names its loss terms, as worded in messages."""
 
 
 def refuse_empty(micro_batches: Sequence[object], coefficients: Mapping[str, float], step: int) -> None:
@@ -38,9 +38,9 @@ def refuse_empty(micro_batches: Sequence[object], coefficients: Mapping[str, flo
 def by_term(
     found: Mapping[str, Tensor] | Tensor, kind: str, coefficients: Mapping[str, float], step: int
 ) -> Mapping[str, Tensor]:
-    """Return ``found`` by the terms of ``coefficients``. A single tensor stands for every term.
+    """Return ``found`` as a mapping from loss term to tensor. A single tensor stands for every term.
 
-    Raises ``UsageError`` for a term that only one of the two has. ``kind`` is a key of ``PLACES``.
+    Raises ``UsageError`` for a term in only one of ``found`` and ``coefficients``. ``kind`` is a key of ``PLACES``.
     """
     if isinstance(found, Tensor):
         return dict.fromkeys(coefficients, found)
@@ -54,9 +54,9 @@ def by_term(
 
 
 def refuse_means(sums: Mapping[str, Tensor], weights: Mapping[str, Tensor], coefficients: Mapping[str, float]) -> None:
-    """Raise ``UsageError`` for a trained term with a weight for each sample, (B,), but without a loss for each.
+    """Raise ``UsageError`` for a trained term with one weight per sample, (B,), but not one loss per sample.
 
-    Its loss is then one value, (), or a matrix: (B, 1) times (B,) is (B, B). No device wait.
+    Such a loss is one value, (), or a matrix by mistake: (B, 1) times (B,) is (B, B). Does not wait for the device.
     """
     for name, loss in sums.items():
         if coefficients[name] == 0 or weights[name].ndim == 0:
@@ -72,7 +72,7 @@ def refuse_means(sums: Mapping[str, Tensor], weights: Mapping[str, Tensor], coef
 
 
 def refuse_further_dimensions(what: str, values: Tensor, weight: Tensor) -> None:
-    """Raise ``UsageError`` for more dimensions than those of the weights of the samples, (B,). No device wait."""
+    """Raise ``UsageError`` for values with more dimensions than the weights of the samples, (B,). No device wait."""
     if values.ndim > weight.ndim > 0:
         raise UsageError(
             f"window.backward: {what} has shape {tuple(values.shape)}, and its weight {tuple(weight.shape)}, one for "
@@ -82,10 +82,10 @@ def refuse_further_dimensions(what: str, values: Tensor, weight: Tensor) -> None
 
 
 def count_unweighted(result: StepResult) -> dict[str, Tensor]:
-    """Count the samples on this process whose ``weight`` from the loader is 0, but which count in a trained term.
+    """Count the samples of this process that contribute to a trained term although their loader ``weight`` is 0.
 
-    ``lost_weights``: by a loss that is not 0. ``weighted_padding``: by a weight of the term above 0. No device wait.
-    The other way round is no fault: the weight of a term may be 0 where a loss is added to the mean over other samples.
+    ``lost_weights`` counts those with a loss other than 0, ``weighted_padding`` those with a term weight above 0. The
+    reverse is allowed: a term's weight may be 0 where a loss is added to the mean over other samples. No device wait.
     """
     evidence = result.evidence
     losses_found = torch.zeros((), device=evidence.totals.device)
@@ -100,7 +100,7 @@ def count_unweighted(result: StepResult) -> dict[str, Tensor]:
         for name, loss in zip(evidence.terms, losses, strict=True):
             if result.coefficients[name] == 0:
                 continue
-            # NaN is no case of it: NaN times 0 is NaN, and the step guard finds it.
+            # NaN does not count: NaN times 0 is NaN, and the step guard finds it.
             if loss.shape == is_padding.shape:
                 has_loss |= loss.abs() > 0
             if weights[name].shape == is_padding.shape:
@@ -111,7 +111,7 @@ def count_unweighted(result: StepResult) -> dict[str, Tensor]:
 
 
 def refuse_unweighted(counts: dict[str, float]) -> None:
-    """Take the entries of ``count_unweighted`` out of counts summed over processes. Raises ``UsageError`` for any above
+    """Remove the entries of ``count_unweighted`` from counts summed over processes. ``UsageError`` if one is above
     0."""
     of_losses = counts.pop("lost_weights")
     of_weights = counts.pop("weighted_padding")

@@ -15,7 +15,7 @@ from accel_train.training.gradients.loss_checks import refuse_further_dimensions
 from accel_train.training.parameters import widest
 
 PREFIX = "train_"
-"""Prefix of their names in a training line. Those of evaluations begin with ``heldout_``."""
+"""Prefix of their names in a training line. Names of evaluation metrics begin with ``heldout_``."""
 
 
 class StepMetrics:
@@ -29,14 +29,14 @@ class StepMetrics:
         self._sums: list[dict[str, Tensor]] = []
 
     def clear(self) -> None:
-        """Forget an attempt that is repeated."""
+        """Drop the sums of an attempt that will be repeated."""
         self._sums.clear()
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
         """Add a micro-batch: the sum of each metric, (), or its weighted values, (B,). No device wait.
 
-        Raises ``UsageError`` for one value beside a weight for each sample, which may be a mean, for a matrix beside
-        them, and for other names than those of the first micro-batch.
+        Where weights are per sample, raises ``UsageError`` for a single value, which may be a mean, and for a matrix.
+        Also for names that differ from those of the first micro-batch.
         """
         weight = self._weights[len(self._sums) % len(self._weights)]
         first = self._sums[0] if self._sums else metrics

@@ -1,4 +1,4 @@
-"""The micro-batches of a step whose gradients are reduced, under each strategy."""
+"""Choice of the micro-batches whose gradients are reduced, under each strategy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def resolve_sync(policy: SyncPolicy, accelerator: Accelerator) -> tuple[Literal[
 
 
 def when_to_reduce(policy: SyncPolicy, zero_stage: int) -> Literal["last", "every"]:
-    """Return the micro-batches after which a policy has gradients reduced."""
+    """Return the micro-batches after which a policy reduces gradients."""
     if policy != "auto":
         return policy
     return "every" if zero_stage >= 2 else "last"
@@ -54,7 +54,7 @@ def no_sync(accelerator: Accelerator, model: nn.Module) -> Generator[None]:
         with accelerator.no_sync(model):
             yield
     finally:
-        # While it is False, Accelerate's optimizer skips its step without a word.
+        # While it is False, Accelerate's optimizer silently skips its step.
         accelerator.sync_gradients = True
 
 
@@ -86,7 +86,7 @@ def reduce_once(engine: Any) -> Generator[None]:
         try:
             yield
         except BaseException:
-            # A loop that raises closes its window, for which this is a `GeneratorExit`.
+            # An error in the caller's loop closes the window's generator, so it arrives here as a `GeneratorExit`.
             for name in FLUSHES:
                 setattr(engine, name, lambda _: None)
                 left.callback(delattr, engine, name)

@@ -1,4 +1,4 @@
-"""Comparisons of the processes of a run, at steps that depend on the step alone: their speed, and their weights."""
+"""Comparisons of the speed and the weights of a run's processes, at steps that depend on the step number alone."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Record(Protocol):
 
 
 class Pauses(Protocol):
-    """Knows the seconds of this process's evaluations and saves."""
+    """Seconds that this process has spent in evaluations and saves."""
 
     @property
     def paused_seconds(self) -> float: ...
 
 
 class PartTimes(Protocol):
-    """Knows the seconds of the parts of this process's steps. NaN where they are not measured."""
+    """Seconds that this process has spent in each part of its steps. NaN where not measured."""
 
     def total(self, part: Literal["forward"]) -> float: ...
 
@@ -53,16 +53,16 @@ def forward_is_local(model: nn.Module, strategy: str) -> bool:
     """Return True if no process waits for another within a forward."""
     if strategy != "ddp":
         return False
-    # Before a forward it sends the buffers of process 0 to the others, which wait for it.
+    # Before a forward, DDP broadcasts the buffers of process 0 to the others, which wait for them.
     assert isinstance(model, nn.parallel.DistributedDataParallel), type(model)
     return not (model.broadcast_buffers and any(True for _ in model.module.buffers()))
 
 
 class Comparisons:
-    """Compare the processes in the course of a run. Built and called on every one of them at the same steps.
+    """Periodic comparisons of the processes. Built and called on every process, at the same steps.
 
     Each comparison is a small gather and waits for the device. Without anything to compare, nothing happens:
-    ``replicas`` is None where no weight is on several processes, or nobody wants them compared.
+    ``replicas`` is None where no weight is on several processes, or their comparison is off.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Comparisons:
         self._compare_every = config.steps_between_comparisons
         self._probe: Probe | None = None
         if accelerator.num_processes > 1 and self._compare_every:
-            # Made here, because memory may be short at a check.
+            # Allocated here, because memory may be short at a check.
             self._probe = Probe(accelerator.device, dtype)
         self._hosts: list[str] = [""] * accelerator.num_processes
         self._replicas = replicas
@@ -104,9 +104,9 @@ class Comparisons:
         return parts.total("forward")
 
     def after(self, step: int, data_wait_seconds: float) -> None:
-        """Compare after ``step`` steps, if one is due. Before a save. Raises ``ReplicasDifferError``."""
+        """Run the comparisons due after ``step`` steps. Call it before a save. Raises ``ReplicasDifferError``."""
         if not self._has_begun:
-            # The first step of a start compiles and opens files, and is like no other.
+            # The first step after a start compiles and opens files, so its time is not comparable.
             self._has_begun = True
             self._restart()
         else:
@@ -118,7 +118,7 @@ class Comparisons:
             self.check_replicas(step)
 
     def check_replicas(self, step: int) -> None:
-        """Raise ``ReplicasDifferError`` if the processes hold different weights. Once per step, at most."""
+        """Raise ``ReplicasDifferError`` if the processes hold different weights. Checks at most once per step."""
         if self._replicas is None or self._checked_step == step:
             return
         self._checked_step = step
@@ -127,7 +127,7 @@ class Comparisons:
             return
         fields = {"parameters": difference.parameters, "processes": difference.processes}
         self._record("replicas_differ", fields, step=step)
-        # A process that ends takes the others with it, and the record must be complete by then.
+        # The first process to exit takes the others down, and the event must be written by then.
         self._accelerator.wait_for_everyone()
         raise ReplicasDifferError(f"after step {step} {difference.explanation}")
 

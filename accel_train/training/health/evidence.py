@@ -12,7 +12,7 @@ from torch import Tensor
 
 Reason = Literal["loss", "gradient", "weight", "spike"]
 _ADVICE = {"bf16": "try --precision fp32", "fp16": "try --precision bf16, which overflows later, or fp32"}
-"""Further remedy by precision. A run in fp32 has no finer precision to go to."""
+"""Remedy specific to the precision. fp32 has none, as no finer precision is left."""
 
 
 class NonFiniteError(RuntimeError):
@@ -85,7 +85,7 @@ class BadStep:
 
 
 class Examined(NamedTuple):
-    """A step on the host."""
+    """Result of reading a step on the host."""
 
     value: float
     """Norm of the gradient, or the last loss sum where no norm is known."""
@@ -115,11 +115,12 @@ class Evidence:
     """Not finite if no trained term has a weight in the global batch. None where one is known to have."""
 
     def must_be_finite(self, norm: Tensor) -> list[Tensor]:
-        """Return what tells a bad step, with the norm of its gradient, on the device of the sums. No wait."""
+        """Return the tensors of which one is not finite in a bad step, on the device of the sums. No device wait."""
         if self.quotient is None:
             return [self.totals, norm]
         quotient = self.quotient
-        # The kernel that reads them takes one dtype and device, which most weights have: the call takes a microsecond.
+        # The kernel that reads them needs one dtype and device. Most weights have them already, so a check saves the
+        # call.
         if quotient.dtype != self.totals.dtype or quotient.device != self.totals.device:
             quotient = quotient.to(self.totals)
         return [self.totals, norm, quotient]
@@ -131,7 +132,7 @@ class Evidence:
         """
         reduced = [self.totals]
         further = [extra for extra in (self.norm, self.spike, self.quotient) if extra is not None]
-        # One type and device for all, as torch.cat needs; the order is that in which the values are taken off again.
+        # torch.cat needs one dtype and device. The values are popped below in the reverse of this order.
         reduced += [extra.reshape(1).to(self.totals) for extra in further]
         # One tensor, so that the host waits once.
         values: list[float] = torch.cat(reduced).tolist()
@@ -142,7 +143,7 @@ class Evidence:
             return Examined(values[-1], self._bad("loss", values, self._non_finite_samples()))
         if not all(map(math.isfinite, values)):
             return Examined(values[-1], self._bad("gradient", values, self._all_samples()))
-        # Every factor is 0 in such a step, so any gradient is one that a module has made in its own backward.
+        # Every factor is 0 in such a step, so a gradient could only come from a module's own backward.
         if has_no_weight:
             return Examined(values[-1], self._bad("weight", values, self._all_samples()))
         if is_spike:
@@ -150,7 +151,8 @@ class Evidence:
         return Examined(values[-1], None)
 
     def _non_finite_samples(self) -> set[int]:
-        """Samples with a loss that is not finite: of a micro-batch without losses by sample, all of them."""
+        """Return the samples with a loss that is not finite. Without losses per sample, all samples of such a
+        micro-batch."""
         # A wait for each term, which only a bad step costs.
         found: set[int] = set()
         for losses, rows in zip(self.losses, self.rows, strict=True):
@@ -187,7 +189,7 @@ def _of_all_ranks(local: list[int]) -> list[list[int]]:
 
 
 def of_samples(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the inputs with one value per sample. Others may be large, and these are kept until a log point."""
+    """Return the inputs with one value per sample. Only these are kept until a log point, as others may be large."""
     if "sample" not in inputs:
         return {}
     shape = inputs["sample"].shape

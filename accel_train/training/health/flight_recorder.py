@@ -22,15 +22,16 @@ MOST = 3
 
 
 def dump(logs: Path, process: int) -> list[str] | None:
-    """Write the last collectives of this process, and return the unfinished ones in words, or the last.
+    """Write the last collectives of this process to a file, and describe the unfinished ones, or else the last.
 
-    None without a process group, or if this torch does not record its backend. Not a collective; any thread.
+    Returns None without a process group, or if this torch does not record its backend. Not a collective. May be called
+    from any thread.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     recorder = importlib.import_module("torch._C._distributed_c10d")
     if _is_nccl():
-        # As its watchdog would, for torch's own analysis, which knows no other backend (torch 2.13).
+        # In the format of NCCL's watchdog, for torch's own analysis, which supports no other backend (torch 2.13).
         atomic_files.replace_file(_file(logs, process), recorder._dump_nccl_trace())
         return in_words(json.loads(recorder._dump_nccl_trace_json()))
     # Newer releases only.

@@ -1,8 +1,8 @@
-"""Steps that do not end: every process writes its Python stacks, and the main process names whom the others wait for.
+"""Watch for steps that hang: each process logs its Python stacks, and the main process names those the others wait for.
 
 A collective waits for all processes, and ends with an error after ``collective_timeout_seconds`` that names none of
-them. Until then a process that is stuck can still be asked where: by a thread of its own, because its main thread
-answers nothing.
+them. Until then a stuck process can still report where it is, from a watch thread, because its main thread answers
+nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from accel_train.wording import FILE_ONLY
 
 logger = logging.getLogger(__name__)
 LOOKS = 20
-"""Number of times that the thread looks within a short limit."""
+"""Checks of the thread within one limit, if the limit is short."""
 LOOK_SECONDS = 1.0
-"""Most seconds between two looks. The processes find a hang within about this time of each other."""
+"""Longest time between two checks. The processes find a hang within about this time of each other."""
 ANSWER_SECONDS = 10.0
-"""How long the main process waits for the others to say where they are."""
+"""How long the main process waits for the other processes to report where they are."""
 MAX_BYTES = 1 << 16
 COLLECTIVES = "torch.distributed"
 DECORATOR = "wrapper"
@@ -42,7 +42,7 @@ class Step(Protocol):
 
     @property
     def done(self) -> int:
-        """Number of steps done after this one."""
+        """Number of steps done once this one has ended."""
         ...
 
 
@@ -72,7 +72,7 @@ def place_of(frame: FrameType, process: int, step: int) -> Place:
     line = "an unknown line"
     for inner, number in traceback.walk_stack(frame):
         module = str(inner.f_globals.get("__name__", ""))
-        # The outermost of them, which the recipe or Accelerate has called, in place of torch's decorator around it.
+        # The outermost such frame, which the recipe or Accelerate has called, but not torch's decorator around it.
         if module.startswith(COLLECTIVES) and inner.f_code.co_name != DECORATOR:
             collective = inner.f_code.co_name
         if module.partition(".")[0] not in FRAMEWORKS:
@@ -82,7 +82,7 @@ def place_of(frame: FrameType, process: int, step: int) -> Place:
 
 
 def describe(places: Sequence[Place], processes: int, seconds: float) -> list[str]:
-    """Return lines about a step that has not ended for so long, the processes that others wait for first."""
+    """Return lines about a step that has not ended for ``seconds``. The processes that others wait for come first."""
     lines = [f"no step has ended for {seconds:g} s"]
     silent = sorted({*range(processes)} - {place.process for place in places})
     if silent:
@@ -94,7 +94,7 @@ def describe(places: Sequence[Place], processes: int, seconds: float) -> list[st
 
 
 class HangWatch:
-    """Looks in a thread whether steps go on. One per process."""
+    """Watches from a thread whether steps still end. One per process."""
 
     def __init__(
         self, logs: Path, process: int, processes: int, seconds: float, is_paused: Callable[[], bool] = lambda: False
@@ -132,7 +132,7 @@ class HangWatch:
     def _watch(self) -> None:
         while not self._ended.wait(min(LOOK_SECONDS, self._seconds / LOOKS)):
             if self._is_paused():
-                # An evaluation takes as long as it takes, and then the step has its time again.
+                # A pause, such as an evaluation, may take any time. Afterwards the step has its full limit again.
                 self._since = time.monotonic()
             elif not self._told and time.monotonic() - self._since > self._seconds:
                 self._told = True
@@ -141,8 +141,8 @@ class HangWatch:
                     self._tell()
 
     def _tell(self) -> None:
-        """Write the stacks of this process, and on the main process name those of all."""
-        # Before anything is written: an answer of this very hang is never too old, however busy the host is.
+        """Log the stacks of this process. The main process also logs where each process is."""
+        # Taken before anything is written, so that no answer about this hang seems too old, however busy the host is.
         oldest = time.time() - self._seconds
         # Documented, in spite of its name.
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
@@ -177,7 +177,7 @@ class HangWatch:
         logger.warning("  %s", flight_recorder.how_to_read(self._logs))
 
     def _answers(self, read: Callable[[Path], T | None]) -> list[T]:
-        """Return what the processes that found the same hang have written, in the order of their numbers."""
+        """Return the answers of the processes that found the same hang, by process number."""
         deadline = time.monotonic() + ANSWER_SECONDS
         found: dict[int, T] = {}
         while True:
@@ -196,7 +196,7 @@ class HangWatch:
 
 
 def _found(file: Path, oldest: float) -> Mapping[str, Any]:
-    """Read the file of a process, empty if it is of an earlier hang."""
+    """Read the hang file of a process. Returns an empty mapping if it is unreadable or from an earlier hang."""
     try:
         found: Mapping[str, Any] = strict_json.read_object(file, MAX_BYTES)
         return found if float(found["time"]) >= oldest else {}

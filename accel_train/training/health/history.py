@@ -1,4 +1,4 @@
-"""Bad steps of a run: the number skipped, and those missing from the log so far."""
+"""Bad steps of a run: the number skipped, and those not logged yet."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class History:
     def __init__(self, max_in_a_row: int) -> None:
         self._max_in_a_row = max_in_a_row
         self.skipped = 0
-        """Steps without an update since the start of the run, of earlier starts as well."""
+        """Steps without an update since the start of the run, earlier starts included."""
         self.in_a_row = 0
         """Skipped steps since the last trained one."""
         self.without_samples = 0
-        """Steps without an update because no sample of theirs has a weight, of earlier starts as well."""
+        """Steps without an update because none of their samples has a weight, earlier starts included."""
         self.left_out: list[int] = []
-        """Samples left out after going back, by this start or before the checkpoint that it continues."""
+        """Samples left out after rollbacks, in this start or before the checkpoint that it continues."""
         self.left_out_data = ""
-        """Hash of the data that they count in."""
+        """Hash of the data that the sample numbers refer to."""
         self._row: list[BadStep] = []
         self._unreported: list[tuple[BadStep, bool]] = []
 
@@ -76,7 +76,7 @@ class History:
         """Continue from the counts of ``state``."""
         self.skipped = int(saved.get("skipped", 0))
         self.without_samples = int(saved.get("without_samples", 0))
-        # A resume continues the row: a restart must not begin it over, or the limit would never be reached.
+        # A resume continues the row. If a restart reset it, the limit would never be reached.
         self.in_a_row = int(saved.get("skipped_in_a_row", 0))
         self.left_out = list(map(int, saved.get("left_out", [])))
         self.left_out_data = str(saved.get("left_out_data", ""))

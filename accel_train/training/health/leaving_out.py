@@ -10,7 +10,7 @@ from torch import nn
 
 
 def leave_out(accelerator: Accelerator, model: nn.Module, step: int) -> None:
-    """Drop the gradient and let the optimizer's next step do nothing. All ranks.
+    """Drop the gradient and let the optimizer's next step do nothing. Called on all ranks.
 
     Under ZeRO the engine has discarded the step already. Raises ``RuntimeError`` if it has not.
     """
@@ -21,7 +21,7 @@ def leave_out(accelerator: Accelerator, model: nn.Module, step: int) -> None:
             raise RuntimeError(f"step {step + 1} is not finite, and DeepSpeed has stepped all the same")
         return
     model.zero_grad(set_to_none=True)
-    # While it is False, Accelerate's optimizer skips its step without a word, and the next window sets it again. Most
+    # While it is False, Accelerate's optimizer silently skips its step, and the next window sets it again. Most
     # optimizers that find no gradient would do nothing either, but one of the user's own may count the step.
     accelerator.sync_gradients = False
     scaler: Any = accelerator.scaler

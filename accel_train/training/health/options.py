@@ -42,25 +42,25 @@ class HealthConfig:
 
     spike_factor: NonNegativeFloat = 0.0
     """A step is a spike if the norm of its gradient, before clipping, exceeds this many times the median of the last
-    spike_window trained steps. 0: off. Try 10. No step is judged before as many were trained."""
+    spike_window trained steps. 0: off. Try 10. No step is judged before that many were trained."""
 
     spike: Literal["warn", "clip", "skip"] = "warn"
     """warn: train on a spike, with a warning and an event that has the sample numbers. clip: also scale its gradient
     down to spike_factor times the median, if optimizer.max_grad_norm does not scale it further. skip: leave out its
-    update, as of a step that is not finite. clip and skip: not under ZeRO."""
+    update, as for a step that is not finite. clip and skip: not under ZeRO."""
 
     spike_window: PositiveInt = 100
     """Trained steps whose gradient norms give the median."""
 
     hang_seconds: NonNegativeFloat | None = None
-    """Seconds without the end of a step, evaluations and saves apart, after which each process writes the Python stacks
-    of its threads to its log, and the main process names those that the others wait for. The run goes on. None: half of
-    collective_timeout_seconds. 0: never."""
+    """Seconds without a finished step, evaluations and saves not counted, after which each process writes the Python
+    stacks of its threads to its log, and the main process names those that the others wait for. The run continues.
+    None: half of collective_timeout_seconds. 0: never."""
 
     compare_every: NonNegativeInt | None = None
-    """Steps between two checks whether a process is slower than the others: its wait for data, under DDP its forward,
-    and a matrix product and a Python loop that all of them time at that step. A slow one is named in a warning and an
-    event. None: 500 with several processes. 0: never."""
+    """Steps between two checks for processes slower than the others. They compare the wait for data, under DDP the
+    forward, and a matrix product and a Python loop that all processes time at that step. A slow process is named in a
+    warning and an event. None: 500 with several processes. 0: never."""
 
     slow_factor: PositiveFloat = 1.3
     """A process is slow if, in two checks in a row, it takes this many times the median of all processes, or its wait
@@ -151,9 +151,9 @@ def has_replicas(accelerator: Accelerator, strategy: str) -> bool:
 
 
 def nothing_to_compare(config: HealthConfig, processes: int, *, replicated: bool) -> list[str]:
-    """Return a notice for each comparison that was asked for, and has nothing to compare on this machine.
+    """Return a notice for each requested comparison that has nothing to compare in this run.
 
-    A notice and no refusal, because the same options are to run on one process and on many. ``replicated``: some
+    A notice rather than an error, because the same options must run on one process and on many. ``replicated``: some
     weights are on several processes.
     """
     notices: list[str] = []
@@ -172,7 +172,7 @@ def nothing_to_compare(config: HealthConfig, processes: int, *, replicated: bool
 
 
 def refuse_inexact(config: HealthConfig, model: nn.Module, strategy: str, precision: str, comm_hook: str) -> None:
-    """Raise ``UsageError`` where a spike cannot be held back, or skipping a step would leave something of it behind."""
+    """Raise ``UsageError`` where a spike cannot be held back, or a skipped step would still leave traces."""
     zero = strategy.startswith("zero")
     if zero and (config.clips_spikes or config.skips_spikes):
         raise UsageError(

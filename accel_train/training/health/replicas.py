@@ -1,7 +1,7 @@
 """Weights that several processes hold whole, compared bit by bit.
 
 Every process applies the same update to its own copy, and nothing compares the copies afterwards: a bit that flips in
-one memory, or code that touches the weights of one process only, goes on in silence. Each process then computes its
+one memory, or code that touches the weights of one process only, goes unnoticed. Each process then computes its
 gradient with different weights, and a checkpoint holds pieces of different models.
 """
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from accel_train.training.ema import Ema
 
 COLUMNS = 1024
-"""Words in a row of the sums. A word is 8 bytes."""
+"""Words per row of the table whose rows and columns are summed. A word is 8 bytes."""
 STEP = -7046029254386353131
-"""The golden ratio in 64 bits, as in SplitMix64, which has the other constants too."""
+"""The golden ratio in 64 bits. This and ``SHIFTS`` are the constants of SplitMix64."""
 SHIFTS = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))
 
 
 EVERYWHERE = 0.9
-"""Least share of the tensors that differ where no gradient was reduced. A flipped bit is in one, and its EMA."""
+"""Share of differing tensors that suggests unreduced gradients. A flipped bit changes one tensor, and its EMA."""
 
 
 class ReplicasDifferError(RuntimeError):
@@ -38,10 +38,10 @@ class ReplicasDifferError(RuntimeError):
 
 
 class Difference(NamedTuple):
-    """What differs, and where."""
+    """Difference between the weights of the processes."""
 
     parameters: list[str]
-    """Names, those of the EMA with ``EMA of`` before them."""
+    """Names. Those of the EMA are prefixed by ``EMA of``."""
     processes: list[int]
     """Processes that differ from the majority of those with the same part of the weights. Without a majority, all."""
     has_majority: bool
@@ -86,12 +86,12 @@ class Difference(NamedTuple):
 
     @property
     def is_everywhere(self) -> bool:
-        """True if no two processes agree on most tensors: each has trained by itself."""
+        """True if nearly all tensors differ without a majority: each process has trained by itself."""
         return not self.has_majority and len(self.parameters) >= EVERYWHERE * self.compared
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """Return SplitMix64's hash of each word and its place, so that changes do not cancel out in a sum."""
+    """Return SplitMix64's hash of each word and its position, so that changes do not cancel out in a sum."""
     mixed = words + STEP * torch.arange(words.numel(), device=words.device)
     for shift, factor in SHIFTS:
         # A shift of int64 keeps the sign, which the mask takes away.
@@ -100,12 +100,12 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 def _sums(tensor: Tensor) -> list[Tensor]:
-    """Return sums modulo 2^64 of the bits of a tensor, in words of 8 bytes: by column, by row, and the rest as it is.
+    """Return the bits of a tensor as sums of 8-byte words modulo 2^64: by column, by row, and the rest unsummed.
 
-    One changed word, or two, are in a sum that no other change undoes. No copy of a contiguous tensor.
+    A change of one or two words always changes a sum. An aligned contiguous tensor is not copied.
     """
     data = tensor.detach().contiguous().view(-1)
-    # Memory of its own where it does not begin at a whole word, as within DeepSpeed's flat buffer.
+    # Copied where it is not aligned to a word, as within DeepSpeed's flat buffer.
     if data.data_ptr() % 8:
         data = data.clone()
     data = data.view(torch.uint8)
@@ -122,7 +122,7 @@ def _sums(tensor: Tensor) -> list[Tensor]:
 
 
 def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return a checksum of the bits of each tensor, int64 on ``device``. Few kernels for a tensor, and no wait."""
+    """Return a checksum of the bits of each tensor, int64 on ``device``. A few kernels per tensor, no wait."""
     parts: list[Tensor] = []
     ends = [0]
     for tensor in tensors:
@@ -149,12 +149,12 @@ class Replicas:
         # ZeRO-1 and -2 gather the weights of the forward on every process; masters and EMA are shards.
         if self._zero:
             return {name: parameter.data for name, parameter in weights.parameters.items()}
-        # Asked for in every check, because FSDP2 may replace the tensors behind the names.
+        # Looked up in every check, because FSDP2 may replace the tensors behind the names.
         found = {name: weights.master(name) for name in weights.parameters}
         return found | {f"EMA of {name}": shard for name, shard in self._ema.averages.items()}
 
     def _place(self) -> int:
-        """Return a number of this process's part of the weights. Those with the same one hold the same."""
+        """Return a number that identifies this process's part of the weights. Equal numbers mean the same part."""
         weights = self._ema.shards
         if self._zero or weights.replicated:
             return 0
@@ -165,7 +165,7 @@ class Replicas:
     def difference(self) -> Difference | None:
         """Compare the processes. Waits for the device once, and gathers two numbers of each process.
 
-        All of them find the same. Only a difference gathers more: a number for each parameter.
+        All processes return the same. Only a difference gathers more: host, device, and a number for each parameter.
         """
         tensors = self._tensors()
         device = self._accelerator.device
@@ -173,7 +173,7 @@ class Replicas:
         place = torch.tensor(self._place(), device=device)
         rows = self._gather(torch.stack([place, _mixed(sums).sum()]))
         places = [place for place, _ in rows]
-        # As many different sums as different parts.
+        # Processes with the same part have the same sum.
         if len({(place, total) for place, total in rows}) == len(set(places)):
             return None
         found: list[tuple[str, str]] = [("", "")] * self._accelerator.num_processes
@@ -215,7 +215,7 @@ def _model_of(device: torch.device) -> str:
 
 
 def _unlike(group: Sequence[int], sums: Sequence[int]) -> tuple[list[int], bool]:
-    """Return the processes unlike the majority of a group, all of them without one, and whether there is one."""
+    """Return the processes of a group that differ from its majority (all without one), and whether there is one."""
     counts: Mapping[int, int] = Counter(sums[process] for process in group)
     usual = max(counts, key=lambda each: counts[each])
     if 2 * counts[usual] <= len(group):

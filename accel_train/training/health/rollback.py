@@ -29,17 +29,17 @@ class Rollback(NamedTuple):
     samples: list[int]
     """Indices in the training split, left out from then on."""
     data: str
-    """Hash of the data that they count in."""
+    """Hash of the data that the indices refer to."""
 
     def concerns(self, data: str) -> bool:
-        """Return True if the samples are of these data. In other data the same indices are other samples."""
+        """Return True if the samples are from these data. In other data the same indices mean other samples."""
         return self.data == data
 
 
 def recorded(directory: Path) -> list[Rollback]:
     """Return the rollbacks of a run, oldest first. Raises ``UsageError`` for a damaged file.
 
-    Without them the run would train on what it had left out, so an unreadable file is not taken for an empty one.
+    Without them the run would train on what it had left out, so an unreadable file is not treated as empty.
     """
     path = directory / LEFT_OUT_FILE
     if not path.exists():

@@ -11,9 +11,9 @@ from torch import Tensor
 class Spikes:
     """The gradient norms of the last ``window`` trained steps, as a ring on the device.
 
-    Threshold and comparison are tensors, so a step is judged before its update without a wait for the device. Nothing
-    lags but the report, which comes when the host reads the verdicts, at a log point or a save. All ranks decide alike,
-    because they have the same norm of the same reduced gradient. Costs a sort of ``window`` numbers per step.
+    Threshold and comparison are tensors, so a step is judged before its update without a wait for the device. Only the
+    report lags: it comes when the host reads the verdicts, at a log point or a save. All ranks decide alike, because
+    they have the norm of the same reduced gradient. Costs a sort of ``window`` numbers per step.
     """
 
     def __init__(self, factor: float, window: int, device: torch.device) -> None:
@@ -27,9 +27,9 @@ class Spikes:
     def limit(self) -> Tensor:
         """Return the largest norm that is no spike. Infinite until the window is full, and while its median is 0."""
         ordered = self._norms.sort().values
-        # The lower of the two in the middle: a number that was really measured.
+        # The lower of the two middle values, which is a measured norm.
         median = ordered[(self._window - 1) // 2]
-        # Steps without a gradient make nothing usual: a limit of 0 would scale a gradient of 0 to NaN.
+        # Steps without a gradient set no limit: a limit of 0 would scale a gradient of 0 to NaN.
         is_usual = (self._count >= self._window) & (median > 0)
         return torch.where(is_usual, self._factor * median, torch.inf)
 
@@ -45,13 +45,13 @@ class Spikes:
             self._count += (trained > 0).long()
 
     def read(self) -> list[float]:
-        """Return the norms from the oldest on, for a checkpoint. Waits for the device."""
+        """Return the norms, oldest first, for a checkpoint. Waits for the device."""
         norms: list[float] = self._norms.tolist()
         count = int(self._count)
         # Until the ring is full, its oldest entry is at 0.
         if count < self._window:
             return norms[:count]
-        # The place that the next norm replaces.
+        # The position that the next norm replaces.
         oldest = count % self._window
         return norms[oldest:] + norms[:oldest]
 

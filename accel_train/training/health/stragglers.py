@@ -1,6 +1,6 @@
-"""Processes that are slower than the others, found by what each of them does alone.
+"""Detection of processes that are slower than the others, from the work that each does alone.
 
-Collectives give all processes the same time of a step: the slow one is the one that does not wait. So the processes
+Collectives equalise the step times of all processes: the slow one is the one that does not wait. So the processes
 compare times without a collective in them: the wait for data, the forward under DDP, and a small probe that all of them
 run after the same step.
 """
@@ -33,11 +33,11 @@ REMEDIES: dict[Measure, str] = {
 CHECKS = 2
 """Checks in a row above the limit that make a process slow: one alone may be chance."""
 REPEATS = 3
-"""Runs of a probe, of which the shortest counts."""
+"""Repetitions of a probe. The shortest counts."""
 PRODUCTS = 8
-"""Matrix products of one run."""
+"""Matrix products per repetition."""
 PRODUCT_SIZE = {"cuda": 2048}
-"""Rows of the matrices by type of device. 8 products take 0.25 ms of a GPU with 550 TFLOP/s."""
+"""Rows of the matrices by type of device. 8 products take 0.25 ms on a GPU with 550 TFLOP/s."""
 PRODUCT_SIZE_ELSEWHERE = 64
 """Rows of the matrices elsewhere, few enough for one thread: threads of a CPU with busy cores wait for each other."""
 PYTHON_ROUNDS = 4000
@@ -47,7 +47,7 @@ class Times(NamedTuple):
     """Seconds of one process since the check before, or of the probe. NaN: not measured."""
 
     step: float
-    """Mean of a step, without pauses."""
+    """Mean time of a step, without pauses."""
     data: float
     forward: float
     device: float
@@ -62,8 +62,7 @@ class Slow(NamedTuple):
     seconds: float
     median_seconds: float
     factor: float
-    """``data``: how many times as long a step takes as it would with the median's wait. Else ``seconds`` over that of
-    the median."""
+    """For ``data``, the time of a step over its time with the median's wait. Else ``seconds / median_seconds``."""
 
     def describe(self, host: str, processes: int) -> str:
         """Return the finding and the remedy, for a message."""
@@ -82,9 +81,9 @@ def _milliseconds(seconds: float) -> str:
 
 
 def factor_of(measure: Measure, own: float, median: float, step: float) -> float:
-    """Return how many times as slow a process is, 0 where it was not measured."""
+    """Return how many times slower than the median a process is. 0 where it was not measured."""
     if measure == "data":
-        # Beside a wait of nearly nothing any other is many times as long. What counts is its share of the step.
+        # Any wait is many times a median of nearly 0. What counts is its share of the step.
         own, median = step, step - (own - median)
     if not (math.isfinite(own) and math.isfinite(median)):
         return 0.0
@@ -105,7 +104,7 @@ class Stragglers:
         recovered: list[tuple[int, Measure]] = []
         for measure in MEASURES:
             values: list[float] = [getattr(row, measure) for row in rows]
-            # The lower one of two in the middle: with two processes that of the faster.
+            # The lower of two middle values: with two processes, that of the faster one.
             middle = median_low(values)
             for process, own in enumerate(values):
                 key = (process, measure)
@@ -123,11 +122,11 @@ class Stragglers:
 
 
 class Probe:
-    """A fixed piece of work of the device and one of the host. Waits for the device. No collective."""
+    """A fixed piece of work for the device and one for the host. Waits for the device. Not a collective."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         size = PRODUCT_SIZE.get(device.type, PRODUCT_SIZE_ELSEWHERE)
-        # Kept, because an allocation at a check could find no memory.
+        # Kept allocated, because memory may be short at a check.
         self._factor: Tensor = torch.full((size, size), 1 / size, device=device, dtype=dtype)
         self._product = torch.empty_like(self._factor)
         self._device = device

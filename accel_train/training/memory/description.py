@@ -1,4 +1,4 @@
-"""Words for the memory of a process, from the fields of its event. No torch, so that pages of runs are quick."""
+"""Text about the memory of a process, from the fields of its event. Without torch, so that pages of runs are quick."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOTALS = {
 
 
 def described(fields: Mapping[str, Any]) -> str:
-    """Return ``weights 2.1 GB, gradients 2.1 GB; peak 9.3 GB``, empty for a line without them."""
+    """Return ``weights 2.1 GB, gradients 2.1 GB; peak 9.3 GB``, empty for a line without such fields."""
     parts = [_sizes(fields.get("held_bytes"))]
     on_host = _sizes(fields.get("host_bytes"))
     if on_host:

@@ -1,6 +1,6 @@
 """Bytes held by the tensors of a training, by category, on this process, under any strategy.
 
-From the tensors themselves: the size of each storage, once, under the first category that has it. So tied weights,
+Measured on the tensors themselves: each storage counts once, under the first category that has it. So tied weights,
 gradients in one bucket and ZeRO's flat groups are counted once, padding is counted, and what FSDP2 has freed is not.
 """
 
@@ -31,7 +31,7 @@ EMA = "ema"
 
 @dataclass
 class Held:
-    """Bytes by category, without those that hold nothing."""
+    """Bytes by category. Empty categories are left out."""
 
     device: dict[str, int] = field(default_factory=dict[str, int])
     """On the device that trains."""
@@ -82,7 +82,7 @@ def count(categories: Mapping[str, Iterable[Tensor]], device: torch.device) -> H
 
 
 def plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors inside of DTensors and quantised ones, and others as they are."""
+    """Yield the inner tensors of DTensors and quantised tensors, and other tensors as they are."""
     for tensor in tensors:
         wrapper: Any = tensor
         if hasattr(wrapper, "__tensor_flatten__"):
@@ -112,7 +112,7 @@ def _weights(shards: Shards, parameters: Iterable[Any]) -> Iterator[Tensor]:
         # ZeRO-3 keeps the shard beside a parameter that is empty between its uses. A strided copy would be a new one.
         if not shards.replicated and parameter.is_contiguous():
             yield fixed_shard(parameter).values
-        # bitsandbytes keeps the scales of a 4-bit weight there, and theirs in turn.
+        # bitsandbytes keeps the scales of a 4-bit weight there, and the scales of those scales in `state2`.
         scales: Any = getattr(parameter, "quant_state", None)
         while scales is not None:
             yield from _tensors(vars(scales).values())

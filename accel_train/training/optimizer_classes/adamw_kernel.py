@@ -1,4 +1,4 @@
-"""AdamW of all tensors of a group, and their moving average, in one pass over memory, as one Triton kernel.
+"""One Triton kernel for AdamW on all tensors of a group and their moving averages, in one pass over memory.
 
 torch's fused kernel writes the scaled gradient back, and the average reads the weights once more. On a GPU all of this
 is bound by memory: 44 bytes per value in two kernels, 36 here (weight, both moments and average read and written, the
@@ -6,7 +6,7 @@ gradient read). Imported where Triton is installed and the parameters are on a G
 """
 
 # pyright: reportMissingParameterType=false
-# Triton compiles annotations too, and knows its own only.
+# Triton compiles annotations too, and knows only its own.
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 BLOCK = 1024
-"""Values of one tensor that a program of the kernel has in registers at a time."""
+"""Values of one tensor that a program of the kernel holds in registers at a time."""
 CHUNK = 16 * BLOCK
 """Values for one program. Of the sizes tried on an H200 (8 Ki to 32 Ki, 4 and 8 warps) the fastest with an average."""
 WARPS = 8
@@ -29,12 +29,12 @@ ALIGNMENT = 16
 HEAD = tl.constexpr(8)
 """Entries of 8 bytes before the rows of a table: two addresses and the numbers of `Rates` and of the average."""
 ROW = tl.constexpr(6)
-"""Entries of a row: addresses of weight, gradient, both moments and average, and how many values each has."""
+"""Entries of a row: addresses of weight, gradient, both moments and average, and the number of values in each."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Numbers of one group's step."""
+    """Hyperparameters of one group's step."""
 
     lr: float
     betas: tuple[float, float]
@@ -52,7 +52,7 @@ def adamw_one_pass(
     AVERAGED: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Update the values of one chunk. ``chunks`` (C, 2) has its tensor and its first value in that."""
+    """Update the values of one chunk. ``chunks`` (C, 2) holds the index of its tensor and of its first value."""
     address = tl.load(table)
     found_inf = address.to(tl.pointer_type(tl.float32))
     if tl.load(found_inf, mask=address != 0, other=0.0) != 0.0:
@@ -94,7 +94,7 @@ def adamw_one_pass(
         tl.store(parameters + at, parameter, mask=inside)
         if AVERAGED:
             average = tl.load(averages + at, mask=inside)
-            # The two forms of torch's lerp, whose bits these are.
+            # The two branches of torch's lerp, which give its bits.
             if weight < 0.5:
                 average = average + weight * (parameter - average)
             else:
@@ -144,7 +144,7 @@ def _corrected(table, count):
 
 
 class Chunks:
-    """How the tensors of a group are divided among the programs of the kernel. Depends on their sizes alone."""
+    """Division of a group's tensors into chunks, one for each program of the kernel, by their sizes."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self.sizes = tuple(sizes)
@@ -171,7 +171,7 @@ class Chunks:
         """
         if not len(self._pairs):
             return  # this rank has no value of any of them
-        # Asked for in every step: a load replaces state, and each backward makes new gradients.
+        # Read in every step: a load replaces state, and each backward makes new gradients.
         addresses = [[tensor.data_ptr() for tensor in column] for column in columns]
         if weight is None:
             addresses.append(addresses[0])  # never read
@@ -185,7 +185,7 @@ class Chunks:
             kernel[(len(chunks),)](table, counts, chunks, **constants, ALIGNED=is_aligned, num_warps=WARPS)
 
     def _divide(self, is_aligned: Tensor) -> None:
-        """Give tensors with an unaligned address (P,) a launch of their own: one must not cost all the wide loads."""
+        """Launch tensors with an unaligned address apart, so that one does not cost all the wide loads. (P,)."""
         if torch.equal(is_aligned, self._is_aligned):
             return
         self._is_aligned = is_aligned
@@ -195,7 +195,7 @@ class Chunks:
 
 
 def _head(rates: Rates, grad_scale: Tensor | None, found_inf: Tensor | None, weight: float) -> Tensor:
-    """Addresses, 0 for what is not there, and numbers in fp64, all as int64."""
+    """Return the head of the table as int64: addresses (0 if absent), then the bits of numbers in fp64."""
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (found_inf, grad_scale)]
     numbers = torch.tensor([rates.lr, *rates.betas, rates.eps, rates.weight_decay, weight], dtype=torch.float64)
     return torch.cat((torch.tensor(addresses, dtype=torch.int64), numbers.view(torch.int64)))

@@ -9,7 +9,7 @@ import torch
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """Call the closure with gradients on, which ``step`` itself has off, and return its loss. None without one."""
+    """Call the closure with gradients enabled, unlike in ``step``, and return its loss. None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():  # a closure runs a backward

@@ -15,7 +15,7 @@ from torch import Tensor
 
 BLOCK = 256
 MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
-"""AdamW's name of a moment -> its number in bitsandbytes (``state1``, ``absmax1``, ``qmap1``)."""
+"""AdamW's name for a moment -> its number in bitsandbytes (``state1``, ``absmax1``, ``qmap1``)."""
 
 
 def holds_moments(state: Mapping[str, Any]) -> bool:

@@ -27,14 +27,14 @@ class _Counts(NamedTuple):
     all: Tensor
     """(P,)."""
     each: tuple[Tensor, ...]
-    """Its elements, as views, which are the ``step`` of the parameters."""
+    """Its elements as views, which are the ``step`` of each parameter's state."""
 
 
 class _Tensors(NamedTuple):
     """Tensors of one group in one step, each list in the order of the parameters."""
 
     number: int
-    """Number of the group."""
+    """Index of the group."""
     group: ParamGroup
     parameters: list[Tensor]
     gradients: list[Any]
@@ -43,7 +43,7 @@ class _Tensors(NamedTuple):
     counts: _Counts
 
     def columns(self, averages: Mapping[Tensor, Tensor]) -> list[list[Tensor]]:
-        """Return what one pass reads, as this rank holds it: four lists, and the averages if there are any."""
+        """Return this rank's shards that one pass reads: four lists, and the averages if there are any."""
         found: list[list[Any]] = [self.parameters, self.gradients, self.means, self.squares]
         if averages:
             found.append([averages[parameter] for parameter in self.parameters])
@@ -76,7 +76,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     torch sorts the tensors by device and dtype in every step and adds 1 to the step count of each, one by one on a CPU:
     with many small tensors that takes longer than the kernel. Here the counts of a group are elements of one tensor,
-    and all parameters of a group must have the same device and dtype. ``grad_scale`` and ``found_inf`` are read as by
+    and all parameters of a group must have the same device and dtype. ``grad_scale`` and ``found_inf`` work as in
     torch's own.
 
     With ``one_pass`` the kernel of ``adamw_kernel`` takes the place of torch's, and moves averages of the weights in
@@ -100,13 +100,14 @@ class FusedAdamW(torch.optim.AdamW):
         self._weight: float | None = None
         """Weight of the new values in the averages at the coming step. None: the step leaves the averages alone."""
         self._counts: dict[int, _Counts] = {}
-        """Step counts by the number of the group."""
+        """Step counts by the index of the group."""
         self._chunks: dict[int, Chunks] = {}
 
     def average_next(self, averages: Mapping[Tensor, Tensor], weight: float) -> None:
         """Move ``averages`` (by parameter) towards the new weights in the coming step, if it can take them along.
 
-        ``has_averaged`` tells afterwards. It cannot where a parameter has no gradient or a tensor is not contiguous.
+        ``has_averaged`` is True afterwards if it did. It cannot where a parameter has no gradient or a tensor is not
+        contiguous.
         """
         self._averages, self._weight = averages, weight
         self.has_averaged = False
@@ -127,7 +128,7 @@ class FusedAdamW(torch.optim.AdamW):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Remove the gradients. torch's own method spends most of its time on an entry for a profile, left out here."""
+        """Remove the gradients. torch's own method spends most of its time on a profiler record, left out here."""
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
@@ -153,7 +154,7 @@ class FusedAdamW(torch.optim.AdamW):
     def _tensors(self, number: int, group: ParamGroup, parameters: list[Tensor]) -> _Tensors:
         states = [self.state[parameter] for parameter in parameters]
         if not all(states):
-            self._init_group(group, [], [], [], [], [], [])  # torch's own, which makes the state
+            self._init_group(group, [], [], [], [], [], [])  # torch's own, which creates the state
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         means = [state["exp_avg"] for state in states]
         squares = [state["exp_avg_sq"] for state in states]
@@ -168,7 +169,7 @@ class FusedAdamW(torch.optim.AdamW):
             tensors.update_by_torch(grad_scale, found_inf)
         else:
             self._in_one_pass(tensors, columns, grad_scale, found_inf)
-        # The kernel did nothing then, so the step does not count.
+        # With `found_inf` 1 the kernel did nothing, so the step does not count.
         if found_inf is not None:
             counts.all.sub_(found_inf)
 
@@ -188,7 +189,7 @@ class FusedAdamW(torch.optim.AdamW):
         chunks.step(columns, tensors.counts.all, rates, grad_scale, found_inf, weight)
 
     def _attribute(self, name: str, device: torch.device) -> Tensor | None:
-        """Return what the step guard or a loss scale has set, if one has."""
+        """Return the tensor that the step guard or a loss scaler has set, if any."""
         found: Tensor | None = getattr(self, name, None)
         if found is None:
             return None
@@ -197,7 +198,7 @@ class FusedAdamW(torch.optim.AdamW):
     def _counts_of(self, number: int, states: Sequence[State]) -> _Counts:
         counts = self._counts.get(number)
         each = [state["step"] for state in states]
-        # Others are there after a load, and of a part of the parameters where some have no gradient.
+        # They differ after a load, and when only some of the parameters have a gradient.
         if counts is None or len(each) != len(counts.each) or not all(map(is_, each, counts.each)):
             joined = torch.stack(each)
             counts = self._counts[number] = _Counts(joined, joined.unbind())

@@ -65,8 +65,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     State: ``momentum_buffer`` for a matrix, and ``exp_avg``, ``exp_avg_sq`` and ``step`` for the others. A group with
     learning rate 0 keeps its momentum up to date and is not orthogonalised. Under DDP and FSDP2 ``step`` is a
-    collective: every rank calls it with the same gradients present. Peak memory: one whole matrix per rank under DDP,
-    one under FSDP2, and two gram matrices.
+    collective: every rank calls it with the same gradients present. Peak memory of a rank: as many whole matrices as
+    ranks under DDP, one under FSDP2, and two gram matrices.
     """
 
     def __init__(self, groups: list[ParamGroup], *, betas: tuple[float, float], eps: float, fused: bool) -> None:

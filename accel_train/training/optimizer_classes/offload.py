@@ -16,7 +16,7 @@ from accel_train.training.optimizer_classes.closures import loss_of
 from accel_train.training.parameters import ParamGroup
 
 BUCKET_BYTES = 64 << 20
-"""Size of a bucket. One is copied to the host while the CPU works on the bucket before."""
+"""Size of a bucket. One is copied to the host while the CPU works on the previous one."""
 
 
 class _Host(NamedTuple):

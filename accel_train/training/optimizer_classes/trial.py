@@ -1,4 +1,4 @@
-"""Trial that decides if AdamW runs in one pass (`adamw_kernel`), whose kernel is compiled where it runs."""
+"""Trial that decides if AdamW runs in one pass (`adamw_kernel`). That kernel is compiled on the machine itself."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from accel_train.training.optimizer_classes.fused_adamw import FusedAdamW
 SIZES = (3, 1000, 20_000)
 STEPS = 3
 TOLERANCE = 1e-5
-"""Relative difference of weights and averages to torch's kernel after `STEPS`: sums in another order."""
+"""Relative difference from torch's kernel, in weights and averages, allowed after `STEPS`: sums have another order."""
 
 
 def one_pass_obstacle(device: torch.device, parameters: Iterable[Tensor]) -> str | None:
-    """Return why torch's kernel has to run instead, or None. Collective on a GPU: one process that fails stops all.
+    """Return why torch's kernel has to run instead, or None. Collective on a GPU: a failure on one process counts for
+    all.
 
     Runs a few steps of both on ``device``, which compiles the kernel: a second, or milliseconds from Triton's cache.
     """
@@ -54,7 +55,7 @@ def _failure(device: torch.device) -> str | None:
 
 @torch.no_grad()
 def _run(device: torch.device, *, one_pass: bool) -> list[Tensor]:
-    """Weights and averages after a few steps with clipping."""
+    """Return weights and averages after a few steps with clipping."""
     generator = torch.Generator(device).manual_seed(0)
     weights = [nn.Parameter(_draw(size, generator)) for size in SIZES]
     averages: dict[Tensor, Tensor] = {weight: weight.detach().clone() for weight in weights}
